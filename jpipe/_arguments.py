@@ -12,7 +12,7 @@ from flax import nnx
 from jpipe._numbers import is_int, is_number
 from jpipe.capabilities.registry import OPTIONS
 from jpipe.errors import InputError, nearest, short
-from jpipe.model._calls import Loss
+from jpipe.model._function_arguments import Loss
 from jpipe.model._layer import LayerSpec, key_spec
 from jpipe.model._precision import Precision
 from jpipe.model._stack import LayerStack

@@ -31,7 +31,7 @@ from jpipe.capabilities.registry import uses_by
 from jpipe.context import traced_platform, tracing_for
 from jpipe.errors import InputError
 from jpipe.meshes._place import Place
-from jpipe.model._calls import Loss
+from jpipe.model._function_arguments import Loss
 from jpipe.model._precision import PLAIN, Precision, cast_layers, check_precision
 from jpipe.model._stack import LayerStack
 from jpipe.model.jaxprs._rows import warn_of_mixed_rows
@@ -64,7 +64,7 @@ from jpipe.stages._bytes import measure_stages
 from jpipe.stages._compile import CompiledPrograms, compile_initializers, compile_stages
 from jpipe.stages._compiled_stage import CompiledStage
 from jpipe.stages.functions._evaluation import check_evaluation
-from jpipe.stages.functions._stage import StageFunctions
+from jpipe.stages.functions._stage_functions import StageFunctions
 
 Tree = Any
 

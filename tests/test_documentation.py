@@ -25,7 +25,7 @@ import yaml
 import jpipe
 import jpipe_planner.machine.targets
 from docs import api, commands, lengths, options
-from jpipe.checkpoints.records import Part
+from jpipe.checkpoints.records import ProcessRecord
 from jpipe_train.cli import main
 from jpipe_train.config.config import Config
 
@@ -276,7 +276,7 @@ def test_the_examples_of_files_can_be_read(tmp_path):
     assert len(row.splitlines()) == 1
     described = " ".join(re.findall(r"^\| (`[^|]*) \|", (ROOT / "docs" / "reference" / "files.md").read_text(), re.MULTILINE))
     assert all(f"`{name}`" in described for name in json.loads(row))
-    assert Part.model_validate_json(part).layers == ["embed", "head"]
+    assert ProcessRecord.model_validate_json(part).layers == ["embed", "head"]
     assert jpipe.Plan.from_json(plan).stages[0].replicas == 2
     assert jpipe.simulate(jpipe.lower(jpipe.Plan.from_json(ordered), 1)).seconds > 0
     assert jpipe_planner.Profile.from_json(profile).ids == ("embed", "head")

@@ -350,7 +350,7 @@ class RuntimeHooks:
         own_entries: `(plan, stage, replica, layers, entries) -> dict[str, Plain]`, from a snapshot the entries of the worker alone:
             its weights by version in `own`, and its optimizer state.
         at_rest: `(plan, stage, WorkerState) -> WorkerState`: the state before the worker begins.
-        snapshot: the subclass of `SnapshotHooks`, made for the `Part` of one worker.
+        snapshot: the subclass of `SnapshotHooks`, made for the `WorkerSnapshot` of one worker.
         copy_for_snapshot: `(plan, stage, what, tree) -> tree`, copies of the optimizer state or of a weight version; None: as usual.
         for_updates: the names of what it keeps in pending updates until these are made.
         copied: `(StageFunctions) -> names` of the entries that several stages hold copies of, in an order that all stages have.

@@ -43,7 +43,7 @@ from jpipe.checkpoints.records import (
     ROWS,
     Damaged,
     File,
-    Part,
+    ProcessRecord,
     describe,
     files_in,
     marker_text,
@@ -94,7 +94,7 @@ def write_layers(folder: Path, step: int, layers: Mapping[str, Tree], process: i
         folders = [inner for inner in path.rglob("*") if inner.is_dir()]
         for inner in (*written, *folders, path, place, place.parent, folder):  # TensorStore leaves that to the system, for half a minute
             to_disk(inner)
-        part = Part(layers=list(layers), files=files)
+        part = ProcessRecord(layers=list(layers), files=files)
         write_atomically(place / f"process-{process}.json", part.model_dump_json(indent=1))
     except BaseException:
         remove_part(place, process)
@@ -289,12 +289,12 @@ def read_layers(folder: Path, step: int, ids: Iterable[str] | None = None, *, ve
     return {layer: layers[layer] for layer in wanted}
 
 
-def _parts(folder: Path, step: int) -> list[Part]:
+def _parts(folder: Path, step: int) -> list[ProcessRecord]:
     path = step_folder(folder, step)
     return read_parts(path, read_marker(path, step))
 
 
-def _read_part(place: Path, name: str) -> Part:
+def _read_part(place: Path, name: str) -> ProcessRecord:
     """Read the record of a part that a process has just written.
 
     Raises:
@@ -302,7 +302,7 @@ def _read_part(place: Path, name: str) -> Part:
     """
     path = place / name.removesuffix(".json")
     try:
-        part = Part.model_validate_json((place / name).read_bytes())
+        part = ProcessRecord.model_validate_json((place / name).read_bytes())
     except pydantic.ValidationError:
         raise OSError(errno.EIO, "is not what was written", str(place / name)) from None
     files: dict[Path, File] = {path / file.removeprefix(f"{ITEM}/"): size for file, size in part.files.items()}

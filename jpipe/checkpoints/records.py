@@ -54,7 +54,7 @@ class File(_Strict):
     sha256: str
 
 
-class Part(_Strict):
+class ProcessRecord(_Strict):
     """The content of `process-0.json`: what one process has written.
 
     Attributes:
@@ -130,7 +130,7 @@ def of_other_format(path: Path, found: str) -> InputError:
     return InputError(f"{path}: expected the format {FORMAT}, found {found}; {hint}")
 
 
-def read_parts(folder: Path, marker: Marker) -> list[Part]:
+def read_parts(folder: Path, marker: Marker) -> list[ProcessRecord]:
     """Read what each process has written, each with the files that reading its layers needs.
 
     Raises:
@@ -140,12 +140,12 @@ def read_parts(folder: Path, marker: Marker) -> list[Part]:
     parts = []
     for name, digest in sorted(marker.items.items()):
         path = folder / name
-        part = _validated(path, Part, _load(path, _read_whole(path, digest, _MOST_JSON)))
+        part = _validated(path, ProcessRecord, _load(path, _read_whole(path, digest, _MOST_JSON)))
         files = marker.index | part.files
         for file in map(PurePosixPath, files):
             if file.is_absolute() or ".." in file.parts:
                 raise Damaged(folder, f"names a file outside of itself, '{file}'")
-        parts.append(Part(layers=part.layers, files=files))
+        parts.append(ProcessRecord(layers=part.layers, files=files))
     return parts
 
 
@@ -187,7 +187,7 @@ def verify_files(item: Path, files: Mapping[Path, File], contents: bool = True) 
             raise _changed(path)
 
 
-def files_in(folder: Path, parts: Iterable[Part]) -> dict[Path, File]:
+def files_in(folder: Path, parts: Iterable[ProcessRecord]) -> dict[Path, File]:
     """Return sizes and hashes of the files of parts, which are in the folder of a step."""
     return {folder / name: file for part in parts for name, file in part.files.items()}
 

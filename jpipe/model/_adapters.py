@@ -11,7 +11,7 @@ import jax
 from flax import linen, nnx
 
 from jpipe.errors import InputError, cause
-from jpipe.model._calls import arguments_of, is_bound, modes, parameters_of
+from jpipe.model._function_arguments import arguments_of, is_bound, modes, parameters_of
 from jpipe.model._layer import Layer, key_spec
 from jpipe.model._nnx import NnxFunctions, built_functions, nnx_functions
 

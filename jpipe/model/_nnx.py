@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from jpipe.errors import InputError, Problem, callers_code, cause, short
-from jpipe.model._calls import Modes, Randomness, arguments_of, modes
+from jpipe.model._function_arguments import Modes, Randomness, arguments_of, modes
 from jpipe.model._layer import Layer, key_spec
 from jpipe.model.jaxprs._dependence import reached
 

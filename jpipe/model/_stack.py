@@ -19,9 +19,9 @@ from jpipe.model._ties import ModelTree, Tie, Ties
 from jpipe.model.jaxprs._constants import built_module, reject_constants
 from jpipe.model.traced._cuts import Granularity
 from jpipe.model.traced._model import TracedModel, cut_model
-from jpipe.model.traced._trace import context
-from jpipe.model.traced.doors._doors import open_function, open_model
-from jpipe.model.traced.doors._whole import Whole
+from jpipe.model.traced._trace_model import context
+from jpipe.model.traced.frontends._frontends import open_function, open_model
+from jpipe.model.traced.frontends._whole import Whole
 
 Tree = Any  # a pytree of arrays
 

@@ -14,7 +14,7 @@ from jpipe.plan import Plan, Stage, repeats_forward
 from jpipe.schedules import SCHEDULES
 
 
-class Passed(NamedTuple):
+class KeptByBoth(NamedTuple):
     """Arrays that one stage sends to the next and keeps itself.
 
     Attributes:
@@ -78,7 +78,7 @@ class StageCost(Costs):
     state: int = 0
     accumulators: int = 0
     temporary: int = 0
-    passed: tuple[Passed, ...] = ()
+    passed: tuple[KeptByBoth, ...] = ()
     updated: tuple[int, ...] = ()
     kept: int = 0
     gathered: tuple[int, ...] = ()
@@ -229,7 +229,7 @@ def check_costs(plan: Plan, costs: Sequence[StageCost]) -> None:
             if are_several and not isinstance(value, tuple):
                 raise InputError(f"{where}: expected a tuple of numbers, found {short(value)}")
             for part in value if are_several else (value,):
-                amount = part.size if isinstance(part, Passed) else part
+                amount = part.size if isinstance(part, KeptByBoth) else part
                 if not _is_amount(amount) or amount == math.inf:
                     raise InputError(f"{where}: expected a number of 0 or more, found {short(amount)}")
             is_read = name == "gathered" or (name in per_piece and count > 1)

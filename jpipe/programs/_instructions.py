@@ -145,7 +145,7 @@ class Program:
         end: one past the last batch that it loads.
         drained: whether the pipeline is empty afterwards.
         uses: what it does beside its plan, by the names of the capabilities.
-        sets_aside: for each stage, whether it sets the gradients of a batch aside until their update, to accumulate the next
+        separates_sums: for each stage, whether it sets the gradients of a batch aside until their update, to accumulate the next
             batch meanwhile.
         versions: for each worker, afterwards, the oldest version that a microbatch will still read and the newest there is.
         ended: the batches for which it completes the gradients of the last stage, over all replicas.
@@ -163,7 +163,7 @@ class Program:
     end: int
     drained: bool
     uses: FrozenMapping[Any]
-    sets_aside: tuple[bool, ...]
+    separates_sums: tuple[bool, ...]
     versions: tuple[tuple[int, int], ...]
     ended: range
     updated: tuple[range, ...]

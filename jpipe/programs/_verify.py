@@ -64,7 +64,7 @@ class Verifier:
         self.versions = versions_before(self.plan, number, program.start)
         self.buffers = set[tuple[str, int]]()
         self._accumulated = 0  # backwards of the batch that is being accumulated
-        self._sets_aside = program.sets_aside[self.stage]
+        self._separates_sums = program.separates_sums[self.stage]
         verifications = made("verify", programs_of(self.plan, program.uses), self)
         self._added, self._sends, self._receives = (merged(name, verifications) for name in ("checks", "sends", "receives"))
         self._needs, self._updated, self._complete = (hooks(name, verifications) for name in ("needs", "updated", "complete"))
@@ -165,7 +165,7 @@ class Verifier:
             self.fail(f"{i} at version {latest}, expected version {i.batch}")
         self.check_whole(i.batch, i)
         self._take_sum(i.batch)
-        if not self._sets_aside:
+        if not self._separates_sums:
             self._accumulated = 0
         self.need("optimizer", 0, i)
         self.need("versions", i.batch, i)
@@ -228,7 +228,7 @@ class Verifier:
     def _accumulate(self, i: Compute) -> None:
         """Count the gradients of a microbatch; a whole batch's may be set aside until its update."""
         self._accumulated += 1
-        if not self._sets_aside or not ends_update(self.plan, self.stage, i.microbatch):
+        if not self._separates_sums or not ends_update(self.plan, self.stage, i.microbatch):
             return
         expected = self._every // self._replicas
         if self._accumulated != expected:
@@ -238,7 +238,7 @@ class Verifier:
 
     def _take_sum(self, batch: int) -> None:
         """Take the gradients of a whole batch, summed over all replicas."""
-        if self._sets_aside:
+        if self._separates_sums:
             self.take(self._aside_as, batch)
         elif self._accumulated != (expected := self._every // self._replicas):
             self.fail(f"update {batch} after {self._accumulated} backwards, expected {expected}")
@@ -251,7 +251,7 @@ class Verifier:
 
     def look_at_sum(self, batch: int) -> None:
         """Check that the gradients of a whole batch are there, and leave them to the update."""
-        if self._sets_aside:
+        if self._separates_sums:
             self.look_at(self._aside_as, batch)
         else:
             self._take_sum(batch)

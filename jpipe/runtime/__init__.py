@@ -8,7 +8,7 @@ from jpipe.runtime._trace import Trace, fit_costs
 from jpipe.runtime.state import WeightVersions, WorkerState
 from jpipe.runtime.state._saved_optimizer import masters_in, without_prediction
 from jpipe.runtime.timing._overlap import Moved, OverlapTimes, time_overlap
-from jpipe.runtime.timing._transfers import join_transfers
+from jpipe.runtime.timing._transfer_times import join_transfers
 
 __all__ = [  # noqa: RUF022 - in the order of the data flow
     "WorkerState",

@@ -12,7 +12,7 @@ import numpy as np
 from jpipe.capabilities.protocol import TransportHooks, hooks, merged
 from jpipe.capabilities.registry import runtimes_for, runtimes_of
 from jpipe.meshes._place import Place
-from jpipe.model._calls import Loss
+from jpipe.model._function_arguments import Loss
 from jpipe.plan import Plan
 from jpipe.processes._membership import Processes
 from jpipe.programs._instructions import Program, Receive, Send
@@ -30,7 +30,7 @@ from jpipe.stages._batch import Batch, Bucket, Padded, check_outputs, describe_s
 from jpipe.stages._compile import compile_workers, with_metrics, with_outputs
 from jpipe.stages._compiled_stage import CompiledStage
 from jpipe.stages.functions._evaluation import check_evaluation
-from jpipe.stages.functions._stage import StageFunctions
+from jpipe.stages.functions._stage_functions import StageFunctions
 from jpipe.stages.functions._update import average_params, delay_squares, newest_params
 
 Tree = Any

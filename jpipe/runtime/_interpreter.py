@@ -91,7 +91,7 @@ def run(
             handlers[type(instruction)](worker, instruction)
             if worker.changed_parts:
                 worker.delete_unused()
-            if worker.takes_turns:
+            if worker.runs_serially:
                 worker.settle()
             if observe is not None:
                 observe(Event(shifted(instruction, plan, shift), worker.done, worker.state.freeze()))

@@ -25,7 +25,7 @@ from jpipe.runtime.state._saved_optimizer import masters_in, with_buffers, witho
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._arrays import Arrays, Share, shardings_of
 from jpipe.stages._compiled_stage import CompiledStage
-from jpipe.stages.functions._stage import StageFunctions
+from jpipe.stages.functions._stage_functions import StageFunctions
 
 Tree = Any
 
@@ -72,7 +72,7 @@ class Snapshot:
     def __init__(self, plan: Plan, batch: int, workers: Mapping[int, CompiledStage]) -> None:
         self.batch = batch
         self.plan = plan
-        self._parts = {w: Part(plan, w, batch, stage) for w, stage in workers.items()}
+        self._parts = {w: WorkerSnapshot(plan, w, batch, stage) for w, stage in workers.items()}
         self._sums = tuple(kind for used in programs_of(plan) for kind in used.sums)
         functions = [stage.functions for stage in workers.values()][:1]
         copied = [(hook, f) for f in functions for hook in hooks("copied", runtimes_for(f.capabilities).values())]
@@ -129,7 +129,7 @@ def entry_name(layer_id: str, replica: int) -> str:
     return f"{layer_id} replica {replica}" if replica else layer_id
 
 
-class Part:
+class WorkerSnapshot:
     """The part of the snapshot that is copied from one worker.
 
     Attributes:

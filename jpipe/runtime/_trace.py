@@ -23,7 +23,7 @@ from jpipe.programs._transfers import Transfer
 from jpipe.programs.prediction import draw_grid
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime.state import WeightVersions, WorkerState, is_away
-from jpipe.runtime.timing._transfers import Arrivals, Computation, TransferWatcher, join_transfers, that_leave
+from jpipe.runtime.timing._transfer_times import Arrivals, Computation, TransferWatcher, join_transfers, that_leave
 
 
 @dataclass(frozen=True)

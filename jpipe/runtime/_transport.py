@@ -28,7 +28,7 @@ _Key = tuple[int, int, str, int]  # of a kind of message: its sender, its receiv
 _LOOK_SECONDS = 0.5  # between two looks at whether the run is lost
 
 
-class Lane:
+class TransferThread:
     """A thread that does transfers, one after the other."""
 
     def __init__(self) -> None:
@@ -54,9 +54,9 @@ class Lane:
 
 
 @functools.cache
-def lane_of(devices: Hashable) -> Lane:
+def transfer_thread(devices: Hashable) -> TransferThread:
     """Return the thread of a link, or of a set of devices, which all groups of replicas on these devices share."""
-    return Lane()
+    return TransferThread()
 
 
 class PendingTransfer:
@@ -125,7 +125,7 @@ class PendingTransfer:
                     self._processes.check()
                     with contextlib.suppress(TimeoutError):
                         self._future.exception(timeout=_LOOK_SECONDS)
-                while self._future.exception() is not None:  # mostly because a process is gone; the lane finds out and has `check` raise
+                while self._future.exception() is not None:  # mostly because a process is gone; the thread finds out and has `check` raise
                     self._processes.check()
                     time.sleep(_LOOK_SECONDS)
         return self._entry(self._future.result())
@@ -196,7 +196,7 @@ class Transport:
         crowded = crowded_meshes(places[w] for w in self._local)
         self.crowded = frozenset(w for w in self._local if places[w] in crowded)
         self._replicas = {worker: tuple(workers) for workers in stage_workers for worker in workers}
-        self._used: dict[Hashable, Connection | Reduction] = {}  # by lane, in the order in which all processes connect
+        self._used: dict[Hashable, Connection | Reduction] = {}  # by thread, in the order in which all processes connect
         self._routes: dict[_Key, Route] = {}  # to and from other processes, to other shards
         self._arriving: dict[_Key, Tree] = {}  # specs of messages
         self._targets: dict[_Key, Any] = {}  # of messages in this process: a device or shardings, None: they stay
@@ -263,9 +263,9 @@ class Transport:
             JaxRuntimeError: they cannot be connected.
         """
         other_processes = tuple(sorted({place.process_index for place in self._places} - {jax.process_index()}))
-        for lane, collective in self._used.items():
+        for thread, collective in self._used.items():
             try:
-                arrived(self._call(lane, collective.connect, (), "all processes to connect", other_processes))
+                arrived(self._call(thread, collective.connect, (), "all processes to connect", other_processes))
             except jax.errors.JaxRuntimeError as error:
                 raise jax.errors.JaxRuntimeError(
                     f"the processes cannot be connected: {(str(error).splitlines() or [''])[0]}; gloo and NCCL, which carry arrays, fail "
@@ -393,7 +393,7 @@ class Transport:
         numbers = dict(zip(calls, cut, strict=True))
 
         def join(sums: Mapping[Any, list[jax.Array]]) -> Tree:
-            whole = shards.join({numbers[lane]: arrays for lane, arrays in sums.items()}, shardings)
+            whole = shards.join({numbers[thread]: arrays for thread, arrays in sums.items()}, shardings)
             return self._copies(finish(whole), local)
 
         coming = self._call_all(calls, cut, words, other_processes, join, lambda: dict.fromkeys(local, finish.out_info))
@@ -430,14 +430,14 @@ class Transport:
         first, group, most = self._places[local[0]], self._group(replicas), max(map(len, by_process))
         sent = [self._moved(part, first) for part in (*own, *[own[-1]] * (most - len(own)))]
         shards, shardings = Shards(sent, first.devices), [leaf.sharding for leaf in jax.tree.leaves(sent)]
-        lanes = {number: tuple(place.devices[number] for place in group) for number in shards.specs}
+        threads = {number: tuple(place.devices[number] for place in group) for number in shards.specs}
         cut = shards.cut(sent, first.devices)
-        calls = {frozenset(devices): functools.partial(reduction_over(devices).gather, cut[number]) for number, devices in lanes.items()}
+        calls = {frozenset(devices): functools.partial(reduction_over(devices).gather, cut[number]) for number, devices in threads.items()}
 
         def join(gathered: Mapping[Any, list[list[jax.Array]]]) -> dict[int, Tree]:
             found: dict[int, Tree] = {}
             for n, workers in enumerate(by_process):
-                each = shards.join({number: gathered[frozenset(devices)][n] for number, devices in lanes.items()}, shardings)
+                each = shards.join({number: gathered[frozenset(devices)][n] for number, devices in threads.items()}, shardings)
                 found |= dict(zip(workers, each, strict=False))
             return sums([found[w] for w in replicas])
 
@@ -482,29 +482,29 @@ class Transport:
         join: Callable[[Mapping[Any, Tree]], Tree],
         specs: Callable[[], Tree],
     ) -> Tree:
-        """Start these transfers and return what `join` makes of their results, by lane."""
+        """Start these transfers and return what `join` makes of their results, by thread."""
         assert self._processes is not None
         if not calls:  # a message without arrays
             return join({})
         if not self._threads:
-            return join({lane: self._call(lane, call, needs, words, on) for lane, call in calls.items()})
+            return join({thread: self._call(thread, call, needs, words, on) for thread, call in calls.items()})
         self._processes.check()
         if len(calls) == 1:
-            ((lane, call),) = calls.items()
-            future = lane_of(lane).put(lambda: join({lane: call()}), needs, self._processes.fail)
+            ((thread, call),) = calls.items()
+            future = transfer_thread(thread).put(lambda: join({thread: call()}), needs, self._processes.fail)
             return PendingTransfer(future, words, on, self._processes, specs)
-        futures = [lane_of(lane).put(call, needs, self._processes.fail) for lane, call in calls.items()]
+        futures = [transfer_thread(thread).put(call, needs, self._processes.fail) for thread, call in calls.items()]
         whole = joined(futures, lambda results: join(dict(zip(calls, results, strict=True))), self._processes.fail)
         return PendingTransfer(whole, words, on, self._processes, specs)
 
-    def _call(self, lane: Hashable, transfer: Callable[[], Tree], needs: Tree, words: object, on: tuple[int, ...]) -> Tree:
-        """Do a transfer at once, or queue it in the lane's thread, which waits for what the transfer needs."""
+    def _call(self, thread: Hashable, transfer: Callable[[], Tree], needs: Tree, words: object, on: tuple[int, ...]) -> Tree:
+        """Do a transfer at once, or queue it in its thread, which waits for what the transfer needs."""
         assert self._processes is not None
         if not self._threads:
             with self._processes.waiting(words, on):
                 return transfer()
         self._processes.check()
-        return PendingTransfer(lane_of(lane).put(transfer, needs, self._processes.fail), words, on, self._processes, tuple)
+        return PendingTransfer(transfer_thread(thread).put(transfer, needs, self._processes.fail), words, on, self._processes, tuple)
 
 
 class _Words(NamedTuple):

@@ -168,7 +168,7 @@ class Worker:
     Attributes:
         stage, replica, replicas: its stage, which replica of it the worker is, and how many there are.
         sums: whether they sum their gradients.
-        sets_aside: as in `Program`, for its stage.
+        separates_sums: as in `Program`, for its stage.
         microbatch_shift, version_shift: to be added to the numbers of the program to get the run's.
         compiled, functions, calls: of its stage; what depends on the shapes of a microbatch is in `stage_for`.
         stages, buckets: as given to `run`, for its stage.
@@ -183,7 +183,7 @@ class Worker:
         consumed: counts the arrays of the consumed states; shared by the workers of this process.
         changed_parts: of the state, by the present instruction.
         done: of the last computation, see `Event`.
-        takes_turns: whether each computation has to be over before the next one is dispatched, see `Transport.crowded`.
+        runs_serially: whether each computation has to be over before the next one is dispatched, see `Transport.crowded`.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class Worker:
         self.stage, self.replica = plan.workers[worker]
         self.replicas = plan.replicas[self.stage]
         self.sums = program.sums_gradients[self.stage]
-        self.sets_aside = program.sets_aside[self.stage]
+        self.separates_sums = program.separates_sums[self.stage]
         self.microbatch_shift, self.version_shift = shift * plan.microbatches, shift * program.updates_per_batch[self.stage]
         self.stages, self.buckets, self.transport = stages, buckets, transport
         self.compiled, self.functions, self.calls = stages[0], stages[0].functions, stages[0].calls
@@ -219,7 +219,7 @@ class Worker:
         self.results = results
         self.has_rng, self.has_buckets = self.functions.specs.rng[1] is not None, len(stages) > 1
         self.done: jax.Array | None = None
-        self.takes_turns = worker in transport.crowded
+        self.runs_serially = worker in transport.crowded
 
     def bucket(self, k: int) -> int:
         """Return the bucket of a microbatch."""
@@ -325,7 +325,7 @@ class Worker:
         self.used_microbatch(k)
         if op.finishes:
             state.accumulators = left["accumulators"]
-            if self.sets_aside:
+            if self.separates_sums:
                 self.after_backward(k)
 
     def run(self, i: Compute, op: Op, stage: CompiledStage, reads: tuple[Any, ...], sums: tuple[Tree, ...]) -> dict[Leaves, Tree]:
@@ -402,13 +402,13 @@ class Worker:
         if self.sums:
             self.change_update(update, summed=self.arrived_sum(update))
             return self.state.updates[update]["summed"][0]
-        return self.state.updates[update]["sums"] if self.sets_aside else self.state.accumulators
+        return self.state.updates[update]["sums"] if self.separates_sums else self.state.accumulators
 
     def replace_complete(self, update: int, accumulators: Tree) -> None:
         """Replace the accumulators of a whole batch."""
         if self.sums:
             self.change_update(update, summed=(accumulators, *self.state.updates[update]["summed"][1:]))
-        elif self.sets_aside:
+        elif self.separates_sums:
             self.change_update(update, sums=accumulators)
         else:
             self.state.accumulators = accumulators
@@ -449,16 +449,16 @@ class Worker:
         if retires is not None:
             self.changed("weights", retires)
             state.loss_scales.pop(retires, None)
-        if state.accumulators is None or not self.sets_aside:
+        if state.accumulators is None or not self.separates_sums:
             state.accumulators = zeros
-        if self.functions.last and not self.sets_aside:
+        if self.functions.last and not self.separates_sums:
             self.finish(update, loss)
 
     def gradients(self, update: int) -> Tree:
         """Return the accumulators of a whole batch for its update, and average the layer state if replicas average it with each update."""
         if self.added.for_updates and update in self.state.updates:
             self.change_update(update, **dict.fromkeys(self.added.for_updates))
-        if not self.sets_aside:
+        if not self.separates_sums:
             return self.state.accumulators
         if not self.sums:
             sums = self.state.updates[update]["sums"]
@@ -493,7 +493,7 @@ class Worker:
         inputs = self.take(OPS[i.op], microbatch)
         rng = (np.uint32(k), state.key) if stage.functions.evaluation_rng[1] is not None else (None, None)
         y = stage.calls["evaluate"](state.weights.read(i.version), *inputs, rng)
-        if self.takes_turns:
+        if self.runs_serially:
             jax.block_until_ready(y)
         if self.functions.last:
             self.results.evaluations[k] = y

@@ -2,7 +2,7 @@
 
 from jpipe.stages._compile import compile_for_analysis, program_key
 from jpipe.stages._standalone import StandaloneStage
-from jpipe.stages.functions._stage import StageFunctions
+from jpipe.stages.functions._stage_functions import StageFunctions
 from jpipe.stages.functions._update import update
 
 __all__ = ["StageFunctions", "StandaloneStage", "compile_for_analysis", "program_key", "update"]

@@ -10,10 +10,10 @@ import jax
 from jpipe.capabilities.protocol import hooks
 from jpipe.capabilities.registry import runtimes_for, runtimes_of, updates_for
 from jpipe.meshes._place import Place
-from jpipe.model.layerwise._trace import position_spec
+from jpipe.model.layerwise._trace_optimizer import position_spec
 from jpipe.ops import Reads
 from jpipe.plan import Plan
-from jpipe.stages.functions._stage import StageFunctions
+from jpipe.stages.functions._stage_functions import StageFunctions
 
 Tree = Any
 Spec = jax.ShapeDtypeStruct

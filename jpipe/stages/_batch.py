@@ -8,7 +8,7 @@ import numpy as np
 
 from jpipe.errors import InputError
 from jpipe.model._layer import describe, spec_of
-from jpipe.stages.functions._stage import StageFunctions
+from jpipe.stages.functions._stage_functions import StageFunctions
 
 Tree = Any
 Batch = tuple[Tree, Tree]

@@ -12,7 +12,7 @@ from jpipe.capabilities.registry import exchange_of, values_of
 from jpipe.context import traced_platform
 from jpipe.errors import InputError
 from jpipe.meshes._partition import partitions
-from jpipe.model._calls import Loss, random_parameter
+from jpipe.model._function_arguments import Loss, random_parameter
 from jpipe.model._layer import LayerSpec
 from jpipe.model._precision import Precision
 from jpipe.model._stack import LayerStack, Probed
@@ -23,7 +23,7 @@ from jpipe.schedules import SCHEDULES
 from jpipe.stages._batch import Batch, rows_of
 from jpipe.stages._gradients import check_gradients, with_gradients
 from jpipe.stages.functions._loss import check_loss
-from jpipe.stages.functions._stage import Specs, StageFunctions, rng_spec
+from jpipe.stages.functions._stage_functions import Specs, StageFunctions, rng_spec
 
 Tree = Any
 

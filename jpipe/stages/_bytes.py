@@ -11,12 +11,12 @@ from jpipe.capabilities.registry import runtimes_for
 from jpipe.meshes._partition import shard_bytes
 from jpipe.meshes._place import Place
 from jpipe.plan import Plan, repeats_forward
-from jpipe.programs._costs import Passed, StageCost
+from jpipe.programs._costs import KeptByBoth, StageCost
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._arrays import Arrays, Share
 from jpipe.stages._compiled_stage import CompiledStage
 from jpipe.stages._gradients import has_gradient
-from jpipe.stages.functions._stage import StageFunctions
+from jpipe.stages.functions._stage_functions import StageFunctions
 
 
 def measure_stages(
@@ -112,7 +112,7 @@ def arrays_of(functions: StageFunctions, chosen: Mapping[str, Sequence[Any]] | N
     return Arrays(functions, Place((), functions.partition.mesh), {} if chosen is None else chosen)
 
 
-def kept_by_both(before: StageFunctions, after: StageFunctions, splits: tuple[bool, bool]) -> tuple[Passed, ...]:
+def kept_by_both(before: StageFunctions, after: StageFunctions, splits: tuple[bool, bool]) -> tuple[KeptByBoth, ...]:
     """Return the arrays that a stage sends to the next one and that both keep.
 
     Args:
@@ -121,7 +121,7 @@ def kept_by_both(before: StageFunctions, after: StageFunctions, splits: tuple[bo
         splits: for each of them whether its backward is cut in two.
     """
     sizes, state = list(map(nbytes, jax.tree.leaves(arrays_of(after).x))), len(jax.tree.leaves(after.specs.state))
-    passed: list[Passed] = []
+    passed: list[KeptByBoth] = []
     for i, size in enumerate(sizes):
         if i in before.residuals.outputs:
             late = splits[0] and ("output", i) in before.halves.late
@@ -129,7 +129,7 @@ def kept_by_both(before: StageFunctions, after: StageFunctions, splits: tuple[bo
             receiver: Literal["F", "I", "W"] = (
                 "F" if not is_kept else "W" if splits[1] and ("argument", state + i) in after.halves.late else "I"
             )
-            passed.append(Passed(size, "W" if late else "I", receiver))
+            passed.append(KeptByBoth(size, "W" if late else "I", receiver))
     return tuple(passed)
 
 

@@ -16,7 +16,7 @@ from jpipe.ops import OPS, Leaves, Op
 from jpipe.stages._arrays import Arrays, Share, shardings_of
 from jpipe.stages.functions._evaluation import evaluate, predict
 from jpipe.stages.functions._loss import loss_dtype, mean_loss
-from jpipe.stages.functions._stage import StageFunctions
+from jpipe.stages.functions._stage_functions import StageFunctions
 from jpipe.stages.functions._update import (
     add,
     finish,

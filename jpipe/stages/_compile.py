@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jpipe.capabilities.registry import exchange_of, runtimes_of, values_of
 from jpipe.errors import callers_code, cause
 from jpipe.meshes._place import Place
-from jpipe.model._calls import Loss
+from jpipe.model._function_arguments import Loss
 from jpipe.model._layer import Layer, LayerSpec, key_spec
 from jpipe.model._stack import LayerStack
 from jpipe.model.jaxprs._wanted import without_effects
@@ -38,7 +38,7 @@ from jpipe.stages._arrays import Share
 from jpipe.stages._calls import UpdateKind, ops_of_stage, trace_call
 from jpipe.stages._compiled_stage import CompiledStage, choices, sharded_by_xla, update_kind
 from jpipe.stages.functions._evaluation import can_evaluate
-from jpipe.stages.functions._stage import StageFunctions
+from jpipe.stages.functions._stage_functions import StageFunctions
 
 Tree = Any
 CompiledPrograms = dict[tuple[Place, str], jax.stages.Compiled]
@@ -197,7 +197,7 @@ def _calls_of_core(instruction: Instruction, program: Program) -> tuple[str, ...
             return tuple(f"{name}{piece}" for name in names)
         case Update():
             aside = ("zero_accumulators", "mean_loss") if stage == program.plan.depth - 1 else ("zero_accumulators",)
-            return (update_kind(instruction), *(aside if program.sets_aside[stage] else ()))
+            return (update_kind(instruction), *(aside if program.separates_sums[stage] else ()))
     return ()
 
 

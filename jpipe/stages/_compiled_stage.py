@@ -9,13 +9,13 @@ import numpy as np
 
 from jpipe.capabilities.registry import runtimes_for
 from jpipe.meshes._place import Place
-from jpipe.model.layerwise._trace import Position
+from jpipe.model.layerwise._trace_optimizer import Position
 from jpipe.ops import Op
 from jpipe.plan import Plan
 from jpipe.programs._instructions import Update
 from jpipe.stages._arrays import Share
 from jpipe.stages._calls import UpdateKind, ops_by_call, ops_of_stage
-from jpipe.stages.functions._stage import StageFunctions
+from jpipe.stages.functions._stage_functions import StageFunctions
 
 Tree = Any
 

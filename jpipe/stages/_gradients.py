@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from jpipe.errors import callers_code, cause
-from jpipe.model._calls import Loss, call_with_randomness
+from jpipe.model._function_arguments import Loss, call_with_randomness
 from jpipe.model._layer import LayerSpec, key_spec
 from jpipe.model._stack import LayerStack
 from jpipe.model._subset import EVERYTHING, Subset, floats_of, with_floats
 from jpipe.stages.functions._effects import layer_backward
-from jpipe.stages.functions._stage import StageFunctions
+from jpipe.stages.functions._stage_functions import StageFunctions
 
 Tree = Any
 

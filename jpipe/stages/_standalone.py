@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 
 from jpipe.meshes._place import Place
-from jpipe.model._calls import Loss
+from jpipe.model._function_arguments import Loss
 from jpipe.model._layer import LayerSpec
 from jpipe.model._precision import PLAIN, Precision
 from jpipe.model._stack import LayerStack
@@ -19,7 +19,7 @@ from jpipe.stages._builder import stage_functions
 from jpipe.stages._bytes import measure_bytes, nbytes
 from jpipe.stages._calls import trace_call
 from jpipe.stages._gradients import with_gradients
-from jpipe.stages.functions._stage import StageFunctions
+from jpipe.stages.functions._stage_functions import StageFunctions
 
 Tree = Any
 Name = Literal["forward", "backward", "backward_input", "backward_weight", "update"]

@@ -28,7 +28,7 @@ from jpipe.runtime._transport import arrived
 from jpipe.runtime._worker import Worker
 from jpipe.stages._arrays import Arrays
 from jpipe.stages._calls import Call
-from jpipe.stages.functions._stage import StageFunctions
+from jpipe.stages.functions._stage_functions import StageFunctions
 from jpipe.stages.functions._update import add
 
 Tree = Any

@@ -14,12 +14,12 @@ from jpipe.capabilities.protocol import SnapshotHooks
 from jpipe.plan import Plan
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._plain import Plain, checked_dict, from_plain, to_plain
-from jpipe.runtime._snapshot import Part, entry_name, replicas_in
+from jpipe.runtime._snapshot import WorkerSnapshot, entry_name, replicas_in
 from jpipe.runtime._transport import arrived
 from jpipe.runtime.state import Fields, WorkerState, copied
 from jpipe.stages._arrays import shardings_of
 from jpipe.stages._compiled_stage import CompiledStage
-from jpipe.stages.functions._stage import StageFunctions
+from jpipe.stages.functions._stage_functions import StageFunctions
 
 Tree = Any
 
@@ -52,7 +52,7 @@ def agreed_params(stage: CompiledStage, worker: WorkerState) -> Tree:
 class AgreementSnapshot(SnapshotHooks):
     """What one worker has of agreements in a snapshot."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: WorkerSnapshot) -> None:
         self._part = part
         self._under_way = agreement_under_way(part.plan, part.stage, part.newest)  # of an agreement that is applied later
         self._changes: Tree = None  # the mean of its changes

@@ -8,7 +8,7 @@ from jpipe.plan import Plan
 from jpipe.programs._instructions import Compute, Update
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._trace import key_of
-from jpipe.runtime.timing._transfers import Computation, Moved, TransferWatcher, nbytes
+from jpipe.runtime.timing._transfer_times import Computation, Moved, TransferWatcher, nbytes
 
 
 class ChangesWatcher:
@@ -32,7 +32,7 @@ class ChangesWatcher:
             moved = self._sums.get((self._plan.workers[i.worker][0], i.begun))
             if moved is not None:
                 self._agreed[i.worker] = moved, i.batch + 1
-                if moved.size:  # the agreement has consumed the changes, perhaps before the lane's thread saw them
+                if moved.size:  # the agreement has consumed the changes, perhaps before the transfer thread saw them
                     self._watcher.watch(moved, event.state.weights.read(i.batch + 1), moved.size)
         elif isinstance(i, Compute | Update) and i.worker in self._agreed:
             moved, made = self._agreed[i.worker]

@@ -14,12 +14,12 @@ from jpipe.capabilities.compressed_messages.shards import bytes_of_given, specs_
 from jpipe.capabilities.protocol import Exchange, RuntimeHooks, SnapshotHooks, SumHooks
 from jpipe.programs._instructions import AllReduce
 from jpipe.runtime._plain import Plain, from_plain, to_plain
-from jpipe.runtime._snapshot import Part, entry_name
+from jpipe.runtime._snapshot import WorkerSnapshot, entry_name
 from jpipe.runtime._worker import Worker
 from jpipe.stages._arrays import Arrays
 from jpipe.stages._calls import Call, loss_specs
 from jpipe.stages.functions._loss import loss_dtype
-from jpipe.stages.functions._stage import StageFunctions, rng_spec
+from jpipe.stages.functions._stage_functions import StageFunctions, rng_spec
 from jpipe.stages.functions._update import add, finish
 
 Tree = Any
@@ -139,7 +139,7 @@ def restored(f: StageFunctions, replica: int, layers: Mapping[str, Plain], *, fr
 class _Snapshot(SnapshotHooks):
     """The rounding errors of the updates before a snapshot's batch, in the entries of a replica."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: WorkerSnapshot) -> None:
         self._part = part
 
     def added(self, layer_id: str) -> Plain:

@@ -19,7 +19,7 @@ from jpipe.capabilities.compressed_messages.option import Kind
 from jpipe.meshes._partition import WHOLE, Partition, shard_bytes, without_devices
 from jpipe.stages._bytes import nbytes
 from jpipe.stages.functions._loss import divisor
-from jpipe.stages.functions._stage import StageFunctions
+from jpipe.stages.functions._stage_functions import StageFunctions
 
 Tree = Any
 Spec = jax.ShapeDtypeStruct

@@ -18,13 +18,13 @@ from jpipe.runtime._metrics import Metrics, MetricsExchange
 from jpipe.runtime._trace import key_of
 from jpipe.runtime._transport import arrived
 from jpipe.runtime._worker import RunResults, Worker
-from jpipe.runtime.timing._transfers import Computation, that_leave
+from jpipe.runtime.timing._transfer_times import Computation, that_leave
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._arrays import Arrays
 from jpipe.stages._bytes import nbytes
 from jpipe.stages._calls import Call
 from jpipe.stages.functions._loss import divisor, loss_dtype, mean
-from jpipe.stages.functions._stage import StageFunctions
+from jpipe.stages.functions._stage_functions import StageFunctions
 
 Tree = Any
 

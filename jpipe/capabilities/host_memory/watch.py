@@ -11,7 +11,7 @@ from jpipe.programs._transfers import HOST
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._trace import key_of
 from jpipe.runtime.state import WorkerState, is_away
-from jpipe.runtime.timing._transfers import Computation, Moved, TransferWatcher
+from jpipe.runtime.timing._transfer_times import Computation, Moved, TransferWatcher
 
 Tree = Any
 _Kept = tuple[int, str, int]

@@ -12,7 +12,7 @@ from jpipe.runtime._worker import Worker
 from jpipe.runtime.state import WorkerState
 from jpipe.stages._arrays import Arrays, Share
 from jpipe.stages._bytes import arrays_of, nbytes
-from jpipe.stages.functions._stage import StageFunctions
+from jpipe.stages.functions._stage_functions import StageFunctions
 
 Tree = Any
 

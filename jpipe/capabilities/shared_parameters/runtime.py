@@ -17,7 +17,7 @@ from jpipe.stages._arrays import Arrays
 from jpipe.stages._bytes import nbytes
 from jpipe.stages._calls import Call, update_calls
 from jpipe.stages._compiled_stage import CompiledStage, UpdateNumber, update_kind
-from jpipe.stages.functions._stage import StageFunctions
+from jpipe.stages.functions._stage_functions import StageFunctions
 from jpipe.stages.functions._update import update_entries
 
 Tree = Any

@@ -13,7 +13,7 @@ from jpipe.runtime._worker import Worker
 from jpipe.stages._arrays import Arrays
 from jpipe.stages._bytes import nbytes
 from jpipe.stages._calls import Call
-from jpipe.stages.functions._stage import StageFunctions
+from jpipe.stages.functions._stage_functions import StageFunctions
 
 Tree = Any
 

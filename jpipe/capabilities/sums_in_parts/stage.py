@@ -12,14 +12,14 @@ from jpipe.capabilities.sums_in_parts.option import layers_by_part
 from jpipe.model.jaxprs._split import Halves, NotSplittable, split, undivided
 from jpipe.ops import Op
 from jpipe.stages.functions._loss import accumulate
-from jpipe.stages.functions._stage import StageFunctions
+from jpipe.stages.functions._stage_functions import StageFunctions
 
 Tree = Any
 _Flat = Callable[..., Sequence[Any]]
 
 
 @dataclass(frozen=True)
-class Part:
+class FunctionPart:
     """One of the parts of a function. It reads *free* arguments, which all parts can read, and arrays that are held for it.
 
     Attributes:
@@ -35,7 +35,7 @@ class Part:
 
 def cut(
     function: _Flat, free: Sequence[Any], held: Sequence[Any], part_of: Sequence[int], parts: int
-) -> tuple[list[Part], NotSplittable | None]:
+) -> tuple[list[FunctionPart], NotSplittable | None]:
     """Cut a function in parts, with few bytes held from one to the next (see `split`).
 
     Args:
@@ -47,7 +47,7 @@ def cut(
     Returns:
         The parts. If the function has side effects and cannot be cut, the first part computes everything, and the error says why.
     """
-    result, error = list[Part](), None
+    result, error = list[FunctionPart](), None
     for n in range(parts - 1):
         specs, in_first = [*free, *held], [number == n for number in part_of]
         try:
@@ -55,11 +55,11 @@ def cut(
         except NotSplittable as reason:
             halves, error = undivided(function, specs, in_first), reason
         kept = tuple(i - len(free) for i in halves.arguments if i >= len(free))
-        result.append(Part(_first(halves), tuple(held), kept))
+        result.append(FunctionPart(_first(halves), tuple(held), kept))
         function = _remaining(halves, len(free), kept)
         held = [*(held[i] for i in kept), *halves.stash]
         part_of = [number for number in part_of if number != n]
-    return [*result, Part(_last(function), tuple(held))], error
+    return [*result, FunctionPart(_last(function), tuple(held))], error
 
 
 def _first(halves: Halves) -> Callable[[Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]:
@@ -207,7 +207,7 @@ class BackwardInParts:
         return early, list(zip(names, trees, strict=True)), late
 
     @cached_property
-    def _cut(self) -> list[Part]:
+    def _cut(self) -> list[FunctionPart]:
         params, reads, rng, scale = self._arguments
         free, free_treedef = jax.tree.flatten((params, rng, scale))
         held, treedef = jax.tree.flatten(reads)

@@ -13,7 +13,7 @@ from flax import linen, nnx
 from flax.core import FrozenDict
 
 from jpipe.errors import InputError
-from jpipe.model._calls import closed_over
+from jpipe.model._function_arguments import closed_over
 from jpipe.model._layer import describe
 from jpipe.model.jaxprs._dependence import bodies
 

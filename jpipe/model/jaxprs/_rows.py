@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe.errors import shortened
-from jpipe.model._calls import Loss, call_with_randomness
+from jpipe.model._function_arguments import Loss, call_with_randomness
 from jpipe.model._layer import LayerSpec, key_spec
 from jpipe.model._stack import LayerStack
 from jpipe.model.jaxprs._dependence import body_of, is_call, is_literal, scan_parts

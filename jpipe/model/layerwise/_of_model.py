@@ -17,7 +17,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jpipe.model._subset import Subset
 from jpipe.model._ties import ModelTree, Ties
 from jpipe.model.jaxprs._wanted import evaluate_wanted, needed
-from jpipe.model.layerwise._trace import TracedOptimizer, dependence, trace_optimizer
+from jpipe.model.layerwise._trace_optimizer import TracedOptimizer, dependence, trace_optimizer
 from jpipe.model.traced.flat._flatten import Leaf
 
 Tree = Any

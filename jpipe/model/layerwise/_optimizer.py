@@ -11,7 +11,7 @@ import optax
 from jpipe.model._precision import master_dtype
 from jpipe.model._subset import EVERYTHING, Subset
 from jpipe.model.layerwise._of_model import ModelOptimizer
-from jpipe.model.layerwise._trace import Position, optax_promotion
+from jpipe.model.layerwise._trace_optimizer import Position, optax_promotion
 from jpipe.optimizers._predict import predicted, with_prediction
 
 Tree = Any

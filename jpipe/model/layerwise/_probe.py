@@ -16,7 +16,7 @@ from jpipe.model._subset import Subset
 from jpipe.model._ties import NO_TIES, ModelTree, Ties
 from jpipe.model.layerwise._of_model import Coupled, model_optimizer, names_of, one_slice, traced_in, tree_by_id, whole_specs
 from jpipe.model.layerwise._optimizer import LayerwiseOptimizer, masters_of
-from jpipe.model.layerwise._trace import (
+from jpipe.model.layerwise._trace_optimizer import (
     TracedOptimizer,
     frozen_leaves,
     has_momentum,

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jpipe.model._calls import closed_over
+from jpipe.model._function_arguments import closed_over
 
 Tree = Any
 

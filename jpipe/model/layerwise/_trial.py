@@ -12,7 +12,7 @@ import optax
 from jax.extend.core import jaxpr_as_fun
 
 from jpipe.model.jaxprs._wanted import without_effects
-from jpipe.model.layerwise._trace import Position, TracedOptimizer, optax_promotion, read_state
+from jpipe.model.layerwise._trace_optimizer import Position, TracedOptimizer, optax_promotion, read_state
 
 Tree = Any
 

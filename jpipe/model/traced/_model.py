@@ -17,11 +17,11 @@ from jpipe.model.jaxprs._wanted import evaluate_wanted
 from jpipe.model.traced._blocks import Path
 from jpipe.model.traced._chain import Chain
 from jpipe.model.traced._cuts import Granularity, choose_cuts, position_before, same_cuts
-from jpipe.model.traced._names import Part, parts_of, paths_in
+from jpipe.model.traced._names import CutLayer, parts_of, paths_in
 from jpipe.model.traced._segments import Segment, segments_of
-from jpipe.model.traced._trace import Leaves, Trace, context, paths_of, stacked, trace_model
-from jpipe.model.traced.doors._whole import Whole
+from jpipe.model.traced._trace_model import Leaves, Trace, context, paths_of, stacked, trace_model
 from jpipe.model.traced.flat._flatten import Leaf, take_slice
+from jpipe.model.traced.frontends._whole import Whole
 
 Tree = Any
 
@@ -56,7 +56,7 @@ class TracedModel:
         chain: its first trace, in training.
         positions: where that is cut.
         leaves: its parameters and layer state.
-        homes: for each of them the number of the layer that has it first, or that writes it.
+        owners: for each of them the number of the layer that has it first, or that writes it.
         draws: for each layer whether it draws random numbers, in training (True) and in evaluation (False).
         prepare: applied to the parameters of a layer before its equations; casts them.
         abstract: why a model without parameters cannot make them, if it cannot.
@@ -64,11 +64,11 @@ class TracedModel:
 
     whole: Whole
     inputs: Tree
-    parts: tuple[Part, ...]
+    parts: tuple[CutLayer, ...]
     chain: Chain
     positions: tuple[int, ...]
     leaves: Leaves
-    homes: tuple[int, ...]
+    owners: tuple[int, ...]
     draws: Mapping[bool, Sequence[bool]]
     prepare: Callable[[Tree], Tree]
     abstract: InputError | None
@@ -111,10 +111,10 @@ class TracedModel:
         """Return the ties: of each parameter that several layers read."""
         places = [{leaf: (part.id, path) for leaf, path in paths_in(part.params).items()} for part in self.parts]
         return [
-            Tie(places[self.homes[leaf]][leaf], place)
+            Tie(places[self.owners[leaf]][leaf], place)
             for k, by_leaf in enumerate(places)
             for leaf, place in by_leaf.items()
-            if self.homes[leaf] != k
+            if self.owners[leaf] != k
         ]
 
     def tree(self) -> ModelTree:
@@ -136,7 +136,7 @@ class TracedModel:
             equal.append(first.setdefault((*texts, cut.carries[k], str(jax.tree.structure((part.params, part.state)))), k))
         return tuple(equal)
 
-    def _axes(self, part: Part) -> dict[str, tuple[str | None, ...]]:
+    def _axes(self, part: CutLayer) -> dict[str, tuple[str | None, ...]]:
         axes = {}
         for leaf, path in paths_in(part.params).items():
             place = self.leaves.leaves[leaf]
@@ -262,7 +262,7 @@ class TracedModel:
         """
         leaves = [*jax.tree.leaves(params), *jax.tree.leaves(state)]
         slices = {number: self._slice(leaves, number) for number in range(len(self.leaves.leaves))}
-        kept = {leaf: home for leaf, home in enumerate(self.homes) if not isinstance(slices[leaf], jax.ShapeDtypeStruct)}
+        kept = {leaf: owner for leaf, owner in enumerate(self.owners) if not isinstance(slices[leaf], jax.ShapeDtypeStruct)}
         by_layer = {}
         for k, part in enumerate(self.parts):
             own = {path: slices[leaf] for path, leaf in flatten_dict(part.params).items() if kept.get(leaf) == k}
@@ -287,7 +287,7 @@ class TracedModel:
             for kind, tree in (("params", part.params), ("state", part.state)):
                 for number, path in paths_in(tree).items():
                     leaf = self.leaves.leaves[number]
-                    if self.homes[number] == k:
+                    if self.owners[number] == k:
                         whole = "/".join(self._whole_paths[leaf.number])
                         places[kind][f"{part.id}/{path}"] = whole, leaf.index, leaf.axes
         return places
@@ -304,7 +304,7 @@ class TracedModel:
         for k, part in enumerate(self.parts):
             for numbers, trees in zip(part.numbers(), (params, state), strict=True):
                 for number, array in zip(numbers, jax.tree.leaves(trees[part.id]), strict=True) if part.id in trees else ():
-                    if self.homes[number] == k:
+                    if self.owners[number] == k:
                         slices[self.leaves.leaves[number].number][self.leaves.leaves[number]] = array
         joined: tuple[Tree, Tree] = jax.tree.unflatten(treedef, list(map(stacked, specs, slices)))
         return joined
@@ -396,9 +396,9 @@ def cut_model(whole: Whole, inputs: Tree, granularity: Granularity, prefixes: Se
             )
     parts = parts_of(read, leaves, named)
     having = {leaf: k for k, part in reversed([*enumerate(parts)]) for leaf in jax.tree.leaves((part.params, part.state))} | writers
-    homes = tuple(having[leaf] for leaf in range(len(leaves.leaves)))
+    owners = tuple(having[leaf] for leaf in range(len(leaves.leaves)))
     draws = {train: [segment.uses_key for segment in each] for train, each in segments.items()}
-    traced = TracedModel(whole, inputs, parts, chain, positions, leaves, homes, draws, _as_is, abstract)
+    traced = TracedModel(whole, inputs, parts, chain, positions, leaves, owners, draws, _as_is, abstract)
     if evaluation.leaves == leaves:
         traced._traces.update({(*_hashable(inputs), train, *context()): trace for train, trace in ((True, training), (False, evaluation))})
     return traced

@@ -10,11 +10,11 @@ import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jpipe.model.traced._blocks import Path, common_beginning, is_numbered
-from jpipe.model.traced._trace import Leaves
+from jpipe.model.traced._trace_model import Leaves
 
 
 @dataclass(frozen=True)
-class Part:
+class CutLayer:
     """One layer of a cut model.
 
     Attributes:
@@ -33,7 +33,7 @@ class Part:
 
 
 def paths_in(tree: Mapping[str, Any]) -> dict[int, str]:
-    """Return the path of each number in `Part.params` or `Part.state`, joined by "/", in the order of the numbers."""
+    """Return the path of each number in `CutLayer.params` or `CutLayer.state`, joined by "/", in the order of the numbers."""
     return dict(sorted((number, "/".join(path)) for path, number in flatten_dict(tree).items()))
 
 
@@ -80,7 +80,7 @@ def _unique(name: str, used: Iterable[str | None]) -> str:
     return unique
 
 
-def parts_of(read: Sequence[set[int]], leaves: Leaves, named: Mapping[int, str]) -> tuple[Part, ...]:
+def parts_of(read: Sequence[set[int]], leaves: Leaves, named: Mapping[int, str]) -> tuple[CutLayer, ...]:
     """Return the layers from the parameters and state that each reads or writes, and the ids that the user chose."""
     is_param = [number < leaves.num_params for number in range(len(leaves.leaves))]
     sizes = [math.prod(shape) for shape in leaves.shapes]
@@ -104,7 +104,7 @@ def parts_of(read: Sequence[set[int]], leaves: Leaves, named: Mapping[int, str])
         return unflatten_dict({leaves.paths[number][begin:]: number for number in numbers})
 
     return tuple(
-        Part(layer_id, *(tree([number for number in sorted(each) if is_param[number] == kind]) for kind in (True, False)))
+        CutLayer(layer_id, *(tree([number for number in sorted(each) if is_param[number] == kind]) for kind in (True, False)))
         for layer_id, each in zip(_layer_ids(firsts, alls, named), read, strict=True)
     )
 

@@ -131,7 +131,7 @@ class Run:
             batches,
             drain,
             self.uses,
-            self.sets_aside(),
+            self.separates_sums(),
             self.versions(),
             range(ended, self.ended()),
             tuple(map(range, updated, self.updated())),
@@ -165,8 +165,8 @@ class Run:
         self._check_done(end)
         self._update_all()
 
-    def sets_aside(self) -> tuple[bool, ...]:
-        """Return `Program.sets_aside`: where updates wait for a sum over replicas or, without a flush, for other stages."""
+    def separates_sums(self) -> tuple[bool, ...]:
+        """Return `Program.separates_sums`: where updates wait for a sum over replicas or, without a flush, for other stages."""
         return tuple(sums or (self.route is not None and self.waits[s]) for s, sums in enumerate(self.sums))
 
     def versions(self) -> tuple[tuple[int, int], ...]:
@@ -189,7 +189,7 @@ class Run:
         if self.sums[s]:
             return self.updates.begun[s] // plan.updates_per_batch(s)
         worker = self.worker_at[s, plan.rank_of[plan.stage_workers[s][0]]]
-        return worker.backwards // plan.microbatches if self.sets_aside()[s] else self.updated()[s]
+        return worker.backwards // plan.microbatches if self.separates_sums()[s] else self.updated()[s]
 
     def _actions(self, rank: int, first: int, end: int) -> Iterator[Action]:
         return self.schedule.computations(self.plan, *self.plan.rank_positions[rank], first, end)

@@ -129,7 +129,7 @@ class Actions:
 
     def __init__(self, program: Program, overlap: Overlap) -> None:
         plan = program.plan
-        self.program, self.plan, self.depth, self.sets_aside = program, plan, plan.depth, program.sets_aside
+        self.program, self.plan, self.depth, self.separates_sums = program, plan, plan.depth, program.separates_sums
         self.transfers_block, self.sums_block = overlap == "none", overlap != "transfers and sums"
         self.flushes = SCHEDULES[plan.schedule].flushes
         self.averages_state = plan.sync_state and self.flushes and not plan.has_parallel_pipelines
@@ -308,7 +308,7 @@ def finish(worker: Worker, i: Compute) -> None:
     """Note whether the gradients of a computation end an update."""
     if OPS[i.op].finishes:
         worker.accumulate()
-        worker.accumulates = not (worker.all.sets_aside[worker.stage] and ends_update(worker.all.plan, worker.stage, i.microbatch))
+        worker.accumulates = not (worker.all.separates_sums[worker.stage] and ends_update(worker.all.plan, worker.stage, i.microbatch))
 
 
 def change_bytes(worker: Worker, i: Compute) -> None:
@@ -364,7 +364,7 @@ def _update(worker: Worker, i: Update) -> None:
     worker.wait("sum", i.batch, uses_up=True)
     if program.averages_state and len(program.plan.stage_workers[s]) > 1:
         worker.change("average state")
-    if worker.accumulates and program.sets_aside[s]:
+    if worker.accumulates and program.separates_sums[s]:
         worker.change("set aside")
     worker.accumulates = True
     for hook in program.before_update:

@@ -8,7 +8,7 @@ import numpy as np
 from jpipe.model._precision import master_dtype
 from jpipe.model.layerwise._optimizer import WithBuffers
 from jpipe.runtime._plain import Plain, overlaid, to_plain
-from jpipe.stages.functions._stage import StageFunctions
+from jpipe.stages.functions._stage_functions import StageFunctions
 
 Tree = Any
 

@@ -15,7 +15,7 @@ from jpipe.model._precision import LossScale
 from jpipe.plan import Plan
 from jpipe.runtime.state._weights import WeightVersions
 from jpipe.stages._batch import Batch
-from jpipe.stages.functions._stage import StageFunctions
+from jpipe.stages.functions._stage_functions import StageFunctions
 
 Tree = Any
 Fields = dict[str, Tree]

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from jpipe.errors import InputError
-from jpipe.model._calls import Loss
+from jpipe.model._function_arguments import Loss
 from jpipe.stages.functions._loss import call_loss, check_loss
-from jpipe.stages.functions._stage import StageFunctions
+from jpipe.stages.functions._stage_functions import StageFunctions
 
 Tree = Any
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jpipe.errors import InputError, callers_code, cause
-from jpipe.model._calls import Loss, call_with_randomness
+from jpipe.model._function_arguments import Loss, call_with_randomness
 from jpipe.model._layer import describe, key_spec
 from jpipe.model._precision import Precision, widened
 

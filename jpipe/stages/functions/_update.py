@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jpipe.capabilities.registry import updates_for
 from jpipe.model._precision import wider
 from jpipe.model.layerwise._optimizer import masters_of, without_prediction
-from jpipe.model.layerwise._trace import Position
+from jpipe.model.layerwise._trace_optimizer import Position
 from jpipe.stages.functions._loss import divisor, loss_dtype, mean, mean_loss
-from jpipe.stages.functions._stage import StageFunctions
+from jpipe.stages.functions._stage_functions import StageFunctions
 
 Tree = Any
 

@@ -287,7 +287,7 @@ def test_an_error_in_a_thread_that_nobody_waits_for_is_raised_by_all_waits(monke
         return [1 / 0]
 
     for thread in (
-        lambda processes: _transport.Lane().put(fails, (), processes.fail),
+        lambda processes: _transport.TransferThread().put(fails, (), processes.fail),
         lambda processes: _metrics._send(processes, "loss", fails),
     ):
         processes = Processes.join(store=EmptyStore())

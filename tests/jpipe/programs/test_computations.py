@@ -21,7 +21,7 @@ from jpipe.programs.lowering import Run
 from jpipe.programs.prediction import _actions as actions
 from jpipe.runtime import _interpreter as interpreter
 from jpipe.schedules import SCHEDULES
-from jpipe.stages.functions._stage import StageFunctions
+from jpipe.stages.functions._stage_functions import StageFunctions
 from jpipe.viz import _draw as draw
 from tests.grid import parse_grid
 from tests.jpipe import models

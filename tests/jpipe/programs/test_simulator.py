@@ -134,7 +134,7 @@ def most_bytes(program, costs):
                 if "output" in op.leaves:
                     arrays[(w, "gradient", k) if last else (w, "made", "activation", k)] = output
                 most[rank] = max(most[rank], arrays.total())
-                if op.finishes and program.sets_aside[s]:
+                if op.finishes and program.separates_sums[s]:
                     pending[w].add(k // plan.microbatches_per_update(s))
                     gradients(w, cost.accumulators)
             case AllReduce():

@@ -19,7 +19,7 @@ from jpipe.programs._instructions import Compute, Receive, Send
 from jpipe.runtime import Event, WorkerState, join_transfers
 from jpipe.runtime._transport import PendingTransfer
 from jpipe.runtime.state import WeightVersions
-from jpipe.runtime.timing._transfers import TransferWatcher
+from jpipe.runtime.timing._transfer_times import TransferWatcher
 from tests.grid import parse_grid
 from tests.jpipe import models
 
@@ -74,8 +74,8 @@ def test_a_trace_has_the_transfers_of_the_plan_and_they_end_before_they_are_used
     to_perfetto({"measured": trace.timeline}, {"measured": trace.transfers})
 
 
-def test_a_message_ends_at_the_latest_with_the_next_one_of_its_lane():
-    """A thread may note an arrival late; what a lane moves arrives in order."""
+def test_a_message_ends_at_the_latest_with_the_next_one_of_its_thread():
+    """A thread may note an arrival late; what a transfer thread moves arrives in order."""
     watcher = TransferWatcher(Plan.even("ab", 2, "gpipe", 3), 0.0)
     for number, arrived in enumerate((9.0, math.nan, 3.0)):
         moved = watcher._of(("activation", (0, 1), number))

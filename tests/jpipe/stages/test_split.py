@@ -12,7 +12,7 @@ from jpipe import Layer, LayerStack, Pipeline, Precision, Tie
 from jpipe.model.jaxprs._dependence import is_literal
 from jpipe.model.jaxprs._wanted import evaluate_wanted
 from jpipe.stages._bytes import nbytes
-from jpipe.stages.functions._stage import StageFunctions
+from jpipe.stages.functions._stage_functions import StageFunctions
 from tests.jpipe import models, running
 
 pytestmark = pytest.mark.usefixtures("lenient")

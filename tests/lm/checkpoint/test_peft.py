@@ -202,7 +202,7 @@ def test_the_a_of_a_part_whose_b_is_zero_is_read(tmp_path):
     """Two of three parts of `c_attn` have learned nothing yet."""
     _, _, arrays = written(tmp_path, "gpt2", "tune.lora={rank: 2, targets: [q_proj, k_proj, v_proj]}")
     names = [f"block_0/qkv/lora/{part}_proj" for part in "qkv"]
-    parts = tuple(adapters.Part(name, arrays[f"{name}/b"].shape[1], True) for name in names)
+    parts = tuple(adapters.LinearPart(name, arrays[f"{name}/b"].shape[1], True) for name in names)
     module = adapters.Module("attn.c_attn", parts, arrays[f"{names[0]}/a"].shape[0], True)
     expected = {f"{name}/{key}": np.asarray(arrays[f"{name}/{key}"]) for name in names for key in "ab"}
     expected |= {f"{name}/b": np.zeros_like(expected[f"{name}/b"]) for name in (names[0], names[2])}

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import jpipe
-from jpipe.model._calls import call_with_randomness, random_parameter
+from jpipe.model._function_arguments import call_with_randomness, random_parameter
 from jpipe_train import cli
 from jpipe_train.assemble import build, model
 from jpipe_train.assemble.metrics import metrics

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.faults.runs import difference, end_of
 from jpipe.checkpoints import files as checkpoint_files
-from jpipe_train.checkpoint.history import Part, changes_of_plan
+from jpipe_train.checkpoint.history import RunPart, changes_of_plan
 from jpipe_train.cli import main
 from jpipe_train.config.config import Config
 from jpipe_train.run import loop
@@ -389,7 +389,7 @@ def elastic_run(folder: Path, stages: int, steps: int, deaths: dict, slow: int, 
     command = [sys.executable, "-m", "jpipe_train.cli", *arguments]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=10 * LIMIT, check=False)
     assert done.returncode == 0, done.stderr
-    history = [Part(**part) for part in checkpoint_files.read_facts(folder / "run", steps)["history"]]
+    history = [RunPart(**part) for part in checkpoint_files.read_facts(folder / "run", steps)["history"]]
     return config, history, [*done.stdout.splitlines(), *done.stderr.splitlines()]
 
 
@@ -400,7 +400,7 @@ def test_a_run_resumes_with_the_plan_for_the_processes_that_are_there(tiny, no_r
     loop.main(changed(saved, train={"steps": 2}))
     folder = loop.main(changed(saved, train={"steps": 4}), elastic=2).folder
     assert "plan for 1 of 2 processes: num_stages 1 instead of 2\n" in capsys.readouterr().out
-    history = [Part(**part) for part in checkpoint_files.read_facts(folder, 4)["history"]]
+    history = [RunPart(**part) for part in checkpoint_files.read_facts(folder, 4)["history"]]
     assert changes_of_plan(history) == [(2, "1 stage")]
     assert history[1].pause > 0
 

@@ -170,7 +170,7 @@ def test_the_last_row_says_when_a_run_was_interrupted(tiny):
 
 
 def test_the_steps_at_which_the_plan_changed_are_found():
-    def part(first: int, end: int, devices: int = 4, replicas: int = 1, **keys) -> history.Part:
+    def part(first: int, end: int, devices: int = 4, replicas: int = 1, **keys) -> history.RunPart:
         plan = jpipe.Plan.even("abcd", **{"num_stages": 4, "schedule": "gpipe", "microbatches": 4, "replicas": replicas} | keys)
         return history.part(plan, {}, devices, first, end, 0)
 

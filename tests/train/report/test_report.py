@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import jpipe
-from jpipe_train.checkpoint.history import Part
+from jpipe_train.checkpoint.history import RunPart
 from jpipe_train.report import loss_curve, page
 from jpipe_train.report import report as report_module
 from jpipe_train.report.performance import comparison, stage_times
@@ -110,10 +110,10 @@ def test_the_page_shows_the_results(folder):
         assert "".join(row) in text  # the cells of a line of the table
 
 
-def parts(count: int = 2) -> list[Part]:
+def parts(count: int = 2) -> list[RunPart]:
     same = {"optimizer": "adamw", "devices": 3, "seconds": 61}
     return [
-        Part(first=100 * i, end=100 * i + 100, plan=f"plan {i}", began=f"2026-01-{i % 9 + 1:02} 10:00:00", **same) for i in range(count)
+        RunPart(first=100 * i, end=100 * i + 100, plan=f"plan {i}", began=f"2026-01-{i % 9 + 1:02} 10:00:00", **same) for i in range(count)
     ]
 
 
@@ -357,7 +357,7 @@ def test_changes_of_the_plan_are_marked(tmp_path):
     assert marks([]) == ([], [])
     many = [(step, "3 stages") for step in range(0, 300, 5)]
     assert marks(many) == (list(range(50, 300, 5)), [])
-    parts = [Part(first=first, end=end, plan=f"gpipe, {n} stages", optimizer="", devices=n) for first, end, n in ((0, 9, 4), (9, 20, 3))]
+    parts = [RunPart(first=first, end=end, plan=f"gpipe, {n} stages", optimizer="", devices=n) for first, end, n in ((0, 9, 4), (9, 20, 3))]
     for shown in parts, parts[:1]:
         write_report(tmp_path, report(parts=shown, predicted=None, measured=None))
         page = Page(tmp_path / "report.html")

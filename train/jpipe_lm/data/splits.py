@@ -103,7 +103,7 @@ def check_files(config: Config, other: str | None = None) -> int | None:
         return BYTES
     if data.format == "tokens" and token_files.is_folder(str(data.path)):
         return token_files.read_index(str(data.path), "data.path")[1].vocab_size
-    for path, _, where in parts_of(data) if other is None else [Part(other, 0.0, "data.path")]:
+    for path, _, where in parts_of(data) if other is None else [DataPath(other, 0.0, "data.path")]:
         with sources.readable(where):
             _, files = sources.find_files(path, where, content="numbers" if data.format == "arrays" else "text")
             if (kind := kinds.rows_in(files[0])) is not None and kind.reader in arrow.NAMES:
@@ -123,7 +123,7 @@ def check_files(config: Config, other: str | None = None) -> int | None:
     return tokenizer.vocab_size
 
 
-class Part(NamedTuple):
+class DataPath(NamedTuple):
     """Data at a path; a share of it, or all, is held out for validation.
 
     Attributes:
@@ -137,7 +137,7 @@ class Part(NamedTuple):
     where: str
 
 
-def parts_of(data: DataConfig) -> list[Part]:
+def parts_of(data: DataConfig) -> list[DataPath]:
     """Return the data to read, and the share to hold out; a saved `DatasetDict` has a training and usually a validation split.
 
     Raises:
@@ -148,10 +148,10 @@ def parts_of(data: DataConfig) -> list[Part]:
     if data.validation_path is not None:
         with sources.readable("data.validation_path"):
             own, split = sources.with_validation(data.validation_path, "data.validation_path")
-        return [Part(train, 0.0, "data.path"), Part(split or own, 1.0, "data.validation_path")]
+        return [DataPath(train, 0.0, "data.path"), DataPath(split or own, 1.0, "data.validation_path")]
     if validation is not None:
-        return [Part(train, 0.0, "data.path"), Part(validation, 1.0, "data.path")]
-    return [Part(train, data.validation_fraction, "data.path")]
+        return [DataPath(train, 0.0, "data.path"), DataPath(validation, 1.0, "data.path")]
+    return [DataPath(train, data.validation_fraction, "data.path")]
 
 
 def _check_kinds(data: DataConfig) -> None:
@@ -250,7 +250,7 @@ def _read_whole(config: Config, path: str) -> Split:
     if config.data.format == "tokens" and token_files.is_folder(path):
         return _whole_folder(config, path)
     of_parts = _of_token_rows if config.data.format == "tokens" else _of_texts
-    split = of_parts(config, [Part(path, 0.0, "data.path")])
+    split = of_parts(config, [DataPath(path, 0.0, "data.path")])
     remarks = *split.remarks, *sources.left_out(path)
     return replace(split, validation=split.train, place=(split.place[0], split.place[0]), remarks=remarks)
 
@@ -415,7 +415,7 @@ class _Memory:
         return str(self._places[example])
 
 
-def _of_token_rows(config: Config, parts: Sequence[Part]) -> Split:
+def _of_token_rows(config: Config, parts: Sequence[DataPath]) -> Split:
     """Read rows of token ids into memory."""
     data = config.data
     if data.objective == "masked":
@@ -439,7 +439,7 @@ def _of_token_rows(config: Config, parts: Sequence[Part]) -> Split:
     return Split(train, validation, sources.named(data.path), functools.partial(_digest, "", train, validation), remarks=remarks)
 
 
-def _of_texts(config: Config, parts: Sequence[Part]) -> Split:
+def _of_texts(config: Config, parts: Sequence[DataPath]) -> Split:
     """Tokenize files of text, or of rows with text.
 
     Args:
@@ -463,7 +463,7 @@ def _of_texts(config: Config, parts: Sequence[Part]) -> Split:
     )
 
 
-def _add_texts(data: DataConfig, parts: Sequence[Part], assembler: texts.Assembler) -> None:
+def _add_texts(data: DataConfig, parts: Sequence[DataPath], assembler: texts.Assembler) -> None:
     form: texts.Format = "prompts" if data.format == "prompts" else "text"
     keys = texts.Keys(data.text_key, data.prompt_key, data.answer_key)
     for path, share, where in parts:
@@ -474,7 +474,7 @@ def _add_texts(data: DataConfig, parts: Sequence[Part], assembler: texts.Assembl
                 assembler.add(piece._replace(held_out=piece.held_out or share == 1), tokens)
 
 
-def _add_conversations(data: DataConfig, parts: Sequence[Part], assembler: texts.Assembler) -> None:
+def _add_conversations(data: DataConfig, parts: Sequence[DataPath], assembler: texts.Assembler) -> None:
     with Renderer(template.find(assembler.tokenizer, data.chat_template), TRAINING_TIME) as renderer:
         for path, share, where in parts:
             with sources.readable(where):

@@ -21,7 +21,7 @@ from jpipe_train.data.files.records import records, setting_of
 from jpipe_train.data.files.wrong_lines import Place, WrongLines, text_of, value_of
 
 Format = Literal["text", "prompts"]
-Part = Literal["text", "prompt", "answer"]
+Role = Literal["text", "prompt", "answer"]
 PIECE = 2**18  # characters of a text that are tokenized at once, at least; at most twice as many
 _BATCH = PIECE * max(4, os.cpu_count() or 1)  # characters that go to the tokenizer together: all cores have some, and Ctrl-C waits for them
 _BLOCK = 2**20  # bytes that are read at once
@@ -53,7 +53,7 @@ class Piece(NamedTuple):
     """
 
     text: str
-    part: Part
+    part: Role
     last: bool
     held_out: bool
     place: Place
@@ -313,7 +313,7 @@ def _next_line(file: Path, start: int, size: int) -> int:
 
 def _of_rows(file: Path, form: Format, fraction: float, keys: Keys, wrong: WrongLines) -> Iterator[Piece]:
     """Yield the text of each row; after a wrong row the remaining ones are only checked."""
-    parts: Sequence[tuple[Part, str]]
+    parts: Sequence[tuple[Role, str]]
     if form == "text":
         assert keys.text is not None
         parts = [("text", keys.text)]

@@ -18,7 +18,7 @@ _Words = Annotated[str, pydantic.Field(max_length=300)]
 Count = Annotated[int, pydantic.Field(ge=0, le=2**53)]
 
 
-class Part(pydantic.BaseModel):
+class RunPart(pydantic.BaseModel):
     """One part of a run; the optional fields are unknown in checkpoints of versions of jpipe that kept no history.
 
     Attributes:
@@ -71,8 +71,8 @@ class History:
 
     def __init__(
         self,
-        before: Sequence[Part],
-        now: Part,
+        before: Sequence[RunPart],
+        now: RunPart,
         plan: jpipe.Plan,
         clock: Callable[[], float],
         earlier: LastStep | None = None,
@@ -93,7 +93,7 @@ class History:
         again = f", with {count(repeated, 'step')} trained again" if repeated else ""
         return f"{duration(pause)} passed from step {last.step}, the last before the interruption, to step {step}, the first new one{again}"
 
-    def parts(self, end: int) -> list[Part]:
+    def parts(self, end: int) -> list[RunPart]:
         """Return all parts, the last up to step `end`."""
         return [*self._before, self._now.model_copy(update={"end": max(end, self._now.first), "seconds": round(self._clock(), 3)})]
 
@@ -111,7 +111,7 @@ class History:
         return updates_before(self._now, self._plan, step)
 
 
-def updates_before(part: Part, plan: jpipe.Plan, step: int) -> int | None:
+def updates_before(part: RunPart, plan: jpipe.Plan, step: int) -> int | None:
     """Return the number of optimizer updates before batch `step` of a part with this plan, or None if it differs between stages."""
     per_batch = {plan.updates_per_batch(s) for s in range(plan.depth)}
     if part.updates is None or len(per_batch) > 1:
@@ -119,7 +119,7 @@ def updates_before(part: Part, plan: jpipe.Plan, step: int) -> int | None:
     return part.updates + (step - part.first) * per_batch.pop()
 
 
-def part(plan: jpipe.Plan, config: Mapping[str, Any], devices: int, first: int, end: int, updates: int | None) -> Part:
+def part(plan: jpipe.Plan, config: Mapping[str, Any], devices: int, first: int, end: int, updates: int | None) -> RunPart:
     """Return a new part for a config as plain data; its start and duration are not known yet."""
     replicas = "" if len(plan.workers) == plan.depth else f", replicas {', '.join(str(stage.replicas) for stage in plan.stages)}"
     schedule = plan.schedule + (" with vertical sync" if plan.vertical_sync else "")
@@ -131,7 +131,7 @@ def part(plan: jpipe.Plan, config: Mapping[str, Any], devices: int, first: int, 
     train = config.get("train")
     size = train.get("batch_size") if isinstance(train, Mapping) else None
     size = size if type(size) is int and size > 0 else None
-    return Part(first=first, end=end, plan=words[:300], optimizer=optimizer[:300], devices=devices, updates=updates, batch_size=size)
+    return RunPart(first=first, end=end, plan=words[:300], optimizer=optimizer[:300], devices=devices, updates=updates, batch_size=size)
 
 
 def optimizer_words(config: Any) -> str:
@@ -155,7 +155,7 @@ def optimizer_words(config: Any) -> str:
     return ", ".join(words)
 
 
-def table(parts: Sequence[Part]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def table(parts: Sequence[RunPart]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return the header and the rows of a table of parts."""
     head = ("steps", "plan", "optimizer", "devices", "began (UTC)", "duration", "pause before", "steps repeated")
     rows: list[tuple[str, ...]] = [
@@ -174,7 +174,7 @@ def table(parts: Sequence[Part]) -> tuple[tuple[str, ...], list[tuple[str, ...]]
     return head, rows
 
 
-def changes_of_plan(parts: Sequence[Part]) -> list[tuple[int, str]]:
+def changes_of_plan(parts: Sequence[RunPart]) -> list[tuple[int, str]]:
     """Return the steps at which a run continued with another plan or on other devices, each with the change: `(40, "3 stages")`."""
     trained = [part for part in parts if part.end > part.first]
     changes = []

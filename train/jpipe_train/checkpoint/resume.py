@@ -16,7 +16,7 @@ from jpipe import InputError
 from jpipe.files import resolved, shown
 from jpipe_planner.machine.plain_yaml import parse
 from jpipe_train.checkpoint.best import Step, StopState, best_step
-from jpipe_train.checkpoint.history import MOST_PARTS, Count, History, LastStep, Part, part, updates_before
+from jpipe_train.checkpoint.history import MOST_PARTS, Count, History, LastStep, RunPart, part, updates_before
 from jpipe_train.checkpoint.run_folder import is_of_this_job
 from jpipe_train.config import config_file
 from jpipe_train.config.config import PlanConfig
@@ -87,7 +87,7 @@ class Facts(pydantic.BaseModel):
     val_loss: Annotated[float, pydantic.Field(allow_inf_nan=False)] | None = None
     val_metrics: dict[str, float] = {}
     versions: dict[str, str] = {}
-    history: Annotated[list[Part], pydantic.Field(max_length=MOST_PARTS)] = []
+    history: Annotated[list[RunPart], pydantic.Field(max_length=MOST_PARTS)] = []
     data: DataFacts | None = None
     stop: StopState | None = None
     val_since: Count = 0
@@ -163,7 +163,7 @@ class Resumed:
             return None
         return Position(batch=self.step, rows=(self.step * before,), pieces=before)
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[RunPart]:
         """Return the parts of the run up to the checkpoint; one for the whole run if the version of jpipe kept no history."""
         if self.facts.history:
             return self.facts.history

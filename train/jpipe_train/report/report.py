@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import jpipe
 from jpipe.files import write_atomically
 from jpipe_train.checkpoint import history
-from jpipe_train.checkpoint.history import Part
+from jpipe_train.checkpoint.history import RunPart
 from jpipe_train.console.terminal import count, duration
 from jpipe_train.report import loss_curve, page
 from jpipe_train.report.performance import stage_times
@@ -61,7 +61,7 @@ class Report:
     processes: int = 1
     plan: jpipe.Plan | None = None
     stages: Sequence[Stage] = ()
-    parts: Sequence[Part] = ()
+    parts: Sequence[RunPart] = ()
     temporary: Sequence[int | None] = ()
     slow: str = ""
 

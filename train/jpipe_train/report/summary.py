@@ -16,7 +16,7 @@ from jpipe.files import shown
 from jpipe_train.assemble.build import param_specs
 from jpipe_train.assemble.delay import correction_words, delay_words
 from jpipe_train.assemble.meshes import device_kinds, has_meshes, mesh_words
-from jpipe_train.checkpoint.history import Part, optimizer_words
+from jpipe_train.checkpoint.history import RunPart, optimizer_words
 from jpipe_train.checkpoint.run_folder import FolderChanged, RunFolder
 from jpipe_train.config.config import TrainConfig
 from jpipe_train.config.run_settings import RunSettings
@@ -77,7 +77,7 @@ def write_report(
     reporter: Reporter,
     batches: Data,
     stages: Sequence[Stage],
-    parts: Sequence[Part],
+    parts: Sequence[RunPart],
     temporary: Sequence[int | None] = (),
     remarks: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
@@ -146,7 +146,7 @@ def command_line() -> str:
     return shlex.join(["jpipe" if is_jpipe else program, *sys.argv[1:]])
 
 
-def _durations(parts: Sequence[Part]) -> str:
+def _durations(parts: Sequence[RunPart]) -> str:
     """Return a text such as `1:02` or `3:04 in 2 parts; interrupted for 0:12`."""
     known = [part.seconds for part in parts if part.seconds is not None]
     words = duration(sum(known)) + (f" in {len(parts)} parts" if len(parts) > 1 else "")

@@ -10,7 +10,7 @@ from pathlib import Path
 from jpipe import InputError
 from jpipe.checkpoints import files
 from jpipe.files import expanded, open_to_read, shown, write_atomically, writing
-from jpipe_train.checkpoint.history import Part
+from jpipe_train.checkpoint.history import RunPart
 from jpipe_train.checkpoint.run_folder import METRICS
 from jpipe_train.config.config_file import load_resolved
 from jpipe_train.console.progress import Reporter
@@ -188,7 +188,7 @@ def _earlier_sizes(run: Run) -> list[tuple[int, int, int]]:
     steps = saved_steps(run.path)
     try:
         known = files.read_facts(run.path, steps[-1]) if steps else {}
-        parts = [Part.model_validate(part) for part in known.get("history", [])] if isinstance(known, dict) else []
+        parts = [RunPart.model_validate(part) for part in known.get("history", [])] if isinstance(known, dict) else []
     except (InputError, OSError, ValueError, TypeError):  # damaged, or of another version of jpipe
         return []
     return [(part.first, part.end, part.batch_size) for part in parts if part.batch_size is not None]

@@ -12,7 +12,7 @@ import numpy as np
 from jpipe.model.jaxprs._dependence import body_of, is_literal, scan_parts
 from jpipe.model.jaxprs._primitives import SIZELESS
 from jpipe.model.jaxprs._wanted import UNKNOWN
-from jpipe.model.traced.flat._builder import (
+from jpipe.model.traced.flat._jaxpr_builder import (
     MOST,
     Builder,
     Elementwise,

@@ -12,7 +12,7 @@ import pytest
 from flax import linen, nnx
 
 from jpipe import InputError
-from jpipe.model.traced.doors._doors import open_function, open_model
+from jpipe.model.traced.frontends._frontends import open_function, open_model
 from tests.jpipe.running import check_equal
 
 pytestmark = pytest.mark.usefixtures("lenient")

@@ -24,7 +24,7 @@ BEFORE = "base_model.model."  # of the names of modules, as PEFT wraps them
 _OTHER_RANK = "jpipe's adapters have one rank and alpha; take others, or merge them with PEFT"
 
 
-class Part(NamedTuple):
+class LinearPart(NamedTuple):
     """A part of a linear layer, which may have an adapter.
 
     Attributes:
@@ -49,7 +49,7 @@ class Module(NamedTuple):
     """
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[LinearPart, ...]
     inputs: int
     transposed: bool
 
@@ -139,7 +139,7 @@ def modules_of(row: Row, names: Collection[str], model: ModelConfig) -> list[Mod
     theirs = [name.removesuffix(".weight") for name in row.theirs]
     modules = []
     for name, inner in huggingface.module_parts(theirs, [PARTS[_kind(linear)] for linear, _ in _linears(row)]):
-        own = tuple(Part(parts[part], outputs[part], f"{parts[part]}/a" in names) for part in inner)
+        own = tuple(LinearPart(parts[part], outputs[part], f"{parts[part]}/a" in names) for part in inner)
         modules.append(Module(name, own, inputs, row.transposed))
     return [module for module in modules if module.number]
 

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 from jpipe_lm.config.huggingface.experts import canonical_experts
 from jpipe_lm.config.huggingface.families import COMMON, FAMILIES, Family
-from jpipe_lm.config.huggingface.parts import Keys, Part, shortened
+from jpipe_lm.config.huggingface.parts import KeyGroup, Keys, shortened
 from jpipe_lm.config.model_config import OF_THE_RUN, ModelConfig
 
 _FREE = OF_THE_RUN | {"preset", "seq_len", "init"}  # keys of `model` that `config.json` does not decide
@@ -66,7 +66,7 @@ def canonical(keys: Keys) -> dict[str, Any]:
     return same
 
 
-def _parts(family: Family) -> tuple[Part, ...]:
+def _parts(family: Family) -> tuple[KeyGroup, ...]:
     return *COMMON, *family.parts
 
 

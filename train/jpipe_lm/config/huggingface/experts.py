@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from jpipe_lm.config.huggingface.parts import Keys, Part, Size, agreed, expanded, shortened
+from jpipe_lm.config.huggingface.parts import KeyGroup, Keys, Size, agreed, expanded, shortened
 
 _Factor = Annotated[float, Field(ge=0, le=1e6)]
 OF_THE_LOSS = ("balance_loss", "z_loss")
@@ -20,7 +20,7 @@ def experts(
     renormalizes: bool | None = None,
     dense_layers: bool = False,
     shared: bool = False,
-) -> Part:
+) -> KeyGroup:
     """Return the part for a mixture of experts.
 
     Args:
@@ -68,7 +68,7 @@ def experts(
             **({"shared_expert_intermediate_size": mixture["shared_mlp_width"]} if shared else {}),
         }
 
-    return Part(fields, read, write, {"experts": count[0]})
+    return KeyGroup(fields, read, write, {"experts": count[0]})
 
 
 def _layers_with_experts(json: Keys, depth: int) -> Any:

@@ -13,8 +13,8 @@ from pydantic import Field
 from jpipe_lm.config.huggingface.experts import experts
 from jpipe_lm.config.huggingface.parts import (
     Depth,
+    KeyGroup,
     Number,
-    Part,
     Size,
     activation,
     attention_scale,
@@ -80,7 +80,7 @@ class Family:
     architectures: tuple[str, ...]
     judges: Mapping[str, str]
     model_type: str
-    parts: tuple[Part, ...]
+    parts: tuple[KeyGroup, ...]
     fixed: Mapping[str, Any]
     tensors: Tensors
     ignored: frozenset[str] = frozenset()
@@ -118,12 +118,12 @@ COMMON = (
     one("vocab_size", "vocab_size", Size),
     *(only(key, False) for key in ("is_decoder", "is_encoder_decoder", "add_cross_attention", "tie_encoder_decoder")),
     *(only(key, None) for key in ("quantization_config", "cross_attention_hidden_size", "per_layer_config")),
-    Part({"pruned_heads": (Annotated[dict[str, Any], Field(max_length=0)], {})}, lambda *_: {}, lambda _: {}),
+    KeyGroup({"pruned_heads": (Annotated[dict[str, Any], Field(max_length=0)], {})}, lambda *_: {}, lambda _: {}),
 )
 """The parts of all families."""
 
 
-def _sizes(positions: Any = ...) -> tuple[Part, ...]:
+def _sizes(positions: Any = ...) -> tuple[KeyGroup, ...]:
     return (
         one("num_hidden_layers", "depth", Depth),
         one("hidden_size", "width", Size),
@@ -141,13 +141,13 @@ _GEMMA = {**_LLAMA, "norm": "rms_plus_one", "post_norms": True, "embed_scale": T
 _WITHOUT_WINDOWS = only("use_sliding_window", False), without_windows()
 
 
-def _like_llama(default_epsilon: float = 1e-6, tied: bool = False, kv_heads: Any = ..., positions: Any = ...) -> tuple[Part, ...]:
+def _like_llama(default_epsilon: float = 1e-6, tied: bool = False, kv_heads: Any = ..., positions: Any = ...) -> tuple[KeyGroup, ...]:
     """Return the parts that Llama and its successors share; with `kv_heads` None, a missing number means as many as heads."""
     epsilon, tie = one("rms_norm_eps", "norm_epsilon", Number, default_epsilon), one("tie_word_embeddings", "tied", bool, tied)
     return *_sizes(positions), one("num_key_value_heads", "kv_heads", Size | None, kv_heads), epsilon, tie
 
 
-def _head_size(default: int | None) -> Part:
+def _head_size(default: int | None) -> KeyGroup:
     return one("head_dim", "head_size", Size | None, default)
 
 

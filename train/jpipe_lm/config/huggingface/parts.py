@@ -20,7 +20,7 @@ Activation = Literal["gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu", "gelu
 
 
 @dataclass(frozen=True)
-class Part:
+class KeyGroup:
     """JSON keys that decide keys of `model` together.
 
     Attributes:
@@ -37,14 +37,14 @@ class Part:
     names: Mapping[str, str] = field(default_factory=dict)
 
 
-def one(theirs: str, ours: str, kind: Any, default: Any = ...) -> Part:
+def one(theirs: str, ours: str, kind: Any, default: Any = ...) -> KeyGroup:
     """Return the part for a JSON key that equals a key of `model`."""
-    return Part({theirs: (kind, default)}, lambda json, _: {ours: json[theirs]}, lambda keys: {theirs: keys[ours]}, {ours: theirs})
+    return KeyGroup({theirs: (kind, default)}, lambda json, _: {ours: json[theirs]}, lambda keys: {theirs: keys[ours]}, {ours: theirs})
 
 
-def only(theirs: str, *values: Any) -> Part:
+def only(theirs: str, *values: Any) -> KeyGroup:
     """Return the part for a JSON key with equivalent legal values, the default first; it is not written."""
-    return Part({theirs: (Literal[values], values[0])}, lambda *_: {}, lambda _: {})
+    return KeyGroup({theirs: (Literal[values], values[0])}, lambda *_: {}, lambda _: {})
 
 
 def agreed(name: str, values: Iterable[T | None], default: T, where: str = "rope_parameters") -> T:
@@ -55,21 +55,23 @@ def agreed(name: str, values: Iterable[T | None], default: T, where: str = "rope
     return known[0] if known else default
 
 
-def written(theirs: str, value: Any) -> Part:
+def written(theirs: str, value: Any) -> KeyGroup:
     """Return the part for a JSON key with a single legal value, which is also its default; it is written."""
-    return Part({theirs: (Literal[value], value)}, lambda *_: {}, lambda _: {theirs: value})
+    return KeyGroup({theirs: (Literal[value], value)}, lambda *_: {}, lambda _: {theirs: value})
 
 
-def activation(theirs: str, default: str) -> Part:
+def activation(theirs: str, default: str) -> KeyGroup:
     """Return the part for the activation inside the MLP."""
 
     def read(json: Keys, _: Keys) -> Keys:
         return {"activation": next(ours for ours, names in ACTIVATIONS.items() if json[theirs] in names)}
 
-    return Part({theirs: (Activation, default)}, read, lambda keys: {theirs: ACTIVATIONS[keys["activation"]][0]}, {"activation": theirs})
+    return KeyGroup(
+        {theirs: (Activation, default)}, read, lambda keys: {theirs: ACTIVATIONS[keys["activation"]][0]}, {"activation": theirs}
+    )
 
 
-def biases(*theirs: str) -> Part:
+def biases(*theirs: str) -> KeyGroup:
     """Return the part for biases: `attention_bias` alone, or with `mlp_bias`."""
 
     def read(json: Keys, _: Keys) -> Keys:
@@ -81,12 +83,12 @@ def biases(*theirs: str) -> Part:
     def write(keys: Keys) -> Keys:
         return {"attention_bias": keys["bias"] in (True, "attention"), "mlp_bias": keys["bias"] is True}
 
-    return Part(dict.fromkeys(theirs, (bool, False)), read, lambda keys: {key: write(keys)[key] for key in theirs})
+    return KeyGroup(dict.fromkeys(theirs, (bool, False)), read, lambda keys: {key: write(keys)[key] for key in theirs})
 
 
-def qkv_bias() -> Part:
+def qkv_bias() -> KeyGroup:
     """Return the part for Qwen2-MoE's biases, which only queries, keys and values have."""
-    return Part(
+    return KeyGroup(
         {"qkv_bias": (bool, True)},
         lambda json, _: {"bias": "qkv" if json["qkv_bias"] else False},
         lambda keys: {"qkv_bias": keys["bias"] == "qkv"},
@@ -94,7 +96,7 @@ def qkv_bias() -> Part:
     )
 
 
-def attention_scale() -> Part:
+def attention_scale() -> KeyGroup:
     """Return the part for Gemma's attention scale, given as its inverse square."""
 
     def write(keys: Keys) -> Keys:
@@ -103,7 +105,7 @@ def attention_scale() -> Part:
         return {"query_pre_attn_scalar": round(number) if abs(number - round(number)) < 1e-6 * number else number}
 
     key = "query_pre_attn_scalar"
-    return Part({key: (Number, 256)}, lambda json, _: {"attention_scale": json[key] ** -0.5}, write, {"attention_scale": key})
+    return KeyGroup({key: (Number, 256)}, lambda json, _: {"attention_scale": json[key] ** -0.5}, write, {"attention_scale": key})
 
 
 # Patterns along the depth --------------------------------------------------------------------------------------------------
@@ -112,12 +114,12 @@ FULL, WINDOW = "full_attention", "sliding_attention"
 Layers = Callable[[Keys, Keys], Sequence[bool]]  # which layers have the window, given JSON keys and keys of `model`
 
 
-def window(default: int | None) -> Part:
+def window(default: int | None) -> KeyGroup:
     """Return the part for a window in all layers."""
     return one("sliding_window", "window", Size | None, default)
 
 
-def windows(default: int | None, layers: Layers, fields: Mapping[str, tuple[Any, Any]], write: Callable[[Keys], Keys]) -> Part:
+def windows(default: int | None, layers: Layers, fields: Mapping[str, tuple[Any, Any]], write: Callable[[Keys], Keys]) -> KeyGroup:
     """Return the part for a window in some layers.
 
     Args:
@@ -145,12 +147,12 @@ def windows(default: int | None, layers: Layers, fields: Mapping[str, tuple[Any,
         "sliding_window": (Size | None, default),
         "layer_types": (list[Literal["full_attention", "sliding_attention"]] | None, None),
     }
-    return Part({**of_windows, **fields}, read, to_json, {"window": "sliding_window"})
+    return KeyGroup({**of_windows, **fields}, read, to_json, {"window": "sliding_window"})
 
 
-def without_windows() -> Part:
+def without_windows() -> KeyGroup:
     """Return the part for `layer_types` without any window; it is not written."""
-    return Part({"layer_types": (list[Literal["full_attention"]] | None, None)}, lambda *_: {}, lambda _: {})
+    return KeyGroup({"layer_types": (list[Literal["full_attention"]] | None, None)}, lambda *_: {}, lambda _: {})
 
 
 def in_window(keys: Keys) -> list[bool]:
@@ -158,7 +160,7 @@ def in_window(keys: Keys) -> list[bool]:
     return [False] * keys["depth"] if keys["window"] is None else expanded(keys["window_layers"], keys["depth"])
 
 
-def later_windows() -> Part:
+def later_windows() -> KeyGroup:
     """Return the part for Qwen's windows: if enabled, in the layers after the first `max_window_layers`."""
 
     def write(keys: Keys) -> Keys:
@@ -169,12 +171,12 @@ def later_windows() -> Part:
     return windows(4096, lambda json, keys: [i >= json["max_window_layers"] for i in range(keys["depth"])], fields, write)
 
 
-def every_second_window() -> Part:
+def every_second_window() -> KeyGroup:
     """Return the part for Gemma 2's windows."""
     return windows(4096, lambda _, keys: [i % 2 == 0 for i in range(keys["depth"])], {}, lambda _: {})
 
 
-def windows_between() -> Part:
+def windows_between() -> KeyGroup:
     """Return the part for Gemma 3's windows: one layer in `sliding_window_pattern` has none."""
     fields = {"sliding_window_pattern": (Size, 6)}
     return windows(
@@ -182,7 +184,7 @@ def windows_between() -> Part:
     )
 
 
-def layers_without_rope() -> Part:
+def layers_without_rope() -> KeyGroup:
     """Return the part for SmolLM3's layers without positions; these may have a window."""
 
     def turns(json: Keys, keys: Keys) -> list[bool]:
@@ -204,7 +206,7 @@ def layers_without_rope() -> Part:
         "no_rope_layer_interval": (Size, 4),
     }
     part = windows(None, lambda json, keys: [not rope for rope in turns(json, keys)], fields, write)
-    return Part(part.fields, lambda json, keys: {**part.read(json, keys), "rope_layers": turns(json, keys)}, part.write, part.names)
+    return KeyGroup(part.fields, lambda json, keys: {**part.read(json, keys), "rope_layers": turns(json, keys)}, part.write, part.names)
 
 
 def expanded(pattern: Sequence[bool] | None, depth: int) -> list[bool]:

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from jpipe_lm.config.huggingface.parts import FULL, WINDOW, Keys, Number, Part, Size, agreed
+from jpipe_lm.config.huggingface.parts import FULL, WINDOW, KeyGroup, Keys, Number, Size, agreed
 from jpipe_lm.config.model.rope import NEEDED, OPTIONAL
 
 NAMES: Final[Mapping[str, str]] = MappingProxyType(
@@ -109,7 +109,7 @@ class Rope(BaseModel):
         return None
 
 
-def rope(theta: float = 10_000.0, kinds: Sequence[str] = KINDS, share: bool = False, original: int | None = None) -> Part:
+def rope(theta: float = 10_000.0, kinds: Sequence[str] = KINDS, share: bool = False, original: int | None = None) -> KeyGroup:
     """Return the part for rotary positions.
 
     Args:
@@ -150,7 +150,7 @@ def rope(theta: float = 10_000.0, kinds: Sequence[str] = KINDS, share: bool = Fa
         new = {"rope_type": "default", **(scaling or {}), "rope_theta": keys["rope_base"], **parts}
         return {"rope_theta": keys["rope_base"], "rope_scaling": scaling, "rope_parameters": new, **parts, **outside}
 
-    return Part(fields, read, write, {"rope_base": "rope_theta", "rope_share": "partial_rotary_factor"})
+    return KeyGroup(fields, read, write, {"rope_base": "rope_theta", "rope_share": "partial_rotary_factor"})
 
 
 class _ByLayer(BaseModel):
@@ -162,7 +162,7 @@ class _ByLayer(BaseModel):
     sliding_attention: Rope | None = None
 
 
-def rope_by_layer(theta: float, local: float, kinds: Sequence[str] = KINDS) -> Part:
+def rope_by_layer(theta: float, local: float, kinds: Sequence[str] = KINDS) -> KeyGroup:
     """Return the part for rotary positions that differ in layers with a window (Gemma 3), given the defaults of both bases."""
     fields: dict[str, tuple[Any, Any]] = {
         "rope_theta": (Number | None, None),
@@ -195,7 +195,7 @@ def rope_by_layer(theta: float, local: float, kinds: Sequence[str] = KINDS) -> P
         new = {FULL: full, WINDOW: {"rope_type": "default", "rope_theta": inner}}
         return {"rope_theta": base, "rope_local_base_freq": inner, "rope_scaling": scaling, "rope_parameters": new}
 
-    return Part(fields, read, write, {"rope_base": "rope_theta", "window_rope_base": "rope_local_base_freq"})
+    return KeyGroup(fields, read, write, {"rope_base": "rope_theta", "window_rope_base": "rope_local_base_freq"})
 
 
 def to_json(scaling: Keys | None, kinds: Sequence[str]) -> dict[str, Any] | None:

@@ -59,7 +59,7 @@ def read(config: Config, path: str | None = None) -> Labelled:
     splits.check_beside_weights(config)
     tokenizer = tokenizers.load(str(data.tokenizer), "data.tokenizer")
     rows = _Rows(config, tokenizer)
-    parts = splits.parts_of(data) if path is None else [splits.Part(path, 1.0, "data.path")]
+    parts = splits.parts_of(data) if path is None else [splits.DataPath(path, 1.0, "data.path")]
     for file, share, where in parts:
         with sources.readable(where):
             _, files = sources.find_files(file, where)

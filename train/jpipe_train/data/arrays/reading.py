@@ -59,7 +59,7 @@ def read(config: Config, path: str | None = None) -> Arrays:
     """
     data, classes = config.data, config.loss.name_for(config.model.head) == "cross_entropy"
     both = _Array(data.inputs_key, "inputs_key"), _Array(data.targets_key, "targets_key", is_target=True, has_classes=classes)
-    parts = splits.parts_of(data) if path is None else [splits.Part(path, 1.0, "data.path")]
+    parts = splits.parts_of(data) if path is None else [splits.DataPath(path, 1.0, "data.path")]
     stored: list[list[list[_Rows]]] = []
     largest: list[tuple[int, str] | None] = []
     for part in parts:
@@ -179,7 +179,7 @@ class _Array:
         return repr(self.key) if isinstance(self.key, str) else ", ".join(map(repr, self.key[:3])) + (", …" if len(self.key) > 3 else "")
 
 
-def _of_numpy(opened: Sequence[numpy_files.FileRows], both: Sequence[_Array], part: splits.Part) -> list[list[_Rows]]:
+def _of_numpy(opened: Sequence[numpy_files.FileRows], both: Sequence[_Array], part: splits.DataPath) -> list[list[_Rows]]:
     """Return the rows of NumPy's files for training and the held-out ones, chosen by their hashed numbers."""
     for array, file in zip(both, opened, strict=True):
         try:
@@ -196,7 +196,7 @@ def _example(file: numpy_files.FileRows) -> str:
     return f"{file[0].flat[0]} ({file.dtype})" if len(file) else str(file.dtype)
 
 
-def _of_rows(files: Sequence[Path], both: Sequence[_Array], part: splits.Part) -> list[list[_Rows]]:
+def _of_rows(files: Sequence[Path], both: Sequence[_Array], part: splits.DataPath) -> list[list[_Rows]]:
     """Read rows into memory, and return the rows for training and the held-out ones, chosen by their hashed inputs."""
     wrong, memory = WrongLines(part.where), [[Memory() for _ in both] for _ in (False, True)]
     columns = {column.name: column for array in both for column in array.columns}

@@ -15,7 +15,7 @@ from jpipe.capabilities.registry import exchange_of, runtimes_for
 from jpipe.context import tracing_on
 from jpipe.errors import callers_code, cause
 from jpipe.meshes._partition import ONE_DEVICE, Partition
-from jpipe.model._calls import Loss, random_parameter
+from jpipe.model._function_arguments import Loss, random_parameter
 from jpipe.model._layer import LayerSpec, key_spec
 from jpipe.model._precision import PLAIN, LossScale, Precision
 from jpipe.model._stack import LayerStack

@@ -70,7 +70,7 @@ class Moved:
 
 
 class Arrivals:
-    """A thread that waits for the arrays that one lane moves, in order.
+    """A thread that waits for the arrays that one transfer thread moves, in order.
 
     Args:
         note: called when what was moved has arrived.
@@ -109,8 +109,8 @@ class Arrivals:
 class TransferWatcher:
     """Notes the messages and sums of the workers of this process: when they are posted, and when they have arrived.
 
-    What one lane moves arrives in order, so a thread for each waits for the arrays; a transfer from another process that has a thread of
-    its own reports its end itself.
+    What one transfer thread moves arrives in order, so a thread for each waits for the arrays. A transfer from another process that has a
+    thread of its own reports its end itself.
 
     Args:
         plan: the plan of the run.
@@ -125,7 +125,7 @@ class TransferWatcher:
         self.plan, self._began = plan, began
         self.moved: list[Moved] = []
         self._known: dict[tuple[_Name, int], Moved] = {}  # messages and sums, by name and how many pieces of a sum follow
-        self._lanes: dict[tuple[int, ...], Arrivals] = {}
+        self._arrivals_by_workers: dict[tuple[int, ...], Arrivals] = {}
         self._notes = made("watch", runtimes_of(plan), self)
 
     def now(self) -> float:
@@ -156,21 +156,21 @@ class TransferWatcher:
         if isinstance(tree, PendingTransfer):
             tree.when_done(lambda: self._note_arrival(moved))
         else:
-            if moved.workers not in self._lanes:
-                self._lanes[moved.workers] = Arrivals(self._note_arrival)
-            self._lanes[moved.workers].put(moved, tree)
+            if moved.workers not in self._arrivals_by_workers:
+                self._arrivals_by_workers[moved.workers] = Arrivals(self._note_arrival)
+            self._arrivals_by_workers[moved.workers].put(moved, tree)
 
     def close(self) -> None:
         """Stop when all arrays that are awaited have arrived."""
-        for lane in self._lanes.values():
-            lane.stop()
+        for arrivals in self._arrivals_by_workers.values():
+            arrivals.stop()
 
     def transfers(self, starts: Mapping[Computation, float], ends: Mapping[Computation, float]) -> tuple[Transfer, ...]:
         """Return what was noted, for `join_transfers`; what this process does not know is NaN.
 
         A transfer begins when it is posted and what it moves is computed. Where nobody can see when it has arrived, because the run has
         consumed its arrays before, it ends when the computation that reads it begins. A thread may note an arrival late: a message ends
-        at the latest when the next one of its lane does.
+        at the latest when the next one of its transfer thread does.
 
         Args:
             starts: when each computation of this process began.

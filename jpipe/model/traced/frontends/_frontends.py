@@ -11,10 +11,10 @@ from flax import linen, nnx
 
 from jpipe.errors import InputError, callers_code, cause
 from jpipe.model._adapters import is_constructor, linen_layer, needed_parameters
-from jpipe.model._calls import Randomness, arguments_of, call_by_name, is_bound, modes
+from jpipe.model._function_arguments import Randomness, arguments_of, call_by_name, is_bound, modes
 from jpipe.model._layer import Layer, describe, key_spec
 from jpipe.model._nnx import NnxFunctions, abstract, built_functions, is_in_evaluation, nnx_functions
-from jpipe.model.traced.doors._whole import WHERE, Whole, is_array, is_spec, joined, matched, only, path_name, specs_of, whole
+from jpipe.model.traced.frontends._whole import WHERE, Whole, is_array, is_spec, joined, matched, only, path_name, specs_of, whole
 
 Tree = Any
 

@@ -14,8 +14,8 @@ from jpipe.errors import Problem, callers_code, cause
 from jpipe.model._layer import describe, key_spec
 from jpipe.model.traced._blocks import Path
 from jpipe.model.traced._chain import Chain, chain_of
-from jpipe.model.traced.doors._whole import Whole
 from jpipe.model.traced.flat._flatten import Leaf, flatten, stack_slices
+from jpipe.model.traced.frontends._whole import Whole
 
 Tree = Any
 
