@@ -371,7 +371,7 @@ def squares(outputs, labels):
 """
 
 
-def elastic_run(folder: Path, stages: int, steps: int, deaths: dict, slow: int, *options: str) -> tuple[dict, list[Part], list[str]]:
+def elastic_run(folder: Path, stages: int, steps: int, deaths: dict, slow: int, *options: str) -> tuple[dict, list[RunPart], list[str]]:
     """Launch a run whose processes die, and return its config, its parts and the lines that it printed."""
     parts = f"DEATHS, SLOW = {deaths}, {slow}\n{PARTS}"
     (folder / "parts.py").write_text(parts)
@@ -405,7 +405,7 @@ def test_a_run_resumes_with_the_plan_for_the_processes_that_are_there(tiny, no_r
     assert history[1].pause > 0
 
 
-def check_same_as_by_hand(folder: Path, config: dict, history: list[Part], monkeypatch) -> None:
+def check_same_as_by_hand(folder: Path, config: dict, history: list[RunPart], monkeypatch) -> None:
     """Train again, changing the plan by hand at the same steps, in one process, and compare losses and final weights bit for bit."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(loop, "write_report", lambda *_: None)
