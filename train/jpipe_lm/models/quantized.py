@@ -1,4 +1,4 @@
-"""Kernels quantized by qwix to 8-bit integers or to NF4, two of which share a byte."""
+"""Kernels quantized by qwix to 8-bit integers or to NF4, with two numbers in a byte."""
 
 import contextlib
 import math
