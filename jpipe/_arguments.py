@@ -137,8 +137,8 @@ def checked_arguments(plan: Plan, precision: Precision, **arguments: Any) -> dic
     """Check that the options of a pipeline fit its plan, and can be combined with each other and with it.
 
     Args:
-        plan: of the pipeline.
-        precision: of the pipeline.
+        plan: the plan of the pipeline.
+        precision: the precision of the pipeline.
         arguments: the other options by name; None or False for one that is not set.
 
     Returns:

@@ -283,7 +283,7 @@ class Pipeline:
         state; without `sync_state` they take those that were there again and again, in order.
 
         Args:
-            key: of the run, as it was given to `init`.
+            key: the random key of the run, as it was given to `init`.
             batch: as in `init`.
             layers: from `Snapshot.layers`, with any arrays; at least for the layers of this process's workers.
             at: the batch of the snapshot.

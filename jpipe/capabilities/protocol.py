@@ -112,7 +112,7 @@ class MessageHooks:
 
     Attributes:
         letter: its label in a text grid, before its number.
-        colour: in pictures.
+        colour: the colour in pictures.
         legend: what a picture calls messages of its colour.
         has_number: whether its label has its number.
         is_sum: whether it is a sum.

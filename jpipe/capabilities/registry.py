@@ -141,8 +141,8 @@ def values_of(plan: Any, arguments: Mapping[str, Any] = NOTHING, entries: Any = 
     """Return the values that stages have of capabilities, by key: of all those that have programs of their own.
 
     Args:
-        plan: of the pipeline.
-        arguments: of the pipeline, as in `excluded`.
+        plan: the plan of the pipeline.
+        arguments: the arguments of the pipeline, as in `excluded`.
         entries: the `StageEntries` of the model.
     """
     values: dict[str, Any] = {}

@@ -49,13 +49,13 @@ def save(
     that. Before that the copies of parameters that stages and their replicas share are compared, bit for bit.
 
     Args:
-        folder: of the run, which all processes share.
-        snapshot: from `Pipeline.snapshot`, complete.
-        facts: of any JSON types, for `files.read_facts`.
+        folder: the folder of the run, which all processes share.
+        snapshot: a complete snapshot from `Pipeline.snapshot`.
+        facts: facts of any JSON types, for `files.read_facts`.
         rows: returns the metrics so far, for `files.read_metrics`; process 0 calls it when the parts are written.
         keep: the number of newest checkpoints that stay, older ones are removed; None: all stay. `prune` has other rules.
         limit: seconds that process 0 waits for the other processes.
-        processes: of the run; by default from `jpipe.join_processes`.
+        processes: the processes of the run; by default from `jpipe.join_processes`.
 
     Raises:
         OSError: the disk is full, for example; nothing is left of this checkpoint.
@@ -103,10 +103,10 @@ def load(
 
     Args:
         pipe: the pipeline that continues, perhaps under another plan than the run had.
-        folder: of the run, also of one of `jpipe train`.
-        key: of the run, as passed to `Pipeline.init`.
+        folder: the folder of the run, also of a run of `jpipe train`.
+        key: the random key of the run, as passed to `Pipeline.init`.
         batch: as in `Pipeline.init`; only shapes and dtypes are used.
-        step: of the checkpoint, the batches that its weights have seen; None: the newest that is complete.
+        step: the step of the checkpoint (the number of batches that its weights have seen); None: the newest complete one.
         buckets: as in `Pipeline.init`.
 
     Returns:
@@ -137,8 +137,8 @@ def read(pipe: Pipeline, folder: Path, step: int) -> dict[str, Plain]:
 
     Args:
         pipe: the pipeline that continues.
-        folder: of the run.
-        step: of the checkpoint.
+        folder: the folder of the run.
+        step: the step of the checkpoint.
 
     Raises:
         InputError: one of them is not in the checkpoint; a file is damaged.

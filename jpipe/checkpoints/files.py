@@ -136,8 +136,8 @@ def complete(folder: Path, step: int, processes: int, facts: Any, rows: bytes = 
         folder: the run's.
         step: as in `write_layers`.
         processes: the number of processes that have written a part.
-        facts: of any JSON types, to be read with `read_facts`.
-        rows: of the run's metrics so far; some may be of later steps.
+        facts: facts of any JSON types, to be read with `read_facts`.
+        rows: the rows of the run's metrics so far; some may be of later steps.
 
     Raises:
         OSError: the disk is full, for example, or files that were written have vanished.
@@ -262,7 +262,7 @@ def read_layers(folder: Path, step: int, ids: Iterable[str] | None = None, *, ve
 
     Args:
         folder: the run's.
-        step: of the checkpoint.
+        step: the step of the checkpoint.
         ids: which layers; None: all.
         verified: the caller has called `verify`, so that whole files need not be read for a few of their layers.
 

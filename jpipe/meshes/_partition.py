@@ -28,7 +28,7 @@ class Partition:
 
     Attributes:
         mesh: sizes by axis, without axes of size 1; empty: one device, which holds everything.
-        rows: of a microbatch.
+        rows: the number of rows of a microbatch.
         batch: the axes over which the rows are sharded.
         params: by entry the `PartitionSpec` of each parameter, by path; those that are whole on each device are left out.
         gathered: as `params`, but where the parameters are used: without the axis of the rows (`fsdp`).
@@ -112,8 +112,8 @@ def partitions(plan: Plan, stack: LayerStack, layers: Mapping[str, LayerSpec], r
     Args:
         plan: its stages, with meshes, rules and patterns.
         stack: the model.
-        layers: from `LayerStack.specs`, all of them.
-        rows: of a microbatch.
+        layers: the specs from `LayerStack.specs`, all of them.
+        rows: the number of rows of a microbatch.
 
     Raises:
         InputError: a dim that a mesh axis does not divide, logical axes without a rule, patterns or rules that match nothing, or an axis

@@ -22,7 +22,8 @@ class Place:
     """The devices of a worker, in one process.
 
     Attributes:
-        devices: of the mesh, with neighbours along its last axis; one without a mesh; none where only the sizes of shards count.
+        devices: the devices of the mesh, with neighbours along its last axis; one without a mesh; none where only the sizes of shards
+            count.
         mesh: sizes by axis, without axes of size 1.
     """
 

@@ -127,7 +127,7 @@ def linen_layer(where: str, module: linen.Module, num_inputs: int | None = None)
             streams. None for a layer of a stack.
 
     Raises:
-        InputError: in tracing, a forward makes variables or draws random numbers where it has none.
+        InputError: during tracing, a forward makes variables or draws random numbers where it has none.
     """
     # Linen rejects an argument where the attribute of the same name is set: that one decides.
     call = functools.partial(type(module).__call__, module)

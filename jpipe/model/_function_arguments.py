@@ -88,7 +88,8 @@ class Randomness:
     """Whether a call asks for random numbers.
 
     Attributes:
-        name: of the parameter, `key`, `rng` or `dropout_rng` for a random key, `rngs` for a `flax.nnx.Rngs`; None if there is none.
+        name: the name of the parameter, `key`, `rng` or `dropout_rng` for a random key, `rngs` for a `flax.nnx.Rngs`; None if there is
+            none.
         is_needed: whether it has no default. With the default None it gets random numbers in training only.
     """
 

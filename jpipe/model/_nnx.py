@@ -109,7 +109,7 @@ class NnxFunctions:
         randomness: whether a call asks for random numbers.
         params_specs, rng_specs, state_specs: the arrays, as Flax splits them.
         num_inputs: how many inputs a whole model is called with; None for a layer of a stack.
-        arrays: of a built module, as Flax splits them.
+        arrays: the arrays of a built module, as Flax splits them.
     """
 
     where: str

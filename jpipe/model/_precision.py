@@ -39,8 +39,8 @@ class DynamicLossScale:
     It stays at least 1 and at most 2**100. Micikevicius et al., *Mixed Precision Training*, ICLR 2018, section 3.2.
 
     Attributes:
-        initial: of the first batch; a power of two adds no rounding.
-        growth_every: after how many batches in a row with finite gradients it is doubled.
+        initial: the scale of the first batch; a power of two adds no rounding.
+        growth_every: the number of batches in a row with finite gradients after which it is doubled.
 
     Raises:
         InputError: an initial scale outside [1, 2**100], or a number of batches that is no integer of at least 1.
@@ -93,14 +93,14 @@ class Precision:
     arrays of integers and of float64.
 
     Attributes:
-        params: of the weight versions that forwards and backwards read. "float32": as the layers make them. "bfloat16" and "float16": the
-            optimizer state also holds each parameter in float32, its master. Updates change the masters, and each version is a copy of
-            them in this dtype.
-        compute: of what the layers read and return: their parameters, inputs and outputs, and so of all that crosses a link. The loss gets
+        params: the dtype of the weight versions that forwards and backwards read. "float32": as the layers make them. "bfloat16" and
+            "float16": the optimizer state also holds each parameter in float32, its master. Updates change the masters, and each version is
+            a copy of them in this dtype.
+        compute: the dtype of all that layers read and return (parameters, inputs and outputs), and so of messages. The loss gets
             the outputs in float32. None: as `params` if that is "bfloat16" or "float16", else as the layers do it themselves.
-        accumulate: in which the gradients of the microbatches are summed, and replicas sum theirs; wider parameters keep their dtype.
-            "float64" needs JAX with `jax_enable_x64`.
-        loss_scale: the gradient of the loss is multiplied by it at the last stage, and each stage divides by it what it accumulates, so
+        accumulate: the dtype in which the gradients of the microbatches are summed, and replicas sum theirs; wider parameters keep their
+            dtype. "float64" needs JAX with `jax_enable_x64`.
+        loss_scale: a factor of the gradient of the loss at the last stage. Each stage divides what it accumulates by it, so
             that small gradients do not vanish in float16. A power of two adds no rounding. None: 1. A `DynamicLossScale`, or
             "dynamic" for the default one, adapts it, and skips a batch with infinite or NaN gradients.
 
@@ -229,7 +229,7 @@ def cast_layers(stack: LayerStack, precision: Precision) -> LayerStack:
 
     Args:
         stack: the model.
-        precision: of the run.
+        precision: the precision of the run.
     """
     if precision.compute is None:
         return stack

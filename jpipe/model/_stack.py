@@ -120,8 +120,8 @@ class LayerStack:
                 parameter `rngs` that makes it; a Linen module; or any other callable pytree of arrays, such as an Equinox module.
             inputs: example inputs of one microbatch, arrays or `jax.ShapeDtypeStruct`s. With one, the inputs of a batch are what it is;
                 with several, a tuple, and the model is called with each as an argument.
-            variables: of a Linen module, as its `init` returns them: the initial weights and layer state. By default they are made from
-                the key of the run.
+            variables: the variables of a Linen module, as its `init` returns them: the initial weights and layer state. By default they are
+                made from the key of the run.
             granularity: "block", or "finest" to cut wherever no more bytes pass than around that place.
             cuts: paths of parameters, such as "blocks.4": the model is cut before the first reader of each, and nowhere else.
                 Places marked by `jpipe.cut` in the model do the same.
@@ -205,7 +205,7 @@ class LayerStack:
         """Return the layers of the changed model, cut at the same places, for a stack that was cut from a model.
 
         Args:
-            change: of the whole model, as one layer.
+            change: a function that changes the whole model, as one layer.
             prepare: applied to the parameters of each layer.
         """
         assert self.traced is not None

@@ -62,8 +62,8 @@ class Ties:
     Entries are the layers, without the shared parameters (None in their places), and the shared parameters, by name.
 
     Args:
-        ties: of the user, an iterable of `Tie`.
-        ids: of all layers, in order.
+        ties: the ties of the user, an iterable of `Tie`.
+        ids: the ids of all layers, in order.
 
     Raises:
         InputError: no ties, a layer that is not in the model, one place twice, or a chain.
@@ -170,7 +170,7 @@ class Ties:
 
         Args:
             params: parameters by layer id; those in second places are dropped.
-            trained: by entry; frozen parameters are masked nodes, too.
+            trained: the trained parameters by entry; frozen parameters are masked nodes, too.
         """
         firsts = {place: name for name, place in self.first.items()}
         parts: dict[str, dict[str, Tree]] = {}
@@ -241,7 +241,7 @@ class Ties:
         """Check that explicit parameters have the same values in all places of a tie.
 
         Args:
-            params: of all layers; a `jax.ShapeDtypeStruct` where there are none.
+            params: the parameters of all layers; a `jax.ShapeDtypeStruct` where there are none.
 
         Raises:
             InputError: a second place has a value without the first, or with other values.
@@ -313,8 +313,8 @@ class ModelTree:
     """The tree of parameters of a whole model that was cut into layers.
 
     Attributes:
-        structures: of that tree; further ones have equal leaves in the same order.
-        shapes: of its leaves.
+        structures: the structures of that tree; further ones have equal leaves in the same order.
+        shapes: the shapes of its leaves.
         layers: by layer id, a tree like the layer's parameters with a `Leaf` in place of each array: the leaf or slice of the whole tree.
     """
 

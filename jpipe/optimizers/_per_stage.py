@@ -22,7 +22,7 @@ class PerStageState(NamedTuple):
 
     Attributes:
         count: the number of updates, for schedules.
-        inner_state: of the optimizer.
+        inner_state: the state of the inner optimizer.
     """
 
     count: Any

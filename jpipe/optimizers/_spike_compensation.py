@@ -31,7 +31,7 @@ def scale_by_compensated_momentum(decay: ArrayLike, accumulator_dtype: DTypeLike
 
     Args:
         decay: β, the decay of the momentum.
-        accumulator_dtype: of the momentum; by default the parameters' dtype.
+        accumulator_dtype: the dtype of the momentum; by default the parameters' dtype.
 
     Returns:
         A transformation. Its `update` takes `delay`, τ.
@@ -62,7 +62,7 @@ def scale_by_compensated_adam(
         b2: the decay of the second moment, which is not compensated.
         eps: added to the root of the second moment.
         eps_root: added to the second moment under the root.
-        mu_dtype: of the first moment; by default the parameters' dtype.
+        mu_dtype: the dtype of the first moment; by default the parameters' dtype.
 
     Returns:
         A transformation. Its `update` takes `delay`, τ.
@@ -92,7 +92,7 @@ def scale_by_compensated_muon(
         ns_steps: the number of Newton-Schulz iterations.
         beta: β, the decay of the momentum.
         eps: added to denominators.
-        mu_dtype: of the momentum; by default the parameters' dtype.
+        mu_dtype: the dtype of the momentum; by default the parameters' dtype.
         adaptive: whether to scale the updates by the dual norm of the momentum.
 
     Returns:

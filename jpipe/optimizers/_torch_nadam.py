@@ -42,7 +42,7 @@ def scale_by_torch_nadam(
         b2: β₂, the decay of the second moment.
         eps: ε.
         momentum_decay: how fast the momentum rises: with 0.004 it is at 0.75·β₁ after 4,245 updates.
-        mu_dtype: of the first moment; by default the parameters' dtype.
+        mu_dtype: the dtype of the first moment; by default the parameters' dtype.
 
     Returns:
         A transformation.

@@ -231,7 +231,7 @@ class Plan(CapabilityOptions, _Layout, PlanOptions, _Pipeline):
             num_stages: number of stages, at most the number of layers.
             schedule: a name of `jpipe.schedules.SCHEDULES`; by default one that flushes, so that training is as without a pipeline.
             microbatches: microbatches per update, over all replicas; by default 4.
-            replicas: of every stage, or one number for each.
+            replicas: the number of replicas of every stage, or one number for each.
             chunks_per_rank: how many stages each rank runs, in the layout of the schedule; by default 1, or 2 where it needs a V. The
                 stages are a multiple of it.
             recompute: a policy for all stages, or one for each.
@@ -283,7 +283,7 @@ class Plan(CapabilityOptions, _Layout, PlanOptions, _Pipeline):
         """Read a plan from JSON text.
 
         Args:
-            text: from `to_json`, or written by hand.
+            text: the text from `to_json`, or written by hand.
             where: names the source (a file, say) in error messages.
 
         Raises:

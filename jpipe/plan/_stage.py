@@ -96,7 +96,7 @@ class Predicted(pydantic.BaseModel):
     """The prediction of a planner for a plan, to be compared with the run; it does not change the run.
 
     Attributes:
-        batch_seconds: of one batch.
+        batch_seconds: the seconds of one batch.
         bubble: share of the workers' time in which they do not compute.
         peak_bytes: for each pipeline rank the most bytes that a device holds, scratch memory of its programs included.
         delay: mean over the stages of the age of the weights that gradients are computed with, in updates; see `Plan.mean_delay`.

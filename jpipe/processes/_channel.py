@@ -51,7 +51,7 @@ class Channel:
     """One process's end of the channel. A run of one process has no thread and no connection: the coordinator answers at once.
 
     Args:
-        index: of this process.
+        index: the index of this process.
         count: the number of processes.
         limits: how long a process may be silent.
         take: handles the messages of process 0 to all, and `{"lost": how, "at once": …}` for a process that has lost its connection, at

@@ -50,7 +50,7 @@ class Group:
 
         Args:
             function: `arrays -> results`.
-            spec: of each of the arrays.
+            spec: the spec of each of the arrays.
         """
         mapped = jax.shard_map(function, mesh=self._mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
         program = jax.jit(mapped).lower(*(Spec(s.shape, s.dtype, sharding=self._sharding) for s in spec)).compile()
@@ -131,12 +131,12 @@ class Packing:
 
     Args:
         group: the devices between which it is sent.
-        kind: of the tree.
+        kind: the kind of the tree.
 
     Attributes:
-        leaves: of the tree, on the device of this process.
+        leaves: the leaves of the tree, on the device of this process.
         arrays: that are sent.
-        dtypes: of the numbers in each of them.
+        dtypes: the dtypes of the numbers in each of them.
     """
 
     def __init__(self, group: Group, kind: Kind) -> None:

@@ -144,7 +144,7 @@ class _Moves(NamedTuple):
     """The compiled transfers of one kind of message.
 
     Attributes:
-        packing: of its leaves.
+        packing: the packing of its leaves.
         programs: one for each array that is sent.
         placeholders: the receiver's inputs, kept after the first message: creating them for each one would cost as much memory traffic as
             the message; empty before.
@@ -232,7 +232,7 @@ class Reduction:
         """Return the trees of all processes in the order of the devices. Each process calls this, as for a sum.
 
         Args:
-            tree: of a kind that was compiled with `compile_gather`.
+            tree: a tree of a kind that was compiled with `compile_gather`.
         """
         return [jax.tree.unflatten(jax.tree.structure(tree), leaves) for leaves in _run(self._gathers, tree)]
 

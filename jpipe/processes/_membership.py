@@ -30,7 +30,7 @@ class Processes:
     ended.
 
     Attributes:
-        index: of this process.
+        index: the index of this process.
         count: the number of processes. A single one waits for nothing and is not watched.
     """
 
@@ -93,7 +93,7 @@ class Processes:
         """Wait until all processes have arrived.
 
         Args:
-            name: of the place, the same in all processes.
+            name: the name of the place, the same in all processes.
             limit: seconds to wait for the other processes.
 
         Raises:
@@ -108,7 +108,7 @@ class Processes:
         most others.
 
         Args:
-            name: of the comparison, the same in all processes and unique in a run.
+            name: the name of the comparison, the same in all processes and unique in a run.
             facts: what has to be the same, by name. A process that does not know a fact leaves it empty.
             hint: what to change where a fact differs.
         """
@@ -198,7 +198,7 @@ class Processes:
         Returns when they do so, or when the run is lost: the cause is mostly a death that is known soon.
 
         Args:
-            error: of the thread.
+            error: the error of the thread.
         """
         if not self._is_lost_within(_BLAME_SECONDS):
             with self._changed:

@@ -87,8 +87,8 @@ def key(secret: bytes | None, token: str = "") -> bytes:
     """Return the key for proofs: without a secret anybody with the token can make one.
 
     Args:
-        secret: of the run.
-        token: of a part of it, so that proofs of one part are not valid in another.
+        secret: the secret of the run.
+        token: the token of a part of the run, so that proofs of one part are not valid in another.
     """
     return hmac.digest(secret or b"", f"jpipe {token}".encode(), "sha256")
 
@@ -115,8 +115,8 @@ def call(link: socket.socket, key: bytes, purpose: str, index: int, count: int, 
     Args:
         link: just connected; nothing that follows the answer is read from it.
         key: as the listener has it.
-        purpose: of the connection, one word, as the listener has it.
-        index: of this process.
+        purpose: the purpose of the connection, one word, as the listener has it.
+        index: the index of this process.
         count: the number of processes, as the caller knows it.
         limit: seconds to wait for the answer.
 
@@ -159,7 +159,7 @@ class Caller:
 
     Attributes:
         link: the connection, which does not block.
-        index: of its process.
+        index: the index of its process.
         count: the number of processes, as the caller knows it.
     """
 
@@ -188,7 +188,7 @@ class Door:
     Args:
         listener: is closed with this.
         key: see `key`.
-        purpose: of the connections, one word.
+        purpose: the purpose of the connections, one word.
 
     Attributes:
         dropped: how many connections were dropped, by the reason.

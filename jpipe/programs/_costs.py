@@ -18,7 +18,7 @@ class KeptByBoth(NamedTuple):
     """Arrays that one stage sends to the next and keeps itself.
 
     Attributes:
-        size: in bytes.
+        size: the size in bytes.
         sender: the computation after which the previous stage frees them: "I", a backward or its first half, or "W", its second half.
         receiver: that after which the stage itself frees them: "F", "I" or "W".
     """

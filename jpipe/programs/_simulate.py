@@ -47,7 +47,7 @@ def simulate(
             has the speed of the slowest link between neighbouring replicas, and occupies the ports of all of these links.
         overlap: what goes on beside the computations of a rank. What does not overlap begins when all ranks concerned have come to it in
             their programs, and none of them computes until it has ended, as where transfers and sums are entries of the queue of a device.
-        host: from a rank to the memory of its host, for the moves of `Plan.offload`, or a function of a rank that returns it; by
+        host: the link from a rank to the memory of its host, for the moves of `Plan.offload`, or a function of a rank that returns it; by
             default moves are free. Each direction carries one move at a time. What is moved counts where it goes from the beginning.
 
     Returns:
@@ -97,7 +97,7 @@ def simulate_batches(
     program of all batches.
 
     Args:
-        program: of the first batch, from `lower`; its plan has equal batches, see `has_equal_batches`.
+        program: the program of the first batch, from `lower`; its plan has equal batches, see `has_equal_batches`.
         batches: the most batches to predict.
         costs: one for each stage.
         link: as in `simulate`.

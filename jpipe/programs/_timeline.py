@@ -19,12 +19,12 @@ class Span(NamedTuple):
         op: `F`, a forward; `B`, a backward; `FB`, both in one program; `I` and `W`, the halves of a backward, for inputs and for
             weights; `FI`, a forward and the first half in one program.
         microbatch: which one, counted from 0.
-        version: of the weights that it reads.
+        version: the version of the weights that it reads.
         start: when it begins.
         end: when it ends.
         updates: whether an update follows.
         update_time: how long that update takes.
-        update_wait: from `end` to its beginning: it may wait for the norm of all gradients.
+        update_wait: the time from `end` to its beginning: it may wait for the norm of all gradients.
         chunk: which of the rank's stages, counted from 0.
         part: for which part of the stage it is, counted from the last layers; None: for all of it.
     """
@@ -57,7 +57,7 @@ class MemorySample(NamedTuple):
     """What one rank holds from a time on, in bytes.
 
     Attributes:
-        time: in seconds.
+        time: the time in seconds.
         weights: bytes of each version alive, by version, of all its stages.
         optimizer: optimizer state, with what capabilities keep beside it.
         gradients: the sums of the batch that is being accumulated.

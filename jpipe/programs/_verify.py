@@ -48,7 +48,7 @@ class Verifier:
     Attributes:
         number: as given.
         plan, uses: of the program.
-        stage: of the worker.
+        stage: the stage of the worker.
         versions: the weight versions that are alive.
         buffers: what else it holds: (kind, microbatch or batch).
     """

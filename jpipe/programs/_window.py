@@ -51,12 +51,12 @@ def extract_window(
     """Extract `batches` batches, from batch `first` on, from a run of at least one batch more.
 
     Args:
-        timeline: of the run, in seconds, microbatches counted as in the run.
-        memory: of the run; may be empty for each rank.
+        timeline: the timeline of the run, in seconds, microbatches counted as in the run.
+        memory: the memory of the run; may be empty for each rank.
         microbatches: m, of one batch.
         first: the batch that enters at the beginning.
         batches: how many batches later the window ends.
-        transfers: of the run.
+        transfers: the transfers of the run.
 
     Raises:
         InputError: the run does not hold the entry of batch `first` or of batch `first + batches`.

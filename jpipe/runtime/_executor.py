@@ -56,8 +56,8 @@ class Executor:
         before: an executor with compiled programs that this one runs, because nothing that they depend on has changed.
 
     Attributes:
-        specs: of one microbatch of each bucket.
-        functions: of the first bucket.
+        specs: the specs of one microbatch of each bucket.
+        functions: the functions of the first bucket.
         buckets, depends_on: as given.
         stages: the compiled stage of each worker of this process, by worker; for the first bucket.
         fingerprint: what determines the content of a state; states with another fingerprint do not fit.

@@ -67,7 +67,7 @@ def run(
         buckets: gives the bucket of a batch, as counted in the run.
         states: by worker of this process.
         transport: between the workers.
-        data: from `read_data`; consumed.
+        data: the data from `read_data`; consumed.
         observe: called after each instruction is dispatched.
         added: what the capabilities of the plan add; None: to be looked up.
         consume: delete the arrays of the states that the new ones do not share. Without it the program must not train.

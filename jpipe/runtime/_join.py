@@ -59,7 +59,7 @@ class BatchComparison:
     other array is read, since a process may not have the rows that its workers do not need.
 
     Args:
-        name: of the pipeline, the same in all processes.
+        name: the name of the pipeline, the same in all processes.
         processes: the processes of the run.
         rows_each: rows of a microbatch.
         several_shapes: whether batches may differ in their shapes.
@@ -117,9 +117,9 @@ def share_rows(
     """Send the outputs of each microbatch to all processes, bit for bit; all of them call it.
 
     Args:
-        processes: of the run.
-        name: of the call, the same in all processes.
-        parts: of this process, by microbatch.
+        processes: the processes of the run.
+        name: the name of the call, the same in all processes.
+        parts: the parts of this process, by microbatch.
         sources: for each microbatch the process that has it.
         outputs: the specs of each part.
         keep: whether this process wants them.

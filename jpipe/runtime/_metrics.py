@@ -118,7 +118,7 @@ class MetricsExchange:
         plan: the plan of the run.
         devices: the device of each worker.
         processes: the processes of the run, if there are several.
-        reports: of capabilities, see `RuntimeHooks.report`.
+        reports: the reports of capabilities, see `RuntimeHooks.report`.
 
     Attributes:
         name: name of the pipeline, the same in all processes, because they make the same pipelines in the same order.
@@ -179,7 +179,7 @@ class MetricsExchange:
 
         Args:
             batches: the batches.
-            results: of this process.
+            results: the results of this process.
             metrics: what to put them into.
             unchanged: for each pipeline, by batch, a number that is not 0 if its update changed nothing; None if none did.
         """

@@ -292,7 +292,7 @@ def fitting(
         worker: the worker.
         f: the functions of its stage.
         share: what it updates; None: everything.
-        layers: of its stage, from `for_stage`.
+        layers: the layers of its stage, from `for_stage`.
         batch: the first batch of the restored run.
         fresh: leave out the optimizer state.
 
@@ -427,7 +427,7 @@ def average_replicas(layers: Mapping[str, Plain]) -> dict[str, Plain]:
     Only floating-point numbers are averaged; other arrays, such as counts, are taken from the first replica.
 
     Args:
-        layers: from `Snapshot.layers`, with any arrays.
+        layers: the layers from `Snapshot.layers`, with any arrays.
 
     Raises:
         InputError: the replicas of a layer hold different arrays.

@@ -49,7 +49,7 @@ class Trace:
         """Return the timeline as text, as `Prediction.grid` does.
 
         Args:
-            tick: in seconds, by default the shortest computation.
+            tick: a tick in seconds, by default the shortest computation.
             transfers: whether rows for transfers and sums follow the ranks' rows.
         """
         return draw_grid(self.timeline, tick, transfers=self.transfers if transfers else ())
@@ -370,7 +370,7 @@ def fit_costs(costs: Sequence[StageCost], timeline: Timeline, plan: Plan | None 
 
     Args:
         costs: one for each stage; their bytes are kept.
-        timeline: in seconds, a row for each rank.
+        timeline: the timeline in seconds, with a row for each rank.
         plan: what ran; None: one rank for each stage.
 
     Raises:

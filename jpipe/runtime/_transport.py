@@ -66,7 +66,7 @@ class PendingTransfer:
         future: the arrays.
         words: what is waited for; converted to text only when it is printed.
         on: the processes waited for.
-        processes: of the run.
+        processes: the processes of the run.
         specs: gives the shapes and dtypes of the arrays.
         keys: which part of the arrays this is; by default all of them.
     """
@@ -144,7 +144,7 @@ class Sent(NamedTuple):
 
     Attributes:
         send: one of the sends of it.
-        bucket: of the batches that it is about; 0 if it is the same for all of them.
+        bucket: the bucket of the batches that it is about; 0 if it is the same for all of them.
         leaving: specs of what it moves, with their shardings at the sender.
         arriving: the same with those at the receiver.
         copies: whether a receiver on the same device gets a copy.
@@ -168,7 +168,7 @@ class Transport:
     arrays between processes, as a probe at the start shows, messages go that way instead.
 
     Args:
-        places: of each worker; this process's are served.
+        places: the places of each worker; this process's are served.
         stage_workers: the workers of each stage, replica by replica.
         processes: the processes of the run; None where there is one.
         threads: whether collectives run in threads; by default on CPUs only.
@@ -257,7 +257,7 @@ class Transport:
         One after the other, and each in its thread, after what another pipeline may still transfer there.
 
         Args:
-            name: of the pipeline, the same in all processes.
+            name: the name of the pipeline, the same in all processes.
 
         Raises:
             JaxRuntimeError: they cannot be connected.

@@ -22,7 +22,7 @@ def flushed_order(plan: Shape, p: int, microbatches: Sequence[int], ahead: int, 
     Args:
         plan: with looped ranks.
         p: the pipeline rank.
-        microbatches: of one of its replicas, in order.
+        microbatches: the microbatches of one of its replicas, in order.
         ahead: a, as above.
         delay: how many backwards for inputs a backward for weights waits for; None: they are not split.
     """

@@ -349,7 +349,7 @@ def one_forward_one_backward(plan: Shape, s: int, microbatches: Sequence[int], a
     Args:
         plan: the plan.
         s: the stage.
-        microbatches: of one of its replicas, in order.
+        microbatches: the microbatches of one of its replicas, in order.
         ahead: n_s, at least 1.
     """
     if ahead == 1 and s == plan.depth - 1:

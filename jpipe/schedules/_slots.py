@@ -21,7 +21,7 @@ def numbered(plan: Shape, p: int, microbatches: Sequence[int], slots: Iterable[S
     Args:
         plan: the plan.
         p: the pipeline rank.
-        microbatches: of one of its replicas, in order.
+        microbatches: the microbatches of one of its replicas, in order.
         slots: for as many microbatches, or for more.
     """
     done, order = Counter[tuple[str, int]](), list[Action]()

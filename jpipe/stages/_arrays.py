@@ -58,7 +58,7 @@ class Arrays:
     """Specs, with shardings, of the arguments and results of a stage's programs at one place.
 
     Attributes:
-        functions: of the stage.
+        functions: the functions of the stage.
         place: where it runs, or one without devices for the sizes of shards.
         chosen: the shardings that XLA chose for arrays between two programs, in order: "saved" from the forward, "stash" from the first
             half of a backward. Before they are known, these arrays count as sharded like those between stages.

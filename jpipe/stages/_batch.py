@@ -72,7 +72,7 @@ class Bucket(NamedTuple):
 
     Attributes:
         spec: shapes and dtypes of one microbatch.
-        functions: of each stage, for such microbatches.
+        functions: the functions of each stage, for such microbatches.
     """
 
     spec: Batch
@@ -192,8 +192,8 @@ def check_outputs(outputs: Tree, rows: int, layer_id: str) -> None:
 
     Args:
         outputs: their specs, for a microbatch.
-        rows: of a microbatch.
-        layer_id: of the last layer.
+        rows: the number of rows of a microbatch.
+        layer_id: the id of the last layer.
 
     Raises:
         InputError: an array has not one row for each row of the inputs.

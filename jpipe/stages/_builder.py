@@ -39,7 +39,7 @@ class StageBuilder:
         plan: its stages.
         loss: `(outputs, labels) -> (sum of the losses, weight)`.
         optimizer: probed once for each model, also if several plans of it are built; batches of other shapes may make other parameters.
-        precision: in which the layers of `stack` compute already.
+        precision: the precision in which the layers of `stack` compute already.
         ema_decay: the decay of the moving average of the weights, if there is one.
         delay_factor: as in `LayerwiseOptimizer`, for the stages with late gradients.
         arguments: all options of the pipeline, as in `excluded`.
@@ -137,7 +137,7 @@ def stage_functions(
 
     Args:
         stack, stage, loss, optimizer, precision: fields of `StageFunctions`.
-        layers: from `LayerStack.specs`, all of them.
+        layers: the specs from `LayerStack.specs`, all of them.
         labels: shapes and dtypes of the labels of a microbatch.
         options: further fields of `StageFunctions`.
 

@@ -26,8 +26,8 @@ def measure_stages(
 
     Args:
         plan: the plan.
-        functions: of each stage.
-        shares: of the replicas of each stage, from `shares_of`.
+        functions: the functions of each stage.
+        shares: the shares of the replicas of each stage, from `shares_of`.
         compiled: by stage, the stages with known temporaries and shardings.
     """
     splits = [SCHEDULES[plan.schedule].splits(plan, s) for s in range(plan.depth)]
@@ -57,7 +57,7 @@ def measure_bytes(
     because all parameters concerned are frozen, takes 0.
 
     Args:
-        functions: of the stage.
+        functions: the functions of the stage.
         recomputes: whether its backward repeats the forward.
         splits: whether it is cut in two; only then the size of the stash is computed.
         chosen: as in `Arrays`.

@@ -69,9 +69,9 @@ def trace_call(
     """Trace one of the calls of a `CompiledStage`, by name, for a place.
 
     Args:
-        functions: of the stage.
+        functions: the functions of the stage.
         place: where it runs.
-        name: of the call.
+        name: the name of the call.
         chosen, share: as in `Arrays`.
         with_effects: whether to keep side effects, such as host callbacks, that no result needs.
     """
@@ -180,8 +180,8 @@ def update_calls(update: Callable[..., Any], updated: Sequence[Tree], others: Se
     Args:
         update: the function.
         updated: the specs of its first arguments: a version, optimizer state, accumulators.
-        others: the remaining ones'.
-        results: of its results.
+        others: the specs of the remaining arguments.
+        results: the specs of its results.
     """
 
     def into_retired(retired: Tree, *arguments: Tree) -> Tree:

@@ -234,7 +234,7 @@ def compile_for_analysis(program: jax.stages.Lowered, device: jax.Device) -> jax
 
     Args:
         program: lowered for the device.
-        device: of this process, or one that is not here.
+        device: the device of this process, or one that is not here.
     """
     if device.platform == "cpu":
         return program.compile(dict(_NO_OPTIMIZATION))

@@ -38,7 +38,7 @@ class UpdateNumber(NamedTuple):
     Attributes:
         plan: the plan.
         stage: the number of the stage that makes it.
-        number: of the update, counted from 0 at that stage.
+        number: the number of the update, counted from 0 at that stage.
     """
 
     plan: Plan
@@ -92,10 +92,10 @@ class CompiledStage:
         """Call an update.
 
         Args:
-            kind: of the update.
+            kind: the kind of the update.
             retired: the version that it overwrites, if it does.
             params, optimizer, accumulators, others: as of the stage function `update`.
-            number: of the update.
+            number: the number of the update.
 
         Returns:
             The results of the stage function `update`, and `done`. With a share the new params are of the share alone. Frozen

@@ -27,7 +27,7 @@ def has_gradient(trained: Subset, params: Mapping[str, Tree]) -> bool:
 
     Args:
         trained: the parameters that updates change.
-        params: of all layers up to some point, or their specs; if empty, a gradient is computed.
+        params: the parameters of all layers up to some point, or their specs; if empty, a gradient is computed.
     """
     return trained.has_any(params) or not any(name in trained.chosen for name in params)
 
@@ -36,7 +36,7 @@ def with_gradients(functions: Sequence[StageFunctions], earlier: Mapping[str, Tr
     """Return the functions of consecutive stages, with gradients unless all parameters before are frozen.
 
     Args:
-        functions: of the stages.
+        functions: the functions of the stages.
         earlier: the parameters of all stages before them, by entry.
     """
     results, before = [], dict(earlier)
@@ -54,7 +54,7 @@ def check_gradients(
 
     Args:
         stack: the model.
-        layers: from `LayerStack.specs`, all of them.
+        layers: the specs from `LayerStack.specs`, all of them.
         first_stage: number of layers of the first stage: for the inputs of all later layers, gradients are always computed.
         loss: as in `Pipeline`.
         labels: shapes and dtypes of the labels of a microbatch.

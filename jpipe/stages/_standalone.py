@@ -38,8 +38,8 @@ class StandaloneStage:
         specs: specs of these layers, from `LayerStack.specs`, and of those before them where the optimizer freezes any.
         labels: shapes and dtypes of a microbatch's labels; only a stage with the model's last layer reads them.
         loss: as in `Pipeline`.
-        optimizer: from `find_layerwise`.
-        precision: in which the layers of `stack` compute already (see `cast_layers`).
+        optimizer: the optimizer from `find_layerwise`.
+        precision: the precision in which the layers of `stack` compute already (see `cast_layers`).
     """
 
     stack: LayerStack
@@ -66,7 +66,7 @@ class StandaloneStage:
         Side effects such as host callbacks are left out: a profile calls the program with dummy values.
 
         Args:
-            name: of the program; each returns (result, done), where `done` is ready when everything is computed.
+            name: the name of the program; each returns (result, done), where `done` is ready when everything is computed.
             device: the device.
 
         Returns:

@@ -33,7 +33,7 @@ def last_agreed(stage: CompiledStage, agreed: Agreed, changes: Tree) -> Agreed:
     """Return the result of the last agreement that has begun.
 
     Args:
-        stage: of the worker.
+        stage: the stage of the worker.
         agreed: the result of the last agreement that it has applied.
         changes: from `changes_under_way`, of this worker or another replica of its stage.
     """

@@ -15,7 +15,7 @@ class ChangesWatcher:
     """Notes the agreements of the workers of this process.
 
     Args:
-        watcher: of all that is moved.
+        watcher: the watcher that records all moves.
     """
 
     def __init__(self, watcher: TransferWatcher) -> None:

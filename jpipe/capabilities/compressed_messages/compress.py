@@ -21,8 +21,8 @@ def compress(tree: Tree, kind: Kind | None, key: jax.Array | None = None) -> Tre
     """Return a tree with its floating-point leaves compressed, where that makes them smaller.
 
     Args:
-        tree: of arrays.
-        kind: of the compression; None: the tree is returned as it is.
+        tree: a tree of arrays.
+        kind: the kind of the compression; None: the tree is returned as it is.
         key: a random key for stochastic rounding; None: round to nearest.
 
     Returns:
@@ -65,7 +65,7 @@ class _Format(NamedTuple):
 
     Attributes:
         largest: the largest magnitude.
-        dtype: of the values.
+        dtype: the dtype of the values.
         step: the distance of two neighbouring values, for magnitudes up to `largest`.
     """
 

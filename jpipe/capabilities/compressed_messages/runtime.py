@@ -58,8 +58,8 @@ def sum_compressed(f: StageFunctions, parts: Sequence[tuple[Tree, list[jax.Array
     """Sum what all replicas have sent, in their order, and finish it as `finish` does.
 
     Args:
-        f: of the stage.
-        parts: of each replica (accumulators with compressed gradients, layer state), or one part of them.
+        f: the functions of the stage.
+        parts: the parts of each replica (accumulators with compressed gradients, layer state), or one part of them.
     """
     specs, of_replicas = f.accumulators_spec["gradients"], []
     for accumulators, state in parts:

@@ -33,9 +33,9 @@ def with_feedback(
     """Compress a replica's gradients for a sum, after adding the rounding error of earlier updates.
 
     Args:
-        f: of the stage.
+        f: the functions of the stage.
         gradients: the sums over the microbatches of the replica, by entry.
-        weight: of these microbatches.
+        weight: the weight of these microbatches.
         errors: what rounding has lost before, in the structure of the gradients.
         rng: (number of the update and the replica, key of the run); (None, None): round to nearest.
 
@@ -81,12 +81,12 @@ class _Array:
     """An array of gradients on the mesh of a stage.
 
     Attributes:
-        entry: of the parameters to which it belongs.
+        entry: the entry of its parameters.
         number: among the arrays of the entry.
         whole: its shape and dtype.
-        partition: of the stage.
+        partition: the partition of the stage.
         spec: how it is sharded.
-        kind: of the compression.
+        kind: the kind of the compression.
     """
 
     entry: str

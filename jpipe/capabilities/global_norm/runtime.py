@@ -74,9 +74,9 @@ def with_stage_norm(f: StageFunctions, accumulators: Tree, norm: GlobalNorm | No
     """Return what an update gets with `clip_stage_norm`: the norm of the stage's mean gradient, and `norm.nonfinite` of all stages.
 
     Args:
-        f: of the stage.
+        f: the functions of the stage.
         accumulators: the sums over the batch, with all trained parameters of the stage, also those that other replicas update.
-        norm: of all stages, if updates use it.
+        norm: the norm of all stages, if updates use it.
     """
     return GlobalNorm(norm_of((sum_squares(f, accumulators),)).norm, None if norm is None else norm.nonfinite)
 

@@ -22,7 +22,7 @@ class MoveWatcher:
     """Notes the moves of the workers of this process.
 
     Args:
-        watcher: of all that is moved.
+        watcher: the watcher that records all moves.
     """
 
     def __init__(self, watcher: TransferWatcher) -> None:

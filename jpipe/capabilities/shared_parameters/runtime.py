@@ -52,9 +52,9 @@ def add_shared(f: StageFunctions, group: int, accumulators: Tree, received: Mapp
     """Sum the gradients of a group of shared parameters over its stages, in the order of the stages.
 
     Args:
-        f: of the stage.
+        f: the functions of the stage.
         group: the number of the group.
-        accumulators: of the stage.
+        accumulators: the accumulators of the stage.
         received: the gradients of the group's remaining stages.
 
     Returns:

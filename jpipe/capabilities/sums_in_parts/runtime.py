@@ -50,8 +50,8 @@ def _held(a: Arrays, function: str, number: int, reads: tuple[Tree, ...]) -> lis
 
     Args:
         a: the arrays of the stage.
-        function: of the whole op.
-        number: of the part, 1 or more.
+        function: the function of the whole op.
+        number: the number of the part, 1 or more.
         reads: what the whole op reads.
     """
     backward, held = StageInParts.of(a.functions).backward(function), list[Tree](reads)

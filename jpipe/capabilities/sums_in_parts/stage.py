@@ -84,7 +84,7 @@ class StageInParts:
     """The functions of a stage for its parts.
 
     Args:
-        functions: of the whole stage.
+        functions: the functions of the whole stage.
     """
 
     def __init__(self, functions: StageFunctions) -> None:
@@ -119,7 +119,7 @@ class BackwardInParts:
     """A backward, perhaps with its forward, cut along the layers, from the last ones to the first.
 
     Args:
-        functions: of the stage.
+        functions: the functions of the stage.
         part_of: the part of each entry.
         parts: how many there are.
         function: the name of the whole op.
@@ -141,7 +141,7 @@ class BackwardInParts:
 
         Args:
             op: what it does for this part.
-            number: of the part, counted from the last layers.
+            number: the number of the part, counted from the last layers.
             params: as for the whole op.
             arguments: what the part reads (for a later part what `held` returned), the accumulators of the part, rng and scale.
 

@@ -20,7 +20,7 @@ def reached(jaxpr: Any, marks: Sequence[int], host: int = 0) -> list[int]:
 
     Args:
         jaxpr: the computation.
-        marks: of its inputs.
+        marks: the marks of its inputs.
         host: the mark of results with side effects or of a host callback. With it, an equation that is not a call or a scan is one piece,
             as for `evaluate_wanted`: each of its results depends on all its inputs.
     """

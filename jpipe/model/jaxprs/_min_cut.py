@@ -20,7 +20,7 @@ def cheapest_cut(wanted: Iterable[Node], cost: Callable[[Node], int], inputs_of:
 
     Args:
         wanted: the sinks; they may be chosen themselves.
-        cost: of a node.
+        cost: the cost of a node.
         inputs_of: the nodes from which a node can be computed at no cost; None for one that must be chosen if it is needed.
     """
     wanted = set(to_do := list(wanted))

@@ -302,9 +302,9 @@ class _Windows(NamedTuple):
     """Where a gather reads, or a scatter writes.
 
     Attributes:
-        shape: of the operand.
-        sizes: of a window, for each dim of the operand.
-        rank: of what is read or written.
+        shape: the shape of the operand.
+        sizes: the sizes of a window, for each dim of the operand.
+        rank: the rank of what is read or written.
         window_dims: its dims that are windows; the others are dims of the indices.
         absent: the dims of the operand that windows lack.
         indexed: the dims of the operand that the indices count.

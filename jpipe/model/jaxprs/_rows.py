@@ -30,8 +30,8 @@ def warn_of_mixed_rows(stack: LayerStack, layers: Mapping[str, LayerSpec], label
 
     Args:
         stack, layers, labels, loss: as in `rows_together`.
-        rows: of a microbatch.
-        microbatches: of a batch; with one there is no warning, nor for a stack that `mixes_rows`.
+        rows: the number of rows of a microbatch.
+        microbatches: the number of microbatches of a batch; with one there is no warning, nor for a stack that `mixes_rows`.
     """
     if microbatches == 1 or stack.mixes_rows or jax.process_index() > 0:
         return
@@ -66,7 +66,7 @@ def rows_together(stack: LayerStack, layers: Mapping[str, LayerSpec], labels: Tr
 
     Args:
         stack: the model.
-        layers: from `LayerStack.specs`.
+        layers: the specs from `LayerStack.specs`.
         labels: specs of the labels of a microbatch.
         loss: as in `Pipeline`.
     """

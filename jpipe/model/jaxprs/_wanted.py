@@ -24,7 +24,7 @@ def without_effects(function: Callable[..., Tree], is_dummy: Sequence[bool] | No
     """Return the function without the side effects that would see dummy values, unless one of its results needs them.
 
     Args:
-        function: of pytrees of arrays.
+        function: a function of pytrees of arrays.
         is_dummy: for each argument whether its values are dummies. A side effect stays where it depends on none of these. By default none
             stays.
     """

@@ -34,7 +34,7 @@ class _State(NamedTuple):
     """One array of an optimizer's state.
 
     Attributes:
-        number: of the leaf of the state.
+        number: the number of the leaf of the state.
         slot: the position in the entry of the parameter that it belongs to; None for one of all parameters.
         names: where the state of an entry has it.
     """
@@ -52,7 +52,7 @@ class ModelOptimizer:
 
     Attributes:
         traced: the optimizer, for the model's tree with one slice of each stacked leaf.
-        shapes: of the leaves of that tree.
+        shapes: the shapes of the leaves of that tree.
         entries: for each entry its arrays, in order.
         owners: for each leaf of the state that is no parameter's the entry that it belongs to; None if it belongs to all.
     """
@@ -177,7 +177,7 @@ def traced_in(
 
     Args:
         transformation: the optimizer.
-        tree: of the model.
+        tree: the tree of the model.
         specs: shapes and dtypes of the parameters by layer id.
         num_stages: as in `trace_optimizer`.
 
@@ -206,7 +206,7 @@ def whole_specs(tree: ModelTree, specs: Mapping[str, Tree], *, sliced: bool = Fa
     """Return the shapes and dtypes of the leaves of a model's tree.
 
     Args:
-        tree: of the model.
+        tree: the tree of the model.
         specs: shapes and dtypes of the parameters by layer id.
         sliced: whether stacked leaves have one slice only.
     """
@@ -227,8 +227,8 @@ def one_slice(
 
     Args:
         transformation: the optimizer.
-        structure: of the model's tree.
-        specs: of its leaves, with one slice of each stacked leaf.
+        structure: the structure of the model's tree.
+        specs: the specs of its leaves, with one slice of each stacked leaf.
         num_stages: as in `trace_optimizer`.
         traced: the optimizer for whole leaves.
 
@@ -261,8 +261,8 @@ def model_optimizer(
 
     Args:
         traced: the optimizer for one slice of each stacked leaf.
-        tree: of the model.
-        specs: of its leaves, with one slice of each stacked leaf.
+        tree: the tree of the model.
+        specs: the specs of its leaves, with one slice of each stacked leaf.
         ties: the shared parameters.
         trained: the parameters that updates change, by entry.
         names: what the leaves are called in messages.

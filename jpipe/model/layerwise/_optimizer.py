@@ -89,7 +89,7 @@ class LayerwiseOptimizer:
         """Update the trained parameters of one layer.
 
         Args:
-            layer_id: of the layer, or the name of a shared parameter.
+            layer_id: the id of the layer, or the name of a shared parameter.
             gradient: with respect to its trained parameters.
             state: its optimizer state.
             params: its trained parameters.

@@ -50,14 +50,14 @@ def find_layerwise(
     parameters depend on them. A factor of zero freezes, too.
 
     Args:
-        transformation: of the user.
+        transformation: the transformation of the user.
         specs: shapes of all parameters by layer id.
         has_masters: whether it updates parameters in float32 whatever their dtype is.
         ties: the shared parameters, if there are any; they are updated by themselves.
         predicts: whether delays will be corrected by prediction (`delay_factor`), which needs momentum.
         num_stages: the number of stages, if it is known, for an optimizer that checks it, as `jpipe.optimizers.per_stage` does.
-        tree: of the model that the layers were cut from, if they were: the optimizer is traced for this tree, or by layer id where it fails
-            on it, as with masks by layer id.
+        tree: the tree of the model that the layers were cut from, if they were: the optimizer is traced for this tree, or by layer id where
+            it fails on it, as with masks by layer id.
 
     Raises:
         InputError: says which layer depends on which, and what to use instead; or the optimizer has no momentum.

@@ -27,7 +27,7 @@ class OfParameter(NamedTuple):
     """The part of a path in an optimizer's state that is the path of a parameter.
 
     Attributes:
-        number: of the parameter.
+        number: the number of the parameter.
         begin, end: of its path.
     """
 
@@ -47,7 +47,7 @@ class TracedOptimizer(NamedTuple):
     Attributes:
         init: parameters -> state.
         update: gradients, state, parameters, position -> updates, state.
-        paths: of the leaves of the state.
+        paths: the paths of the leaves of the state.
         of_parameter: for each leaf of the state the parameter that it belongs to, as its path says; None for one of all parameters.
         position: the names in the position, sorted.
     """

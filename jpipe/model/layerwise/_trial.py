@@ -39,10 +39,10 @@ def slice_difference(
     Args:
         transformation: the optimizer.
         traced: the same; state on which no update depends is not compared.
-        structure: of the tree of all parameters.
-        specs: of its leaves, with one slice of each stacked leaf, which has a dim of size 1 for the blocks.
-        axes: of stacked leaves, by number.
-        shapes: of the leaves with all slices.
+        structure: the structure of the tree of all parameters.
+        specs: the specs of its leaves, with one slice of each stacked leaf, which has a dim of size 1 for the blocks.
+        axes: the axes of stacked leaves, by number.
+        shapes: the shapes of the leaves with all slices.
         keeps_axes: whether a slice alone has that dim.
     """
     compared = [True] * len(specs) + read_state(traced)
@@ -95,7 +95,7 @@ def _run(transformation: optax.GradientTransformation, names: Sequence[str], tre
 
     Args:
         transformation: the optimizer.
-        names: of the entries of the `Position` that it gets: a delay and a stage, each step another one.
+        names: the names of the entries of the `Position` that it gets: a delay and a stage, each step another one.
         trees: the parameters, and then the gradients of each step.
     """
 

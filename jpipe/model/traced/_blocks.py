@@ -20,7 +20,7 @@ class _Pieces:
 
     Attributes:
         chain: the model.
-        paths: of its parameters.
+        paths: the paths of its parameters.
         positions: between the pieces.
     """
 
@@ -68,7 +68,7 @@ def one_per_block(chain: Chain, paths: Sequence[Path], positions: Sequence[int])
 
     Args:
         chain: the model.
-        paths: of its parameters.
+        paths: the paths of its parameters.
         positions: between the pieces.
     """
     pieces = _Pieces(chain, paths, positions)

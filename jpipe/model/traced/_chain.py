@@ -139,7 +139,7 @@ def chain_of(closed: Any, num_params: int, num_leaves: int, written: Sequence[in
     """Return the chain of a flat jaxpr.
 
     Args:
-        closed: of (parameters, layer state, key, inputs) to (outputs, new layer state).
+        closed: the jaxpr from (parameters, layer state, key, inputs) to (outputs, new layer state).
         num_params: how many arguments are parameters.
         num_leaves: how many are parameters or layer state.
         written: for each result after the outputs, which leaf of the layer state it is, by its number among parameters and state.

@@ -25,9 +25,9 @@ def choose_cuts(chain: Chain, paths: Sequence[Path], granularity: Granularity, p
 
     Args:
         chain: the model in training.
-        paths: of the parameters.
+        paths: the paths of the parameters.
         granularity: "block", or "finest" to cut at every place between two parameters that is narrower than what is around it.
-        prefixes: of parameters; before the first that begins so, a layer begins.
+        prefixes: prefixes of parameter names; a layer begins before the first parameter with each.
 
     Raises:
         InputError: a prefix that no parameter has, or a place in the middle of layer state that is read and written.
@@ -55,7 +55,7 @@ def _candidates(chain: Chain, paths: Sequence[Path], *, of_one_module: bool = Fa
 
     Args:
         chain: the model.
-        paths: of its parameters.
+        paths: the paths of its parameters.
         of_one_module: whether a module may be cut where another one is read together with it, such as the scale that normalizes its kernel.
     """
     forbidden, widths = forbidden_positions(chain), chain.widths
@@ -152,9 +152,9 @@ def same_cuts(chain: Chain, like: Chain, positions: Sequence[int], ids: Callable
     Args:
         chain: the trace to cut.
         like: the trace that is cut at `positions`.
-        positions: of the cuts.
+        positions: the positions of the cuts.
         ids: returns the layers' ids, for messages.
-        names: of the parameters and layer state, for messages.
+        names: the names of the parameters and layer state, for messages.
 
     Raises:
         InputError: the traces read the parameters in another order.

@@ -80,7 +80,7 @@ class TracedModel:
         """Return the model with another whole layer, cut at the same places.
 
         Args:
-            change: of the whole layer.
+            change: a function that changes the whole layer.
             prepare: as the attribute of that name.
         """
         whole = replace(self.whole, layer=change(self.whole.layer))

@@ -18,7 +18,7 @@ class CutLayer:
     """One layer of a cut model.
 
     Attributes:
-        id: of the layer.
+        id: the id of the layer.
         params: the parameters that it reads, and those that no layer reads and that it keeps: nested dicts with numbers in place of arrays.
         state: the layer state that it reads or writes, likewise.
     """

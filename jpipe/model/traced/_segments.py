@@ -29,7 +29,7 @@ class Segment:
         written: the layer state that it writes, by number.
         uses_key: whether it draws random numbers.
         takes: the shape and dtype of each value that comes from before.
-        gives: of each value that it passes on, or of the outputs of the model.
+        gives: the shape and dtype of each value that it passes on, or of the model's outputs.
         jaxpr: its equations.
     """
 
@@ -60,8 +60,8 @@ def segments_of(chain: Chain, positions: Sequence[int], in_evaluation: Sequence[
     """Return the segments of a chain that is cut at these positions.
 
     Args:
-        chain: of the model.
-        positions: of the cuts.
+        chain: the chain of the model.
+        positions: the positions of the cuts.
         in_evaluation: the segments of the model in evaluation, if the chain is that in training. What only these read of the layer state,
             such as a counter, is written where they read it.
     """

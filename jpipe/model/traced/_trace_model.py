@@ -26,8 +26,8 @@ class Leaves:
 
     Attributes:
         leaves: which leaf of the trees each is, or which slice of one.
-        paths: of each.
-        shapes: of each.
+        paths: the paths of each.
+        shapes: the shapes of each.
         num_params: how many are parameters.
     """
 

@@ -62,7 +62,7 @@ class Results:
     """The times from which the results of one kind are available, and the ranks that wait for them.
 
     Attributes:
-        times: by the number of a microbatch or batch.
+        times: the times by the number of a microbatch or batch.
         waiting: the ranks that wait, by the same.
     """
 

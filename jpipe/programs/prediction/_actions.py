@@ -67,7 +67,7 @@ class RankActions:
     """The actions of a rank.
 
     Attributes:
-        number: of the rank.
+        number: the number of the rank.
         workers: its workers that have instructions.
         queue: in order (WORK, number of the price, place that it waits for and uses up, place of what it makes); (BEGIN, the event, place
             of what is sent, or NOWHERE for what is there now, 0); (WAIT, place, whether it is used up, 0); (MAKE, 0, place of what another
@@ -116,7 +116,7 @@ class Actions:
     Attributes:
         ranks: the actions of each rank.
         workers: the workers that have instructions, by number.
-        messages: of capabilities.
+        messages: the messages of capabilities.
         begin, before_compute, before_update: what capabilities do there, see `ProgramHooks`.
         places: the numbers of places, by worker and what is there; empty once all is written.
         num_places: how many there are.

@@ -15,7 +15,7 @@ class Prediction:
         timeline: the spans of each rank, in seconds.
         transfers: the messages between ranks, the sums over replicas and the moves to host memory and back.
         memory: the bytes of each rank, at the beginning and after each of its computations.
-        seconds: from the first start to the last end.
+        seconds: the time from the first start to the last end.
         bubble: share of the ranks' time, up to the last end, in which they do not compute.
         held_bytes: for each rank the most bytes of arrays alive after any instruction: weights, optimizer state, accumulators, residuals,
             messages and waiting inputs.
@@ -50,7 +50,7 @@ class Prediction:
         """Return the timeline as text.
 
         Args:
-            tick: in seconds, by default the shortest computation.
+            tick: a tick in seconds, by default the shortest computation.
             transfers: whether rows for the directions between ranks, to and from host memory, and for the replicas that sum, follow those
                 of the ranks: `a3` is the activation of microbatch 3, `g3` its gradient, and `s0` the sum of batch 0 (all letters:
                 `Transfer.label`). What takes no time is left out, and so is latency. Each row is rounded to ticks for itself.

@@ -14,12 +14,12 @@ class Change(NamedTuple):
     """The bytes that an action adds to its rank; negative numbers are bytes that it frees.
 
     Attributes:
-        live: of all arrays on the device.
+        live: the bytes of all arrays on the device.
         while_running: how many more arrays are on the device while it runs than before.
         sent: the bytes that it sends to other ranks.
         residuals: the part of `live` that residuals and stashes have.
         optimizer: the part of `live` that optimizer state has, with what capabilities keep beside it.
-        in_host: in host memory, where a capability keeps something.
+        in_host: the bytes in host memory, where a capability keeps something.
         moved: the bytes that it moves to host memory or back.
     """
 
@@ -59,7 +59,7 @@ class Prices:
 
         Args:
             s: the stage.
-            name: of the op.
+            name: the name of the op.
             before: the parts of ops that the stage before has computed of the microbatch, if it is on the same rank; otherwise None.
             after: likewise of the stage after.
         """

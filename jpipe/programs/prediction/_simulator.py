@@ -34,9 +34,9 @@ class _Rank:
     Attributes:
         actions: what it does.
         clock: when it last ended something before a pause, or before the end.
-        starts: of its works.
+        starts: the times at which its actions began.
         arrivals: when what it needed was there, in the current batch.
-        batches: of each batch that it has ended, the starts of its works and the arrivals.
+        batches: for each batch that it has ended, `starts` and `arrivals`.
     """
 
     def __init__(self, actions: RankActions) -> None:
@@ -291,7 +291,7 @@ class Memory:
 
     Args:
         actions: the program.
-        prices: of its actions.
+        prices: the prices of its actions.
     """
 
     def __init__(self, actions: Actions, prices: Prices) -> None:

@@ -27,9 +27,9 @@ def fresh_worker(
     """Return a worker before batch 0.
 
     Args:
-        stage: of the worker.
+        stage: the stage of the worker.
         initializers: the programs for the layers with fresh arrays.
-        key: of the run.
+        key: the random key of the run.
         initial: (parameters, state) of each layer: arrays to copy, specs of fresh ones.
     """
     f, first, a, params, state = stage.functions, stage.place.first, Arrays(stage.functions, stage.place), {}, {}

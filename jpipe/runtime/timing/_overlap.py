@@ -55,7 +55,7 @@ def time_overlap(devices: Sequence[jax.Device] | None = None, elements: int = _E
     are another matter.
 
     Args:
-        devices: of the run; by default all.
+        devices: the devices of the run; by default all.
         elements: the number of float32 elements that are moved; by default 4 MB.
 
     Returns:

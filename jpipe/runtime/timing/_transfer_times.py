@@ -43,7 +43,7 @@ class Moved:
         lasts: whether it takes time for sure, also where it was seen to arrive before the end of what makes it was noted.
         posted: when it was last posted; NaN: not by this process.
         arrived: when it has arrived; NaN: nobody has seen it.
-        size: in bytes.
+        size: the size in bytes.
     """
 
     what: str

@@ -11,9 +11,9 @@ def delayed_weights(plan: Shape, p: int, microbatches: Sequence[int], ahead: int
     Args:
         plan: with one stage for each rank.
         p: the rank, and its stage.
-        microbatches: of one of its replicas, in order.
+        microbatches: the microbatches of one of its replicas, in order.
         ahead: n_s, at least 1.
-        delay: in microbatches.
+        delay: the delay in microbatches.
     """
     order, weights = list[Action](), iter(microbatches)
     for entry in one_forward_one_backward(plan, p, microbatches, ahead):

@@ -31,7 +31,7 @@ class Problem:
 
     Args:
         ranks: for each of them its stages.
-        costs: of each stage.
+        costs: the costs of each stage.
         microbatches: their number.
         limits: for each rank the most microbatches that it may hold from forward to the end of the backward, summed over its stages; at
             least the number of its stages.
@@ -61,7 +61,7 @@ class Rules(NamedTuple):
     """The preferences of a rank. Ready backwards for inputs come before all else, then forwards, then computations for which no rank waits.
 
     Attributes:
-        deepest_first: of the ready forwards the last stage's first; otherwise the first stage's.
+        deepest_first: run the ready forwards of the last stage first, instead of the first stage's.
         ahead: rank p of d begins no more than ahead (d - p - 1) + 1 microbatches of a stage before the backward for inputs of the first
             of them; 0: as many as the limit lets.
         patience: a computation for which no rank waits begins only if this part of it fits before the next known arrival.
@@ -83,7 +83,7 @@ class _Rank:
     """The computations that a rank has done, and those that it can do.
 
     Attributes:
-        number: of the rank.
+        number: the number of the rank.
         arrived: for each op and stage the microbatches with inputs sent to it, in order, with the times of their arrival.
         weights: backwards for weights that can be done, in order.
         begun: for each unfinished microbatch how many of the rank's stages have done its forward, and its whole backward.

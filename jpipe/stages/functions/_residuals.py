@@ -31,7 +31,7 @@ class Residuals:
     """The sources of the VJP of a stage's forward.
 
     Attributes:
-        sources: of each leaf of the VJP.
+        sources: the sources of each leaf of the VJP.
         arguments, outputs: which of the forward are kept until the backward.
         forward: the traced forward, of (weights, arguments, rng), with the leaves of the VJP as last results.
         results: shapes and dtypes of its results: (y, new state) and the VJP.

@@ -29,7 +29,7 @@ class SplitBackward:
         rng, scale: specs of (microbatch, key) and of the dynamic loss scale, or Nones.
         input_count: the number of gradients of inputs.
         gradients: specs of the gradients of the weights.
-        residuals: of the stage.
+        residuals: the residuals of the stage.
         last: whether the stage is the last one, with (loss, weight) as messages.
         describe: returns what a warning calls the stage.
     """

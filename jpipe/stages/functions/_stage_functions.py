@@ -88,10 +88,11 @@ class StageFunctions:
         loss: `(outputs, labels) -> (sum, weight)`, called at the last stage.
         optimizer: applied to each layer separately; its state is keyed by layer id.
         specs: shapes and dtypes for one microbatch.
-        capabilities: of the capabilities that have programs of their own, what the plan or the pipeline says, by key; see `values_of`.
+        capabilities: for each capability with its own programs, what the plan or the pipeline says, by key; see
+            `values_of`.
         average_state: when replicas average their layer state: with each update, when it is read from the run, or never.
         metrics: functions like the loss, by name, which an evaluation also computes.
-        number: of the stage in its plan.
+        number: the number of the stage in its plan.
         counted: the entries that it counts where all stages together count each once.
         precision: the dtypes of weight versions and accumulators, and the loss scale; the layers of `stack` compute in it already.
         partition: how its arrays are sharded over the mesh of each of its workers.

@@ -52,9 +52,9 @@ def update(
     """Take one optimizer step with the mean gradient. If all weights of a batch are zero, so are gradient and loss.
 
     Args:
-        f: of the stage.
+        f: the functions of the stage.
         params: the trained parameters, without those that are updated apart (`StageFunctions.apart`).
-        optimizer_state: of the entries to update.
+        optimizer_state: the optimizer state of the entries to update.
         accumulators: the sums over the batch; they may have more entries.
         others: what it gets of capabilities, by their names.
         position: the entries that the optimizer `needs`.
@@ -91,8 +91,8 @@ def average_params(f: StageFunctions, optimizer_state: Tree, newest: Tree) -> di
     """Return the moving average of the parameters, in the dtypes in which it is kept; needs `optimizer.ema_decay`.
 
     Args:
-        f: of the stage.
-        optimizer_state: of the entries that the worker updates; the result has these entries alone.
+        f: the functions of the stage.
+        optimizer_state: the optimizer state of the entries that the worker updates; the result has these entries alone.
         newest: the newest parameters; frozen ones are their own average.
     """
     return f.trained.joined({entry: f.optimizer.average(state) for entry, state in optimizer_state.items()}, newest)
@@ -102,8 +102,8 @@ def newest_params(f: StageFunctions, optimizer_state: Tree, newest: Tree) -> dic
     """Return the newest parameters without prediction: the masters where there are any, else in the dtypes of `newest`.
 
     Args:
-        f: of the stage.
-        optimizer_state: of the entries that the worker updates; the result has these entries alone.
+        f: the functions of the stage.
+        optimizer_state: the optimizer state of the entries that the worker updates; the result has these entries alone.
         newest: the newest parameters, at least of these entries.
     """
     if f.precision.has_masters:
@@ -147,10 +147,10 @@ def delay_squares(f: StageFunctions, newest: Tree, before: Tree | None, optimize
     """Return the squared norms of the prediction of a stage and of the distance of its two newest weight versions.
 
     Args:
-        f: of the stage.
+        f: the functions of the stage.
         newest: the parameters of the newest version, by entry, of the entries to count.
-        before: of the version before; None if the stage holds one version, which gives NaN for the distance.
-        optimizer_state: of these entries.
+        before: the parameters of the previous version; None if the stage holds one version, which gives NaN for the distance.
+        optimizer_state: the optimizer state of these entries.
 
     Returns:
         Two numbers, shape (2,), in the dtype of losses.

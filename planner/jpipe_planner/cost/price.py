@@ -27,14 +27,14 @@ class Times(NamedTuple):
     """Seconds of the stages of a plan with one stage on each rank, and of the cuts between them.
 
     Attributes:
-        forward: of one microbatch at each stage.
+        forward: the forward of one microbatch at each stage.
         backward: the same, with recomputation.
-        update: of one update.
-        all_reduce: of the sum of the gradients of an update over the replicas; 0 with one replica.
-        messages: to send the outputs of a microbatch over each cut; gradients take as long.
-        latencies: from the end of sending to the arrival.
-        sending: for which the busiest port sends messages in a batch.
-        port: the same, with sums.
+        update: one update.
+        all_reduce: the sum of the gradients of an update over the replicas; 0 with one replica.
+        messages: sending the outputs of a microbatch over each cut; gradients take as long.
+        latencies: the time from the end of sending to the arrival.
+        sending: the time that the busiest port sends messages in a batch.
+        port: the same time, with sums.
     """
 
     forward: Any
@@ -68,7 +68,7 @@ def batch_seconds(shape: PlainShape, times: Times, in_flight: Any, hidden: Any) 
 
     Args:
         shape: schedule, microbatches and replicas.
-        times: of its stages and cuts.
+        times: the times of its stages and cuts.
         in_flight: n_s of each stage.
         hidden: how many microbatches a replica of each stage may compute before one needs the sum.
     """
@@ -110,7 +110,7 @@ def _waits(times: Times, after: Any, in_flight: Any, each: Any) -> Any:
     """Return how long each stage of 1F1B with a flush waits for the first gradient and the last one, while it has nothing to compute.
 
     Args:
-        times: of the stages.
+        times: the times of the stages.
         after: the seconds of a microbatch from each stage to the last one and back.
         in_flight: n_s of each stage.
         each: the microbatches of a replica.

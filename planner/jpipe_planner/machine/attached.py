@@ -78,8 +78,8 @@ def _attached(platform: str, kind: str, table: str, measured: Mapping[str, Any])
     """Return the target of a device.
 
     Args:
-        platform: of JAX, "cuda" or "tpu".
-        kind: of the device.
+        platform: JAX's platform, "cuda" or "tpu".
+        kind: the kind of the device.
         table: the target of the same kind in the table, or "".
         measured: the properties that XLA needs, and `memory_bandwidth`; the table's others are kept.
     """

@@ -35,7 +35,7 @@ def compiling_for(device: Device, count: int = 1, *, unlimited: bool = False) ->
     """Return the devices to compile for.
 
     Args:
-        device: of the topology.
+        device: the device of the topology.
         count: the number of devices of the largest mesh.
         unlimited: compile for a GPU as if it had any amount of memory. XLA otherwise computes again some of what does not fit.
 

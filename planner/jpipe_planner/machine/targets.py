@@ -110,7 +110,7 @@ class Target(Data):
     """A device to compile for.
 
     Attributes:
-        platform: of JAX, "cuda" or "tpu".
+        platform: JAX's platform, "cuda" or "tpu".
         name: the kind of the device, as JAX reports it.
         memory: bytes, as published.
         reserved: bytes that a plan leaves free, by what they are for.

@@ -195,8 +195,8 @@ class WorkAtOnce:
     Args:
         model: the model, at one size.
         layer_id: the layer, from `longest_layer`.
-        seconds: of its forward and backward.
-        devices: of this process.
+        seconds: the seconds of its forward and backward.
+        devices: the devices of this process.
     """
 
     @without_mesh()

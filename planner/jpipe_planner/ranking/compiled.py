@@ -140,7 +140,7 @@ def equal_stages(
 
     Args:
         plan: the plan.
-        costs: of each layer.
+        costs: the costs of each layer.
         shared: the parameters that layers share.
     """
     rules, shares = jpipe.schedules.SCHEDULES[plan.schedule], {layer_id for parameter in shared for layer_id in parameter.layers}

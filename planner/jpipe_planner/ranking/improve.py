@@ -106,7 +106,7 @@ def neighbours(candidate: Candidate, estimates: Estimates) -> Iterator[Candidate
 
     Args:
         candidate: a plan of one stage on each rank, with whole backwards.
-        estimates: of the profile and the devices.
+        estimates: the estimates of the profile and the devices.
     """
     rules, options, layers = jpipe.schedules.SCHEDULES[candidate.schedule], candidate.options, estimates.layers
     starts, replicas = candidate.starts, candidate.replicas

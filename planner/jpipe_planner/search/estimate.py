@@ -122,7 +122,7 @@ def memory_of(
     Args:
         stages: the costs of the stages.
         facts: what the schedule says about them.
-        replicas: of each stage, an array.
+        replicas: the number of replicas of each stage, an array.
         asked: what the plan does in addition.
         waiting: the inputs that wait; None: the stages are those of a plan, from which it follows.
         gradients: likewise the gradients of outputs.

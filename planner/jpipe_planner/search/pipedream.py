@@ -39,9 +39,9 @@ class Placement(NamedTuple):
     """Stages on the first devices.
 
     Attributes:
-        seconds: of the slowest one, for a microbatch.
+        seconds: the seconds that the slowest stage needs for a microbatch.
         starts: the first layer of each stage.
-        replicas: of each stage.
+        replicas: the number of replicas of each stage.
     """
 
     seconds: float

@@ -36,8 +36,8 @@ class Masked:
         documents: the text.
         tokenizer: has the special tokens.
         seq_len: positions of a row.
-        fraction: of the tokens, those that are masked.
-        seed: of everything that is drawn.
+        fraction: the fraction of the tokens that are masked.
+        seed: the seed of everything that is drawn.
 
     Raises:
         InputError: the tokenizer has no such tokens, or rows are too short.

@@ -42,9 +42,9 @@ class Files(NamedTuple):
 
     Attributes:
         paths: files, folders or globs; none: the standard library's source.
-        form: of the documents: texts, which are whole files or their rows, or rows with prompts, conversations or token ids; auto is text,
-            and an error for files that are known to be neither text nor rows.
-        keys: of rows.
+        form: the form of the documents: texts, which are whole files or their rows, or rows with prompts, conversations or token ids; auto
+            is text, and an error for files that are known to be neither text nor rows.
+        keys: the keys of rows.
         chat_template: the file of a template in place of that beside the tokenizer, for conversations.
     """
 
@@ -131,7 +131,7 @@ def make_tokenizer(
         vocab_size: the number of tokens; fewer if the text has too few pairs.
         out: the file.
         reporter: prints the progress, and what was written.
-        kind: of the model that it is for, which decides its special tokens.
+        kind: the kind of the model that it is for, which decides its special tokens.
         special: further special tokens, such as a chat template's.
 
     Returns:

@@ -80,11 +80,11 @@ def pieces(names: Sequence[str], files: Sequence[Path], form: Format, fraction: 
     """Yield the text of all files in order, in pieces.
 
     Args:
-        names: of the files, which decide where whole files are held out.
+        names: the names of the files, which decide where whole files are held out.
         files: to read.
-        form: of the documents: texts, which are whole files or their rows; or prompts with answers, which are rows.
+        form: the form of the documents: texts, which are whole files or their rows; or prompts with answers, which are rows.
         fraction: share to hold out: of files; of the text, its end, if there is one file; of rows, chosen by their hashes.
-        keys: of rows.
+        keys: the keys of rows.
         where: the key or the option that names the files, for messages.
 
     Raises:

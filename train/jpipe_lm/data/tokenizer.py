@@ -50,12 +50,12 @@ class Tokenizer:
     """A tokenizer: converts text to token ids and back.
 
     Attributes:
-        rules: of the tokenizers library.
-        content: of its file.
+        rules: the tokenizer, an object of the tokenizers library.
+        content: the content of its file.
         where: the key or the option and the path that it was read from, for messages.
         begin: tokens that the tokenizer's own rules put before a text.
         end: what ends a document; None: nothing does.
-        path: of its file.
+        path: the path of its file.
     """
 
     rules: Any
@@ -202,7 +202,7 @@ def load(path: str | Path, where: str, end_of_text: str | None = AUTO) -> Tokeni
     Padding and truncation, which such files can ask for, are ignored. So is BPE's dropout, which would make the tokens random.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         where: the key or the option that names it, for messages.
         end_of_text: what ends a document, as text; None: nothing; auto: what the tokenizer's own rules put after a text, otherwise the
             first of `ENDS_OF_TEXT` that it has.

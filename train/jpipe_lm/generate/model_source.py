@@ -93,7 +93,7 @@ def find(
     Args:
         source: the folder of a run, or one in Hugging Face's layout.
         step: the step of a run's checkpoint, or "best"; None for the newest complete one.
-        weights: of a run, the newest weights or their moving average.
+        weights: the weights of a run to use: the newest ones or their moving average.
         tokens_of: a tokenizer.json instead of the model's own, or "bytes".
         dtype: the dtype in which the model computes; None for the dtype of training, or of the weights in the folder.
         report: prints a line for each newer checkpoint that is damaged.

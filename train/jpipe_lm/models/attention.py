@@ -77,7 +77,7 @@ def attend_cached(
         cache: keys and values of earlier positions, `cached_positions` of them.
         at: the positions, one after the other in each row.
         lengths: how many positions each row has; those behind are not kept.
-        config: of the block.
+        config: the config of the block.
 
     Returns:
         The outputs, and the cache with these positions.

@@ -93,8 +93,8 @@ def widths_of(name: str, outputs: int, config: ModelConfig) -> dict[str, int]:
     """Return the number of outputs of each part of a linear layer of a block.
 
     Args:
-        name: of the layer, such as "qkv".
-        outputs: of the whole layer.
+        name: the name of the layer, such as "qkv".
+        outputs: the outputs of the whole layer.
         config: the section `model`.
     """
     size, kv_heads = config.head_size_used, config.kv_heads_used

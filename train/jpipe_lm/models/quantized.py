@@ -23,8 +23,8 @@ def quantize(kernel: Float[Array, "i o"], kind: Kind) -> tuple[Integer[Array, "j
     of inputs, the size of a block is their greatest common divisor.
 
     Args:
-        kernel: of a linear layer, (inputs, outputs).
-        kind: of the numbers.
+        kernel: the kernel of a linear layer, (inputs, outputs).
+        kind: the kind of the numbers.
 
     Returns:
         The codes, of shape (inputs, outputs) or, for "nf4", (inputs / 2, outputs), and the scales of the blocks.
@@ -64,7 +64,7 @@ def multiply(x: Float[Array, "*n i"], codes: Integer[Array, "j o"], scale: Float
     Args:
         x: the inputs of a linear layer.
         codes, scale: as `quantize` returns them.
-        kind: of the numbers.
+        kind: the kind of the numbers.
     """
     return x @ _dequantized_after(x, codes, scale, kind)
 

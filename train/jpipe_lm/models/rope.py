@@ -42,9 +42,9 @@ def rotated(
 
     Args:
         x: queries or keys.
-        positions: of each of them.
+        positions: the positions of each of them.
         lengths: how many positions the text at each position has, which decides between the two scalings of LongRoPE.
-        config: of the block.
+        config: the config of the block.
     """
     wide, size = wider(x.dtype), config.rotary_size
     short, long = (jnp.asarray(numbers, wide)[None, None, None] for numbers in frequencies(config))

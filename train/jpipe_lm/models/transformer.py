@@ -62,7 +62,7 @@ class Block(nnx.Module):
     """One transformer block: x + attention(norm(x)), then x + mlp(norm(x)); BERT's norms come after the sums instead.
 
     Args:
-        config: of the block, one of `ModelConfig.blocks`.
+        config: the config of the block, one of `ModelConfig.blocks`.
         rngs: initializes the parameters.
     """
 

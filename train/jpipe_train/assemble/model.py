@@ -93,7 +93,7 @@ def loss(config: LossConfig, head: str = "language") -> Any:
 
     Args:
         config: the section `loss`.
-        head: of the model; the loss of regression is the squared error, of other heads the cross-entropy.
+        head: the head of the model; the loss of regression is the squared error, of other heads the cross-entropy.
 
     Raises:
         InputError: the target does not exist, or has other arguments.

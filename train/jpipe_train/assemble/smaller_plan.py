@@ -11,7 +11,7 @@ def for_processes(config: Config, processes: int, planned: int | None) -> tuple[
     (`plan.file: auto`), which also serves plan files and plans with values by stage. The size of the batch does not change.
 
     Args:
-        config: of the run; its plan is for `planned` processes.
+        config: the config of the run; its plan is for `planned` processes.
         processes: the number of processes that are there.
         planned: the number of processes that the config is made for; None to leave the config as it is.
 

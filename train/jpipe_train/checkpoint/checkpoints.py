@@ -33,7 +33,7 @@ class Checkpoints:
     Args:
         config: when checkpoints are written and which are kept.
         pipe: the pipeline of the run.
-        folder: of the run, the same for all processes.
+        folder: the folder of the run, the same for all processes.
         steps: the number of steps of the run.
         together: the processes of the run.
         facts: the facts of all checkpoints of the run.

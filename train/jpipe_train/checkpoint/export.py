@@ -36,7 +36,7 @@ def main(
     Args:
         run: the folder of the run.
         out: the new file, or with `layout` "orbax" the new folder.
-        step: of the checkpoint, or "best"; None: the newest that is whole.
+        step: the step of the checkpoint, or "best"; None: the newest complete one.
         report: gets a line for what was written, and one for each newer checkpoint that is damaged.
         weights: the newest parameters, or their moving average.
         layout: a safetensors file, or an Orbax item with the names as nested dicts; "model" is such an item with the names that the arrays
@@ -121,7 +121,7 @@ def of_whole_model(arrays: Mapping[str, Any], facts: Any) -> dict[str, Any]:
 
     Args:
         arrays: as `by_name` returns them.
-        facts: of the checkpoint, with the places of the arrays in the whole model.
+        facts: the facts of the checkpoint, with the places of the arrays in the whole model.
 
     Raises:
         InputError: the layers were not cut from a model, or the facts are damaged.
@@ -216,7 +216,7 @@ def step_of(folder: Path, step: Step, where: str, report: Callable[[str], None])
 
     Args:
         folder: the run's.
-        step: of the checkpoint, or "best"; None: the newest that is whole.
+        step: the step of the checkpoint, or "best"; None: the newest complete one.
         where: the config key or command, for messages.
         report: gets a line for each newer one that is damaged.
 
@@ -237,7 +237,7 @@ def check_steps(folder: Path, step: Step, where: str) -> None:
 
     Args:
         folder: the run's.
-        step: of the checkpoint; None or "best": any.
+        step: the step of the checkpoint; None or "best" allows any.
         where: the config key or command, for messages.
 
     Raises:

@@ -63,7 +63,7 @@ class History:
     Args:
         before: the parts that ended.
         now: the current part.
-        plan: of the current part.
+        plan: the plan of the current part.
         clock: returns the seconds since the current part began.
         earlier: the last step of the part before; None if there is none, or it is not known.
         wall_clock: returns the time, in seconds since 1970.

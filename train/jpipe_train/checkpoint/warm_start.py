@@ -54,7 +54,7 @@ def load(
     Args:
         config: the section `warm_start`, with a file.
         pipe: the pipeline that begins.
-        batch: of its data.
+        batch: a batch of its data.
         together: the processes of the run.
         say: gets a line about the layers that are used.
         tune: the section `tune`; adapters that the file does not have are fresh.

@@ -130,7 +130,7 @@ def load(config: Config, position: Position | None = None) -> Data:
     """Read what `config.data` names and batch it as `config` says, or call what it names instead.
 
     Args:
-        config: of the run.
+        config: the config of the run.
         position: where the order of the batches begins, in a run that resumes with another batch size; None: at the first row.
 
     Raises:
@@ -203,7 +203,7 @@ def held_out(config: Config, path: str | None = None) -> Data:
     """Load all validation data of a run as `validation`, even if it is less than a batch; there is nothing to train on.
 
     Args:
-        config: of the run.
+        config: the config of the run.
         path: other data in its place, of the same format, all of it.
 
     Raises:
@@ -243,7 +243,7 @@ def _mixture(config: Config, sources: Sequence[SourceConfig], read: Callable[[Co
     """Return the data of several sources, with rows in proportion to their weights.
 
     Args:
-        config: of the run.
+        config: the config of the run.
         sources: with their names.
         read: reads the data of one source.
 

@@ -29,8 +29,8 @@ class Rows:
     """One array of a batch: shape and dtype are known, and rows are read when they are sliced, as `Pipeline.step` does.
 
     Attributes:
-        shape: of the whole array.
-        dtype: of its numbers.
+        shape: the shape of the whole array.
+        dtype: the dtype of its numbers.
         read: gives rows start .. stop - 1.
     """
 

@@ -64,7 +64,7 @@ def find_files(path: str | None, where: str = "data.path", content: str = "text"
     Args:
         path: a file, a folder or a glob; None: the standard library's source.
         where: the key or the option that names it, for messages.
-        content: of the files, for messages; where it is other than text, a path is needed.
+        content: the content of the files, for messages; where it is other than text, a path is needed.
 
     Raises:
         InputError: the file does not exist, or there is no regular file.

@@ -43,7 +43,7 @@ class TargetBatches:
 
     Attributes:
         batches: the user's object.
-        name: of it, for messages.
+        name: its name, for messages.
         batch_size: b.
         begins: the position of the first batch; None: batch t is `batches[t]`.
     """

@@ -37,7 +37,7 @@ def collect(processes: Processes, what: str, text: str) -> list[str]:
     Args:
         processes: the processes of the job.
         what: what the text is, unique in a job.
-        text: of this process, at most some hundred kilobytes.
+        text: the text of this process, at most some hundred kilobytes.
 
     Raises:
         jpipe.PeerLost: the job is lost.
@@ -78,7 +78,7 @@ def quickest(samples: Sequence[tuple[float, float, float]]) -> Clock:
     """Return the offset from the sample with the quickest answer.
 
     Args:
-        samples: of each question when it was sent and when its answer came by this clock, and between them the time in the answer.
+        samples: for each question, the time when it was sent, the time in the answer, and the time when the answer came.
     """
     began, there, ended = min(samples, key=lambda sample: sample[2] - sample[0])
     round_trip = max(ended - began, 0.0)

@@ -14,8 +14,8 @@ def share(processes: jpipe.processes.Processes, name: str, number: float, what: 
 
     Args:
         processes: the processes of the run.
-        name: of these numbers, the same in all processes and unique in a run.
-        number: of this process.
+        name: the name of these numbers, the same in all processes and unique in a run.
+        number: the number of this process.
         what: a description of the numbers for messages; by default their name.
 
     Raises:

@@ -27,7 +27,7 @@ class Unprojected:
         hidden: (…, w), the last activations.
         kernel: (w, v), or (v, w) if `by_symbol`.
         bias: (v), or None.
-        chunk: of how many positions logits are to be made at a time.
+        chunk: the number of positions for which logits are computed at a time.
         by_symbol: whether the kernel has a row for each symbol, as embeddings have.
         dtype: in which the logits are computed, whatever the arrays have become on their way.
         soft_cap: bounds them, see `soft_capped`; None if nothing does.

@@ -74,7 +74,7 @@ def compiler_errors(kind: str) -> Iterator[None]:
     """Turn XLA's errors during the compilation of stages into an `InputError`.
 
     Args:
-        kind: of the devices, for the message.
+        kind: the kind of the devices, for the message.
     """
     try:
         yield

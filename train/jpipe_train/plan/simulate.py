@@ -115,8 +115,8 @@ def with_agreements(
 
     Args:
         plan: the plan.
-        costs: of its stages, if they are known.
-        prediction: of the plan, which is returned for other plans.
+        costs: the costs of its stages, if they are known.
+        prediction: the prediction of the plan, which is returned for other plans.
         batches: how many it has.
     """
     if plan.agree is None or costs is None:
@@ -264,7 +264,7 @@ def table(
 
     Args:
         plan: the plan.
-        prediction: of enough batches for a steady state.
+        prediction: the prediction of enough batches for a steady state.
         moved: the bytes that each rank sends for a batch.
         sized: whether sizes are known.
         compiled: whether the stages are compiled.

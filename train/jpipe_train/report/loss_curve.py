@@ -156,9 +156,9 @@ def dress(axes: "matplotlib.axes.Axes", label: str, along: str = "step", size: f
 
     Args:
         axes: the panel.
-        label: of the vertical axis.
+        label: the label of the vertical axis.
         along: label of the horizontal axis.
-        size: of the labels, in points.
+        size: the size of the labels, in points.
     """
     axes.set_xlabel(along, fontsize=size)
     axes.set_ylabel(label, fontsize=size, parse_math=False)

@@ -273,7 +273,7 @@ def means_of(evaluation: jpipe.Evaluation, copies: int = 1) -> dict[str, tuple[f
     """Wait for the loss and the metrics of an evaluation, and return the (mean, weight) of each by its name in a row.
 
     Args:
-        evaluation: of a batch.
+        evaluation: the evaluation of a batch.
         copies: how many copies of each of its rows the batch has; they count once.
     """
     means = {"loss": jpipe.Mean(evaluation.loss, evaluation.weight), **evaluation.metrics}
@@ -291,8 +291,8 @@ def mean_of(batches: Sequence[Means], sources: Sequence[SourceConfig | None] = (
 
     Args:
         batches: the results of each batch.
-        sources: of their rows, if there are several. Then losses and accuracies are the means over the sources by weight, other metrics are
-            over all rows together, each source counted by its weight, and each source has its loss as `val_loss_NAME`.
+        sources: the sources of their rows, if there are several. Then losses and accuracies are the means over the sources by weight, other
+            metrics are over all rows together, each source counted by its weight, and each source has its loss as `val_loss_NAME`.
 
     Raises:
         jpipe.InputError: the weights of the loss sum to 0.

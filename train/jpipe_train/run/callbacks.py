@@ -98,8 +98,8 @@ class Callbacks:
         """Report the new checkpoints.
 
         Args:
-            steps: of all checkpoints of this run that are complete, in order.
-            folder: of the run.
+            steps: the steps of all checkpoints of this run that are complete, in order.
+            folder: the folder of the run.
         """
         for step in steps[self._saved :]:
             self._saved += 1

@@ -214,11 +214,11 @@ class _Selection:
     """The rows to evaluate, by batch.
 
     Attributes:
-        numbers: of the batches.
+        numbers: the numbers of the batches.
         rows: the number of rows in each batch.
         copies: how often each row is repeated in its batch.
         total: the number of rows of the data, including those not evaluated.
-        sources: of the rows of each batch, if there are several.
+        sources: the sources of the rows of each batch, if there are several.
     """
 
     numbers: Sequence[int]

@@ -105,7 +105,7 @@ def fit(
         eval_data: arrays, or an object with some batches; all are evaluated before the first step, every `eval_every`, and at the end.
         eval_every: steps between evaluations.
         metrics: by name, functions as in `Pipeline.evaluate`, or names of built-in ones such as "accuracy".
-        seed: of the initial weights, dropout and the order of rows.
+        seed: the seed of the initial weights, dropout and the order of rows.
         state: the state of this pipeline that a new run begins with, which is consumed; by default from `Pipeline.init`.
         run_dir: the run folder, a new one or of the run to resume; None: nothing is written.
         checkpoint: steps between checkpoints, or the keys of a config's section `checkpoint`: `{"every": 100, "keep": 2}`; None: none.

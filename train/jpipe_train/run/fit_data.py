@@ -103,7 +103,7 @@ class OwnBatches:
 
     Attributes:
         make: returns batch t.
-        name: of the object, for messages.
+        name: the name of the object, for messages.
         length: the number of batches; None if the object has no length.
     """
 

@@ -184,7 +184,7 @@ class Training:
         Args:
             before: the validation before training.
             since: validations up to this step are of other data.
-            step: of the checkpoint.
+            step: the step of the checkpoint.
             end: the step at which the run has ended; the last row has the validation of its weights.
             earlier: the validation before the last step, if there was one, which is not in the last row any more.
         """

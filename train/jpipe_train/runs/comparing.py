@@ -33,12 +33,12 @@ class Comparison:
     """Runs beside each other.
 
     Attributes:
-        names: of the runs, all different and printable.
+        names: the names of the runs, all different and printable.
         runs: with all their rows.
         differences: the values of each key of the configs that differs, one for each run.
         results: the results by name, one for each run.
         losses: the lowest loss of each run, of one kind: of validation if all have one, otherwise of training; infinite without one.
-        unit: of the losses; "" if it is not known or differs.
+        unit: the unit of the losses; "" if it is not known or differs.
         best: the indices of the runs with the lowest of these, several if theirs are equal; empty if the units of the losses differ.
     """
 

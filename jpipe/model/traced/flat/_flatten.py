@@ -38,9 +38,9 @@ class Leaf:
     """A leaf of a tree, or a slice of one.
 
     Attributes:
-        number: of the leaf.
-        index: of the slice; `()` for the whole leaf.
-        axes: of the leaf, to which the numbers of `index` belong, in ascending order.
+        number: the number of the leaf.
+        index: the index of the slice; `()` for the whole leaf.
+        axes: the axes of the leaf, to which the numbers of `index` belong, in ascending order.
     """
 
     number: int

@@ -329,7 +329,7 @@ class Rows(Lazy):
 
     Attributes:
         source: the other value.
-        numbers: of the slices along its first `dims` axes, counted in C order, in the shape of the first axes of this value.
+        numbers: the numbers of the slices along its first `dims` axes, counted in C order, in the shape of the first axes of this value.
         equation: makes this value of the source and of `more`; None: it is stacked from the slices.
     """
 

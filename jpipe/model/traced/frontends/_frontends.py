@@ -28,7 +28,7 @@ def open_model(model: Any, inputs: tuple[Any, ...], *, variables: Any = None) ->
         model: an NNX module that is built, or an abstract one from `nnx.eval_shape`; a constructor of one, with a parameter `rngs`; a
             Linen module; any other pytree that can be called, such as an Equinox module.
         inputs: specs of the inputs, with which the model is called.
-        variables: of a Linen module; by default they are fresh.
+        variables: the variables of a Linen module; by default they are fresh.
 
     Raises:
         InputError: the model is none of these, or does not take the inputs.

@@ -35,8 +35,8 @@ class Whole:
             pytree that was given for other models and functions.
         from_user: such a tree, or the user's model with its variables -> `(params, state)` in the layer's structures, in which None
             replaces what it does not have.
-        structures: of the parameters as an optimizer gets them elsewhere, with equal leaves in the same order: first the structure of the
-            layer's parameters, then others that functions of Flax need.
+        structures: the structures of the parameters as an optimizer gets them elsewhere, with equal leaves in the same order: first the
+            structure of the layer's parameters, then others that functions of Flax need.
     """
 
     layer: Layer

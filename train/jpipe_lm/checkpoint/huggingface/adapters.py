@@ -42,7 +42,7 @@ class Module(NamedTuple):
     """A module of transformers that has adapters.
 
     Attributes:
-        name: of the module, such as "model.layers.0.self_attn.q_proj".
+        name: the name of the module, such as "model.layers.0.self_attn.q_proj".
         parts: what it computes, side by side: one part, or several, such as queries, keys and values.
         inputs: the number of inputs.
         transposed: as in `Row`.
@@ -95,7 +95,7 @@ class Module(NamedTuple):
         Args:
             a: the matrix A, as in the folder.
             b: the matrix B.
-            rank: of the adapter of a part.
+            rank: the rank of the adapter of a part.
             where: the file, for messages.
 
         Raises:
@@ -128,7 +128,7 @@ def modules_of(row: Row, names: Collection[str], model: ModelConfig) -> list[Mod
 
     Args:
         row: the tensors of parameters that are stored together.
-        names: of all parameters of the model with adapters.
+        names: the names of all parameters of the model with adapters.
         model: the section `model`.
     """
     parts = {part: f"{linear}/lora/{part}" for linear, _ in _linears(row) for part in PARTS[_kind(linear)]}
@@ -163,9 +163,9 @@ def with_adapters(source: Source, path: Path, base: Description, head: str, mode
 
     Args:
         source: the parameters of the model that the adapters are for.
-        path: of the folder.
+        path: the path of the folder.
         base: the model that the adapters are for.
-        head: of the model that begins with them.
+        head: the head of the model that begins with them.
         model: shapes and dtypes of the parameters of the model; None: those that the adapters say.
 
     Raises:

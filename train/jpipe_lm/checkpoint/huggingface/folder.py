@@ -42,7 +42,7 @@ class Folder:
     """The tensors of a folder.
 
     Attributes:
-        path: of the folder.
+        path: the path of the folder.
         files: the safetensors files, by name.
         tensors: the file and the spec of each tensor, by name.
         described: the name of the file that says what the tensors are.
@@ -103,7 +103,7 @@ def reject_adapters(path: Path, where: str, instead: str) -> None:
     """Check that a folder has more than adapters.
 
     Args:
-        path: of the folder.
+        path: the path of the folder.
         where: the key or command that names it.
         instead: the key or option that is for such folders.
 

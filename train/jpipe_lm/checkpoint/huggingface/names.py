@@ -23,7 +23,7 @@ class Row(NamedTuple):
     Or a parameter is stacked: its first axis has a tensor for each expert.
 
     Attributes:
-        shapes: of the parameters by name in an export, such as "block_0/qkv/kernel".
+        shapes: the shapes of the parameters by name in an export, such as "block_0/qkv/kernel".
         theirs: the shapes of the tensors, by name.
         transposed: whether the tensors are (outputs, inputs), as in PyTorch's `Linear`; jpipe's kernels are (inputs, outputs).
         stacked: whether the tensors are the experts'.
@@ -128,7 +128,7 @@ class _Sizes(NamedTuple):
     """The sizes of a layer's parameters with one name.
 
     Attributes:
-        inputs: of a linear layer, or rows of a table; None for a norm or a bias alone.
+        inputs: the inputs of a linear layer, or the rows of a table; None for a norm or a bias alone.
         outputs: the last axis, divided into tensors where the family has several.
         bias: whether there is one.
         kernel: what jpipe calls the first parameter.

@@ -29,7 +29,7 @@ def main(run: str, out: str, step: Step, report: Callable[[str], None], weights:
     Args:
         run: the folder of the run.
         out: the folder, a new one.
-        step: of the checkpoint, or "best"; None: the newest that is whole.
+        step: the step of the checkpoint, or "best"; None: the newest complete one.
         report: gets a line for what was written, and one for each newer checkpoint that is damaged.
         weights: the newest parameters, or their moving average.
 

@@ -25,7 +25,7 @@ def source(path: Path, *, head: str = "language", strict: bool = True, named_by:
     """Open a folder in Hugging Face's layout.
 
     Args:
-        path: of the folder.
+        path: the path of the folder.
         head: the head of the model that begins with it. Another one than `language` may begin with a language model: it takes what they
             have in common, such as the pooler, and the rest of it is optional.
         strict: whether missing tensors, additional ones and other shapes are errors; otherwise they are left out.

@@ -18,7 +18,7 @@ def write_tensors(folder: Path, specs: Mapping[str, Spec], arrays: Iterator[tupl
     """Write tensors into one file, or if that would exceed a limit, into several with an index.
 
     Args:
-        folder: of the files.
+        folder: the folder of the files.
         specs: shapes and dtypes of the tensors, by name.
         arrays: names and tensors, in the same order.
         limit: bytes of the tensors of a file; a larger tensor gets its own file.

@@ -38,9 +38,9 @@ class Model(NamedTuple):
     """A model to write.
 
     Attributes:
-        config: of the run.
+        config: the config of the run.
         described: the content of `config.json`, except what depends on the weights.
-        names: of the tensors.
+        names: the names of the tensors.
         specs: shapes and dtypes of the parameters, by jpipe's names.
         read: returns the parameters of a layer by name.
         origin: a description of where the parameters come from.
@@ -68,7 +68,7 @@ def main(
     Args:
         source: the folder of the run, or a config of a run that would begin with the parameters.
         out: the folder, a new one.
-        step: of the checkpoint, or "best"; None: the newest that is whole.
+        step: the step of the checkpoint, or "best"; None: the newest complete one.
         report: gets a line for what was written, and one for each newer checkpoint that is damaged.
         weights: the newest parameters, or their moving average.
         overrides: replacements of keys of the config.

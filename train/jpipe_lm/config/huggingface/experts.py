@@ -27,7 +27,7 @@ def experts(
         count: the JSON keys that may have the number of experts; the first is written.
         width: the JSON key of the width of an expert.
         defaults: the number of experts, the experts per token, and the factor of the load-balancing loss.
-        width_default: of `width`; None if another part has that key.
+        width_default: the default of `width`; None if another part has that key.
         renormalizes: whether the probabilities of the chosen experts are divided by their sum; None if `norm_topk_prob` says so.
         dense_layers: whether `mlp_only_layers` and `decoder_sparse_step` may say that some blocks have no experts.
         shared: whether an MLP with a gate computes every token as well.

@@ -41,11 +41,11 @@ class Tensors:
     stands for the number of an expert; each expert has its own tensor. Names of parameters that a block does not have are left out.
 
     Attributes:
-        embed: of the layer `embed`.
+        embed: the names of the layer `embed`.
         layer: the beginning of the names of a block, with {} for its number.
-        block: of a block, without that beginning.
-        head: of the layer `head` of a language model.
-        scores: of the layer `head` of a model that judges whole texts.
+        block: the names of a block, without that beginning.
+        head: the names of the layer `head` of a language model.
+        scores: the names of the layer `head` of a model that judges whole texts.
         prefix: the start of names in the whole model that a folder of the model without its head leaves out.
         transposed: whether the kernels of blocks are (outputs, inputs), as in PyTorch's `Linear`; the kernels of heads always are.
         copies: the names of tensors that are copies of others, by the name of the copy; a folder may have them.

@@ -123,7 +123,7 @@ def windows(default: int | None, layers: Layers, fields: Mapping[str, tuple[Any,
     """Return the part for a window in some layers.
 
     Args:
-        default: of `sliding_window`.
+        default: the default of `sliding_window`.
         layers: decides which layers have the window, if there are no `layer_types`.
         fields: further JSON keys that `layers` reads. If `use_sliding_window` is among them, it has to be true.
         write: returns them.

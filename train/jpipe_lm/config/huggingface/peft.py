@@ -154,7 +154,7 @@ def module_parts(names: list[str], linears: list[tuple[str, ...]]) -> list[tuple
     """Return the names of modules, each with the parts that it computes: one, or several side by side, such as queries, keys and values.
 
     Args:
-        names: of the modules that hold linear layers together.
+        names: the names of the modules that hold linear layers together.
         linears: the parts of each of these layers.
     """
     parts = tuple(part for linear in linears for part in linear)

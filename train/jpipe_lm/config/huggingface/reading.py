@@ -166,7 +166,7 @@ def inside(folder: Path, name: str) -> Path:
 
     Args:
         folder: which may be a stranger's.
-        name: of the file in it.
+        name: the name of the file in it.
 
     Raises:
         InputError: no such regular file, or a link that leads out of the folder.
@@ -201,7 +201,7 @@ def validated(model: type[_Model], data: Any, where: str, theirs: Mapping[str, s
     """Validate untrusted JSON.
 
     Args:
-        model: of the content.
+        model: the schema of the content.
         data: the content.
         where: the file, for messages.
         theirs: Hugging Face's names of keys, by jpipe's.

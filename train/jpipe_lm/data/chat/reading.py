@@ -29,8 +29,8 @@ class Read(NamedTuple):
         place: its file, and line or row.
         held_out: whether it is for validation.
         size: how many bytes of the file it takes; 0 for all texts of a conversation but the first.
-        number: of the text, from 1.
-        texts: of this conversation.
+        number: the number of the text, from 1.
+        texts: the texts of this conversation.
         tokenized: the text and its tokens.
     """
 
@@ -59,7 +59,7 @@ def read(files: Sequence[Path], renderer: Renderer, tokenizer: Tokenizer, fracti
     Args:
         files: with a conversation in each row.
         renderer: renders conversations.
-        tokenizer: of their text.
+        tokenizer: the tokenizer of their text.
         fraction: share to hold out, chosen by hash.
         where: the key or the option that names the files, for messages.
 

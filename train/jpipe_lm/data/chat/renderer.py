@@ -41,9 +41,9 @@ class Limits:
     """The limits for rendering a conversation.
 
     Attributes:
-        seconds: of computation.
+        seconds: the seconds of computation.
         memory: bytes of the process.
-        characters: of the text.
+        characters: the characters of the text.
     """
 
     seconds: int = 10
@@ -71,7 +71,7 @@ class Renderer:
     Args:
         template: what to render.
         now: the time that `strftime_now` gives; None: the current time.
-        limits: of each conversation.
+        limits: the limits of each conversation.
     """
 
     def __init__(self, template: Template, now: str | None = None, limits: Limits | None = None) -> None:
@@ -118,7 +118,7 @@ class Renderer:
         """Render a conversation without looking for answers.
 
         Args:
-            messages: of the conversation.
+            messages: the messages of the conversation.
             tools: that the assistant may call.
             generation_prompt: whether the conversation goes on with an answer, and ends with its beginning.
 

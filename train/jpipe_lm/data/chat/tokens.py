@@ -16,8 +16,8 @@ class Tokenized(NamedTuple):
     """A conversation as tokens.
 
     Attributes:
-        text: of the whole conversation.
-        tokens: of the text.
+        text: the text of the whole conversation.
+        tokens: the tokens of the text.
         offsets: shape (n, 2), where each token begins and ends in the text, in characters.
         answers: the first token of each answer, and the one after its last.
     """

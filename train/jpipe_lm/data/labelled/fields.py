@@ -37,7 +37,7 @@ def read(files: Sequence[Path], config: Config, where: str) -> Iterator[Example]
 
     Args:
         files: to read.
-        config: of the run; its `data` names the keys, and its `model` the head and the labels.
+        config: the config of the run; its `data` names the keys, and its `model` the head and the labels.
         where: the key that names the files, for messages.
 
     Raises:

@@ -49,7 +49,7 @@ def read(config: Config, path: str | None = None) -> Labelled:
     """Read the examples that `config.data` names.
 
     Args:
-        config: of the run.
+        config: the config of the run.
         path: other examples, all of them for validation.
 
     Raises:

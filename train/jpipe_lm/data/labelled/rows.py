@@ -16,10 +16,10 @@ class Examples:
     """Examples with `choices` rows each, or one row if `choices` is None.
 
     Attributes:
-        tokens: of all rows, one after the other.
-        types: of each token, which text it belongs to.
+        tokens: the tokens of all rows, one after the other.
+        types: the text to which each token belongs.
         ends: behind the last token of each row.
-        labels: of each example, integers or numbers.
+        labels: the labels of each example, integers or numbers.
         seq_len: positions of a row.
         choices: rows of an example.
         padding: the token that fills rows.

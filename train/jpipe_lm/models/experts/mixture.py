@@ -32,9 +32,9 @@ class Experts(nnx.Module):
     """The experts of a block and their router, and an MLP for all tokens if there is one.
 
     Args:
-        config: of the experts.
+        config: the config of the experts.
         model: the config of the model, for its width, its dtype and whether its MLPs are gated.
-        activation: of the MLPs.
+        activation: the activation of the MLPs.
         into, back: make linear layers into an MLP and back, without biases.
         rngs: for the initial values.
     """
@@ -132,8 +132,8 @@ def _mixture(
     """Route and compute the tokens of one device.
 
     Args:
-        config: of the experts.
-        activation: of the MLPs.
+        config: the config of the experts.
+        activation: the activation of the MLPs.
         over: the axis of the mesh over which the experts are sharded, if any.
         inner: the axis over which each of them is.
         rows: the axes over which the rows are sharded.
@@ -186,7 +186,7 @@ def computed(
         x: the tokens.
         weights, chosen: of the experts of each token.
         kernels: by name, (e, in, out).
-        activation: of the MLPs.
+        activation: the activation of the MLPs.
         are_some: whether there are more experts than kernels, with numbers below 0 or from e on: they count as zero.
     """
     (n, k), count = chosen.shape, kernels["contract"].shape[0]

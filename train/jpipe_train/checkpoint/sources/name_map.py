@@ -61,7 +61,7 @@ def of_whole_model(source: Source, places: Mapping[str, Places], names: Mapping[
 
     Args:
         source: the arrays in the file; a stack of layers is one array.
-        places: of the "params" and the "state" of all layers.
+        places: the places of the "params" and the "state" of all layers.
         names: as in `name_in_file`; the names of the model are its paths.
         separator: between the parts of a name in the file; in `names` it is a slash.
     """

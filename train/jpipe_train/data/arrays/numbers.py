@@ -103,7 +103,7 @@ def first_not_integer(record: Mapping[str, Any], key: Key, numbers: np.ndarray) 
     Args:
         record: the values of the row by column.
         key: the column, or several.
-        numbers: of the row.
+        numbers: the numbers of the row.
     """
     values = [record[name] for name in ([key] if isinstance(key, str) else key)]
     cell = next((value for value in values if isinstance(value, str) and not is_integer(value)), None)

@@ -47,7 +47,7 @@ class FileRows:
 
     Attributes:
         numbers: all of them, in C's order.
-        shape: of the array.
+        shape: the shape of the array.
         name: says where it is, for messages.
     """
 
@@ -95,7 +95,7 @@ def find(names: Sequence[str], files: Sequence[Path], keys: Sequence[Key], where
     """Open the arrays of these names, or return None if none of the files is in NumPy's format.
 
     Args:
-        names: of the files, relative to their folder.
+        names: the names of the files, relative to their folder.
         files: what a path leads to.
         keys: the names of the arrays.
         where: the key of the config that names the path, for messages.

@@ -51,7 +51,7 @@ def read(config: Config, path: str | None = None) -> Arrays:
     """Read the arrays that `config.data` names.
 
     Args:
-        config: of the run.
+        config: the config of the run.
         path: other arrays, all of them for validation.
 
     Raises:
@@ -96,7 +96,7 @@ class _Array:
         key: its name, or the names of its columns.
         setting: the key of `data` that has this name.
         is_target: whether these are targets.
-        shape: of a row; None before there is one.
+        shape: the shape of a row; None before there is one.
     """
 
     def __init__(self, key: Key, setting: str, *, is_target: bool = False, has_classes: bool = False) -> None:
@@ -128,8 +128,8 @@ class _Array:
         """Record the shape of a row and the dtype of its numbers.
 
         Args:
-            shape: of the row.
-            dtype: of a batch of such rows.
+            shape: the shape of the row.
+            dtype: the dtype of a batch of such rows.
             example: gives one of the numbers, for a message.
 
         Raises:

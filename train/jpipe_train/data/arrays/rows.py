@@ -68,7 +68,7 @@ class Chosen:
     Attributes:
         stored: all rows.
         numbers: those that are chosen, in this order; None: all.
-        row_shape: of each row.
+        row_shape: the shape of each row.
         dtype: in which rows are given.
     """
 
@@ -103,7 +103,7 @@ class Memory:
     """Rows in memory, collected one by one and kept in blocks, so that they are never all copied at once.
 
     Attributes:
-        extremes: of integers the smallest and the largest, each with the place of its row.
+        extremes: the smallest and the largest integer, each with the place of its row.
     """
 
     def __init__(self) -> None:

@@ -35,12 +35,12 @@ class Column(NamedTuple):
     """A column that a reader of rows needs.
 
     Attributes:
-        name: of the column, or the key of a JSON line.
+        name: the name of the column, or the key of a JSON line.
         key: the key of `data` in a config that names it, or None if it always has this name.
         kind: what its values are: text, token ids, numbers or lists of them as arrays, integers that are classes or lists of them, a label
             or anything.
         is_needed: whether it is an error if there is none.
-        labels: of a label, the names of the classes.
+        labels: the names of the classes, if it is a label.
     """
 
     name: str
@@ -60,7 +60,7 @@ def rows(opened: BufferedReader, file: Path, form: Form, columns: Sequence[Colum
     Args:
         opened: the file.
         file: its path, for messages.
-        form: of the file.
+        form: the form of the file.
         columns: those to read.
         check: see `Check`.
 

@@ -19,7 +19,7 @@ class FileArray:
 
     Args:
         path: the file.
-        dtype: of the numbers.
+        dtype: the dtype of the numbers.
         start: the byte at which they begin.
         size: how many numbers; None: those up to the end of the file.
 

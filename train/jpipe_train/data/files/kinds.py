@@ -39,7 +39,7 @@ class Kind(NamedTuple):
         name: as in "it is a Parquet file".
         hint: what to do with it.
         columns: the keys or the names of columns, for JSON lines and tables.
-        reader: of its rows, if it has some that are read.
+        reader: the reader of its rows, if any.
         delimiter: between the cells of a table.
         is_json: whether it is text of JSON without a line for each row.
     """

@@ -16,7 +16,7 @@ class Place(NamedTuple):
 
     Attributes:
         file: the file.
-        number: of the line or row, from 1; 0: the whole file.
+        number: the number of the line or row, from 1; 0: the whole file.
         unit: what is counted.
     """
 

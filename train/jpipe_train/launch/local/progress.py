@@ -20,7 +20,7 @@ class Progress(NamedTuple):
     """The progress of a run.
 
     Attributes:
-        step: of the newest complete checkpoint.
+        step: the step of the newest complete checkpoint.
         steps: the number of steps of the whole run.
     """
 
@@ -70,8 +70,8 @@ def goes_on(folder: str, step: int | None, *, saves: bool = True, in_python: boo
     """Describe what is saved of a run that has ended early, and how to continue it.
 
     Args:
-        folder: of the run, as it is shown.
-        step: of its newest checkpoint; None without one.
+        folder: the folder of the run, as it is shown.
+        step: the step of its newest checkpoint; None without one.
         saves: whether it writes checkpoints.
         in_python: whether a Python program has called `fit`.
     """

@@ -92,7 +92,7 @@ def decide(slots: Sequence[Slot], now: float, short_since: float, limits: Limits
         slots: all of them.
         now: the time.
         short_since: the time since which fewer than the minimum could be started; `now` if that was not the case.
-        limits: of the job.
+        limits: the limits of the job.
     """
     members = startable(slots, now)
     if len(members) >= limits.minimum:

@@ -36,10 +36,10 @@ class Step(NamedTuple):
     """The seconds of a step, or of several short consecutive steps.
 
     Attributes:
-        seconds: of all of them.
+        seconds: the seconds of all of them.
         data: those in which the loop waited for their batches.
         late: those by which it waited longer for a batch than a step should take.
-        number: of steps.
+        number: the number of steps.
     """
 
     seconds: float
@@ -58,7 +58,7 @@ class Expected:
 
     Attributes:
         planned: whether it is the plan's prediction; otherwise it is the first window that the run measured.
-        seconds: of a step.
+        seconds: the seconds of a step.
         stages: for each stage the seconds that it computes for a microbatch, as far as they are known.
         links: for each link the seconds of a step in which a rank waits for it.
         idle: the seconds of a step in which a rank is predicted to wait for anything, links included.
