@@ -96,7 +96,7 @@ def centred(
     Sums of squares in float32 would lose all digits of numbers that vary little compared with their size.
 
     Args:
-        means: of a batch, by name; waited for.
+        means: the means of a batch, by name; this waits for them.
         microbatches: as in `jpipe.Evaluation`.
     """
     groups: dict[str, list[str]] = {}

@@ -71,7 +71,7 @@ class Facts(pydantic.BaseModel):
         val_loss_before: the validation loss before the first step; None in a run without validation, or if it is of other data.
         val_loss: the validation loss of the next step, if it is already evaluated; its row is not logged yet.
         val_metrics: the other validation metrics of that step, by their names in a row.
-        versions: of jpipe and JAX, and the settings that can change numbers.
+        versions: the versions of jpipe and JAX, and the settings that can change numbers.
         history: the parts of the run up to this checkpoint; empty if the version of jpipe kept no history.
         data: the position in the training data; None if the version of jpipe counted batches only.
         stop: the state of early stopping, with the validation of the next step if there is one; None without it.
@@ -104,9 +104,9 @@ class Resumed:
     """A run that is resumed from a checkpoint.
 
     Attributes:
-        folder: of the run.
+        folder: the folder of the run.
         step: the next batch.
-        facts: of the checkpoint.
+        facts: the facts of the checkpoint.
         steps: the steps of all complete checkpoints of the folder.
     """
 
@@ -234,8 +234,8 @@ def history(
     """Return the history of a run that begins or is resumed.
 
     Args:
-        settings: of the run.
-        plan: of the run.
+        settings: the settings of the run.
+        plan: the plan of the run.
         resumed: the checkpoint it is resumed from, if any.
         clock: returns the seconds since this part of the run began.
         earlier: the last step that the run has logged before it was resumed, if known.
@@ -279,7 +279,7 @@ def find(
         resume: whether to resume.
         together: the processes of the run; process 0 chooses the checkpoint, so that all resume from the same one.
         say: gets a line for each newer checkpoint that cannot be used.
-        step: of the checkpoint to resume from instead of the newest, or "best"; later ones of this job have priority.
+        step: the step of the checkpoint to resume from instead of the newest, or "best"; later ones of this job have priority.
         before: only consider checkpoints of earlier steps than this one, which could not be read.
 
     Returns:

@@ -57,14 +57,14 @@ class RunFolder:
     """Claims a folder for a run and writes into it; a context manager. If claiming fails, nothing is left behind.
 
     Args:
-        settings: of the run; without `run.dir` the next free `runs/0001`, `runs/0002`, … is used.
+        settings: the settings of the run; without `run.dir` the next free `runs/0001`, `runs/0002`, … is used.
         plan: the plan of the run.
         resumes: whether the run in the folder is resumed; its files are not changed before `go_on`.
         anew: whether to start a run of the same config again that ended before its first checkpoint.
         prepare: called with the folder when no other process can train in it.
 
     Attributes:
-        path: of the folder.
+        path: the path of the folder.
         begun_anew: whether a run that ended early was started again.
 
     Raises:
@@ -243,7 +243,7 @@ def check_folder(settings: RunSettings, *, anew: bool) -> None:
     """Check that a new run can begin in its folder; leave nothing there.
 
     Args:
-        settings: of the run.
+        settings: the settings of the run.
         anew: as in `RunFolder`.
 
     Raises:
@@ -336,7 +336,7 @@ def mark_missing_end(settings: RunSettings, path: Path, steps: int, stopped_earl
     unknown.
 
     Args:
-        settings: of the run.
+        settings: the settings of the run.
         path: its folder.
         steps: the steps that it has done.
         stopped_early: why it came to its end with fewer than it was to do; None if it did not.

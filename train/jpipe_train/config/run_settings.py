@@ -16,7 +16,7 @@ class RunSettings:
 
     Attributes:
         record: the keys and values that `config.yaml` in the run folder has.
-        seed: of the initial weights.
+        seed: the seed of the initial weights.
         train: the length of the run, and when it is evaluated and logged.
         checkpoint: when checkpoints are written, and which ones are kept.
         log: the names of further logs.

@@ -25,7 +25,7 @@ class Logs:
     """Writes the same values to all logs of a run; use it in a `with`. A failing log does not stop the run.
 
     Args:
-        settings: of the run.
+        settings: the settings of the run.
         folder: the folder of the run.
         say: prints a line.
     """

@@ -139,7 +139,7 @@ def start(
     """Build the pipeline, open the run folder, train and report.
 
     Args:
-        settings: of the run.
+        settings: the settings of the run.
         parts: what is trained.
         together: the processes of the run.
         resumed: the checkpoint to resume from, if any.
@@ -228,7 +228,7 @@ def prepare(
     """Build the pipeline and read the checkpoint to resume from, falling back to earlier checkpoints if one is damaged.
 
     Args:
-        settings: of the run.
+        settings: the settings of the run.
         parts: build the pipeline and its data.
         together: the processes of the run, which all use the same checkpoint.
         resumed: the first checkpoint to try.

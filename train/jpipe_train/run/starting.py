@@ -104,7 +104,7 @@ def check_shared(settings: RunSettings, folder: Path, together: Together, limit:
     """Check that this process sees the run folder of process 0, because all processes write their checkpoints there.
 
     Args:
-        settings: of the run.
+        settings: the settings of the run.
         folder: the folder of the run.
         together: the processes of the run.
         limit: seconds to wait for it to appear, because a network file system may show new folders late.

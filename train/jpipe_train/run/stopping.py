@@ -36,7 +36,7 @@ class Stopping:
     """Decides when a run stops early: without `train.stop`, never.
 
     Args:
-        settings: of the run.
+        settings: the settings of the run.
         resumed: the checkpoint from which the run resumes; its state continues if the result is the same.
     """
 
@@ -54,7 +54,7 @@ class Stopping:
 
         Args:
             step: the next step.
-            results: of the validation, by their names in a row.
+            results: the results of the validation, by their names in a row.
         """
         if self._config is None or (self._states and step <= self._states[-1].step):
             return False
@@ -90,8 +90,8 @@ def remarks(settings: RunSettings, folder: Path, stopping: Stopping, end: int) -
     """Return remarks for summary and report, about the end of the run and its best checkpoint.
 
     Args:
-        settings: of the run.
-        folder: of the run.
+        settings: the settings of the run.
+        folder: the folder of the run.
         stopping: has seen its validations.
         end: the step before which it ended.
     """
