@@ -110,7 +110,7 @@ def greedy(stack: jpipe.LayerStack, params: Any, inputs: Any, length: int, end: 
         stack: a GNMT.
         params: by layer id, shared ones included.
         inputs: {"source" (b, s), "source_length" (b)}.
-        length: tokens; what comes behind the end of a sentence means nothing.
+        length: tokens; what comes after the end of a sentence is ignored.
         end: the token that ends a sentence, and starts a translation.
     """
     cut = stack.ids.index(_FIRST_OF_TARGET)

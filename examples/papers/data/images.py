@@ -50,7 +50,7 @@ def load(
         nothing = BatchesOfRows([], batch_size, spec)
         return Data([nothing[0]], [nothing[0]], folder, "not read", lambda: "")
     if validation_folder is not None and validation_fraction is not None:
-        raise InputError("data.arguments: validation_fraction would mean nothing beside validation_folder; leave one of them out")
+        raise InputError("data.arguments: validation_fraction has no effect with validation_folder; leave one of them out")
     split = image_folders.read(folder, validation_folder, 0.05 if validation_fraction is None else validation_fraction, skip_broken)
     have = len(split.train), len(split.validation)
     if min(have) < batch_size:

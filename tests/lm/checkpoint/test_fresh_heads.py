@@ -76,7 +76,7 @@ def test_a_classifier_begins_with_a_language_model_and_says_that_its_head_is_fre
         (TO_CLASSES | {"id2label": {"0": "LABEL_0"}}, {"head": "regression"}),
         (TO_CLASSES | {"num_labels": 1, "problem_type": "regression"}, {"head": "regression"}),
         ({"architectures": ["BertForMultipleChoice"]}, {"head": "multiple_choice"}),
-        ({"id2label": {"0": "a", "1": "b"}}, {}),  # of a language model they mean nothing
+        ({"id2label": {"0": "a", "1": "b"}}, {}),  # in a language model they have no effect
     ],
 )
 def test_config_json_says_head_and_labels(changes, expected):

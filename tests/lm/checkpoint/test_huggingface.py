@@ -243,7 +243,7 @@ def test_an_impossible_export_is_refused_and_nothing_is_written(run, tmp_path, m
     refused(["there", "out"], "export: expected checkpoints in 'there/checkpoints', found none", capsys)
     refused(["run"], "export: expected the file or folder to write, once", capsys)
     refused(["run", "out", "--weights", "ema"], "--weights: the checkpoint of step 7 has no moving average of the weights", capsys)
-    refused(["run", "out", "--set", "seed=1"], "--set seed=1: would mean nothing for a run; leave it out\n", capsys)
+    refused(["run", "out", "--set", "seed=1"], "--set seed=1 has no effect for a run; leave it out\n", capsys)
     refused(
         [config, "out", "--step", "7"], f"export: expected the folder of a run for --step and --weights, found the file '{config}'", capsys
     )

@@ -218,7 +218,7 @@ def test_the_a_of_a_part_whose_b_is_zero_is_read(tmp_path):
         (["tune.lora.rank=4"], "tune.lora.rank: expected 2 as in .*adapter_config.json, found 4; leave it out"),
         (["tune.lora.targets=[q_proj]"], r"tune.lora.targets: expected \['q_proj', 'v_proj', 'down_proj'\] as in"),
         (["warm_start.file=runs/a"], "expected warm_start.file to be a folder in Hugging Face's layout, found 'runs/a'"),
-        (["warm_start.file=null"], "adapters: would mean nothing without file"),
+        (["warm_start.file=null"], "adapters has no effect without file"),
     ],
     ids=["rank", "targets", "a run", "no model"],
 )

@@ -26,14 +26,14 @@ LONG = "kind: longrope, original_positions: 8, short_factors: [1, 2], long_facto
         ("seq_len: 9, max_positions: 8", "model: seq_len 9 is more than max_positions 8; change one of them"),
         ("preset: gpt2-tiny, seq_len: 33", "model: seq_len 33 is more than max_positions 32"),
         ("max_positions: 1000000000", "model: width 128 × max_positions 1000000000 makes a table of positions of more than"),
-        ("rope_base: 5.0", "model: rope_base would mean nothing to learned positions; leave it out, or set positions to rope"),
-        (SCALING.replace("4, high", "1, high"), "model: rope_scaling would mean nothing to learned positions"),
+        ("rope_base: 5.0", "model: rope_base has no effect with learned positions; leave it out, or set positions to rope"),
+        (SCALING.replace("4, high", "1, high"), "model: rope_scaling has no effect with learned positions"),
         (f"positions: rope, {SCALING}", "model.rope_scaling: expected low_frequency_factor below high_frequency_factor, found 4 and 4"),
         (
             "positions: none, rope_share: 0.5",
-            "model: rope_share would mean nothing to none positions; leave it out, or set positions to rope",
+            "model: rope_share has no effect with none positions; leave it out, or set positions to rope",
         ),
-        ("window_layers: [true]", "model: window_layers would mean nothing without a window; leave it out, or set window"),
+        ("window_layers: [true]", "model: window_layers has no effect without a window; leave it out, or set window"),
         ("window: 0", "model.window: expected greater than or equal to 1, found 0"),
         ("bias: mlp", "model.bias"),
         (
@@ -50,7 +50,7 @@ LONG = "kind: longrope, original_positions: 8, short_factors: [1, 2], long_facto
         ),
         (
             "positions: rope, rope_scaling: {kind: linear, factor: 2, truncate: true}",
-            "truncate would mean nothing to kind linear; leave it out",
+            "truncate has no effect with kind linear; leave it out",
         ),
         (
             f"positions: rope, rope_scaling: {{{LONG}}}",
@@ -79,7 +79,7 @@ LONG = "kind: longrope, original_positions: 8, short_factors: [1, 2], long_facto
         ("attention: cudnn", "model.attention cudnn computes in bfloat16 or float16, found float32; set model.compute_dtype to bfloat16"),
         ("vocab_size: 100", "model.vocab_size 100 is less than the 256 bytes of a text; raise it, or leave it out"),
         ("vocabulary: 100", "unknown key 'model.vocabulary'; did you mean 'model.vocab_size'?"),
-        ("target: 'a:b', preset: gpt2-tiny", "model: preset would mean nothing to 'a:b'; leave it out"),
+        ("target: 'a:b', preset: gpt2-tiny", "model: preset has no effect with 'a:b'; leave it out"),
     ],
 )
 def test_a_model_that_contradicts_itself_is_refused(tmp_path, text, message):
@@ -95,9 +95,9 @@ def test_a_model_that_contradicts_itself_is_refused(tmp_path, text, message):
         ("loss: {chunk: all}", "loss.chunk"),
         (
             "loss: {chunk: 8, target: 'a:b'}",
-            "loss.chunk would mean nothing beside loss.target: it is for logits and the loss that are built in",
+            "loss.chunk has no effect with loss.target: it is for logits and the loss that are built in",
         ),
-        ("loss: {chunk: 8}\nmodel: {target: 'a:b'}", "loss.chunk would mean nothing beside model.target"),
+        ("loss: {chunk: 8}\nmodel: {target: 'a:b'}", "loss.chunk has no effect with model.target"),
     ],
 )
 def test_a_chunk_without_an_effect_is_refused(tmp_path, text, message):

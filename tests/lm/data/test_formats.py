@@ -320,17 +320,17 @@ def test_a_folder_without_document_ends_is_a_running_text(tiny, tokens):
         ({"format": "tokens"}, "path is missing, which format tokens needs; name a folder that jpipe data prepare wrote"),
         (
             {"format": "tokens", "path": "x", "tokenizer": "t"},
-            "tokenizer would mean nothing with format tokens: it is for text and prompts",
+            "tokenizer has no effect with format tokens: it is for text and prompts",
         ),
-        ({"tokenizer": "t"}, "tokenizer would mean nothing with format bytes"),
-        ({"format": "prompts", "path": "x", "tokenizer": "t", "boundaries": "ignore"}, "boundaries would mean nothing with format prompts"),
-        ({"format": "text", "tokenizer": "t", "masked_fraction": 0.2}, "masked_fraction would mean nothing with objective next"),
+        ({"tokenizer": "t"}, "tokenizer has no effect with format bytes"),
+        ({"format": "prompts", "path": "x", "tokenizer": "t", "boundaries": "ignore"}, "boundaries has no effect with format prompts"),
+        ({"format": "text", "tokenizer": "t", "masked_fraction": 0.2}, "masked_fraction has no effect with objective next"),
         (
             {"format": "text", "tokenizer": "t", "objective": "masked", "boundaries": "keep"},
             "boundaries keep has no effect with objective",
         ),
-        ({"validation_path": "x", "validation_fraction": 0.5}, "validation_fraction would mean nothing beside validation_path"),
-        ({"target": "a:b", "format": "text"}, "format would mean nothing to 'a:b'"),
+        ({"validation_path": "x", "validation_fraction": 0.5}, "validation_fraction has no effect with validation_path"),
+        ({"target": "a:b", "format": "text"}, "format has no effect with 'a:b'"),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused(keys, message, tiny):

@@ -97,8 +97,8 @@ def test_a_conversation_leaves_no_process(run, folder, monkeypatch):
 
 REFUSED = {
     "bytes": ((RUN, "--chat"), "--chat: expected a model with a tokenizer and a chat template, found one of bytes"),
-    "prompt": ((RUN, "--chat", "--prompt", "a"), "--prompt: would mean nothing with --chat"),
-    "system": ((RUN, "--prompt", "a", "--system", "b"), "--system: would mean nothing without --chat"),
+    "prompt": ((RUN, "--chat", "--prompt", "a"), "--prompt has no effect with --chat"),
+    "system": ((RUN, "--prompt", "a", "--system", "b"), "--system has no effect without --chat"),
     "stop": ((RUN, "--prompt", "a", "--stop", ""), "--stop: expected a text that ends the output, found an empty one"),
 }
 

@@ -153,7 +153,7 @@ REFUSED = {
     "top-p": ([RUN, *FOX, "--top-p", "0"], r"--top-p: expected a probability above 0, at most 1, found 0"),
     "top-k": ([RUN, *FOX, "--top-k", "0"], r"--top-k: expected 1 or more tokens, found 0"),
     "temperature": ([RUN, *FOX, "--temperature", "nan"], r"--temperature: expected from 0 .* found nan"),
-    "greedy top-p": ([RUN, *FOX, "--top-p", "0.5", "--temperature", "0"], r"--top-p: would mean nothing with --temperature 0"),
+    "greedy top-p": ([RUN, *FOX, "--top-p", "0.5", "--temperature", "0"], r"--top-p has no effect with --temperature 0"),
     "seed": ([RUN, *FOX, "--seed", "-1"], r"--seed: expected from 0 to 4294967295, found -1"),
     "float16": ([RUN, *FOX, "--dtype", "float16"], r"--dtype: expected float32 or bfloat16 on CPUs"),
     "devices": ([RUN, *FOX, "--devices", "4"], r"--devices: expected from 1 to 3, for the model has 3 layers, found 4"),

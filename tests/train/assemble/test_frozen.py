@@ -124,8 +124,8 @@ def test_patterns_that_match_nothing_are_refused_with_the_nearest_name(tune, mes
     [
         ({"freeze": ["a"], "train_only": ["b"]}, "freeze and train_only: expected one of them, found both"),
         ({"lora": {"targets": ["q_prj"]}}, "unknown layer 'q_prj'; did you mean 'q_proj'?"),
-        ({"base_dtype": "bfloat16"}, "base_dtype: would mean nothing without lora"),
-        ({"quantize": "int8", "freeze": ["a"]}, "quantize: would mean nothing without lora"),
+        ({"base_dtype": "bfloat16"}, "base_dtype has no effect without lora"),
+        ({"quantize": "int8", "freeze": ["a"]}, "quantize has no effect without lora"),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused(tune, message):

@@ -529,10 +529,10 @@ def test_layers_that_do_not_fit_are_reported(capsys):
     [
         (
             {"model": {"target": "a:b", "depth": 2, "width": 8}},
-            "model: depth, width would mean nothing to 'a:b'; leave it out, or give it in",
+            "model: depth, width have no effect with 'a:b'; leave it out, or give it in",
         ),
-        ({"data": {"target": "a:b", "path": "x"}}, "data: path would mean nothing to 'a:b'"),
-        ({"model": {"target": "a:b", "seq_len": 8}, "data": {"target": "a:b"}}, "model.seq_len would mean nothing beside model.target and"),
+        ({"data": {"target": "a:b", "path": "x"}}, "data: path has no effect with 'a:b'"),
+        ({"model": {"target": "a:b", "seq_len": 8}, "data": {"target": "a:b"}}, "model.seq_len has no effect with model.target and"),
         ({"model": {"arguments": {"x": 1}}}, "model: arguments are for a target, and there is none; name one as module:function"),
         (
             {"model": {"target": "a.b"}},

@@ -191,7 +191,7 @@ def test_an_option_that_weight_stashing_does_not_support(refused, override):
 
 @pytest.mark.parametrize("override", ["plan.schedule=gpipe", "plan={file: other.json, schedule: gpipe}"])
 def test_an_override_without_effect_because_of_a_plan_file(refused, override):
-    message = f"jpipe: --set {override}: would mean nothing beside plan.file 'other.json'; leave it out, or change the plan file\n"
+    message = f"jpipe: --set {override} has no effect with plan.file 'other.json'; leave it out, or change the plan file\n"
     assert refused("tiny.yaml", "--set", override, *(() if "file" in override else ("--set", "plan.file=other.json"))) == message
 
 

@@ -515,15 +515,15 @@ def test_folders_without_the_arrays_are_errors(tiny, tmp_path):
     [
         ({"model": {}}, "data.format arrays is for a model of your own, .* set model.target"),
         ({"data": {"format": "arrays"}}, "path is missing, which format arrays needs; name files with rows of numbers"),
-        ({"data": {"inputs_key": "a"}}, "inputs_key would mean nothing with format bytes: it is for arrays"),
+        ({"data": {"inputs_key": "a"}}, "inputs_key has no effect with format bytes: it is for arrays"),
         ({"data": {"format": "arrays", "path": "a", "inputs_key": ["a", "a"]}}, "expected each column once, found 'a' twice"),
         ({"data": {"inputs_key": [0, 1]}}, r"data\.inputs_key\n.* expected names of columns as text, found 0; write '0'"),
         ({"data": {"targets_key": None}}, r"data\.targets_key\n.* expected names of columns as text, found None; quotes in YAML"),
         ({"data": {"inputs_key": []}}, r"data\.inputs_key\n.* expected the name of a column, or a list of 1 to 100,000 names, found 0"),
         ({"data": {"inputs_key": ""}}, r"data\.inputs_key\n.* expected names of columns of 1 to 256 characters, found ''"),
-        ({"model": {"target": "a:b", "seq_len": 8}}, "model.seq_len would mean nothing beside model.target and data.format arrays"),
-        ({"loss": {"name": "squared_error", "target": "a:b"}}, "name would mean nothing to 'a:b', found squared_error"),
-        ({"model": {}, "data": {}, "loss": {"name": "squared_error"}}, "loss.name would mean nothing without model.target"),
+        ({"model": {"target": "a:b", "seq_len": 8}}, "model.seq_len has no effect with model.target and data.format arrays"),
+        ({"loss": {"name": "squared_error", "target": "a:b"}}, "name has no effect with 'a:b', found squared_error"),
+        ({"model": {}, "data": {}, "loss": {"name": "squared_error"}}, "loss.name has no effect without model.target"),
     ],
 )
 def test_keys_that_do_not_fit_are_errors(sections, message):

@@ -272,7 +272,7 @@ def test_a_signal_to_the_launcher_saves_and_starts_nothing():
             "launch --elastic: expected MIN:MAX, found '3:2', in which MIN is larger than MAX; write 2:3",
         ),
         *(
-            (f"-n 2 {option} 3 -- train x", f"launch {option}: would mean nothing without --elastic MIN:MAX; leave it out")
+            (f"-n 2 {option} 3 -- train x", f"launch {option} has no effect without --elastic MIN:MAX; leave it out")
             for option in ("--max-failures", "--retry-after", "--shortage-limit")
         ),
         ("--elastic 1:2 --max-failures 0 -- train x", "launch --max-failures: expected 1 or more, found 0"),

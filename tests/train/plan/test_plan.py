@@ -333,7 +333,7 @@ def test_a_model_that_does_not_fit_reports_the_missing_bytes_and_advice(files, c
         (["tiny.yaml", *BOTH, "--png=no/p.png"], r"--png: there is no folder for 'no/p.png'"),
         (
             ["tiny.yaml", *BOTH, "--set", "plan.num_stages=3"],
-            r"would mean nothing beside plan.file",
+            r"has no effect with plan.file",
         ),
     ],
 )

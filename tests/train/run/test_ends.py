@@ -238,7 +238,7 @@ def test_a_run_resumes_from_the_named_checkpoint(resumed, capsys):
     whole = rows_of(folder)
     with pytest.raises(InputError, match=rf"--from-checkpoint: expected one of 2, 4, 6, those in '{folder}', found 5"):
         loop.main(changed(config), from_checkpoint=5)
-    with pytest.raises(InputError, match="--from-checkpoint: would mean nothing with --resume never"):
+    with pytest.raises(InputError, match="--from-checkpoint has no effect with --resume never"):
         loop.main(changed(config), from_checkpoint=4, resume="never")
     with pytest.raises(InputError, match=r"--from-checkpoint: expected a run\.dir to resume in, found none"):
         loop.main(changed(config, run={"dir": None}), from_checkpoint=4)

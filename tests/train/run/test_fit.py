@@ -283,7 +283,7 @@ def test_data_that_can_only_be_iterated_are_refused(data, found, name):
     ("arguments", "message"),
     [
         ({"data": ARRAYS}, "data: expected batches .* found arrays; give batch_size"),
-        ({"batch_size": 8}, "batch_size: would mean nothing to data of type list"),
+        ({"batch_size": 8}, "batch_size has no effect for data of type list"),
         ({"data": ARRAYS, "batch_size": True}, "batch_size: expected a number from 1 to 20, the rows of data, found True"),
         ({"data": ARRAYS, "batch_size": 21}, "batch_size: expected a number from 1 to 20, the rows of data, found 21"),
         ({"data": (X, X[:5]), "batch_size": 4}, r"data: expected arrays with as many rows each.* found the shapes \[20, 4\], \[5, 4\]"),
@@ -305,15 +305,15 @@ def test_data_that_can_only_be_iterated_are_refused(data, found, name):
         ),
         ({"eval_data": []}, "eval_data: expected one batch or more, .* found a list of none"),
         ({"eval_data": lambda t: BATCHES[t]}, "eval_data: expected one batch or more, .* found a function without a length"),
-        ({"checkpoint": 5}, "fit: checkpoint would mean nothing without run_dir"),
-        ({"resume": "must"}, "fit: resume 'must' would mean nothing without run_dir"),
+        ({"checkpoint": 5}, "fit: checkpoint has no effect without run_dir"),
+        ({"resume": "must"}, "fit: resume 'must' has no effect without run_dir"),
         ({"metrics": {"a": "acuracy"}}, "fit: eval.metrics: 'a': expected module:function or one of accuracy, "),
         (
             {"run_dir": "run", "checkpoint": {"best": {"metric": "val_min"}}, "eval_data": BATCHES, "metrics": {"mine": squares}},
             "checkpoint.best.metric: expected a result of the validations of this run, found 'val_min'; did you mean 'val_mine'",
         ),
         ({"run_dir": Path("s3://bucket/run")}, "fit: run.dir: expected a path on this machine, found the URL 's3:/bucket/run'; copy what"),
-        ({"run_dir": "run", "checkpoint": {"best": {}}}, "fit: checkpoint.best would mean nothing without eval_data, .* give it, or"),
+        ({"run_dir": "run", "checkpoint": {"best": {}}}, "fit: checkpoint.best has no effect without eval_data, .* give it, or"),
         ({"run_dir": "run", "checkpoint": {"evry": 5}}, "fit: unknown key 'checkpoint.evry'; did you mean 'checkpoint.every'"),
     ],
 )

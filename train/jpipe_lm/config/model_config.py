@@ -220,10 +220,10 @@ class ModelConfig(TargetSection):
         given = [name for name in fields if getattr(self, name) != fields[name].default]
         unused = [name for name in given if self.positions != "rope" and name in _OF_ROPE]
         if unused:
-            raise ValueError(f"{unused[0]} would mean nothing to {self.positions} positions; leave it out, or set positions to rope")
+            raise ValueError(f"{unused[0]} has no effect with {self.positions} positions; leave it out, or set positions to rope")
         unused = [name for name in given if self.window is None and name in _OF_WINDOWS]
         if unused:
-            raise ValueError(f"{unused[0]} would mean nothing without a window; leave it out, or set window")
+            raise ValueError(f"{unused[0]} has no effect without a window; leave it out, or set window")
         return self
 
     @model_validator(mode="after")

@@ -361,9 +361,7 @@ def _of_token_files(config: Config) -> Split:
     path = str(config.data.path)
     for key in ("validation_fraction", "tokens_key"):
         if getattr(config.data, key) != DataConfig.model_fields[key].default:
-            raise InputError(
-                f"data.{key}: would mean nothing with '{path}', which is a folder of tokens and not rows of them; leave it out"
-            )
+            raise InputError(f"data.{key} has no effect with '{path}', which is a folder of tokens and not rows of them; leave it out")
     folder, index = token_files.read_index(path, "data.path")
     train, held_out = token_files.documents(folder, index, index.train), (folder, index, index.validation)
     digests = [functools.partial(token_files.digest, folder, index)]

@@ -280,9 +280,9 @@ def check_options(request: Request) -> None:
     if not request.prompts and not request.is_chat:
         raise InputError("--prompt: expected a text to continue, found none; give --prompt TEXT, or pipe one in")
     if request.prompts and request.is_chat:
-        raise InputError("--prompt: would mean nothing with --chat, which reads what a user says from standard input; leave it out")
+        raise InputError("--prompt has no effect with --chat, which reads what a user says from standard input; leave it out")
     if request.system is not None and not request.is_chat:
-        raise InputError("--system: would mean nothing without --chat, for only a conversation has one; add --chat, or leave it out")
+        raise InputError("--system has no effect without --chat, for only a conversation has one; add --chat, or leave it out")
     if "" in request.stops:
         raise InputError("--stop: expected a text that ends the output, found an empty one; leave it out")
     if request.tokens is not None and not 1 <= request.tokens <= MOST_TOKENS:
@@ -308,9 +308,7 @@ def _sampling(request: Request) -> Sampling:
         raise InputError(f"--top-p: expected a probability above 0, at most 1, found {request.top_p}; 0.9 is usual")
     if temperature == 0 and draws:
         option = "--top-k" if request.top_k is not None else "--top-p"
-        raise InputError(
-            f"{option}: would mean nothing with --temperature 0, which always takes the likeliest token; leave one of them out"
-        )
+        raise InputError(f"{option} has no effect with --temperature 0, which always takes the likeliest token; leave one of them out")
     return Sampling(temperature, request.top_k, None if request.top_p == 1 else request.top_p)
 
 

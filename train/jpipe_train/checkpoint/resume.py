@@ -305,7 +305,7 @@ def find(
 
 def _find(run_dir: str | None, resume: Resume, say: Callable[[str], None], wanted: Step, before: int | None) -> Mapping[str, Any] | None:
     if wanted is not None and resume == "never":
-        raise InputError("--from-checkpoint: would mean nothing with --resume never; leave out one of them")
+        raise InputError("--from-checkpoint has no effect with --resume never; leave out one of them")
     if run_dir is None:
         if resume == "must" or wanted is not None:
             option = "--resume must" if wanted is None else "--from-checkpoint"

@@ -115,7 +115,7 @@ def check_files(config: WarmStartConfig, head: str = "language") -> None:
 def _by_name(source: Source, config: WarmStartConfig, pipe: jpipe.Pipeline, model: Mapping[str, Spec], tune: TuneConfig | None) -> Source:
     """Return the source with the names of the model's parameters."""
     if config.names and huggingface.is_meant(resolved(str(config.file), "warm_start.file")):
-        raise InputError("warm_start.names: has no effect for a folder of Hugging Face's layout, where the names are known; leave it out")
+        raise InputError("warm_start.names has no effect for a folder of Hugging Face's layout, where the names are known; leave it out")
     sources = [renamed(source, config.names, whole_names(list(model))) if config.names else source]
     if pipe.stack.traced is not None:
         places = pipe.stack.traced.places()

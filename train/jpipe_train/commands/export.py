@@ -42,7 +42,7 @@ def export(
     if (to is None) == (out is None):
         raise jpipe.InputError("export: expected the file or folder to write, once, such as --out gpt.safetensors")
     if overrides and not os.path.isfile(folder):
-        raise jpipe.InputError(f"--set {overrides[0]}: would mean nothing for a run; leave it out")
+        raise jpipe.InputError(f"--set {overrides[0]} has no effect for a run; leave it out")
     place, report = to or out or "", lambda line: print(printable(line))
     if layout == "huggingface":
         writing.main(folder, place, step, report, weights, overrides)

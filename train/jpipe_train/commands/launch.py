@@ -45,7 +45,7 @@ def launch(
     if elastic is None:
         assert num_processes is not None
         if given:
-            return fail(f"launch --{next(iter(given)).replace('_', '-')}: would mean nothing without --elastic MIN:MAX; leave it out", 2)
+            return fail(f"launch --{next(iter(given)).replace('_', '-')} has no effect without --elastic MIN:MAX; leave it out", 2)
         return launcher.main(num_processes, command, pin=pin, max_restarts=max_restarts or 0)
     limits = elastic_launcher.limits(elastic, given)
     if isinstance(limits, str):

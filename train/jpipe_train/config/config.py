@@ -91,7 +91,7 @@ class WarmStartConfig(Section):
     @model_validator(mode="after")
     def _adapters_have_a_model(self) -> "WarmStartConfig":
         if self.adapters is not None and self.file is None:
-            raise ValueError("adapters: would mean nothing without file, the folder of the model that they are for; set it")
+            raise ValueError("adapters has no effect without file, the folder of the model that they are for; set it")
         return self
 
     @model_validator(mode="after")
@@ -151,7 +151,7 @@ class LossConfig(TargetSection):
     @model_validator(mode="after")
     def _named_or_of_the_user(self) -> "LossConfig":
         if self.name is not None and self.target is not None:
-            raise ValueError(f"name would mean nothing to '{self.target}', found {self.name}; leave one of them out")
+            raise ValueError(f"name has no effect with '{self.target}', found {self.name}; leave one of them out")
         return self
 
     def name_for(self, head: str) -> Literal["cross_entropy", "squared_error"] | None:
@@ -353,9 +353,9 @@ class Config(Section):
         if built_in and self.tune.lora is not None and not matches_any("head/score/kernel", self.tune.train_only):
             raise ValueError(f"tune.lora alone would leave the fresh model.head {self.model.head} as it is; add tune.train_only: [head]")
         if has_labels and self.model.head != "multiple_choice" and self.data.choices_key != DataConfig.model_fields["choices_key"].default:
-            raise ValueError(f"data.choices_key would mean nothing with model.head {self.model.head}; leave it out, or use multiple_choice")
+            raise ValueError(f"data.choices_key has no effect with model.head {self.model.head}; leave it out, or use multiple_choice")
         if built_in and self.loss.chunk not in ("auto", None):
-            raise ValueError(f"loss.chunk would mean nothing to model.head {self.model.head}, which has few logits; leave it out")
+            raise ValueError(f"loss.chunk has no effect with model.head {self.model.head}, which has few logits; leave it out")
         return self
 
     @model_validator(mode="after")
@@ -375,7 +375,7 @@ class Config(Section):
     def _loss_fits_the_model(self) -> "Config":
         if self.loss.name is not None and self.model.target is None:
             raise ValueError(
-                f"loss.name would mean nothing without model.target: the loss of a built-in model follows from model.head, found "
+                f"loss.name has no effect without model.target: the loss of a built-in model follows from model.head, found "
                 f"{self.loss.name}; leave it out"
             )
         return self
@@ -389,9 +389,7 @@ class Config(Section):
     def _chunks_are_of_logits(self) -> "Config":
         target_key = next((f"{name}.target" for name in ("model", "loss") if getattr(self, name).target is not None), None)
         if target_key is not None and self.loss.chunk not in ("auto", None):
-            raise ValueError(
-                f"loss.chunk would mean nothing beside {target_key}: it is for logits and the loss that are built in; leave it out"
-            )
+            raise ValueError(f"loss.chunk has no effect with {target_key}: it is for logits and the loss that are built in; leave it out")
         return self
 
     @model_validator(mode="after")
@@ -399,7 +397,7 @@ class Config(Section):
         has_tokens = self.data.target is None and not self.data.has_examples
         if self.model.target and not has_tokens and "seq_len" in self.model.model_fields_set:
             beside = "data.target" if self.data.target is not None else f"data.format {self.data.format}"
-            raise ValueError(f"model.seq_len would mean nothing beside model.target and {beside}; leave it out")
+            raise ValueError(f"model.seq_len has no effect with model.target and {beside}; leave it out")
         return self
 
     @property

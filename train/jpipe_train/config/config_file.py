@@ -59,7 +59,7 @@ def load(
             kept = _beside_plan_file(config.plan.file)
             if set(data["plan"]) - {*kept} if key == "plan" else key.startswith("plan.") and key[5:].split(".")[0] not in kept:
                 raise InputError(
-                    f"--set {override}: would mean nothing beside plan.file '{config.plan.file}'; leave it out, or change the plan file"
+                    f"--set {override} has no effect with plan.file '{config.plan.file}'; leave it out, or change the plan file"
                 )
     in_python = [key for key, target in config.code.items() if target.startswith(f"{IN_PYTHON}:") and key != "optimizer.name"]
     if in_python:  # an evaluation needs no optimizer

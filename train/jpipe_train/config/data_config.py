@@ -171,11 +171,11 @@ class DataConfig(TargetSection):
         if self.sources is None:
             return self
         if self.path is not None:
-            raise ValueError("path would mean nothing beside sources; make it one of them, or leave it out")
+            raise ValueError("path has no effect with sources; make it one of them, or leave it out")
         if self.validation_path is not None:
-            raise ValueError("validation_path would mean nothing beside sources; give each source its own")
+            raise ValueError("validation_path has no effect with sources; give each source its own")
         if all(source.validation_path is not None for source in self.sources) and self._is_changed("validation_fraction"):
-            raise ValueError("validation_fraction would mean nothing if each source has a validation_path; leave it out")
+            raise ValueError("validation_fraction has no effect if each source has a validation_path; leave it out")
         return self
 
     @model_validator(mode="after")
@@ -184,7 +184,7 @@ class DataConfig(TargetSection):
             return self
         for key, formats in _ONLY_WITH.items():
             if self._is_changed(key) and self.read_as not in formats:
-                raise ValueError(f"{key} would mean nothing with format {self.read_as}: it is for {' and '.join(formats)}; leave it out")
+                raise ValueError(f"{key} has no effect with format {self.read_as}: it is for {' and '.join(formats)}; leave it out")
         if self.format == "labels" and self.text_key is None:
             raise ValueError("text_key: expected a column for format labels, found null; name one")
         if self.first_path is None and self.format in _PATHS:
@@ -196,11 +196,11 @@ class DataConfig(TargetSection):
     @model_validator(mode="after")
     def _keys_fit_each_other(self) -> "DataConfig":
         if self.validation_path is not None and self._is_changed("validation_fraction"):
-            raise ValueError("validation_fraction would mean nothing beside validation_path; leave one of them out")
+            raise ValueError("validation_fraction has no effect with validation_path; leave one of them out")
         if self.objective == "masked" and self.boundaries == "keep":
             raise ValueError("boundaries keep has no effect with objective masked: its rows are full; leave it out")
         if self.objective != "masked" and self._is_changed("masked_fraction"):
-            raise ValueError("masked_fraction would mean nothing with objective next; leave it out, or use objective masked")
+            raise ValueError("masked_fraction has no effect with objective next; leave it out, or use objective masked")
         return self
 
     def _is_changed(self, key: str) -> bool:

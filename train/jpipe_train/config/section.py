@@ -97,7 +97,8 @@ class TargetSection(Section):
         if self.arguments and self.target is None:
             raise ValueError("arguments are for a target, and there is none; name one as module:function, or leave them out")
         if self.target is not None and (ignored := sorted(self.model_fields_set - self.keeps_meaning)):
-            raise ValueError(f"{', '.join(ignored)} would mean nothing to '{self.target}'; leave it out, or give it in arguments")
+            verb = "has" if len(ignored) == 1 else "have"
+            raise ValueError(f"{', '.join(ignored)} {verb} no effect with '{self.target}'; leave it out, or give it in arguments")
         return self
 
     @model_serializer(mode="wrap")

@@ -130,5 +130,5 @@ class CheckpointConfig(Section):
     @model_validator(mode="after")
     def _best_needs_checkpoints(self) -> "CheckpointConfig":
         if self.best is not None and self.every is None:
-            raise ValueError("best: would mean nothing with every null, which writes no checkpoints; set every, or leave out best")
+            raise ValueError("best has no effect with every null, which writes no checkpoints; set every, or leave out best")
         return self

@@ -83,5 +83,5 @@ class TuneConfig(Section):
         if self.lora is None:
             for key in ("base_dtype", "quantize"):
                 if getattr(self, key) != type(self).model_fields[key].default:
-                    raise ValueError(f"{key}: would mean nothing without lora, which freezes what it is about; leave it out, or set lora")
+                    raise ValueError(f"{key} has no effect without lora, which freezes the base weights; leave it out, or set lora")
         return self

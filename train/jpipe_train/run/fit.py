@@ -163,7 +163,7 @@ def _folder(run_dir: str | os.PathLike[str] | None, checkpoint: SupportsIndex | 
         return os.fspath(run_dir)
     for name, is_used in (("checkpoint", checkpoint not in (None, _EVERY)), ("resume 'must'", resume == "must")):
         if is_used:
-            raise InputError(f"fit: {name} would mean nothing without run_dir, the folder of the run; give one, or leave it out")
+            raise InputError(f"fit: {name} has no effect without run_dir, the folder of the run; give one, or leave it out")
     return None
 
 
@@ -266,7 +266,7 @@ def _checked(pipe: jpipe.Pipeline, settings: RunSettings, batches: Data) -> Data
     """Check that the pipeline can train on the data, and that evaluations have the result that orders the checkpoints."""
     if settings.checkpoint.best is not None and not len(batches.validation):
         raise InputError(
-            "fit: checkpoint.best would mean nothing without eval_data, on which checkpoints are judged; give it, or leave out best"
+            "fit: checkpoint.best has no effect without eval_data, on which checkpoints are judged; give it, or leave out best"
         )
     stopping.check(settings)
     metrics = settings.metrics()

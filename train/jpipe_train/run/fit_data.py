@@ -224,7 +224,7 @@ def _shuffled_rows(train: Any, batch_size: int, seed: int) -> BatchesOfRows:
     """
     if not _is_arrays(train):
         raise InputError(
-            f"batch_size: would mean nothing to data of type {type(train).__name__}: it is for arrays, (inputs, labels); leave it out, "
+            f"batch_size has no effect for data of type {type(train).__name__}: it is for arrays, (inputs, labels); leave it out, "
             "and let each element be a batch"
         )
     rows = _rows(train, "data")

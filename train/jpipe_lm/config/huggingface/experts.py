@@ -87,7 +87,7 @@ def _dense_layers(keys: Keys) -> Keys:
 
 
 def canonical_experts(keys: Keys) -> Keys:
-    """Return the keys `experts` and `mlp_width`, which means nothing where all blocks have experts, written in one way."""
+    """Return the keys `experts` and `mlp_width`, which has no effect where all blocks have experts, written in one way."""
     if (mixture := keys["experts"]) is None:
         return {}
     layers = shortened(mixture["layers"], keys["depth"])

@@ -322,7 +322,7 @@ FAMILIES: tuple[Family, ...] = (
         ),
         _LLAMA,
         _tensors_like_llama(_TWO_NORMS, _ATTENTION, _MLP, _EXPERTS, _SHARED_EXPERT),
-        frozenset({"sliding_window", "max_window_layers"}),  # without use_sliding_window they mean nothing
+        frozenset({"sliding_window", "max_window_layers"}),  # without use_sliding_window they have no effect
     ),
     Family(
         ("Qwen3MoeForCausalLM",),

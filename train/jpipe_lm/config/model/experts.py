@@ -33,12 +33,12 @@ class ExpertsConfig(Section):
         if self.per_token > self.count:
             raise ValueError(f"per_token {self.per_token} is more than count {self.count}; change one of them")
         if self.shared_gate and self.shared_mlp_width is None:
-            raise ValueError("shared_gate would mean nothing without shared_mlp_width; set that, or leave shared_gate out")
+            raise ValueError("shared_gate has no effect without shared_mlp_width; set that, or leave shared_gate out")
         if self.layers is not None and not any(self.layers):
             raise ValueError("layers: expected at least one block with experts, found none; set one to true, or set model.experts to null")
         return self
 
 
 def replace_all_mlps(given: Any) -> bool:
-    """Return whether the key `experts`, as it is given, means that no block has an MLP, so that `mlp_width` means nothing."""
+    """Return whether the key `experts`, as it is given, means that no block has an MLP, so that `mlp_width` has no effect."""
     return isinstance(given, dict) and given.get("layers") is None

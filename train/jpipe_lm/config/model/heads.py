@@ -39,4 +39,4 @@ def check(head: Head, labels: int | list[str] | None) -> None:
         what = "classes" if head == "classification" else "choices of an example"
         raise ValueError(f"head {head} needs labels, the number of {what} or their names; add it")
     if head not in _OF_LABELS and labels is not None:
-        raise ValueError(f"labels would mean nothing to head {head}; leave it out, or set head to classification")
+        raise ValueError(f"labels has no effect with head {head}; leave it out, or set head to classification")

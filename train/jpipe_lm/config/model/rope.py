@@ -67,7 +67,7 @@ class RopeScaling(Section):
         if missing := next((name for name in NEEDED[self.kind] if name not in values), None):
             raise ValueError(f"kind {self.kind} needs {missing}, found none; add it")
         if unknown := next((name for name in values if name not in NEEDED[self.kind] and name not in OPTIONAL[self.kind]), None):
-            raise ValueError(f"{unknown} would mean nothing to kind {self.kind}; leave it out")
+            raise ValueError(f"{unknown} has no effect with kind {self.kind}; leave it out")
         low, high = self.low_frequency_factor, self.high_frequency_factor
         if low is not None and high is not None and low >= high:
             raise ValueError(f"expected low_frequency_factor below high_frequency_factor, found {low:g} and {high:g}; change one of them")
