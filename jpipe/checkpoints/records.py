@@ -77,7 +77,7 @@ class Marker(_Strict):
         index: the files of the item that no single process has written, by their paths inside the folder of the step.
         rows: the SHA-256 of `metrics.jsonl`.
         facts: what the run says of itself, of any JSON types.
-        sha256: the sha256 of the other fields, however they are laid out; this rule holds for later formats, too.
+        sha256: the SHA-256 hash of the other fields, however they are laid out; this rule holds for later formats, too.
     """
 
     format: str

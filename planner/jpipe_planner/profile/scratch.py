@@ -27,11 +27,11 @@ class Scratch:
     Attributes:
         model: the model.
         stage_costs: the result of `count_bytes`.
-        layers: of the forward or the backward of each distinct layer, whichever needs more, by layer and rows.
-        pairs: likewise of pairs of neighbours, without recomputation, by rows.
-        backwards: of the backwards of these pairs.
-        full: of the backwards of layers, pairs and triples of neighbours with full recomputation, of the largest microbatch; empty:
-            not known.
+        layers: the bytes of the forward or backward of each distinct layer, whichever needs more, by layer and rows.
+        pairs: the bytes of pairs of neighbours, without recomputation, by rows.
+        backwards: the bytes of the backwards of these pairs.
+        full: the full of the backwards of layers, pairs and triples of neighbours with full recomputation, of the largest microbatch;
+            empty: not known.
     """
 
     model: Model

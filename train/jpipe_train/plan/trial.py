@@ -47,8 +47,8 @@ class Run:
     """A plan to run, and what running it gave.
 
     Attributes:
-        name: of the plan, for messages.
-        rows: of a batch.
+        name: the name of the plan, for messages.
+        rows: the number of rows of a batch.
         pipe: its pipeline; None: it is not made yet, or cannot be.
         rounds: seconds per step in each round, in the slowest process.
         failure: why it could not run; "": it could.
