@@ -30,7 +30,7 @@ class Scratch:
         layers: the bytes of the forward or backward of each distinct layer, whichever needs more, by layer and rows.
         pairs: the bytes of pairs of neighbours, without recomputation, by rows.
         backwards: the bytes of the backwards of these pairs.
-        full: the full of the backwards of layers, pairs and triples of neighbours with full recomputation, of the largest microbatch;
+        full: the bytes of the backwards of layers, pairs and triples of neighbours with full recomputation, of the largest microbatch;
             empty: not known.
     """
 
