@@ -181,8 +181,8 @@ class Worker:
         workers: the workers of this process, by number.
         results: losses, evaluations and other numbers; shared by the workers of this process.
         consumed: counts the arrays of the consumed states; shared by the workers of this process.
-        changed_parts: of the state, by the present instruction.
-        done: of the last computation, see `Event`.
+        changed_parts: the parts of the state that the current instruction has changed.
+        done: the event of the last computation; see `Event`.
         runs_serially: whether each computation has to be over before the next one is dispatched, see `Transport.crowded`.
     """
 
