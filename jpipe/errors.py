@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 
 import pydantic
 
-__all__ = ["Problem", "explain", "nearest", "short", "shortened"]  # the errors are in jpipe itself
+__all__ = ["Problem", "explain", "nearest", "problems_of", "short", "shortened"]  # the errors are in jpipe itself
 
 
 class Problem(NamedTuple):
@@ -200,13 +200,25 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     return f"did you mean '{close[0]}'?" if close else f"known: {', '.join(names)}"
 
 
-def explain(error: pydantic.ValidationError, model: type[pydantic.BaseModel], where: str) -> InputError:
+MISSING = "add it"
+"""What to change about a missing key."""
+
+
+def problems_of(error: ValueError) -> Sequence[Problem]:
+    """Return what is wrong by an error that a check of a value has raised."""
+    return error.problems if isinstance(error, InputError) else [Problem(str(error))]
+
+
+def explain(
+    error: pydantic.ValidationError, model: type[pydantic.BaseModel], where: str, shown: Callable[[Any], str] | None = None
+) -> InputError:
     """Turn pydantic's report into one `InputError`, with one line per problem.
 
     Args:
         error: what a validation raised.
         model: the class that validated the data; unknown keys are compared with its field names.
         where: the source of the data, such as a file name; every line begins with it.
+        shown: returns a value as text; by default `short`.
     """
     lines: list[Problem] = []
     problems = error.errors()
@@ -223,19 +235,18 @@ def explain(error: pydantic.ValidationError, model: type[pydantic.BaseModel], wh
             case "missing" if f"did you mean '{key}'?" in hints.values():
                 continue  # it is present, but misspelt
             case "missing":
-                lines.append(Problem(f"key '{key}' is missing", where, change="add it"))
+                lines.append(Problem(f"key '{key}' is missing", where, change=MISSING))
             case "too_short":
                 limits = problem["ctx"]
                 lines.append(Problem("", where, key, f"at least {limits['min_length']} of them", str(limits["actual_length"])))
             case "too_long":
                 lines.append(Problem("", where, key, f"at most {problem['ctx']['max_length']} items", short(value)))
             case "value_error":
-                raised = problem["ctx"]["error"]
-                inner = raised.problems if isinstance(raised, InputError) else [Problem(str(raised))]
-                lines += [each._replace(where=where, key=": ".join(filter(None, (key, each.where, each.key)))) for each in inner]
+                for each in problems_of(problem["ctx"]["error"]):
+                    lines.append(each._replace(where=where, key=": ".join(filter(None, (key, each.where, each.key)))))
             case _:
                 expected = problem["msg"].removeprefix("Input should be ")
-                lines.append(Problem("", where, key or "the whole", expected, short(value)))
+                lines.append(Problem("", where, key or "the whole", expected, (shown or short)(value)))
     return InputError(*lines)
 
 

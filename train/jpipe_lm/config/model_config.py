@@ -1,10 +1,12 @@
 """The section `model` of a config: the built-in family of language models."""
 
 import reprlib
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from jpipe import InputError
 from jpipe.errors import nearest
 from jpipe_lm.config.model import heads
 from jpipe_lm.config.model.experts import ExpertsConfig, replace_all_mlps
@@ -12,6 +14,8 @@ from jpipe_lm.config.model.presets import PRESETS
 from jpipe_lm.config.model.rope import RopeScaling
 from jpipe_train.config.section import Count, TargetSection
 
+LOWER = "lower one"
+"""What to change about sizes that are too large together."""
 _LARGEST_TABLE = 2**28
 _MOST_SYMBOLS = 10**7
 _MOST_EXPERTS = 10**5
@@ -139,7 +143,7 @@ class ModelConfig(TargetSection):
     @classmethod
     def _known_preset(cls, name: str | None) -> str | None:
         if name is not None and name not in PRESETS:
-            raise ValueError(f"unknown preset {reprlib.repr(name)}; {nearest(name, PRESETS)}")
+            raise InputError(f"unknown preset {reprlib.repr(name)}", change=nearest(name, PRESETS))
         return name
 
     @model_validator(mode="before")
@@ -164,52 +168,57 @@ class ModelConfig(TargetSection):
         return self
 
     @model_validator(mode="after")
-    def _heads_fit(self) -> "ModelConfig":
+    def _heads_fit(self, info: Any) -> "ModelConfig":
         if self.target is not None:
             return self
+        width, heads, kv_heads = (_shown(info, key) for key in ("width", "heads", "kv_heads"))
         if self.head_size is None and self.width % self.heads:
-            raise ValueError(f"width {self.width} is not divisible by heads {self.heads}; change one of them")
+            raise InputError(f"{width} {self.width} is not divisible by {heads} {self.heads}", change="change one of them")
         if self.heads % self.kv_heads_used:
-            raise ValueError(f"heads {self.heads} is not divisible by kv_heads {self.kv_heads}; change one of them")
+            raise InputError(f"{heads} {self.heads} is not divisible by {kv_heads} {self.kv_heads}", change="change one of them")
         if self.positions == "rope" and (self.rotary_size % 2 or not self.rotary_size):
             size = "width / heads" if self.head_size is None else "head_size"
             words = "heads of even size" if self.rope_share == 1 else f"an even number of each head (rope_share {self.rope_share:g})"
-            raise ValueError(
-                f"positions rope turns pairs of numbers, so that it needs {words}, found {self.rotary_size} ({size}); change it, or use "
-                "learned positions"
+            raise InputError(
+                f"positions rope turns pairs of numbers, so that it needs {words}, found {self.rotary_size} ({size})",
+                change="change it, or use learned positions",
             )
         return self
 
     @model_validator(mode="after")
-    def _positions_fit(self) -> "ModelConfig":
+    def _positions_fit(self, info: Any) -> "ModelConfig":
         if self.target is not None:
             return self
-        longest = self.max_positions_used
+        longest, most = self.max_positions_used, _shown(info, "max_positions")
         if self.seq_len > longest:
-            raise ValueError(f"seq_len {self.seq_len} is more than max_positions {longest}; change one of them")
+            raise InputError(f"seq_len {self.seq_len} is more than {most} {longest}", change="change one of them")
         if self.positions == "learned" and self.width * longest > _LARGEST_TABLE:
-            key = "seq_len" if self.max_positions is None else "max_positions"
-            raise ValueError(
-                f"width {self.width} × {key} {longest} makes a table of positions of more than {_LARGEST_TABLE:,} numbers; lower one"
+            width, key = _shown(info, "width"), "seq_len" if self.max_positions is None else most
+            raise InputError(
+                f"{width} {self.width} × {key} {longest} makes a table of positions of more than {_LARGEST_TABLE:,} numbers",
+                change=LOWER,
             )
         return self
 
     @model_validator(mode="after")
-    def _experts_fit(self) -> "ModelConfig":
+    def _experts_fit(self, info: Any) -> "ModelConfig":
         if self.target is not None or self.experts is None:
             return self
         layers = [_at(self.experts.layers, i) for i in range(self.depth)]
         if not any(layers):
-            raise ValueError(
-                f"experts.layers has experts in none of the {self.depth} blocks (depth); set one that they reach to true, or leave it out"
+            raise InputError(
+                f"experts.layers has experts in none of the {self.depth} blocks (depth)",
+                change="set one that they reach to true, or leave it out",
             )
         if all(layers) and self.mlp_width not in (None, self.experts.mlp_width):
-            raise ValueError(
-                f"mlp_width {self.mlp_width} has no effect where all blocks have experts: experts.mlp_width is "
-                f"{self.experts.mlp_width}; leave it out"
+            raise InputError(
+                f"{_shown(info, 'mlp_width')} {self.mlp_width} has no effect where all blocks have experts: experts.mlp_width is "
+                f"{self.experts.mlp_width}",
+                change="leave it out",
             )
         if self.experts.count * self.depth > _MOST_EXPERTS:
-            raise ValueError(f"experts.count {self.experts.count} × depth {self.depth} is more than {_MOST_EXPERTS:,} experts; lower one")
+            depth = f"{_shown(info, 'depth')} {self.depth}"
+            raise InputError(f"experts.count {self.experts.count} × {depth} is more than {_MOST_EXPERTS:,} experts", change=LOWER)
         return self
 
     @model_validator(mode="after")
@@ -220,10 +229,10 @@ class ModelConfig(TargetSection):
         given = [name for name in fields if getattr(self, name) != fields[name].default]
         unused = [name for name in given if self.positions != "rope" and name in _OF_ROPE]
         if unused:
-            raise ValueError(f"{unused[0]} has no effect with {self.positions} positions; leave it out, or set positions to rope")
+            raise InputError(f"{unused[0]} has no effect with {self.positions} positions", change="leave it out, or set positions to rope")
         unused = [name for name in given if self.window is None and name in _OF_WINDOWS]
         if unused:
-            raise ValueError(f"{unused[0]} has no effect without a window; leave it out, or set window")
+            raise InputError(f"{unused[0]} has no effect without a window", change="leave it out, or set window")
         return self
 
     @model_validator(mode="after")
@@ -233,11 +242,14 @@ class ModelConfig(TargetSection):
         scaling, pairs = self.rope_scaling, self.rotary_size // 2
         for key in ("short_factors", "long_factors"):
             if scaling is not None and (factors := getattr(scaling, key)) is not None and len(factors) != pairs:
-                raise ValueError(
-                    f"rope_scaling.{key}: expected {pairs} factors, one for each pair of a head, found {len(factors)}; correct them"
+                raise InputError(
+                    key=f"rope_scaling.{key}",
+                    expected=f"{pairs} factors, one for each pair of a head",
+                    found=len(factors),
+                    change="correct them",
                 )
         if self.attention == "cudnn" and self.attention_soft_cap is not None:
-            raise ValueError("attention cudnn cannot compute attention_soft_cap; set attention to xla")
+            raise InputError("attention cudnn cannot compute attention_soft_cap", change="set attention to xla")
         return self
 
     @model_validator(mode="after")
@@ -246,17 +258,34 @@ class ModelConfig(TargetSection):
             return self
         for key, required in _ENCODER.items():
             if (value := getattr(self, key)) != required:
-                raise ValueError(
-                    f"kind bert needs {key} {_as_yaml(required)}, found {_as_yaml(value)}{self._advice_for(key)}, or set kind to decoder"
+                raise InputError(
+                    f"kind bert needs {key} {_as_yaml(required)}, found {_as_yaml(value)}{self._preset_of(key)}",
+                    change=f"{self._advice_for(key)}, or set kind to decoder",
                 )
         if self.kv_heads_used != self.heads:
-            raise ValueError(f"kind bert has as many kv_heads as heads, {self.heads}, found {self.kv_heads}{self._advice_for('kv_heads')}")
+            words = f"kind bert has as many kv_heads as heads, {self.heads}, found {self.kv_heads}{self._preset_of('kv_heads')}"
+            raise InputError(words, change=self._advice_for("kv_heads"))
         return self
+
+    def _preset_of(self, key: str) -> str:
+        """Return words that name the preset if it decides the key, otherwise ""."""
+        of_preset = key in PRESETS.get(self.preset or "", {}) and PRESETS[self.preset or ""][key] == getattr(self, key)
+        return f" of preset {self.preset}" if of_preset else ""
 
     def _advice_for(self, key: str) -> str:
         """Return the advice for a value that does not fit the model's kind."""
-        of_preset = key in PRESETS.get(self.preset or "", {}) and PRESETS[self.preset or ""][key] == getattr(self, key)
-        return f" of preset {self.preset}; set another preset" if of_preset else "; leave it out"
+        return "set another preset" if self._preset_of(key) else "leave it out"
+
+
+def _shown(info: Any, key: str) -> str:
+    """Return the name of a key in messages: its name in the file that describes the model, if the keys come from one.
+
+    Args:
+        info: pydantic's `ValidationInfo`, with those names as context.
+        key: the key of `model`.
+    """
+    names: Mapping[str, str] = info.context or {}
+    return names.get(key, key)
 
 
 def _as_yaml(value: object) -> str:

@@ -1,10 +1,14 @@
 """The parts of a row of the table of families: groups of keys of `config.json` that together decide keys of `model`, and back."""
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
+
+from jpipe import InputError
+from jpipe.errors import short
 
 T = TypeVar("T")
 Keys = Mapping[str, Any]  # of the section `model`, or of `config.json`
@@ -44,7 +48,24 @@ def one(theirs: str, ours: str, kind: Any, default: Any = ...) -> KeyGroup:
 
 def only(theirs: str, *values: Any) -> KeyGroup:
     """Return the part for a JSON key with equivalent legal values, the default first; it is not written."""
-    return KeyGroup({theirs: (Literal[values], values[0])}, lambda *_: {}, lambda _: {})
+    return KeyGroup({theirs: (_one_of(*values), values[0])}, lambda *_: {}, lambda _: {})
+
+
+def in_json(value: Any) -> str:
+    """Return a value as JSON has it, with short texts in single quotes."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else short(value)
+
+
+def _one_of(*legal: Any) -> Any:
+    """Return the type of a JSON key with these legal values."""
+
+    def check(value: Any) -> Any:
+        if not any(isinstance(value, bool) == isinstance(each, bool) and value == each for each in legal):
+            *others, last = map(in_json, legal)
+            raise InputError(expected=f"{', '.join(others)} or {last}" if others else last, found=in_json(value))
+        return value
+
+    return Annotated[Any, AfterValidator(check)]
 
 
 def agreed(name: str, values: Iterable[T | None], default: T, where: str = "rope_parameters") -> T:
@@ -57,7 +78,7 @@ def agreed(name: str, values: Iterable[T | None], default: T, where: str = "rope
 
 def written(theirs: str, value: Any) -> KeyGroup:
     """Return the part for a JSON key with a single legal value, which is also its default; it is written."""
-    return KeyGroup({theirs: (Literal[value], value)}, lambda *_: {}, lambda _: {theirs: value})
+    return KeyGroup({theirs: (_one_of(value), value)}, lambda *_: {}, lambda _: {theirs: value})
 
 
 def activation(theirs: str, default: str) -> KeyGroup:

@@ -1,7 +1,6 @@
 """Read the `config.json` of a folder in Hugging Face's layout as keys of the section `model`, by the table of families."""
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar
@@ -10,22 +9,22 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
 from jpipe import InputError
-from jpipe.errors import explain, short
+from jpipe.errors import MISSING, Problem, explain, problems_of, short
 from jpipe.files import expanded, read_text, shown
 from jpipe_lm.config.huggingface import labels
 from jpipe_lm.config.huggingface.conversion import keys_of, names_of, schema
 from jpipe_lm.config.huggingface.experts import OF_THE_LOSS
 from jpipe_lm.config.huggingface.families import ARCHITECTURES, IGNORED
-from jpipe_lm.config.huggingface.parts import HINT
+from jpipe_lm.config.huggingface.parts import HINT, in_json
 from jpipe_lm.config.model.experts import replace_all_mlps
 from jpipe_lm.config.model.rope import RopeScaling
+from jpipe_lm.config.model_config import LOWER
 from jpipe_train.config.config import ModelConfig
 
 CONFIG = "config.json"
 MOST_BYTES = 2**20  # hundreds of times the usual size of a `config.json`
 _SMALLER = "jpipe's models are not so large; take a smaller model"
 _UNKNOWN = "jpipe does not know whether it changes the model; remove it where it does not, or take another model"
-_IN_JSON = {"None": "null", "True": "true", "False": "false"}
 _DERIVED = ("kv_heads", "head_size", "mlp_width", "max_positions")  # keys of `model` that others decide if they are null
 
 
@@ -65,7 +64,7 @@ def parse(data: Any, where: str = "config.json") -> Description:
     try:
         keys = keys_of(family, json_keys) | labels.keys_of(family, architecture, validated(labels.SCHEMA, about_labels, where))
     except ValueError as error:
-        raise InputError(f"{where}: {_in_their_words(str(error), {})}") from None
+        raise InputError(*map(_advised, problems_of(error))).at(where) from None
     validated(ModelConfig, whole_section(keys), where, names_of(family))
     return Description(architecture, keys)
 
@@ -210,20 +209,17 @@ def validated(model: type[_Model], data: Any, where: str, theirs: Mapping[str, s
         InputError: it is invalid; the message has the terms of JSON.
     """
     try:
-        return model.model_validate(data)
+        return model.model_validate(data, context=theirs)
     except pydantic.ValidationError as error:
-        lines = (line.removeprefix(f"{where}: ") for line in explain(error, model, where).args)
-        raise InputError(*(f"{where}: {_in_their_words(line, theirs or {})}" for line in lines)) from None
+        names = {f"{where}.{ours}": f"{where}: {name}" for ours, name in (theirs or {}).items()}
+        raise InputError(*map(_advised, explain(error, model, where, in_json).problems)).renamed(names) from None
 
 
-def _in_their_words(line: str, theirs: Mapping[str, str]) -> str:
-    """Return an error in the terms of `config.json`, and what to do about it."""
-    if line.endswith("is missing; add it"):
-        return line
-    if theirs:  # the advice at the end of the line is for a jpipe config
-        line = re.sub(rf"\b({'|'.join(theirs)})(?=: | \d)", lambda part: theirs[part[0]], line.partition("; ")[0])
-    line = re.sub(r"(?<![\w'])(None|True|False)(?![\w'])", lambda part: _IN_JSON[part[0]], line)
-    if unknown := re.match("unknown key '.*?'", line):
-        return f"{unknown[0]}; {_UNKNOWN}"
-    is_size = re.search("expected less than or equal to|of more than", line) is not None
-    return f"{line}; {_SMALLER if is_size else HINT}"
+def _advised(problem: Problem) -> Problem:
+    """Return a problem of a file of a model that jpipe may not have, with what to do about it."""
+    if problem.change == MISSING:
+        return problem
+    if problem.what.startswith("unknown key"):
+        return problem._replace(change=_UNKNOWN)
+    is_size = problem.change == LOWER or problem.expected.startswith("less than or equal to")
+    return problem._replace(change=_SMALLER if is_size else HINT)

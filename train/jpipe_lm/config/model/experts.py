@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
+from jpipe import InputError
 from jpipe_train.config.section import Count, Section
 
 _Factor = Annotated[float, Field(ge=0, le=1e6)]
@@ -31,11 +32,16 @@ class ExpertsConfig(Section):
     @model_validator(mode="after")
     def _fits(self) -> "ExpertsConfig":
         if self.per_token > self.count:
-            raise ValueError(f"per_token {self.per_token} is more than count {self.count}; change one of them")
+            raise InputError(f"per_token {self.per_token} is more than count {self.count}", change="change one of them")
         if self.shared_gate and self.shared_mlp_width is None:
-            raise ValueError("shared_gate has no effect without shared_mlp_width; set that, or leave shared_gate out")
+            raise InputError("shared_gate has no effect without shared_mlp_width", change="set that, or leave shared_gate out")
         if self.layers is not None and not any(self.layers):
-            raise ValueError("layers: expected at least one block with experts, found none; set one to true, or set model.experts to null")
+            raise InputError(
+                key="layers",
+                expected="at least one block with experts",
+                found="none",
+                change="set one to true, or set model.experts to null",
+            )
         return self
 
 

@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
+from jpipe import InputError
+
 Head = Literal["language", "classification", "regression", "multiple_choice"]
 _OF_LABELS = ("classification", "multiple_choice")  # the heads that tell labels apart
 _MOST_LABELS, _MOST_NAMES, _LONGEST_NAME = 10**5, 1000, 256
@@ -14,14 +16,16 @@ def _checked(labels: object) -> object:
     expected = f"expected their number, 2 to {_MOST_LABELS:,}, or a list of 2 to {_MOST_NAMES:,} names"
     if isinstance(labels, list):
         if not 2 <= len(labels) <= _MOST_NAMES:
-            raise ValueError(f"{expected}, found {len(labels)} names")
+            raise InputError(f"{expected}, found {len(labels)} names")
         for name in labels:
             if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME:
-                raise ValueError(f"expected names of at most {_LONGEST_NAME} letters, found {reprlib.repr(name)}; quotes in YAML make text")
+                raise InputError(
+                    expected=f"names of at most {_LONGEST_NAME} letters", found=reprlib.repr(name), change="quotes in YAML make text"
+                )
         if twice := next((name for name in labels if labels.count(name) > 1), None):
-            raise ValueError(f"expected each name once, found {reprlib.repr(twice)} twice; leave one of them out")
+            raise InputError(expected="each name once", found=f"{reprlib.repr(twice)} twice", change="leave one of them out")
     elif labels is not None and (isinstance(labels, bool) or not isinstance(labels, int) or not 2 <= labels <= _MOST_LABELS):
-        raise ValueError(f"{expected}, found {reprlib.repr(labels)}")
+        raise InputError(f"{expected}, found {reprlib.repr(labels)}")
     return labels
 
 
@@ -37,6 +41,6 @@ def check(head: Head, labels: int | list[str] | None) -> None:
     """
     if head in _OF_LABELS and labels is None:
         what = "classes" if head == "classification" else "choices of an example"
-        raise ValueError(f"head {head} needs labels, the number of {what} or their names; add it")
+        raise InputError(f"head {head} needs labels, the number of {what} or their names", change="add it")
     if head not in _OF_LABELS and labels is not None:
-        raise ValueError(f"labels has no effect with head {head}; leave it out, or set head to classification")
+        raise InputError(f"labels has no effect with head {head}", change="leave it out, or set head to classification")

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, model_serializer, model_validator
 
+from jpipe import InputError
 from jpipe_train.config.section import Count, Section
 
 Factor = Annotated[float, Field(ge=1, le=10**6)]
@@ -65,15 +66,17 @@ class RopeScaling(Section):
     def _keys_fit_the_kind(self) -> "RopeScaling":
         values = {name: value for name, value in self if value is not None and name != "kind"}
         if missing := next((name for name in NEEDED[self.kind] if name not in values), None):
-            raise ValueError(f"kind {self.kind} needs {missing}, found none; add it")
+            raise InputError(f"kind {self.kind} needs {missing}, found none", change="add it")
         if unknown := next((name for name in values if name not in NEEDED[self.kind] and name not in OPTIONAL[self.kind]), None):
-            raise ValueError(f"{unknown} has no effect with kind {self.kind}; leave it out")
+            raise InputError(f"{unknown} has no effect with kind {self.kind}", change="leave it out")
         low, high = self.low_frequency_factor, self.high_frequency_factor
         if low is not None and high is not None and low >= high:
-            raise ValueError(f"expected low_frequency_factor below high_frequency_factor, found {low:g} and {high:g}; change one of them")
+            raise InputError(
+                expected="low_frequency_factor below high_frequency_factor", found=f"{low:g} and {high:g}", change="change one of them"
+            )
         slow, fast = self.beta_slow, self.beta_fast
         if slow is not None and fast is not None and slow >= fast:
-            raise ValueError(f"expected beta_slow below beta_fast, found {slow:g} and {fast:g}; change one of them")
+            raise InputError(expected="beta_slow below beta_fast", found=f"{slow:g} and {fast:g}", change="change one of them")
         return self
 
     @model_serializer(mode="wrap")
