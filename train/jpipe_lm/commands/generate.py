@@ -1,67 +1,13 @@
 """`jpipe generate RUN`: continue texts with a trained model."""
 
-from typing import Annotated, Literal
-
-import tyro
-
+from jpipe_lm.generate.request import Request
 from jpipe_train.console import interrupt
-from jpipe_train.console.options import (
-    ALONE,
-    Count,
-    Fields,
-    Flag,
-    OptionalCount,
-    OptionalStep,
-    Process,
-    Weights,
-)
+from jpipe_train.console.options import ALONE, Fields, Process
 
 
-def generate(
-    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|FOLDER")],
-    prompt: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = (),
-    tokens: OptionalCount = None,
-    stop: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = (),
-    chat: Flag = False,
-    system: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None,
-    temperature: Annotated[float | None, tyro.conf.arg(metavar="T")] = None,
-    top_k: Annotated[int | None, tyro.conf.arg(metavar="K")] = None,
-    top_p: Annotated[float | None, tyro.conf.arg(metavar="P")] = None,
-    seed: Count = 0,
-    step: OptionalStep = None,
-    weights: Weights = "newest",
-    adapters: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None,
-    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="FILE|bytes")] = None,
-    devices: OptionalCount = None,
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
-    as_json: Annotated[Flag, tyro.conf.arg(name="json")] = False,
-    process: Fields[Process] = ALONE,
-) -> int:
-    """Continue texts with a trained model, or chat with it. What it writes goes to standard output.
-
-    Args:
-        source: The folder of a run, such as runs/0001, or one in Hugging Face's layout, with config.json.
-        prompt: The text to continue; may be given several times. Without it standard input is read.
-        tokens: At most N tokens; fewer if the text ends, or the model has no more positions. By default 100, and 1,000 with --chat.
-        stop: End the output before this text; may be given several times.
-        chat: Hold a conversation: each line of standard input is what a user says. Ctrl-C stops an answer, Ctrl-D ends the conversation.
-        system: What the model is told before a conversation.
-        temperature: 0 chooses the most likely token, 1 samples from the model's probabilities. By default 1 with the next two, else 0.
-        top_k: Sample from the K most likely tokens.
-        top_p: Sample from the most likely tokens that together have the probability P, such as 0.9.
-        seed: The seed of sampling.
-        step: The checkpoint after N steps, or the best one of a run with checkpoint.best; by default the newest complete one.
-        weights: The newest parameters, or their moving average (ema), of a run with optimizer.ema_decay.
-        adapters: A folder in PEFT's layout, with adapters for the model of a folder in Hugging Face's.
-        tokenizer: A tokenizer.json in place of the model's own; bytes: each byte is a token.
-        devices: Place the layers on N devices, in order; by default on as few as have the memory, in several processes on all.
-        dtype: The dtype of computation; by default as in training, or of a folder's weights.
-        as_json: Write a JSON object for each prompt at the end, with prompt, text, tokens and end.
-        process: Several processes.
-    """
+def generate(request: Fields[Request], process: Fields[Process] = ALONE) -> int:
+    """Continue texts with a trained model, or chat with it. What it writes goes to standard output."""
     with interrupt.importing():
-        from jpipe_lm.generate import generate as generating
         from jpipe_train.run import job
 
-    options = tokens, temperature, top_k, top_p, seed, step, weights, tokenizer, dtype, devices, as_json, stop, chat, system, adapters
-    return job.generate(generating.Request(source, prompt, *options), process)
+    return job.generate(request, process)

@@ -13,7 +13,8 @@ from jpipe_lm.data.chat.renderer import Failure, Renderer
 from jpipe_lm.data.chat.tokens import end_of_turn
 from jpipe_lm.data.tokenizer import Tokenizer
 from jpipe_lm.generate import model_source
-from jpipe_lm.generate.generate import Request, agree_on, check_options, check_text, check_tokens, ignore, start
+from jpipe_lm.generate.generate import agree_on, check_options, check_text, check_tokens, ignore, start
+from jpipe_lm.generate.request import Request
 from jpipe_lm.generate.texts import Text, Texts, start_texts
 from jpipe_lm.generate.token_text import Conversion
 from jpipe_train.console import interrupt

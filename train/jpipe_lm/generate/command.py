@@ -9,7 +9,8 @@ import jax
 
 from jpipe import InputError
 from jpipe_lm.generate import chat
-from jpipe_lm.generate.generate import Request, main
+from jpipe_lm.generate.generate import main
+from jpipe_lm.generate.request import Request
 from jpipe_train.console import interrupt
 from jpipe_train.console.exit_codes import failed
 from jpipe_train.console.terminal import fail, first_line, printable

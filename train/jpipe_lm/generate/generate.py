@@ -18,6 +18,7 @@ from jpipe_lm.config.model_config import ModelConfig
 from jpipe_lm.generate import model_source
 from jpipe_lm.generate.decoder import Decoder, bytes_of, scratch_of
 from jpipe_lm.generate.placement import place
+from jpipe_lm.generate.request import Request
 from jpipe_lm.generate.sampling import Sampling, choose
 from jpipe_lm.generate.shared import share_of
 from jpipe_lm.generate.texts import Texts, start_texts
@@ -25,8 +26,6 @@ from jpipe_lm.generate.token_text import Conversion
 from jpipe_lm.models.transformer import dtype_of
 from jpipe_train.assemble import compile_cache
 from jpipe_train.assemble.build import force_cpu_devices, start_devices
-from jpipe_train.checkpoint.best import Step
-from jpipe_train.checkpoint.export import Weights
 from jpipe_train.console import interrupt
 from jpipe_train.console.terminal import count
 from jpipe_train.launch.distributed import CONNECT_LIMIT
@@ -36,49 +35,6 @@ MOST_TOKENS = 10**7
 MOST_BY_DEFAULT = 100
 _LARGEST = 1e6
 _SEEDS = 2**32
-
-
-@dataclass(frozen=True)
-class Request:
-    """A request to generate text.
-
-    Attributes:
-        source: the folder of a run, or one in Hugging Face's layout.
-        prompts: the texts to continue.
-        tokens: the largest number of tokens for each prompt; None for `MOST_BY_DEFAULT`, or the default of `jpipe_lm.generate.chat`.
-        temperature: as in `Sampling`; None for 1 with `top_k` or `top_p`, otherwise 0.
-        top_k: as in `Sampling`.
-        top_p: as in `Sampling`.
-        seed: the seed of sampling.
-        step: as in `model_source.find`.
-        weights: as in `model_source.find`.
-        tokenizer: as `tokens_of` in `model_source.find`.
-        dtype: as in `model_source.find`.
-        devices: the number of devices; None for as few as have the memory.
-        as_json: whether to write a JSON object for each prompt at the end, in place of text as it is generated.
-        stops: strings before which a text ends.
-        is_chat: whether to hold a conversation.
-        system: what the model is told at its beginning; None for nothing.
-        adapters: as in `model_source.find`.
-    """
-
-    source: str
-    prompts: Sequence[str]
-    tokens: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int = 0
-    step: Step = None
-    weights: Weights = "newest"
-    tokenizer: str | None = None
-    dtype: str | None = None
-    devices: int | None = None
-    as_json: bool = False
-    stops: Sequence[str] = ()
-    is_chat: bool = False
-    system: str | None = None
-    adapters: str | None = None
 
 
 def main(request: Request, write: Callable[[str], None], say: Callable[[str], None], together: Together) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from jpipe import InputError, PeerLost, keep_freed_memory
 from jpipe_lm.generate import command
-from jpipe_lm.generate import generate as generating
+from jpipe_lm.generate.request import Request as Generation
 from jpipe_train.checkpoint import run_folder
 from jpipe_train.config import config_file
 from jpipe_train.console import interrupt
@@ -52,7 +52,7 @@ def evaluate(request: EvaluateRequest, process: Process) -> int:
     return _run(work, process)
 
 
-def generate(request: generating.Request, process: Process) -> int:
+def generate(request: Generation, process: Process) -> int:
     """Generate text, print a line if that fails, and return the exit code."""
 
     def work(connect: Callable[[], int]) -> int:
