@@ -99,7 +99,7 @@ class InputError(ValueError):
         """Return this error with other names of places.
 
         Args:
-            names: by a name of a place, `where` or `where.key`, the name to print.
+            names: the names to print, by the name of a place, `where` or `where.key`.
         """
         return self._with([problem.renamed(names) for problem in self.problems])
 

@@ -44,7 +44,7 @@ def unusable(path: str) -> str | None:
     """Return why a path cannot be one of this machine, and what to change, as the end of a message; None if it can. No disk is asked.
 
     Args:
-        path: from a user.
+        path: a path from a user.
 
     Example:
         >>> unusable("s3://bucket/run")
@@ -75,7 +75,7 @@ def expanded(path: str, where: str) -> Path:
     """Return a path with the home folder in place of `~`.
 
     Args:
-        path: from a user.
+        path: a path from a user.
         where: its config key or option, for messages.
 
     Raises:
@@ -96,7 +96,7 @@ def resolved(path: str, where: str) -> Path:
     """Return an absolute path without `..`, symbolic links and `~`; parts that do not exist are kept as they are.
 
     Args:
-        path: from a user.
+        path: a path from a user.
         where: as in `expanded`.
 
     Raises:
@@ -167,7 +167,7 @@ def unused(path: str, where: str) -> Path:
     """Return the absolute path of a new file or folder; its parent may be behind links.
 
     Args:
-        path: from a user.
+        path: a path from a user.
         where: its option, for messages.
 
     Raises:

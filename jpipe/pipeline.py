@@ -285,7 +285,7 @@ class Pipeline:
         Args:
             key: the random key of the run, as it was given to `init`.
             batch: as in `init`.
-            layers: from `Snapshot.layers`, with any arrays; at least for the layers of this process's workers.
+            layers: the layers from `Snapshot.layers`, with any arrays; at least the layers of this process's workers.
             at: the batch of the snapshot.
             fresh_optimizer: begin with new optimizer state, as another optimizer has to.
             buckets: as in `init`.
@@ -433,8 +433,8 @@ class Pipeline:
         Args:
             state: any state that is not consumed.
             batch: as in `step`, of any number of microbatches of the size that `init` saw.
-            metrics: by name `(outputs, labels) -> (sum, weight)` of one microbatch, two scalars like the loss; they run at the last
-                stage, and get random numbers as it does. They are compiled when they are first seen, so give the same function objects
+            metrics: functions by name, `(outputs, labels) -> (sum, weight)` of one microbatch, two scalars like the loss; they run at the
+                last stage, and get random numbers as it does. They are compiled when they are first seen, so give the same function objects
                 each time. The same in all processes.
             weights: "newest", or "ema" for their moving average, in the dtypes of the parameters.
 
@@ -474,7 +474,7 @@ class Pipeline:
             state: any state that is not consumed.
             batch: inputs of any number of rows, or (inputs, labels) as in `step`; the labels are not read.
             weights: as in `evaluate`.
-            to: in a run of several processes, whether "all" of them get the outputs, or only the "first", process 0. The same in all
+            to: which processes get the outputs in a run of several: "all", or only the "first", process 0. The same in all
                 processes.
 
         Returns:

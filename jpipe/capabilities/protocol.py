@@ -55,7 +55,7 @@ class Option:
             is used where its room is among what a program `uses`.
         of_stages: whether it is a field of each stage instead, which is empty where the stage does not use it.
         check: `(plan) -> None`, raises ValueError if the value does not fit the plan; only called where it is set.
-        stands_for: where it is in no plan, the argument of a pipeline with the exclusions that hold for programs that use it.
+        stands_for: for an option that is in no plan, the argument of a pipeline with the exclusions of programs that use it.
         refusal: `(plan, value) -> str`, why no program of a plan can use it with a value, or "".
         check_model: `(plan, StageEntries) -> None`, raises InputError for a model with which the plan cannot use it.
         check_arguments: `(arguments) -> None`, raises InputError for values of arguments of a pipeline, by name as in `excluded`.
@@ -325,7 +325,7 @@ class RuntimeHooks:
 
     Instructions and messages:
         handlers: by the type of its instructions, `(Worker, instruction) -> None`.
-        messages: by `Send.message`, how one runs.
+        messages: how a message runs, by `Send.message`.
         exchange: `(values by field of the plan) -> Exchange` of activations and gradients.
         summed: `(Arrays) -> specs` of what the replicas of a stage sum in place of gradients.
 

@@ -30,7 +30,7 @@ class Partition:
         mesh: sizes by axis, without axes of size 1; empty: one device, which holds everything.
         rows: the number of rows of a microbatch.
         batch: the axes over which the rows are sharded.
-        params: by entry the `PartitionSpec` of each parameter, by path; those that are whole on each device are left out.
+        params: the `PartitionSpec` of each parameter, by entry and path; parameters that are whole on each device are left out.
         gathered: as `params`, but where the parameters are used: without the axis of the rows (`fsdp`).
         axes: the axis of the mesh over which each logical axis is sharded, of those that are.
     """

@@ -91,7 +91,7 @@ class Shards:
     """The distinct shards of a tree, by the number of the first device that has each. Replicas on equal meshes sum them one by one.
 
     Args:
-        specs: with the shardings of one of the replicas.
+        specs: specs with the shardings of one of the replicas.
         devices: its devices, in the order of its mesh.
     """
 

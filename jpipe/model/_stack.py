@@ -215,7 +215,7 @@ class LayerStack:
         """Return the parameters and the state that are given to `Pipeline.init`, by layer id, with None where there is nothing.
 
         Args:
-            params: by layer id, or in the tree of the model that the layers were cut from; None: nothing.
+            params: the parameters by layer id, or in the tree of the model that the layers were cut from; None: nothing.
 
         Raises:
             InputError: the model is abstract, and nothing was given.

@@ -123,7 +123,8 @@ class Ties:
         """Split whole parameters of some layers into entries.
 
         Args:
-            params: by layer id, and of the layers that hold the first places of their shared parameters. Specs may lack the latter.
+            params: the parameters by layer id, and those in the layers with the first places of their shared parameters. Specs may lack the
+                latter.
             ids: the layers; by default all of `params`.
         """
         entries: dict[str, Tree] = {}
@@ -315,7 +316,8 @@ class ModelTree:
     Attributes:
         structures: the structures of that tree; further ones have equal leaves in the same order.
         shapes: the shapes of its leaves.
-        layers: by layer id, a tree like the layer's parameters with a `Leaf` in place of each array: the leaf or slice of the whole tree.
+        layers: for each layer id a tree like the layer's parameters, with a `Leaf` in place of each array: the leaf or slice of the whole
+            tree.
     """
 
     structures: tuple[Any, ...]

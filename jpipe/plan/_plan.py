@@ -67,7 +67,7 @@ class Plan(CapabilityOptions, _Layout, PlanOptions, _Pipeline):
             sums of gradients, 2BW section 3.3); "stages", of a pipeline (the activations).
         ranks: for each pipeline rank the stages that it runs in turn, in order; None: one stage for each rank, or what the schedule
             needs. With replicas, each replica of these stages is on a device of its own. `even` fills it from `chunks_per_rank`.
-        rules: by logical axis the axis of the meshes over which it is sharded, None for none: what differs from `RULES`.
+        rules: the axis of the meshes over which a logical axis is sharded, or None, for each logical axis that differs from `RULES`.
         param_axes: for models that name no logical axes: for parameters with a "layer id/path" that matches a pattern (`fnmatch`), a
             logical axis or None for each dim. A parameter that matches several has the first.
         placement: for each pipeline rank the numbers of its replicas' devices, counted from 0 over the devices of all processes, process by

@@ -167,7 +167,7 @@ class Reduction:
     before the other starts.
 
     Args:
-        devices: in the order in which their parts are added.
+        devices: the devices in the order in which their parts are added.
 
     Raises:
         InputError: more TPUs than libtpu is known to compile collectives for.

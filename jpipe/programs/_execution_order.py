@@ -110,9 +110,9 @@ class _Sums:
 
     Args:
         plan: what runs.
-        counts: by stage, how many instructions begin a sum.
+        counts: the number of instructions that begin a sum, by stage.
         kinds: the types of these instructions.
-        waits_for: by the type of instructions of capabilities, which sum one waits for.
+        waits_for: the sum that an instruction of a capability waits for, by the type of instruction.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ class Span(NamedTuple):
         update_time: how long that update takes.
         update_wait: the time from `end` to its beginning: it may wait for the norm of all gradients.
         chunk: which of the rank's stages, counted from 0.
-        part: for which part of the stage it is, counted from the last layers; None: for all of it.
+        part: the part of the stage that it is for, counted from the last layers; None: all of it.
     """
 
     op: str
@@ -86,7 +86,7 @@ def whole_spans(spans: Sequence[Span]) -> list[Span]:
     """Return the spans of one stage with the parts of each backward added up to one span, as long as all of them.
 
     Args:
-        spans: in the order of a rank.
+        spans: the spans in the order of a rank.
     """
     whole, places = list[Span](), dict[int, int]()
     for span in spans:

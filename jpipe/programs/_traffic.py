@@ -12,8 +12,8 @@ class _Ports:
     """Ports that have been busy at the same times.
 
     Attributes:
-        starts: when they begin to be busy, in order.
-        ends: until when they are then.
+        starts: the times at which they begin to be busy, in order.
+        ends: the times at which they are free again.
         count: the number of ports.
     """
 

@@ -35,7 +35,7 @@ class Transfer(NamedTuple):
             microbatch; the optimizer state has 0.
         start: when it begins to occupy its links, in seconds.
         end: when the links are free again.
-        arrival: when the receiver has it, after the latency; of a sum, when it is complete.
+        arrival: when the receiver has it, after the latency; for a sum, when it is complete.
         size: the bytes that each sender sends.
     """
 
@@ -85,7 +85,7 @@ def transfer_rows(transfers: Iterable[Transfer], tick: float) -> dict[str, list[
     Each takes one tick at least, as computations do, and each row is rounded for itself.
 
     Args:
-        transfers: in any order.
+        transfers: the transfers in any order.
         tick: length of a tick in seconds.
     """
     rows: dict[str, list[Cell]] = {}

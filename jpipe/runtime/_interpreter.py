@@ -63,9 +63,9 @@ def run(
     Args:
         program: what to run, with the instructions of the workers of this process alone.
         shift: batches to add to every batch and version of the program, and m times as many microbatches.
-        stages: by worker of this process, for each bucket.
+        stages: the stages by worker of this process, for each bucket.
         buckets: gives the bucket of a batch, as counted in the run.
-        states: by worker of this process.
+        states: the states by worker of this process.
         transport: between the workers.
         data: the data from `read_data`; consumed.
         observe: called after each instruction is dispatched.

@@ -24,7 +24,7 @@ def checked(plan: Plan, stages: Mapping[int, Sequence[CompiledStage]]) -> dict[i
 
     Args:
         plan: the plan.
-        stages: by worker, for each bucket.
+        stages: the stages by worker, for each bucket.
     """
 
     def of(w: int, stage: CompiledStage) -> CompiledStage:

@@ -141,7 +141,7 @@ class Added(NamedTuple):
     """What the capabilities that a plan uses add to the interpreter.
 
     Attributes:
-        handlers: by the type of instruction, what it does at a worker.
+        handlers: a function for each type of instruction, which runs it at a worker.
         messages: how messages run, by their names.
         joins: what puts the pieces of sums together.
         updates: what they change in updates, by the names of the capabilities.
@@ -172,7 +172,7 @@ class Worker:
         microbatch_shift, version_shift: to be added to the numbers of the program to get the run's.
         compiled, functions, calls: of its stage; what depends on the shapes of a microbatch is in `stage_for`.
         stages, buckets: as given to `run`, for its stage.
-        transport: to and from other workers.
+        transport: the transport to and from other workers.
         added: what capabilities add.
         frozen: the frozen parameters, which all versions share.
         has_rng, has_buckets: whether the stage draws random numbers, and whether there are several buckets.

@@ -20,7 +20,7 @@ def flushed_order(plan: Shape, p: int, microbatches: Sequence[int], ahead: int, 
     """Return the order of one batch.
 
     Args:
-        plan: with looped ranks.
+        plan: a plan with looped ranks.
         p: the pipeline rank.
         microbatches: the microbatches of one of its replicas, in order.
         ahead: a, as above.

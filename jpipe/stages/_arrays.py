@@ -59,7 +59,7 @@ class Arrays:
 
     Attributes:
         functions: the functions of the stage.
-        place: where it runs, or one without devices for the sizes of shards.
+        place: where it runs, or a place without devices for the sizes of shards.
         chosen: the shardings that XLA chose for arrays between two programs, in order: "saved" from the forward, "stash" from the first
             half of a backward. Before they are known, these arrays count as sharded like those between stages.
         share: what this replica updates; None: everything.

@@ -28,7 +28,7 @@ def measure_stages(
         plan: the plan.
         functions: the functions of each stage.
         shares: the shares of the replicas of each stage, from `shares_of`.
-        compiled: by stage, the stages with known temporaries and shardings.
+        compiled: the stages with known temporaries and shardings, by stage.
     """
     splits = [SCHEDULES[plan.schedule].splits(plan, s) for s in range(plan.depth)]
     chosen = [compiled[s].chosen if s in compiled else {} for s in range(plan.depth)]

@@ -71,15 +71,15 @@ def draw_timeline(
     labels such as `3¹`.
 
     Args:
-        timelines: by name, in order, such as `{"predicted": …, "measured": …}`; they begin at time 0.
-        transfers: by the same names, such as `Prediction.transfers` and `Trace.transfers`: each direction between two ranks, or a rank and
-            its host, and the replicas of a sum, have a row below the ranks; a box lasts as long as its links are occupied.
+        timelines: the timelines by name, in order, such as `{"predicted": …, "measured": …}`; they begin at time 0.
+        transfers: the transfers by the same names, such as `Prediction.transfers` and `Trace.transfers`: each direction between two ranks,
+            or a rank and its host, and the replicas of a sum, have a row below the ranks; a box lasts as long as its links are occupied.
         title: title of the picture.
         unit: unit of time: `"s"` (shown as s, ms or µs), or any other word, such as `"forwards"`, shown unchanged.
         seconds: length of each timeline (one number for all), if that is not its last end, as for a window of a longer run.
         plan: the plan of these timelines. With it, the stages of each rank and its replica stand beside the rows, unless each rank is a
             stage without replicas.
-        width: in inches.
+        width: the width in inches.
         font_size: size of the text inside the panels in points; other text is at least as large. 11 in a picture 5.4 inches wide can be
             read on a phone.
 
@@ -135,7 +135,7 @@ def draw_memory(
     Weights are in blue, one shade per version, so that the versions alive can be counted.
 
     Args:
-        memories: by name, in order, such as `{"predicted": …, "measured": …}`.
+        memories: the memory by name, in order, such as `{"predicted": …, "measured": …}`.
         seconds: length of each (one number for all).
         title: title of the picture.
         unit: unit of time, as in `draw_timeline`.

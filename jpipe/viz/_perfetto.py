@@ -21,8 +21,8 @@ def to_perfetto(timelines: Mapping[str, Timeline], transfers: Mapping[str, Seque
     `update` after it. Arrows follow each microbatch through its forwards and backwards, without those for weights alone.
 
     Args:
-        timelines: by name (`predicted`, `measured`), in seconds; the spans of a rank do not overlap.
-        transfers: by the same names, those that are to be shown, such as `Prediction.transfers`: each direction between two ranks, or a
+        timelines: the timelines by name (`predicted`, `measured`), in seconds; the spans of a rank do not overlap.
+        transfers: the transfers to show, by the same names, such as `Prediction.transfers`: each direction between two ranks, or a
             rank and its host, and the replicas of a sum, are a thread below the ranks, where a slice lasts as long as its links are
             occupied.
 

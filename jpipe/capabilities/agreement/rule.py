@@ -79,7 +79,7 @@ def mix(mixing: float, own: Tree, agreed: Tree) -> Tree:
     Args:
         mixing: α, the share of its own.
         own: its own parameters.
-        agreed: from the agreement.
+        agreed: the result of the agreement.
     """
     if not mixing:  # even where its own are not finite
         return jax.tree.map(jnp.copy, agreed)

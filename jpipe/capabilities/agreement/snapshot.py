@@ -35,7 +35,7 @@ def last_agreed(stage: CompiledStage, agreed: Agreed, changes: Tree) -> Agreed:
     Args:
         stage: the stage of the worker.
         agreed: the result of the last agreement that it has applied.
-        changes: from `changes_under_way`, of this worker or another replica of its stage.
+        changes: the changes from `changes_under_way`, of this worker or another replica of its stage.
     """
     mean = arrived(changes)
     if mean is None or mean in (ALREADY_AGREED, ALREADY_APPLIED):

@@ -36,7 +36,7 @@ class _State(NamedTuple):
     Attributes:
         number: the number of the leaf of the state.
         slot: the position in the entry of the parameter that it belongs to; None for one of all parameters.
-        names: where the state of an entry has it.
+        names: its place in the state of an entry.
     """
 
     number: int

@@ -90,7 +90,7 @@ class LayerwiseOptimizer:
 
         Args:
             layer_id: the id of the layer, or the name of a shared parameter.
-            gradient: with respect to its trained parameters.
+            gradient: the gradient with respect to its trained parameters.
             state: its optimizer state.
             params: its trained parameters.
             position: at least the entries that are `required`.

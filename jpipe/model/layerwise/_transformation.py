@@ -66,7 +66,7 @@ def unfit_mask(transformation: Any, specs: Mapping[str, Tree]) -> str:
     """Return how a mask or labels given as dicts differ from the structure of the model, or an empty string.
 
     Args:
-        transformation: where masks are looked for.
+        transformation: the transformation to search for masks.
         specs: shapes of all parameters by layer id.
     """
     named = [pair for function in _functions(transformation) for pair in _variables(function)]

@@ -31,10 +31,10 @@ class _Cut:
     """The segments of a model for inputs of some shapes.
 
     Attributes:
-        segments: in training (True) and in evaluation (False).
+        segments: the segments in training (True) and in evaluation (False).
         carries: the specs of what passes before each layer; in one of the two a value may be missing.
-        slots: in training and in evaluation, for each layer the positions in its carry of what its segment takes.
-        outputs: in training and in evaluation, makes the outputs of the model from what the last segment gives.
+        slots: for each layer the positions in its carry of the inputs of its segment, in training and in evaluation.
+        outputs: a function that makes the model's outputs from the outputs of the last segment, in training and in evaluation.
         equal: for each layer the number of the first one that computes the same; their parameters may have other values.
     """
 
@@ -54,7 +54,7 @@ class TracedModel:
         inputs: the specs of the inputs for which it was traced first.
         parts: its layers.
         chain: its first trace, in training.
-        positions: where that is cut.
+        positions: the places where that is cut.
         leaves: its parameters and layer state.
         owners: for each of them the number of the layer that has it first, or that writes it.
         draws: for each layer whether it draws random numbers, in training (True) and in evaluation (False).
@@ -296,8 +296,8 @@ class TracedModel:
         """Return the parameters and the layer state of the whole model from its layers'.
 
         Args:
-            params: by layer id. Leaves of the whole model that no layer has are `jax.ShapeDtypeStruct`s.
-            state: by layer id.
+            params: the parameters by layer id. Leaves of the whole model that no layer has are `jax.ShapeDtypeStruct`s.
+            state: the state by layer id.
         """
         specs, treedef = jax.tree.flatten(self.whole.specs)
         slices: list[dict[Leaf, Any]] = [{} for _ in specs]

@@ -167,7 +167,7 @@ class Worker:
         most_versions: the most versions so far.
         away: what a capability keeps elsewhere: the optimizer state (number 0), versions, residuals and stashes.
         accumulates: whether there is memory for gradients: not between a batch set aside and the next backward.
-        computed: by microbatch the parts of ops that it has computed, if a neighbouring stage is on the same rank.
+        computed: the parts of ops that it has computed, by microbatch, if a neighbouring stage is on the same rank.
         last: the number of its last computation, counted over the rank.
     """
 

@@ -33,9 +33,9 @@ class _Rank:
 
     Attributes:
         actions: what it does.
-        clock: when it last ended something before a pause, or before the end.
+        clock: the end of its last action before a pause, or before the end.
         starts: the times at which its actions began.
-        arrivals: when what it needed was there, in the current batch.
+        arrivals: the times at which the inputs of its actions had arrived, in the current batch.
         batches: for each batch that it has ended, `starts` and `arrivals`.
     """
 

@@ -56,7 +56,7 @@ class WorkerState:
             `sums`: the gradient accumulators, complete and set aside.
             `summed`: (accumulators, means of the layer state, (mean loss, weight) at the last stage) over all replicas.
             `loss`: (mean loss, weight), until all updates of the batch are made.
-        loss_scales: with a dynamic loss scale each version's; a microbatch has the scale of the version that it reads.
+        loss_scales: the loss scale of each version, if it is dynamic; a microbatch has the scale of the version that it reads.
         capabilities: what capabilities keep, by their names, see `RuntimeHooks.specs`.
     """
 

@@ -51,8 +51,8 @@ def time_overlap(devices: Sequence[jax.Device] | None = None, elements: int = _E
     """Time a transfer and a sum between devices, alone and beside a computation of the first one; all processes call it.
 
     They are the first devices of all processes, or of one process two devices. Arrays move as between the stages and replicas of a
-    pipeline: from the first device to the next ones and back. On CPUs the computation runs on one core, because devices that share cores
-    are another matter.
+    pipeline: copies from the first device to the next ones and back. On CPUs the computation runs on one core, because devices that share
+    cores are another matter.
 
     Args:
         devices: the devices of the run; by default all.

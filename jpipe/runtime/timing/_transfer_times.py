@@ -173,8 +173,8 @@ class TransferWatcher:
         at the latest when the next one of its transfer thread does.
 
         Args:
-            starts: when each computation of this process began.
-            ends: when it ended.
+            starts: the time at which each computation of this process began.
+            ends: the time at which it ended.
         """
         readers, latest = _readers(self.plan, starts), defaultdict[tuple[int, ...], float](lambda: math.inf)
         for (name, _), moved in reversed(self._known.items()):

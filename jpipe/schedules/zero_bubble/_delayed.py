@@ -9,7 +9,7 @@ def delayed_weights(plan: Shape, p: int, microbatches: Sequence[int], ahead: int
     """Return 1F1B with each backward for weights `delay` microbatches after the backward for inputs.
 
     Args:
-        plan: with one stage for each rank.
+        plan: a plan with one stage for each rank.
         p: the rank, and its stage.
         microbatches: the microbatches of one of its replicas, in order.
         ahead: n_s, at least 1.

@@ -40,7 +40,7 @@ def greedy_order(
     and the static zero-bubble schedules that fit; the shortest is returned. The same arguments always give the same order.
 
     Args:
-        plan: with the stages, ranks, replicas and microbatches that the order is for, of any schedule with these ranks.
+        plan: a plan with the stages, ranks, replicas and microbatches that the order is for, of any schedule with these ranks.
         costs: the times of each stage, such as `jpipe.programs.StageCost`.
         limits: the most microbatches that a rank holds between forward and the end of the backward, summed over its stages
             up; for all ranks, or one for each; at least as many as a rank has stages.

@@ -22,8 +22,9 @@ class StageLinks(NamedTuple):
         rings: for each stage the slowest link between neighbouring replicas.
         slowness: how many times as long as in the profile the slowest device of each stage computes.
         limits: the bytes that each stage may use of its device with the least; infinity: not limited.
-        messages: by port and cut, the seconds that it sends for each microbatch of the batch and byte of the output: outputs and gradients.
-        sums: by port and stage, the seconds that it sends for each byte of the gradients that are summed.
+        messages: the seconds that a port sends for each microbatch of the batch and byte of the output, by port and cut: outputs and
+            gradients.
+        sums: the seconds that a port sends for each byte of the gradients that are summed, by port and stage.
     """
 
     bandwidths: Any

@@ -73,7 +73,7 @@ class Candidate:
         placed_on: the devices, or meshes, of the topology in the order in which ranks get them; None: in the order of their numbers.
         sum_parts: for each stage how many layers each part of the sum of its gradients has, as in `jpipe.Stage`; empty: no stage
             sums in parts.
-        on_device: with `offload` the seconds per batch of the same plan with everything on the devices, if these had the memory.
+        on_device: the seconds per batch of the same plan without `offload`, if the devices had the memory.
     """
 
     schedule: str

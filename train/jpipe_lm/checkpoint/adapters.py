@@ -21,7 +21,7 @@ def merged(arrays: Mapping[str, Any], model: ModelConfig, tune: TuneConfig) -> d
     """Merge adapters into the weights beside them, and return the weights of the whole model in float32.
 
     Args:
-        arrays: by name in an export, such as "block_0/qkv/kernel"; of any layers.
+        arrays: arrays of any layers by name in an export, such as "block_0/qkv/kernel".
         model: the section `model` of their run.
         tune: the section `tune` of their run; without adapters the arrays are returned as they are.
     """

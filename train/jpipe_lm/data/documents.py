@@ -74,7 +74,7 @@ class Documents:
     """The tokens of all shards as one sequence.
 
     Attributes:
-        shards: in their order.
+        shards: the shards in order.
         vocab_size: every token is below this, which is checked as tokens are read.
     """
 

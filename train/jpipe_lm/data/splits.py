@@ -39,7 +39,7 @@ class Split:
     """Documents for training and for validation.
 
     Attributes:
-        train: to learn from.
+        train: the documents for training.
         validation: documents that are held out.
         source: a phrase that says where they come from.
         digest: its result is the same in two processes only if their documents are, up to a sample of large files.
@@ -128,7 +128,7 @@ class DataPath(NamedTuple):
 
     Attributes:
         path: a file, a folder or a glob.
-        share: to hold out; 1: all.
+        share: the share to hold out; 1: all.
         where: the key that names the path, for messages.
     """
 

@@ -81,7 +81,7 @@ def pieces(names: Sequence[str], files: Sequence[Path], form: Format, fraction: 
 
     Args:
         names: the names of the files, which decide where whole files are held out.
-        files: to read.
+        files: the files to read.
         form: the form of the documents: texts, which are whole files or their rows; or prompts with answers, which are rows.
         fraction: share to hold out: of files; of the text, its end, if there is one file; of rows, chosen by their hashes.
         keys: the keys of rows.
@@ -153,11 +153,11 @@ class Assembler:
 
     Attributes:
         tokenizer: the one that made the tokens.
-        sinks: where documents for training (False) and for validation (True) go.
+        sinks: the sinks of documents for training (False) and for validation (True).
         documents: how many there were of either.
         tokens: how many tokens.
         empty: how many documents were left out: those without text, and prompts and conversations without an answer.
-        first_empty: where the first of them is.
+        first_empty: the place of the first of them.
         divided: how many conversations became several documents.
     """
 

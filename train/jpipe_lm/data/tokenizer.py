@@ -84,7 +84,7 @@ class Tokenizer:
         """Tokenize each text on all cores, without the tokens that begin or end it.
 
         Args:
-            texts: to tokenize.
+            texts: the texts to tokenize.
             continued: for each text whether it continues another one, so that nothing is put before it; empty: none does.
 
         Raises:
@@ -137,7 +137,7 @@ class Tokenizer:
         """Tokenize texts and pairs of texts on all cores, with the tokens that the tokenizer's own rules put around and between them.
 
         Args:
-            texts: to tokenize.
+            texts: the texts to tokenize.
             most: the most tokens of a row, beyond which it is cut: of a pair the longer text first; None: any number.
 
         Raises:

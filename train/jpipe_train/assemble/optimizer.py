@@ -57,7 +57,7 @@ def checked_arguments(
     Args:
         config: the section `optimizer`.
         steps: the number of batches of the run.
-        params: by layer id, those that decay or not; without them the arguments can only be checked.
+        params: the parameters by layer id, for weight decay; without them the arguments can only be checked.
 
     Raises:
         InputError: the function does not exist; arguments are unknown or missing.

@@ -75,7 +75,7 @@ def smaller(plan: PlanConfig, ranks: int, batch_size: int) -> PlanConfig | None:
     memory. It keeps the number of microbatches, or takes the next larger one that divides the batch and that schedule and replicas allow.
 
     Args:
-        plan: with the keys of even stages; a plan file, or a value by stage, gives None.
+        plan: the plan, with the keys of even stages; a plan file, or a value by stage, gives None.
         ranks: the number of ranks.
         batch_size: rows of a batch.
     """

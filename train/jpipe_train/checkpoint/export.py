@@ -90,7 +90,7 @@ def by_name(layers: Mapping[str, Any]) -> dict[str, Any]:
     """Return the weights of a checkpoint by name.
 
     Args:
-        layers: from `checkpoint_files.read_layers` or `layer_specs`.
+        layers: the layers from `checkpoint_files.read_layers` or `layer_specs`.
 
     Returns:
         The newest parameters by "layer id/path", as without `delay_correction`, in float32 if the checkpoint has masters; and the layer

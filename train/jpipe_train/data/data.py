@@ -57,7 +57,7 @@ class Data:
         digest: its result is the same in two processes only if their data is, up to what can be known without making all of it.
         remarks: lines that say what was left out.
         vocab_size: the number of tokens or classes, if the loader knows it; otherwise each batch is checked when it is read.
-        shapes: where batches have several shapes, these, as shapes and dtypes; the largest first.
+        shapes: the shapes and dtypes of the batches, if they have several; the largest first.
         first: the first batch to learn from that can be read; those before it are of an earlier part of a resumed run.
         copies: how many copies of each of its rows a batch of `validation` has, where that is not one.
         rows: the number of rows of an epoch, if the loader knows it.
@@ -131,7 +131,7 @@ def load(config: Config, position: Position | None = None) -> Data:
 
     Args:
         config: the config of the run.
-        position: where the order of the batches begins, in a run that resumes with another batch size; None: at the first row.
+        position: where the order of the batches begins in a run that resumes with another batch size; None: at the first row.
 
     Raises:
         InputError: the path does not exist, cannot be read, or holds less than one batch for training and one for validation; the
@@ -244,7 +244,7 @@ def _mixture(config: Config, sources: Sequence[SourceConfig], read: Callable[[Co
 
     Args:
         config: the config of the run.
-        sources: with their names.
+        sources: the sources with their names.
         read: reads the data of one source.
 
     Raises:

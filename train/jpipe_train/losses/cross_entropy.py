@@ -29,7 +29,7 @@ class Unprojected:
         bias: (v), or None.
         chunk: the number of positions for which logits are computed at a time.
         by_symbol: whether the kernel has a row for each symbol, as embeddings have.
-        dtype: in which the logits are computed, whatever the arrays have become on their way.
+        dtype: the dtype in which the logits are computed, whatever the dtype of the arrays has become on their way.
         soft_cap: bounds them, see `soft_capped`; None if nothing does.
     """
 

@@ -108,7 +108,7 @@ class Measured:
         searched: the same in the order of predictions.
         trials: the plans that ran, the fastest first.
         failed: the plans that could not run.
-        factor: by what the times of computations are multiplied in the corrected profile.
+        factor: the factor of the times of computations in the corrected profile.
     """
 
     result: Plans

@@ -104,7 +104,7 @@ def fit(
         batch_size: rows of a batch, where `data` are arrays.
         eval_data: arrays, or an object with some batches; all are evaluated before the first step, every `eval_every`, and at the end.
         eval_every: steps between evaluations.
-        metrics: by name, functions as in `Pipeline.evaluate`, or names of built-in ones such as "accuracy".
+        metrics: metrics by name: functions as in `Pipeline.evaluate`, or names of built-in ones such as "accuracy".
         seed: the seed of the initial weights, dropout and the order of rows.
         state: the state of this pipeline that a new run begins with, which is consumed; by default from `Pipeline.init`.
         run_dir: the run folder, a new one or of the run to resume; None: nothing is written.

@@ -34,7 +34,7 @@ class Comparison:
 
     Attributes:
         names: the names of the runs, all different and printable.
-        runs: with all their rows.
+        runs: the runs with all their rows.
         differences: the values of each key of the configs that differs, one for each run.
         results: the results by name, one for each run.
         losses: the lowest loss of each run, of one kind: of validation if all have one, otherwise of training; infinite without one.

@@ -64,7 +64,7 @@ class Layout:
     """The parameters of a model in Hugging Face's layout.
 
     Attributes:
-        rows: by layer id, in the order of the layers.
+        rows: the rows by layer id, in the order of the layers.
         prefix: the start of names in the whole model that a folder of the model without its head leaves out.
         copies: the names of tensors that are copies of others, by the name of the copy; a folder may have them.
         optional: the starts of the names of tensors that a folder may leave out; their parameters are then initialized.

@@ -85,7 +85,7 @@ def read_adapters(folder: Path, base: Description) -> Adapters:
     """Read the `adapter_config.json` of a folder.
 
     Args:
-        folder: in PEFT's layout.
+        folder: a folder in PEFT's layout.
         base: the model that the adapters are for.
 
     Raises:
@@ -130,7 +130,7 @@ def fill_lora(section: Mapping[str, Any], folder: Path, base: Description, where
 
     Args:
         section: the section in the config.
-        folder: in PEFT's layout.
+        folder: a folder in PEFT's layout.
         base: the model that the adapters are for.
         where: the source of the section, for messages.
 

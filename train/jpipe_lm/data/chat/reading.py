@@ -57,7 +57,7 @@ def read(files: Sequence[Path], renderer: Renderer, tokenizer: Tokenizer, fracti
     """Yield the texts of all conversations in order; the next ones are rendered while some are tokenized.
 
     Args:
-        files: with a conversation in each row.
+        files: files with a conversation in each row.
         renderer: renders conversations.
         tokenizer: the tokenizer of their text.
         fraction: share to hold out, chosen by hash.

@@ -56,7 +56,7 @@ class Rendered(NamedTuple):
 
     Attributes:
         text: all of it.
-        answers: where what assistants wrote begins and ends in it, in characters.
+        answers: the beginning and end of each answer of the assistant in it, in characters.
         is_marked: whether the template marks answers; otherwise an answer may have spaces after the token that ends it.
     """
 

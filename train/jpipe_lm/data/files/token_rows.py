@@ -34,7 +34,7 @@ def read(files: Sequence[Path], key: str, fraction: float, where: str, largest: 
     """Yield the documents of all files in order; after a wrong row the remaining ones are only checked.
 
     Args:
-        files: to read.
+        files: the files to read.
         key: the column with the ids.
         fraction: share to hold out, chosen by hash.
         where: the key or the option that names the files, for messages.

@@ -36,7 +36,7 @@ def read(files: Sequence[Path], config: Config, where: str) -> Iterator[Example]
     """Yield the examples of all files in order; after a wrong line the remaining ones are only checked.
 
     Args:
-        files: to read.
+        files: the files to read.
         config: the config of the run; its `data` names the keys, and its `model` the head and the labels.
         where: the key that names the files, for messages.
 

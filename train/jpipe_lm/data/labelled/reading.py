@@ -29,7 +29,7 @@ class Labelled:
     """Examples for training and for validation.
 
     Attributes:
-        train: to learn from.
+        train: the examples for training.
         validation: examples that are held out.
         source: a phrase that says where they come from.
         vocab_size: every token is below this.

@@ -185,7 +185,7 @@ def computed(
     Args:
         x: the tokens.
         weights, chosen: of the experts of each token.
-        kernels: by name, (e, in, out).
+        kernels: the kernels by name, (e, in, out).
         activation: the activation of the MLPs.
         are_some: whether there are more experts than kernels, with numbers below 0 or from e on: they count as zero.
     """

@@ -15,8 +15,8 @@ def name_in_file(name: str, names: Mapping[str, str]) -> str:
     """Return the name of a parameter in a file.
 
     Args:
-        name: in the model, such as "block_0/qkv/kernel".
-        names: by the start of a name in the model, of whole parts between slashes, the start in the file. `{n}` stands for a number, the
+        name: the name in the model, such as "block_0/qkv/kernel".
+        names: the start of a name in the file, by the start in the model, of whole parts between slashes. `{n}` stands for a number, the
             same in both, and an empty start fits every name. The first entry that fits counts; other names stay.
     """
     for start, instead in names.items():

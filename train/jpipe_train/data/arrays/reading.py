@@ -31,7 +31,7 @@ class Arrays:
     """Rows for training and for validation.
 
     Attributes:
-        train: to learn from.
+        train: the rows for training.
         validation: rows that are held out.
         source: a phrase that says where they come from.
         digest: its result is the same in two processes only if their rows are, up to a sample of NumPy's files.

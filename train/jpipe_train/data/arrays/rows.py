@@ -69,7 +69,7 @@ class Chosen:
         stored: all rows.
         numbers: those that are chosen, in this order; None: all.
         row_shape: the shape of each row.
-        dtype: in which rows are given.
+        dtype: the dtype of the rows that it returns.
     """
 
     stored: Stored

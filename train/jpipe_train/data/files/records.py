@@ -37,8 +37,8 @@ def records(
     """Yield the content of each row of a file; empty or wrong rows are left out.
 
     Args:
-        file: to read. What it is decides its content: Parquet, Arrow, a table, or otherwise JSON lines.
-        wrong: where errors go.
+        file: the file to read. Its content decides how: Parquet, Arrow, a table, or otherwise JSON lines.
+        wrong: the collection of errors.
         columns: those that are needed.
         convert: returns what is yielded for the values of a row by column, or raises WrongLine.
 
