@@ -112,7 +112,7 @@ class Pipeline:
         optimizer: any optax transformation that treats every layer by itself; one that does not is detected and rejected by `init`.
             Masks and labels are by layer id, or see the own tree of a model that was cut into layers.
         devices: where the ranks run, one for each, in order, or as many as the mesh of its stages has; by default the plan's placement
-            among the devices of all processes, several neighbouring ranks to a device where there are too few. (Without chunks a rank is
+            among the devices of all processes. With too few devices, neighbouring ranks share one. (Without chunks a rank is
             a stage, or a replica of it.)
         clip_global_norm: clip the mean gradient of each batch to this norm over all stages, as `optax.clip_by_global_norm` does;
             the same whatever the cut. For all schedules but weight stashing. Under those that do not flush no worker waits for the norm:
@@ -131,7 +131,7 @@ class Pipeline:
             stage's delay in updates (`Plan.delay`), and takes out what the update before had added. `evaluate`, `predict`, `params` and
             the moving average give the weights without this prediction. It needs an optimizer with momentum; with Nesterov's momentum
             and delays of more than one update use 0.5. It takes the memory of the parameters once more at the stages with a delay, and
-            does nothing where there is none.
+            has no effect without one.
 
     Raises:
         InputError: the plan does not fit the model or the devices, or its schedule cannot clip or skip batches; both ways to clip; an
@@ -424,7 +424,7 @@ class Pipeline:
         Layers, loss and metrics that draw random numbers get other keys than in training, of the key of the run and the position of the
         microbatch in the batch: the same call gives the same numbers.
 
-        The version is the newest that all replicas of all stages hold. Where there is none while microbatches are in flight, as under
+        The version is the newest that all replicas of all stages hold. If there is none while microbatches are in flight, as under
         weight stashing without replicas, or mostly under 2BW with replicas, a copy of the state is drained, which costs that memory for the
         time of the call. So it is for the average of the weights, and with `delay_correction`. With `Plan.agree` the weights are those on
         which the pipelines have agreed last, after a drain likewise. Layer state (batch statistics) is what each stage holds, ahead of that

@@ -145,7 +145,7 @@ class ProgramHooks:
         waits: `(plan, uses) -> stages` with updates that wait for other stages.
         waits_for: by the type of its instructions, `(instruction) -> (type, number)`: the sum that one waits for, by its batch.
         modelled: `(plan) -> plan`, a plan with programs that contain all that the capability does in any step; `due` chooses from them.
-        due: `(plan, instruction, shift) -> Instruction | None`, one of its instructions as it is when it runs so many batches later.
+        due: `(plan, instruction, shift) -> Instruction | None`, one of its instructions as it is when it runs `shift` batches later.
         stage_cost: `(plan, stage, StageCost, layers) -> StageCost`, the cost of a stage with what changes in it.
         sent_cost: `(plan, stage, StageCost) -> StageCost`, the cost with what changes in what is sent or summed, after all else.
         model_costs: `(plan, costs, shared) -> costs` of all stages, of a model with these `SharedCost`s.
@@ -194,7 +194,7 @@ class LoweringHooks:
 
     A subclass has some of these:
         before_compute: `(time, worker) -> None`, before the next computation in the order of the worker's rank.
-        write: `(worker, op, ticks, microbatch, version) -> int | None`, writes a computation of so many ticks that begins now, and returns
+        write: `(worker, op, ticks, microbatch, version) -> int | None`, writes a computation of `ticks` ticks that begins now, and returns
             when it ends; None: the core writes it.
         begins_sums: the stages for which it begins the sums of gradients itself.
         settle: `(worker) -> bool`, before the next computation of a worker's rank: whether it can continue; False if it waits.

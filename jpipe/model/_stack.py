@@ -212,7 +212,7 @@ class LayerStack:
         return self._of_traced(self.traced.recut(change, prepare))
 
     def by_layer(self, params: Tree | None) -> dict[str, tuple[Tree, Tree]]:
-        """Return the parameters and the state that are given to `Pipeline.init`, by layer id, with None where there is nothing.
+        """Return the parameters and the state that `Pipeline.init` receives, by layer id; None if missing.
 
         Args:
             params: the parameters by layer id, or in the tree of the model that the layers were cut from; None: nothing.
@@ -236,7 +236,7 @@ class LayerStack:
 
     @cached_property
     def initial(self) -> dict[str, tuple[Tree, Tree]]:
-        """The parameters and the state that the model has, by layer id, with None where there is nothing."""
+        """The parameters and the state of the model, by layer id; None if missing."""
         return self._built if self.traced is None else self.traced.by_layer(self.traced.whole.params, self.traced.whole.state)
 
     @property

@@ -242,7 +242,7 @@ class Ties:
         """Check that explicit parameters have the same values in all places of a tie.
 
         Args:
-            params: the parameters of all layers; a `jax.ShapeDtypeStruct` where there are none.
+            params: the parameters of all layers, with a `jax.ShapeDtypeStruct` in place of a missing one.
 
         Raises:
             InputError: a second place has a value without the first, or with other values.

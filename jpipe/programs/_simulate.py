@@ -41,7 +41,7 @@ def simulate(
 
     Args:
         program: a program from `lower`, with `drain` and `begin` equal to `start`. It may have only some workers, if these send messages
-            only to each other; then a sum begins with these replicas, as where the others do the same, and the other ranks have no spans.
+            only to each other; then a sum begins with these replicas, as if the others did the same, and the other ranks have no spans.
         costs: one for each stage; by default a forward takes 1, a backward 2 (3 where it recomputes) and nothing has a size.
         link: between any two ranks, or a function of two ranks that returns it; by default transfers and sums are free. A sum
             has the speed of the slowest link between neighbouring replicas, and occupies the ports of all of these links.

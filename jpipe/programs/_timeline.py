@@ -129,7 +129,7 @@ def format_grid(
 
     Args:
         timeline: the spans of each rank.
-        marked: (rank, note) pairs that are written behind that rank's row, to show where something is wrong.
+        marked: (rank, note) pairs; each note is written after the rank's row, to show an error.
         below: further rows by name, such as transfers.
 
     Returns:

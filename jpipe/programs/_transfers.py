@@ -65,7 +65,7 @@ class Transfer(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What its row shows: the number behind `a` for an activation, `g` for a gradient, `s` for a sum, and other letters for others."""
+        """The text in its row: `a` for an activation, `g` for a gradient, `s` for a sum or another letter, and the number."""
         message = messages()[self.what]
         return f"{message.letter}{self.number}" if message.has_number else message.letter
 

@@ -286,7 +286,7 @@ class Executor:
         return results
 
     def params(self, state: State, weights: Weights) -> dict[str, Tree]:
-        """Copy this process's parameters, at one version for all stages, without prediction; the masters where there are any."""
+        """Copy this process's parameters, at one version for all stages, without prediction; masters take precedence."""
         has_masters = self.functions[0].precision.has_masters
         # A stage has masters of its newest version only, which is the same in all stages once nothing is in flight.
         state, version = (self.drained_copy(state), state.batch) if has_masters else self.settle(state, weights)
@@ -328,7 +328,7 @@ class Executor:
             state: the state, from `settle`.
             version: the version, in batches.
             weights: which weights.
-            masters: whether to return the masters where there are any; nothing may be in flight then.
+            masters: whether to return masters, if any; nothing may be in flight then.
 
         Returns:
             By worker the entries that it has: if they follow from optimizer state that replicas share, those that it updates.
@@ -396,7 +396,7 @@ def _on_host(batch: Batch) -> dict[str, Tree]:
 
 
 def _by_batch(buckets: Sequence[int], end: int) -> Callable[[int], int]:
-    """Return the bucket of each of the last batches before `end`, by batch number; 0 for all where there is one bucket."""
+    """Return the bucket of each of the last batches before `end`, by batch number; 0 for all if there is only one."""
     return (lambda batch: buckets[batch - end]) if buckets else (lambda _: 0)
 
 

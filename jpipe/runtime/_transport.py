@@ -170,7 +170,7 @@ class Transport:
     Args:
         places: the places of each worker; this process's are served.
         stage_workers: the workers of each stage, replica by replica.
-        processes: the processes of the run; None where there is one.
+        processes: the processes of the run; None if there is only one.
         threads: whether collectives run in threads; by default on CPUs only.
 
     Attributes:

@@ -23,7 +23,7 @@ floor(max(D(s, k) - l, 0) / (m / r)), where D(s, k) is the number of backwards t
 (`_interleaved.endless_done`), r the replicas and l as above. The groups of p microbatches of a replica continue across batches and drains.
 Versions alive: by counting. Needs m / r >= p, the ranks.
 
-`evaluate` in mid-run reads the newest version that all replicas of all stages hold, or a drained copy's where there is none.
+`evaluate` in mid-run reads the newest version that all replicas of all stages hold; without one it drains a copy of the state.
 Replicas keep their own layer state until a drain, in the batches of `flush_first`, too.
 
 Reference: PipeDream (SOSP 2019), sections 3.2 and 3.3, figures 4, 8 and 9.

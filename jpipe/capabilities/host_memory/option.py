@@ -1,6 +1,6 @@
 """What a plan lets wait in the memory of the host, and when it is moved there and back. The numbers are the same.
 
-    optimizer   in host memory but for updates: fetched before the last backward of an update, or before the update itself where that
+    optimizer   in host memory except during updates: fetched before the last backward of an update, or before the update itself where that
                 waits for other workers; moved out after the update
     versions    moved out before a computation of the stage if neither this one nor the next one reads them; fetched before a computation
                 if this one or the next one reads them, and before an update that starts from them

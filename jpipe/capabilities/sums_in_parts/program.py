@@ -144,7 +144,7 @@ class _Verification(VerifyHooks):
 
 def _compute_part(worker: prediction.Worker, i: ComputePart) -> None:
     program, op, is_last = worker.all, OPS[i.op], not i.following
-    leaves = op.begins and i.parts > 1  # the first part has the forward, and leaves residuals to the others
+    leaves = op.begins and i.parts > 1  # the first part has the forward, and leaves residuals to the other parts
     prediction.prepare(worker, i)
     needs = prediction.NOWHERE if i.part else prediction.needed(worker, i)
     made = [worker.place("part", i.part, i.microbatch // program.plan.microbatches_per_update(worker.stage))]

@@ -54,11 +54,11 @@ class Listing:
             self._written_at[2 * time].append(make(j))
 
     def transfer(self, time: int, source: int, to: int, k: int, message: str) -> None:
-        """Write a send, and its receive behind it."""
+        """Write a send, followed by its receive."""
         copies, others = self._copies(source), self._copies(to)
         if not copies and not others:
             return
-        of_microbatch = message in ("activation", "gradient")  # the others are about the batch that ends with k
+        of_microbatch = message in ("activation", "gradient")  # other messages are about the batch that ends with k
         written = self._written_at[2 * time]
         if copies == others:
             for j in copies:

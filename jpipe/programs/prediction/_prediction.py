@@ -61,7 +61,7 @@ class Prediction:
 def draw_grid(
     timeline: Timeline, tick: float | None = None, notes: Sequence[tuple[int, str]] = (), transfers: Sequence[Transfer] = ()
 ) -> str:
-    """Return a timeline in seconds as text, with (rank, note) pairs behind the rows; a tick is by default the shortest computation."""
+    """Return a timeline in seconds as text, with notes after the rows of their ranks; a tick is by default the shortest computation."""
     shortest = min((span.end - span.start for spans in timeline for span in spans), default=1.0)
     tick = tick or shortest or 1.0
     return format_grid(to_ticks(timeline, tick), notes, transfer_rows(transfers, tick))

@@ -22,7 +22,7 @@ _NOT_YET = float("inf")
 """The time of what is not known to come yet."""
 
 _SAME = 1e-9
-"""The relative difference of two times that are equal but for rounding."""
+"""The relative difference of two times that are equal up to rounding."""
 
 _Route = tuple[str, tuple[int, ...], tuple[int, ...], float, float, float]
 """What goes over links, the ranks, the ports that it occupies, how long, how much later it arrives, and its bytes."""

@@ -99,7 +99,7 @@ def average_params(f: StageFunctions, optimizer_state: Tree, newest: Tree) -> di
 
 
 def newest_params(f: StageFunctions, optimizer_state: Tree, newest: Tree) -> dict[str, Tree]:
-    """Return the newest parameters without prediction: the masters where there are any, else in the dtypes of `newest`.
+    """Return the newest parameters without prediction: the masters, if any, else in the dtypes of `newest`.
 
     Args:
         f: the functions of the stage.

@@ -54,7 +54,7 @@ def stage_bytes(
         gradients: gradients of outputs that have arrived and wait for their backward, beside one (see `waiting_gradients`).
         exchanged: gradients of shared parameters that wait for the update, the stage's own and the other stages'; with a flush
             nothing is in flight then.
-        ahead: the prediction of `delay_correction`, which is held where there are several versions.
+        ahead: the prediction of `delay_correction`, which is held if there are several versions.
     """
     asynchronous = np.asarray(versions) > 1
     sets_aside = asynchronous & ((np.asarray(replicas) > 1) | (np.asarray(exchanged) > 0))

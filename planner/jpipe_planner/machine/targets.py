@@ -224,7 +224,7 @@ class Target(Data):
         return known
 
     def with_memory(self, size: int) -> "Target":
-        """Return the target as XLA sees it if it is a GPU with so many bytes; a TPU's memory cannot be changed."""
+        """Return the target as XLA sees it if it is a GPU with this memory; a TPU's memory cannot be changed."""
         return self.model_copy(update={"compiler": {**self.compiler, "device_memory_size": size}}) if self.platform == "cuda" else self
 
     def config_text(self) -> str:

@@ -1,7 +1,7 @@
 """Shares of a layer that tensor parallelism shards, from the logical axes of its parameters and how these spread over its forward.
 
-As in XLA, but for one axis of a mesh, and only precisely enough for shares: a matrix product over a sharded dim gives a partial sum, which
-is summed over the devices at once; whatever is computed from sharded arrays element by element is sharded, too.
+As in XLA, but for a single axis of a mesh, and only as precisely as shares need: a matrix product over a sharded dim gives a partial sum,
+which is summed over the devices at once; whatever is computed from sharded arrays element by element is sharded, too.
 """
 
 import itertools

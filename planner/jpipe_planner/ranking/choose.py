@@ -186,7 +186,7 @@ def choose(
     """Rank candidates: simulate those that fit and have the best estimates, and the best of other kinds for comparison.
 
     A family has the same schedule and equal or unequal replicas, and its estimates are wrong by about the same factor. So simulations of
-    some plans of a family correct the estimates of the others.
+    some plans of a family correct the estimates of the rest.
 
     Args:
         profile: the profile of the model.

@@ -110,7 +110,7 @@ class _Confirm:
                     self._try(ranked)
 
     def ranked(self) -> tuple[Ranked, ...]:
-        """Compile plans of other kinds that are predicted to be as fast as the one that fits; rank those that fit, and then the others."""
+        """Compile plans of other kinds that are predicted to be as fast as the one that fits; rank those that fit first."""
         first = self.fitting[0].ranked
         for compilations_left in range(MOST_EQUAL - 1, -1, -1):
             kinds = {one.ranked.candidate.kind for one in self.fitting}

@@ -39,10 +39,10 @@ class Shard:
         name: for messages.
         size: how many tokens.
         tokens: gives them, of an unsigned type.
-        ends: gives the positions in this shard behind the last token of each document, rising; None: they are not known.
+        ends: returns the position in this shard after the last token of each document, ascending; None: unknown.
         answers: gives the positions in this shard of the first token of each answer, rising, where documents have answers; None: they
             have none.
-        answer_ends: gives the positions behind the last token of each answer; None: each document ends with an answer, its only one.
+        answer_ends: returns the position after the last token of each answer; None: each document ends with its only answer.
     """
 
     name: str
@@ -58,9 +58,9 @@ class Ranges(NamedTuple):
 
     Attributes:
         begins: the first token of each document.
-        ends: the position behind the last token of each document.
+        ends: the position after the last token of each document.
         answers: the first token of each answer.
-        answer_ends: the position behind the last token of each answer.
+        answer_ends: the position after the last token of each answer.
     """
 
     begins: Int64[np.ndarray, " n"]

@@ -284,7 +284,7 @@ def _good_end(text: str) -> int:
     """Choose where to split a text of more than twice `PIECE` characters.
 
     Returns:
-        The place behind a line, if no line around it is empty or indented; otherwise between words; otherwise anywhere.
+        The place after a line, if no line around it is empty or indented; otherwise between words; otherwise anywhere.
     """
     for mark, behind in (("\n", 1), (" ", 0)):
         end = 2 * PIECE

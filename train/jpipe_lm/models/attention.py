@@ -76,7 +76,7 @@ def attend_cached(
         v: their values.
         cache: keys and values of earlier positions, `cached_positions` of them.
         at: the positions, one after the other in each row.
-        lengths: how many positions each row has; those behind are not kept.
+        lengths: the number of positions of each row; later ones are not kept.
         config: the config of the block.
 
     Returns:

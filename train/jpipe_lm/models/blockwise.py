@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jpipe_train.losses.cross_entropy import wider
 
 LONG = 8192
-"""Rows with so many positions or more are computed in blocks where nothing else is asked for."""
+"""Rows with at least this many positions are computed in blocks, unless the user chooses otherwise."""
 _PAIRS = 2**25  # of a query and a key: one block holds their weights in all rows and heads
 _SHORTEST = 16  # queries of a block
 
@@ -28,7 +28,7 @@ class Masked:
 
     Attributes:
         is_causal: only keys at its own position and earlier ones.
-        window: if given, of these only so many.
+        window: if given, only this many of these.
     """
 
     is_causal: bool

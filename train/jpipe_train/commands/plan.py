@@ -48,7 +48,7 @@ def plan(
         mesh: Only stages on meshes like this, such as model=4, data=2,model=4,fsdp or expert=8, or none: on one device each. May be given
             several times. By default meshes inside a server are tried for a topology from a file, if the model's logical axes allow them.
         pipedream: How PipeDream's stages update: by default once a batch; or (replicas) after a microbatch of each replica.
-        measure: With a config and local, run the best plans of so many kinds for some seconds each, and choose the fastest.
+        measure: With a config and local, run the best plan of each of this many kinds for some seconds, and choose the fastest.
         agree: Let replicas be parallel pipelines that agree on their weights after this many updates each; by default as plan.agree says.
         offload: Try parts of the state in host memory, though plans fit without; if none does, that is tried anyway.
         out: Write the plan into this file, a JSON for plan.file.

@@ -36,7 +36,7 @@ def copy(names: Sequence[str], folder: Path, overwrite: bool, say: Callable[[str
         names: configs such as `configs/gpt-bytes.yaml` or `gpt-bytes`; all files if empty. A config brings the files it names.
         folder: the destination.
         overwrite: whether to replace existing files that differ.
-        say: prints a line for each file, or for each folder where there are many.
+        say: prints a line for each file, or for each folder if there are many.
 
     Raises:
         InputError: there is no such config; an existing file differs; the folder cannot be written.

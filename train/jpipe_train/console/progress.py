@@ -24,7 +24,7 @@ from rich.text import Text
 from jpipe_train.console.terminal import duration, printable
 
 _RECENT = 20  # steps: with fewer the speed flickers, with more an evaluation affects it for long
-_SILENT = 10.0  # seconds without a line where there is no bar
+_SILENT = 10.0  # seconds without a line if there is no bar
 
 
 class Reporter:

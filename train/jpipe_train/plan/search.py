@@ -72,7 +72,7 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
     if "pipedream" in schedules and request.asked.agree is not None:
         reporter.say("left out: different numbers of replicas per stage, because pipelines that agree have equal stages")
     elif "pipedream" in schedules and not has_searchable_stages(topology):
-        reporter.say("left out: different numbers of replicas per stage, for so many devices that differ")
+        reporter.say("left out: different numbers of replicas per stage, because too many devices differ")
     options: dict[str, Any] = {"exact": not request.up_to, "replicas": request.replicas, "global_norm": global_norm, "asked": request.asked}
     plans = find_plans(
         *(profile, topology, batch),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 CREATOR = "jpipe compare"
 """The name in the metadata of the file, by which an earlier comparison is recognized."""
 MOST_DRAWN = 12
-"""The largest number of runs in a picture; more could not be told apart."""
+"""The largest number of runs in a picture; more could not be distinguished."""
 
 # On a phone, 390 pixels wide, a page leaves 335 pixels for the picture. There a pixel is a point, so no text is smaller than 11 pixels.
 _WIDTH, _PANEL, _LINE = 4.65, 2.5, 0.19  # inches: of the picture; heights of a panel and of a line of the legend

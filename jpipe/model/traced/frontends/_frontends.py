@@ -122,7 +122,7 @@ def _open_linen(module: linen.Module, inputs: tuple[Any, ...], variables: Any) -
         specs = jax.eval_shape(layer.init, key_spec(), x)
 
     def trees(tree: Any) -> tuple[Tree, Tree]:
-        """Return the collection "params" and the others, of all variables or of the parameters alone."""
+        """Return the collection "params" and the other collections, of all variables or of the parameters alone."""
         tree = linen.meta.unbox(flax.core.unfreeze(tree))
         has_their_structure = jax.tree.structure(tree) == jax.tree.structure(specs[0])  # type: ignore[operator]
         if not isinstance(tree, dict) or has_their_structure or not {"params", *specs[1]} & tree.keys():

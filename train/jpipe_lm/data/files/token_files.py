@@ -1,8 +1,8 @@
 """Folders of tokens as `jpipe data prepare` writes them: tokens.json describes the shards, which are read when needed.
 
 A shard `train-00000` is `train-00000.bin`, its tokens as little-endian uint16 or uint32; `train-00000.ends`, for each document the position
-behind its last token as uint64; for prompts and chat `train-00000.answers`, the position of the first token of each answer as uint64; and
-for chat `train-00000.answer_ends`, the position behind the last token of each answer as uint64.
+after its last token as uint64; for prompts and chat `train-00000.answers`, the position of the first token of each answer as uint64; and
+for chat `train-00000.answer_ends`, the position after the last token of each answer as uint64.
 """
 
 import functools

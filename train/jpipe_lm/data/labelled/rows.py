@@ -18,7 +18,7 @@ class Examples:
     Attributes:
         tokens: the tokens of all rows, one after the other.
         types: the text to which each token belongs.
-        ends: behind the last token of each row.
+        ends: the position after the last token of each row.
         labels: the labels of each example, integers or numbers.
         seq_len: positions of a row.
         choices: rows of an example.

@@ -95,7 +95,7 @@ def exchanged(over: str, rows: tuple[str, ...], most: tuple[int, int], x: Float[
         over: the axis.
         rows: the axes over which x is sharded.
         most: the rows that are sent and received at most.
-        x: the rows for each device, one device after the other; rows behind them are not sent.
+        x: the rows for each device, one device after the other; rows after them are not sent.
         sizes: (from, to), how many rows each device sends to each.
 
     Returns:

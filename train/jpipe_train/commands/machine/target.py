@@ -19,7 +19,7 @@ def target(
 
     Args:
         name: Show this one with its sources: a name, such as h100-80gb, or a YAML file of the same format.
-        here: Write the GPU or TPU of this machine into a file, with which stages are compiled for it where there is none.
+        here: Write the GPU or TPU of this machine into a file, from which other machines compile stages for it.
         out: With --here, the file, a new one; by default named after the device, in the current folder.
     """
     with interrupt.importing():

@@ -83,7 +83,7 @@ def rows(opened: BufferedReader, file: Path, form: Form, columns: Sequence[Colum
 
 
 _Batches = Iterator[tuple[Any, int]]
-"""Record batches, each with the position in the file behind it."""
+"""Record batches, each with the position in the file after it."""
 
 
 def _parquet(pa: Any, opened: BufferedReader, columns: Sequence[Column], check: Check) -> _Batches:

@@ -31,7 +31,7 @@ def rows(
     while True:
         try:
             record = next(table, None)
-        except csv.Error as error:  # nothing behind it can be read
+        except csv.Error as error:  # nothing after it can be read
             yield Place(file, table.line_num), WrongLine(f"{str(error).replace(_TAB, 'a tab')}; {_QUOTES}")
             return
         except WrongLine as error:

@@ -96,7 +96,7 @@ def microbatch_seconds(plan: jpipe.Plan, window: jpipe.programs.Window) -> list[
 def _microbatch_seconds(spans: Sequence[jpipe.programs.Span], end: float) -> float:
     """Return the seconds that a stage computes for a microbatch, from the medians of its computations; 0 means not measured.
 
-    Computations that the window, which ends at `end`, cuts off count only where there are no others. A short window may have more
+    Computations that the window, which ends at `end`, cuts off count only if there are no others. A short window may have more
     backwards than forwards, or fewer, so only the shares of ops that do the same part of the work are counted.
     """
     whole, cut = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
