@@ -97,45 +97,44 @@ def isolated_context() -> Iterator[None]:
 
 
 class Pipeline:
-    """Trains a model through a pipeline as a plan says. It holds compiled programs, but no state of the training.
+    """Trains a model through a pipeline according to a plan. It holds compiled programs, but no training state.
 
     `init` verifies the programs (see `simulate`) before it compiles what they use. In a run of several processes (after
-    `jax.distributed.initialize`) every process makes the same pipeline and calls the same methods in the same order; each runs the
-    workers on its own devices.
+    `jax.distributed.initialize`) all processes make the same pipeline and call the same methods in the same order; each runs the workers on
+    its own devices.
 
     Args:
         stack: the model.
         plan: stages, schedule, microbatches, recomputation.
-        loss: `(outputs, labels) -> (sum of the losses, weight)` of one microbatch, two scalars; a batch's gradient is divided by
-            its total weight, so microbatches with padding or masks count for what they hold. With a third parameter named `rngs` it
-            gets a `flax.nnx.Rngs`, with one named `key` a random key, of the microbatch.
-        optimizer: any optax transformation that treats every layer by itself; one that does not is detected and rejected by `init`.
-            Masks and labels are by layer id, or see the own tree of a model that was cut into layers.
-        devices: where the ranks run, one for each, in order, or as many as the mesh of its stages has; by default the plan's placement
-            among the devices of all processes. With too few devices, neighbouring ranks share one. (Without chunks a rank is
-            a stage, or a replica of it.)
-        clip_global_norm: clip the mean gradient of each batch to this norm over all stages, as `optax.clip_by_global_norm` does;
-            the same whatever the cut. For all schedules but weight stashing. Under those that do not flush no worker waits for the norm:
-            each update is made when it arrives.
-        clip_stage_norm: clip the mean gradient of each stage to this norm of its own, for every schedule. Another cut clips otherwise, so
-            use `clip_global_norm` where the schedule can. Not both, and not where stages share trained parameters.
-        skip_nonfinite: let a batch change no weights and no optimizer state, at any stage, if any gradient of it is NaN or infinite;
-            `Metrics.nonfinite` tells. Layer state, such as batch statistics, is not skipped. For the schedules that can clip. A dynamic
-            loss scale implies it.
+        loss: `(outputs, labels) -> (sum of the losses, weight)` of one microbatch, two scalars. The gradient of a batch is divided by its
+            total weight, so a loss can leave out padded or masked positions. A third parameter named `rngs` gets the microbatch's
+            `flax.nnx.Rngs`, one named `key` its random key.
+        optimizer: any optax transformation that treats layers separately; `init` rejects others. Masks and labels go by layer id, or by the
+            model's own tree if the layers were cut from a model.
+        devices: the device of each rank, in order; for a rank with a mesh, all its devices. By default the plan's placement among the
+            devices of all processes. With too few devices, neighbouring ranks share one. (Without chunks a rank is one replica of a stage.)
+        clip_global_norm: clip the mean gradient of each batch to this norm over all stages, as `optax.clip_by_global_norm` does,
+            independently of the cut. Not for weight stashing. Under schedules that do not flush no worker waits for the norm: an update is
+            made when its norm arrives.
+        clip_stage_norm: clip the mean gradient of each stage to this norm of that stage, under any schedule. It depends on the cut, so
+            prefer `clip_global_norm` if the schedule allows it. Not both, and not if stages share trained parameters.
+        skip_nonfinite: if any gradient of a batch is NaN or infinite, change no weights and no optimizer state at any stage;
+            `Metrics.nonfinite` reports it. Layer state, such as batch statistics, does change. For schedules that allow `clip_global_norm`.
+            A dynamic loss scale implies it.
         ema_decay: keep an exponential moving average of the weights, `decay * average + (1 - decay) * weights` after each update, from
-            the initial weights on, in float32 for weights of lower precision. `evaluate` and `params` give it with `weights="ema"`.
+            the initial weights on, in float32 for weights of lower precision. `evaluate` and `params` use it with `weights="ema"`.
             At least 0 and below 1; not with `Plan.shard_optimizer`.
         precision: the dtypes of parameters, computations and accumulated gradients, and the loss scale.
-        delay_correction: correct the delay of gradients under schedules that do not flush: "predict", or a number in place of 1, the
-            factor of `jpipe.optimizers.predict_delay`. After everything else each update adds λ times itself to the weights, where λ is the
-            stage's delay in updates (`Plan.delay`), and takes out what the update before had added. `evaluate`, `predict`, `params` and
-            the moving average give the weights without this prediction. It needs an optimizer with momentum; with Nesterov's momentum
-            and delays of more than one update use 0.5. It takes the memory of the parameters once more at the stages with a delay, and
-            has no effect without one.
+        delay_correction: correct the delay of gradients under schedules that do not flush: "predict", or a number in place of 1 as the
+            factor of `jpipe.optimizers.predict_delay`. In the end each update adds λ times itself to the weights, where λ is the stage's
+            delay in updates (`Plan.delay`), and removes what the previous update had added. `evaluate`, `predict`, `params` and the moving
+            average use the weights without this prediction. It needs an optimizer with momentum; with Nesterov's momentum and delays of
+            more than one update use 0.5. Stages with a delay need the memory of their parameters once more; stages without one are not
+            changed.
 
     Raises:
-        InputError: the plan does not fit the model or the devices, or its schedule cannot clip or skip batches; both ways to clip; an
-            invalid decay or correction.
+        InputError: the plan does not fit the model or the devices; the schedule cannot clip or skip batches; both ways to clip are set; or
+            a decay or correction is invalid.
 
     Example:
         >>> import jax.numpy as jnp
@@ -209,7 +208,7 @@ class Pipeline:
 
     @isolated_context()
     def check(self, batch: Batch, metrics: Mapping[str, Loss] | None = None) -> None:
-        """Raise InputError if batches like this one would not run; only the optimizer computes, on tiny arrays.
+        """Raise InputError if batches like this one could not run; only the optimizer computes, on tiny arrays.
 
         Args:
             batch: as in `init`.
@@ -225,32 +224,30 @@ class Pipeline:
 
     @isolated_context()
     def init(self, key: jax.Array, batch: Batch, params: Tree | None = None, *, buckets: Sequence[Batch] = ()) -> State:
-        """Compile for batches like this one, and put fresh weights, or those in `params`, on their devices.
+        """Compile for batches like this one, and place fresh weights, or the given `params`, on the devices.
 
-        A pipeline that has compiled for such batches under the same settings of JAX does not compile again.
+        If the pipeline has already compiled for such batches under the same settings of JAX, it does not compile again.
 
-        Logs a warning, once, if a layer computes with several rows together, as batch normalization does, or the loss is more than a sum
-        over rows: such a layer or loss sees the rows of a microbatch, not of a batch.
+        Log one warning if a layer mixes rows, as batch normalization does, or if the loss is not a sum over rows: such a layer or loss sees
+        the rows of a microbatch, not of a batch.
 
         Args:
             key: seed of initialization and dropout.
             batch: (inputs, labels) as in `step`; only shapes and dtypes are used.
-            params: parameters to begin with, by layer id, as `params` gives them, as dicts in dicts with any arrays, or as an NNX module or
-                its `nnx.state`; they are copied. Where the layers were cut from a model, its own tree of parameters, too, or the model.
-                What is left out, whole layers or some of the parameters of one, is what the model has, if it has arrays, or else fresh. All
-                optimizer state is fresh.
-            buckets: batches of the other shapes that steps and evaluations will get, such as longer sentences; only shapes and dtypes
-                are used. Each step computes with programs compiled for its own shape. All have as many rows as `batch`, and the parameters
-                and state of layers have the same shapes with each of them.
+            params: initial parameters by layer id, as `params` returns them: nested dicts of any arrays, an NNX module or its `nnx.state`.
+                If the layers were cut from a model, the model or its own tree of parameters will do, too. They are copied. Layers or
+                parameters that are left out begin with the model's arrays, if it has any, or else fresh. All optimizer state is fresh.
+            buckets: batches of the other shapes that steps and evaluations will get, such as longer sentences; only shapes and dtypes are
+                used. Each step uses the programs compiled for its shape. All must have as many rows as `batch`, and give layers the same
+                shapes of parameters and state.
 
         Returns:
             The state before batch 0.
 
         Raises:
-            InputError: as `check`, for `buckets` too; a key of another kind; devices that do not exist; another plan than the other
-                processes have; parameters that the model does not have, or of another shape or dtype; another array in the second place
-                of a tie than in the first; buckets that differ in their rows or in the names of their arrays, or change the
-                parameters or the state of a layer.
+            InputError: as `check`, for `buckets` too; a key of another kind; devices that do not exist; a plan that differs between
+                processes; parameters that the model does not have, or of another shape or dtype; different arrays in the two places of a
+                tie; buckets that differ in their rows or in the names of their arrays, or change the parameters or the state of a layer.
         """
         key = as_key(key)
         spec = microbatch_spec(batch, self.plan.microbatches)
@@ -275,23 +272,23 @@ class Pipeline:
         fresh_optimizer: bool = False,
         buckets: Sequence[Batch] = (),
     ) -> State:
-        """Compile as `init` does and return the state before batch `at` of the run that a `Snapshot` was made of.
+        """Compile as `init` does, and return the state before batch `at` of the run of a `Snapshot`.
 
-        Under the same plan the run continues as if it had not ended, bit for bit. The plan may be another one: other cuts, replicas,
-        schedule, recomputation, processes. Weight versions that the snapshot has not, which another schedule or depth may read, are
-        replaced by the newest. Where a stage has another number of replicas than there was, each begins with the mean of their layer
-        state; without `sync_state` they take those that were there again and again, in order.
+        Under the same plan the run continues as if it had not ended, bit for bit. The plan may have other cuts, replicas, schedule,
+        recomputation or processes. If it reads weight versions that the snapshot does not have, the newest version replaces them. If a
+        stage has another number of replicas, each begins with the mean of the former replicas' layer state; without `sync_state` they take
+        the former states in order, repeatedly.
 
         Args:
-            key: the random key of the run, as it was given to `init`.
+            key: the random key of the run, as passed to `init`.
             batch: as in `init`.
             layers: the layers from `Snapshot.layers`, with any arrays; at least the layers of this process's workers.
             at: the batch of the snapshot.
-            fresh_optimizer: begin with new optimizer state, as another optimizer has to.
+            fresh_optimizer: begin with new optimizer state; another optimizer needs this.
             buckets: as in `init`.
 
         Raises:
-            InputError: as `init`; a layer that is missing, or of another shape, or optimizer state of another optimizer.
+            InputError: as `init`; a layer that is missing or of another shape; or the optimizer state of another optimizer.
         """
         key, at = as_key(key), checked_batch("at", at)
         executor = self._compile(batch, buckets, {"key": _bits(key), "first batch": str(at)})
@@ -306,7 +303,7 @@ class Pipeline:
             batch: (inputs, labels); only shapes and dtypes are used.
             layers: as in `restore`.
             at: the batch of the snapshot.
-            fresh_optimizer: whatever the optimizer state is, it will not be used.
+            fresh_optimizer: do not check the optimizer state: it will not be used.
 
         Raises:
             InputError: a layer that is missing, or of another shape, or optimizer state of another optimizer.
@@ -329,30 +326,30 @@ class Pipeline:
         return Snapshot(self.plan, batch, self._executor.stages)
 
     def step(self, state: State, batch: Batch, *, observe: Observer | None = None) -> tuple[State, Metrics]:
-        """Feed one batch: m microbatches enter the pipeline, and every computation that is ready is dispatched.
+        """Feed one batch: its m microbatches enter the pipeline, and every computation that is ready is dispatched.
 
-        Asynchronous schedules do not finish all of it: the remaining work stays in flight in the state.
+        Asynchronous schedules do not finish the batch: the remaining work stays in flight in the state.
 
-        Ctrl-C does not lose the state. Before the step begins to write over arrays, KeyboardInterrupt is raised at once and `state` is
-        as it was. After that the step is dispatched to its end first, and so it is if `observe` raises. The caller then still has `state`:
-        called with it and the same batch again, `step` returns the result of the interrupted step; with another batch it continues from
-        there, and the metrics are for both steps. `drain`, `evaluate` and `params` continue from there, too. Ctrl-C that is pressed
-        again after three seconds does not wait; it loses the state, as a computation that fails does (out of memory, say): the next call
-        with that state raises an InputError that names the cause. SIGTERM is treated as Ctrl-C if a Python function handles it. In a run
-        of several processes each completes its own part, so that the other processes can continue.
+        Ctrl-C does not lose the state. Before the step begins to overwrite arrays, KeyboardInterrupt is raised at once, and `state` is
+        unchanged. Later the step is first dispatched to its end, also if `observe` raises. The caller still has `state`: called with it and
+        the same batch again, `step` returns the result of the interrupted step. With another batch it continues from there, and the metrics
+        are for both steps. `drain`, `evaluate` and `params` continue from there, too. A second Ctrl-C after three seconds does not wait,
+        and loses the state, as does a computation that fails (out of memory, say): the next call with that state raises an InputError that
+        names the cause. SIGTERM is treated as Ctrl-C if a Python function handles it. In a run of several processes each completes its own
+        part, so that the other processes can continue.
 
         Args:
             state: consumed; use the returned one from here on.
-            batch: (inputs, labels), pytrees of arrays with the batch as first dim, divisible by the plan's microbatches. Anything with
-                a shape, a dtype and slices of rows will do: only the rows that this process's workers need are read. In a run of several
-                processes all pass the same batch; of NumPy and JAX arrays some rows are compared.
+            batch: (inputs, labels), pytrees of arrays with the batch as first dim, divisible by the plan's microbatches. Objects with a
+                shape, a dtype and slices of rows will do: only the rows that this process's workers need are read. In a run of several
+                processes all pass the same batch; some rows of NumPy and JAX arrays are compared.
             observe: called with an `Event` after each instruction is dispatched; see `Tracer`.
 
         Returns:
             The next state, and the losses of the batches that this step finished.
 
         Raises:
-            InputError: a state that was used already or that a failed step has lost, or a batch unlike those given to `init`.
+            InputError: the state was already consumed, or lost by a failed step; or the batch is unlike the batches of `init`.
         """
         if observe is not None:
             check_observer(observe)
@@ -383,17 +380,17 @@ class Pipeline:
     def drain(self, state: State, *, observe: Observer | None = ..., with_metrics: bool = ...) -> State | tuple[State, Metrics]: ...
 
     def drain(self, state: State, *, observe: Observer | None = None, with_metrics: bool = False) -> State | tuple[State, Metrics]:
-        """Finish all work in flight, the pending updates included. Training may continue afterwards, with the same numbers.
+        """Finish all work in flight, including pending updates. Training may continue afterwards, with the same numbers.
 
-        Replicas under a schedule that does not flush have kept layer state of their own: now each gets the mean, unless the plan has
-        `sync_state` false. A layer that reads its state while it trains continues from there.
+        Under a schedule that does not flush each replica has its own layer state: now each gets the mean, unless the plan has `sync_state`
+        false. A layer that reads its state while it trains continues from there.
 
-        Ctrl-C, and what `observe` raises, wait until it is complete, as in `step`: call `drain` again to get its result.
+        Ctrl-C and errors of `observe` wait until `drain` is complete, as in `step`; call it again to get the result.
 
         Args:
             state: consumed if anything is in flight; use the returned one from here on.
             observe: as in `step`.
-            with_metrics: also return what only now is known of batches: the last norms, where updates wait for them.
+            with_metrics: also return the metrics that are known only now: the last norms, if updates wait for them.
 
         Returns:
             The state with nothing in flight, or (state, metrics).
@@ -419,31 +416,31 @@ class Pipeline:
 
     @isolated_context()
     def evaluate(self, state: State, batch: Batch, metrics: Mapping[str, Loss] | None = None, *, weights: Weights = "newest") -> Evaluation:
-        """Compute loss and metrics of a batch in evaluation mode, with one weight version for all stages; the state is not changed.
+        """Compute the loss and the metrics of a batch in evaluation mode, with one weight version for all stages; the state is not changed.
 
-        Layers, loss and metrics that draw random numbers get other keys than in training, of the key of the run and the position of the
-        microbatch in the batch: the same call gives the same numbers.
+        Random numbers depend only on the key of the run and the position of the microbatch in the batch, so the same call gives the same
+        numbers. The keys differ from those in training.
 
-        The version is the newest that all replicas of all stages hold. If there is none while microbatches are in flight, as under
-        weight stashing without replicas, or mostly under 2BW with replicas, a copy of the state is drained, which costs that memory for the
-        time of the call. So it is for the average of the weights, and with `delay_correction`. With `Plan.agree` the weights are those on
-        which the pipelines have agreed last, after a drain likewise. Layer state (batch statistics) is what each stage holds, ahead of that
+        The version is the newest that all replicas of all stages hold. While microbatches are in flight there may be none, as under weight
+        stashing without replicas, or mostly under 2BW with replicas. Then a copy of the state is drained, which takes its memory during the
+        call. The same holds for the average of the weights, and with `delay_correction`. With `Plan.agree` the weights are the last on
+        which the pipelines have agreed, after such a drain. Layer state (batch statistics) is what each stage has now, ahead of that
         version by the microbatches in flight; over replicas it is the mean, unless the plan has `sync_state` false.
 
         Args:
             state: any state that is not consumed.
-            batch: as in `step`, of any number of microbatches of the size that `init` saw.
+            batch: as in `step`, with any number of microbatches of the size that `init` saw.
             metrics: functions by name, `(outputs, labels) -> (sum, weight)` of one microbatch, two scalars like the loss; they run at the
-                last stage, and get random numbers as it does. They are compiled when they are first seen, so give the same function objects
-                each time. The same in all processes.
+                last stage, and get random numbers as the loss does. They are compiled at first use, so pass the same function objects each
+                time. They must be the same in all processes.
             weights: "newest", or "ema" for their moving average, in the dtypes of the parameters.
 
         Returns:
             The mean of the loss and of each metric.
 
         Raises:
-            InputError: a state that was used already, a batch unlike those given to `init`, a loss or a metric that does not take what the
-                model returns in evaluation, or weights="ema" without `ema_decay`.
+            InputError: the state was already consumed; the batch is unlike the batches of `init`; the loss or a metric does not accept the
+                model's outputs in evaluation; or weights="ema" without `ema_decay`.
 
         Example:
             >>> def accuracy(logits, labels):
@@ -468,7 +465,7 @@ class Pipeline:
         """Return the outputs of the last layer for each row, in evaluation mode; the state is not changed.
 
         The version of the weights and the layer state are as for `evaluate`. Copies of the last row fill up the last microbatch: layers
-        that look at other rows see them, and their outputs are dropped. Compiled at the first call.
+        that mix rows see them, and their outputs are dropped. The programs are compiled at the first call.
 
         Args:
             state: any state that is not consumed.
@@ -482,8 +479,8 @@ class Pipeline:
             processes that do not get them.
 
         Raises:
-            InputError: a state that was used already, inputs unlike those given to `init`, outputs that do not have one row for each row
-                of the inputs, or weights="ema" without `ema_decay`.
+            InputError: the state was already consumed; the inputs are unlike those of `init`; the outputs do not have one row for each
+                input row; or weights="ema" without `ema_decay`.
 
         Example:
             >>> import jax.numpy as jnp
@@ -507,20 +504,20 @@ class Pipeline:
     def params(self, state: State, *, weights: Weights = "newest") -> Tree:
         """Return the parameters of all layers at one version (as in `evaluate`), by layer id; arrays stay on their devices.
 
-        Where the layers were cut from a model (`LayerStack.from_model`), they are in the tree of the model; those that this process does
+        If the layers were cut from a model (`LayerStack.from_model`), the parameters are in the model's tree; those that this process does
         not have are `jax.ShapeDtypeStruct`s.
 
-        They are copies: the next step may write into the memory of the originals. In a run of several processes each gets the layers of
-        its own workers. Where `precision` keeps masters, these are returned, in float32. There are none of older versions: if microbatches
-        are in flight, a copy of the state is drained, and the masters are those after its last update. With `Plan.shard_optimizer` each
-        process gets the masters, and with `delay_correction` the weights without prediction, of the layers that its replicas update.
+        They are copies: the next step may overwrite the originals. In a run of several processes each gets the layers of its own workers.
+        If `precision` keeps masters, these are returned, in float32. Only the newest version has masters: if microbatches are in flight, a
+        copy of the state is drained, and its last masters are returned. With `Plan.shard_optimizer` each process gets masters (and with
+        `delay_correction` weights without prediction) of the layers that its replicas update.
 
         Args:
             state: any state that is not consumed.
             weights: as in `evaluate`.
 
         Raises:
-            InputError: a state that was used already, or weights="ema" without `ema_decay`.
+            InputError: the state was already consumed; or weights="ema" without `ema_decay`.
         """
         check_weights(weights, self.ema_decay)
         executor, state = self._running(state)
@@ -530,20 +527,20 @@ class Pipeline:
 
     @isolated_context()
     def model(self, state: State, *, weights: Weights = "newest", device: jax.Device | None = None) -> Any:
-        """Return the model that was given to `LayerStack.from_model` with the trained weights, for code that knows nothing of pipelines.
+        """Return the model of `LayerStack.from_model` with the trained weights, for code that does not use pipelines.
 
-        It is an NNX module of the same class, the variables of a Linen module, the callable pytree, or the parameters of a function (with
-        layer state: parameters and state). Weights and layer state are as for `evaluate`; its arrays are copies. In a run of several
+        The result is an NNX module of the same class, the variables of a Linen module, the callable pytree, or the parameters of a function
+        (with layer state: parameters and state). Weights and layer state are as for `evaluate`; the arrays are copies. In a run of several
         processes no process has all arrays: save a checkpoint and load it in one process.
 
         Args:
             state: any state that is not consumed.
             weights: as in `evaluate`.
-            device: where its arrays are, such as `jax.devices("cpu")[0]` for a model that is larger than one accelerator; by default JAX's
-                default device.
+            device: where to put its arrays, such as `jax.devices("cpu")[0]` for a model that is larger than one accelerator; by default
+                JAX's default device.
 
         Raises:
-            InputError: the layers were not cut from a model, a process that does not have all of them, a state that was used already, or
+            InputError: the layers were not cut from a model; this process does not have all of them; the state was already consumed; or
                 weights="ema" without `ema_decay`.
         """
         check_weights(weights, self.ema_decay)
@@ -553,16 +550,16 @@ class Pipeline:
 
     @isolated_context()
     def delay_norms(self, state: State) -> DelayNorms:
-        """Return norms that show what the delay of gradients does to the weights: of the correction, and between weight versions.
+        """Return norms that show the effect of the delay on the weights: of the correction, and of the distance between weight versions.
 
-        They are computed when this is called, from all weights, so not at every step. In a run of several processes all of them call it.
+        The call reads all weights, so do not make it at every step. In a run of several processes all of them call it.
 
         Args:
             state: any state that is not consumed.
 
         Returns:
-            The norms, over the parameters of all stages. There is no distance, but NaN, where no stage holds two versions between two
-            steps: under schedules that flush, and under `pipedream` with many microbatches.
+            The norms, over the parameters of all stages. The distance is NaN if no stage holds two versions between two steps: under
+            schedules that flush, and under `pipedream` with many microbatches.
 
         Raises:
             InputError: a state that was used already.
@@ -580,20 +577,20 @@ class Pipeline:
         stages: Collection[int] | None = None,
         programs: CompiledPrograms | None = None,
     ) -> tuple[StageCost, ...]:
-        """Return the exact bytes that the stages hold and move for batches like this one, for `jpipe.simulate`, from shapes alone.
+        """Return from shapes alone the exact bytes that the stages hold and move for batches like this one, for `jpipe.simulate`.
 
-        Times are units: a forward takes 1, a backward 2, each of its halves 1, and 1 more where they recompute. Temporaries are known
-        once `init` has compiled, or with `compiled_for`. On a mesh the bytes are for each device of the stage. How XLA shards
-        what stays from a forward to its backward is then known, too; before, it counts as sharded over the rows alone.
+        Times are in units: a forward takes 1, a backward 2, each of its halves 1, and recomputation 1 more. Temporaries are known once
+        `init` has compiled, or with `compiled_for`. On a mesh the bytes are for each device of the stage. Once compiled, it is also known
+        how XLA shards residuals; before, they count as sharded only over the rows.
 
         Args:
             batch: as in `init`; `jax.ShapeDtypeStruct`s will do.
-            compiled_for: compile the stages for this device, whatever the plan's own are, only to know their temporaries; those on meshes
-                for the first devices of its kind in this process. With a sequence of devices, those on meshes for the first of these,
-                which may be devices that are not here, such as from `jax.experimental.topologies`.
+            compiled_for: compile the stages for this device, whatever the plan's own devices are, only to know their temporaries; stages on
+                meshes for the first devices of its kind in this process, or in a sequence of devices. These may be devices that are not
+                here, such as from `jax.experimental.topologies`.
             stages: with `compiled_for`, compile only these; all by default. The temporaries of the other stages are 0.
-            programs: a dict that keeps what is compiled with `compiled_for`, so that other plans of this model need not compile equal
-                stages again; empty at first.
+            programs: a dict, empty at first, that keeps the programs compiled with `compiled_for`, so that other plans of this model reuse
+                equal stages.
 
         Raises:
             InputError: a batch or layers that do not fit; see `check`.
@@ -614,19 +611,19 @@ class Pipeline:
 
     @cached_property
     def places(self) -> tuple[Place, ...]:
-        """Where each worker computes: its device, or the devices of its mesh."""
+        """The place where each worker computes: its device, or the devices of its mesh."""
         return place(self.plan, self._explicit_devices)
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
-        """The device of each worker, of a mesh the first one."""
+        """The device of each worker; for a mesh the first one."""
         return tuple(place.first for place in self.places)
 
     @property
     def transfers(self) -> str | None:
-        """How messages go between processes, "collectives" or "device_put"; None in one process, and before `init` or `restore`.
+        """How processes exchange messages, "collectives" or "device_put"; None in one process, and before `init` or `restore`.
 
-        Collectives are jpipe's own; JAX's `device_put` is used where a probe at the start shows that it works between all processes.
+        Collectives are jpipe's own; JAX's `device_put` is used if a probe at the start shows that it works between all processes.
         """
         return None if self._executor is None else self._executor.transfers
 
@@ -637,7 +634,7 @@ class Pipeline:
         return self._builder.build(microbatch_spec(batch, self.plan.microbatches))
 
     def _compile(self, batch: Batch, other_batches: Sequence[Batch], facts: Mapping[str, str]) -> Executor:
-        """Compile the stages, or take the last run's if shapes and the settings of JAX are still the same.
+        """Compile the stages, or reuse the last run's if shapes and JAX's settings are the same.
 
         `facts` and the arguments of this pipeline have to be the same in all processes.
         """
