@@ -41,28 +41,28 @@ class Probed(NamedTuple):
 
 
 class LayerStack:
-    """The model: layers by id, in order; what flows from one to the next is any pytree.
+    """The model: layers by id, in order. Any pytree may flow from one layer to the next.
 
     A layer is given as
 
     - a callable with a parameter named `rngs`: the constructor of a Flax NNX module, `lambda rngs: nnx.Linear(4, 8, rngs=rngs)`;
-    - an NNX module that is built: a run begins with its arrays, which are not copied here, and the module stays as it is;
+    - a built NNX module: a run begins with its arrays, which are not copied here, and the module is not changed;
     - a Flax Linen module;
     - any other callable: a function of the layer's input, without parameters;
     - a `Layer`, for everything else.
 
-    Whether it trains is passed to parameters named `train`, `training` or `is_training` (True in training), `deterministic` or
-    `use_running_average` (False in training), where the call has them. docs/how-to/layers.md describes layers in detail.
+    A call with a parameter `train`, `training` or `is_training` gets True in training; with `deterministic` or `use_running_average`,
+    False. docs/how-to/layers.md describes layers in detail.
 
     Random numbers, in initialization, training and evaluation, depend on (key, layer id, microbatch) only, never on where the stack is cut.
 
     Args:
-        layers: the layers by id, a non-empty string; parameters, checkpoints and error messages are keyed by it. The ids of a list, a
+        layers: the layers by id, a non-empty string, by which parameters, checkpoints and error messages name them. The ids of a list, a
             tuple, an `nnx.List`, an `nnx.Sequential` or a Linen `Sequential` are "0", "1" and so on.
         ties: which layers share parameters. Each stage that uses a shared parameter holds a copy; their gradients are summed.
-        carries_rows: whether layers keep a state of each row from batch to batch, so that no stage can have replicas, which see other rows.
-        mixes_rows: whether layers or the loss are meant to compute rows of a microbatch together, as routers of experts are; without it a
-            warning says so.
+        carries_rows: whether layers keep a state of each row from batch to batch. Then no stage can have replicas, which see other rows.
+        mixes_rows: whether layers or the loss mix the rows of a microbatch on purpose, as routers of experts do; otherwise this logs a
+            warning.
 
     Raises:
         InputError: a layer that is none of the above, no layer at all, a parameter shared by two layers without a tie, or wrong ties.
@@ -109,20 +109,20 @@ class LayerStack:
     def from_model(
         cls, model: Any, *inputs: Tree, variables: Tree | None = None, granularity: Granularity = "block", cuts: Sequence[str] = ()
     ) -> "LayerStack":
-        """Cut a whole model into layers; the model stays as it is.
+        """Cut a whole model into layers; the model is not changed.
 
         The model is traced with the inputs, and cut where the fewest bytes pass from one part to the next: one layer for each block.
         Values that cross several layers, such as skip connections, are passed on; parameters that several layers read become ties.
-        Random numbers are as in a call of the whole model with `microbatch_key`. docs/explanation/layers.md says where a model is cut.
+        Random numbers are as in a call of the whole model with `microbatch_key`. docs/explanation/layers.md explains where a model is cut.
 
         Args:
-            model: an NNX module, that is built (its weights are the initial ones), abstract (from `nnx.eval_shape`), or a callable with a
-                parameter `rngs` that makes it; a Linen module; or any other callable pytree of arrays, such as an Equinox module.
-            inputs: example inputs of one microbatch, arrays or `jax.ShapeDtypeStruct`s. With one, the inputs of a batch are what it is;
-                with several, a tuple, and the model is called with each as an argument.
+            model: an NNX module that is built (its weights are the initial ones) or abstract (from `nnx.eval_shape`), or a callable with a
+                parameter `rngs` that makes one; a Linen module; or any other callable pytree of arrays, such as an Equinox module.
+            inputs: example inputs of one microbatch, arrays or `jax.ShapeDtypeStruct`s. With one, the inputs of a batch have its structure;
+                with several, they are a tuple, and the model is called with each as an argument.
             variables: the variables of a Linen module, as its `init` returns them: the initial weights and layer state. By default they are
                 made from the key of the run.
-            granularity: "block", or "finest" to cut wherever no more bytes pass than around that place.
+            granularity: "block", or "finest" to cut at every place where no more bytes pass than around it.
             cuts: paths of parameters, such as "blocks.4": the model is cut before the first reader of each, and nowhere else.
                 Places marked by `jpipe.cut` in the model do the same.
 
@@ -151,10 +151,10 @@ class LayerStack:
         """Cut a model that is a pure function into layers, as `from_model` does.
 
         Args:
-            function: `function(params, *inputs)`, or with `state` `function(params, state, *inputs) -> (outputs, new state)`. It gets a
-                random key of the microbatch by a parameter named `key` or `rng`, and whether it trains as layers do.
-            params: its initial parameters, any pytree; `jax.ShapeDtypeStruct`s if `Pipeline.init` will be given arrays. Arrays that are not
-                floating point, and Python numbers, are constants.
+            function: `function(params, *inputs)`, or with `state` `function(params, state, *inputs) -> (outputs, new state)`. A parameter
+                named `key` or `rng` gets a random key of the microbatch; it learns whether it trains as layers do.
+            params: its initial parameters, any pytree; or `jax.ShapeDtypeStruct`s, if `Pipeline.init` will get arrays. Python numbers and
+                arrays that are not floating point are constants.
             inputs: as in `from_model`.
             state: the initial layer state.
             granularity, cuts: as in `from_model`.

@@ -48,31 +48,31 @@ class _Layout(pydantic.BaseModel):
 
 
 class Plan(CapabilityOptions, _Layout, PlanOptions, _Pipeline):
-    """Stages, schedule, microbatches and recomputation of one run.
+    """The stages, schedule, microbatches and recomputation of a run.
 
-    Every plan that was built or read can run with its schedule. Fields are given by keyword and cannot be changed afterwards. Beside the
-    attributes below, they are the options of the schedule, which `jpipe.schedules.PlanOptions` describes, and the options of capabilities,
-    in `jpipe.plan.CapabilityOptions`: `Plan(…, extra_in_flight=1, shard_optimizer=True)`.
+    A plan is checked when it is built or read: it can run with its schedule. Pass fields by keyword; they cannot be changed afterwards.
+    Further fields are the options of the schedule (`jpipe.schedules.PlanOptions`) and of capabilities (`jpipe.plan.CapabilityOptions`):
+    `Plan(…, extra_in_flight=1, shard_optimizer=True)`.
 
     Attributes:
-        format: "jpipe-plan/1", which marks the JSON as a plan.
+        format: "jpipe-plan/1", by which JSON is recognized as a plan.
         schedule: a name of `jpipe.schedules.SCHEDULES`.
         microbatches: m, the number of microbatches between two updates over all replicas, 1 to 10^9; a multiple of each stage's
             replicas. Microbatch k runs on replica k mod r of a stage with r replicas.
-        stages: a `Stage` for each, or a dict of its fields; every layer exactly once, in order, cut anywhere.
-        sync_state: whether replicas average the state that forwards update (batch statistics): with each update under schedules
-            that flush, else when it is read out of the run; without, each replica keeps its own. True by default; False for state
-            that belongs to rows, such as a carried recurrent state.
-        keep_together: what gets neighbouring devices, so that it stays inside a host: "replicas", the default, of a stage (the
-            sums of gradients, 2BW section 3.3); "stages", of a pipeline (the activations).
-        ranks: for each pipeline rank the stages that it runs in turn, in order; None: one stage for each rank, or what the schedule
-            needs. With replicas, each replica of these stages is on a device of its own. `even` fills it from `chunks_per_rank`.
+        stages: a `Stage`, or a dict of its fields, for each stage. Together they have every layer exactly once, in order, cut anywhere.
+        sync_state: whether replicas average the state that forwards update (batch statistics): at each update under schedules that flush,
+            else when it is read from the run. If False, each replica keeps its own: for state that belongs to rows, such as a carried
+            recurrent state.
+        keep_together: what to place on neighbouring devices, inside a host: "replicas", the default, the replicas of a stage, which sum
+            gradients (2BW section 3.3); "stages", the stages of a pipeline, which exchange activations.
+        ranks: the stages that each pipeline rank runs in turn, in order; None: one stage per rank, or the layout that the schedule needs.
+            Each replica of these stages is on its own device. `even` sets it from `chunks_per_rank`.
         rules: the axis of the meshes over which a logical axis is sharded, or None, for each logical axis that differs from `RULES`.
-        param_axes: for models that name no logical axes: for parameters with a "layer id/path" that matches a pattern (`fnmatch`), a
-            logical axis or None for each dim. A parameter that matches several has the first.
-        placement: for each pipeline rank the numbers of its replicas' devices, counted from 0 over the devices of all processes, process by
-            process; with a mesh the first device of each, followed by its other devices. None: in order, as `keep_together` says.
-        predicted: the prediction of a planner; None: there is none.
+        param_axes: the logical axes of models that name none: a pattern (`fnmatch`) for "layer id/path" of parameters, with a logical axis
+            or None for each dim. The first matching pattern counts.
+        placement: the device numbers of each pipeline rank's replicas, counted from 0 over the devices of all processes, process by
+            process; with a mesh the number of its first device, which its other devices follow. None: in the order of `keep_together`.
+        predicted: the prediction of a planner, if there is one.
 
     Raises:
         InputError: a part is wrong; the message says what was expected.
@@ -187,10 +187,10 @@ class Plan(CapabilityOptions, _Layout, PlanOptions, _Pipeline):
         return self.replicas[s] > 1 and not self.has_parallel_pipelines
 
     def delay(self, s: int, update: int) -> float:
-        """Return the mean age, in updates, of the weights that the gradients of an update were computed with.
+        """Return how many updates old, on average, the weights were from which the gradients of an update were computed.
 
-        It is a function of the plan and the number of the update alone: 0 with schedules that flush, and smaller for the first updates of
-        a run, while the pipeline fills.
+        It depends only on the plan and the number of the update: 0 with schedules that flush, and smaller for the first updates of a run,
+        while the pipeline fills.
 
         Args:
             s: the stage.
@@ -229,19 +229,20 @@ class Plan(CapabilityOptions, _Layout, PlanOptions, _Pipeline):
         Args:
             layers: all layer ids in order.
             num_stages: number of stages, at most the number of layers.
-            schedule: a name of `jpipe.schedules.SCHEDULES`; by default one that flushes, so that training is as without a pipeline.
+            schedule: a name of `jpipe.schedules.SCHEDULES`; the default flushes, so that training equals training without a pipeline.
             microbatches: microbatches per update, over all replicas; by default 4.
             replicas: the number of replicas of every stage, or one number for each.
-            chunks_per_rank: how many stages each rank runs, in the layout of the schedule; by default 1, or 2 where it needs a V. The
-                stages are a multiple of it.
+            chunks_per_rank: how many stages each rank runs, in the layout of the schedule; by default 1, or 2 if the schedule needs a V. It
+                divides the number of stages.
             recompute: a policy for all stages, or one for each.
-            mesh: axes and sizes of the devices of every stage, or of each; None: one device.
+            mesh: axes and sizes of the mesh of every stage, or one mesh for each; None: one device.
             fsdp: for all stages, as in `Stage`.
-            sum_parts: how many even parts the layers of each stage with replicas have (see `Stage`), at most one for each layer.
+            sum_parts: the number of even parts into which the layers of each stage with replicas are divided (see `Stage`), at most one per
+                layer.
             fields: the other fields of `Plan`.
 
         Raises:
-            InputError: more stages than layers, not as many policies or replicas as stages, or an illegal plan.
+            InputError: there are more stages than layers, or policies or replicas for another number of stages; or the plan is illegal.
 
         Example:
             >>> Plan.even(["a", "b", "c"], num_stages=2, schedule="gpipe", microbatches=4).stages[0].layers
@@ -270,7 +271,7 @@ class Plan(CapabilityOptions, _Layout, PlanOptions, _Pipeline):
             ids: the layer ids of the model, in order.
 
         Raises:
-            InputError: the plan does not hold exactly these layers in this order.
+            InputError: the plan does not have exactly these layers in this order.
         """
         check_layers_of_model(self.layers, ids)
 
