@@ -18,7 +18,7 @@ class Request:
         tokens: At most N tokens; fewer if the text ends, or the model has no more positions. By default 100, and 1,000 with --chat.
         stops: End the output before this text; may be given several times.
         is_chat: Hold a conversation: each line of standard input is what a user says. Ctrl-C stops an answer, Ctrl-D ends the conversation.
-        system: What the model is told before a conversation.
+        system: The system message, before a conversation.
         temperature: 0 chooses the most likely token, 1 samples from the model's probabilities. By default 1 with the next two, else 0.
         top_k: Sample from the K most likely tokens.
         top_p: Sample from the most likely tokens that together have the probability P, such as 0.9.
