@@ -14,11 +14,10 @@ from jpipe_planner import Profile, Topology, read_graph_txt
 from jpipe_planner.machine.local import usable_cores
 from jpipe_planner.profile.sharded import NO_MESH, Degrees
 from jpipe_planner.search.candidate import USUAL, Asked
-from jpipe_planner.search.candidates import Updates
 from jpipe_train.assemble.build import force_cpu_devices, start_devices
 from jpipe_train.config.plan_config import PlanConfig
+from jpipe_train.plan.request import LOCAL, Options
 
-LOCAL = "local"
 ALL = "all"  # in place of the names of schedules
 _MOST_TOPOLOGY = 2**20  # bytes
 _MOST_PROFILE = 2**25  # bytes: thousands of layers at a dozen sizes
@@ -33,63 +32,20 @@ _EXCLUSIONS = (
 
 
 @dataclass(frozen=True)
-class Request:
-    """The request for a plan.
+class Request(Options):
+    """The request for a plan: the options, and what follows from the config and the profile.
 
     Attributes:
-        topology: a YAML file, or "local": the devices of this machine with their links measured.
-        batch: rows between two updates; None for the config's batch size.
-        up_to: whether plans may have fewer rows than `batch`.
-        schedules: the schedules to try; "all" for all; empty for those that flush, which train as without a pipeline, and pipedream
-            if `pipedream` is given, or for all if `max_delay` is.
-        devices: the number of devices of "local"; None for all, on CPUs as many as there are cores.
-        pipedream: how PipeDream's stages update, see `jpipe_planner.find_plans`; None for "batch".
         all_devices: whether no device may stay idle, as when each belongs to a process of its own.
-        meshes: the meshes of a stage to try, as `jpipe_planner.Degrees.read` takes them; empty for those inside a server that the
-            profile allows if the topology is a file, and none if it is "local".
         replicas: whether stages may have replicas; they must not if layers carry state for each row from batch to batch.
         share_optimizer: whether replicas may share an optimizer; not with a moving average of the weights.
-        max_delay: the largest mean delay of a plan in updates, which allows all schedules up to it unless `schedules` names some; None:
-            no limit.
-        measure: the number of plans to run on this machine, to choose the fastest; None to choose by predictions.
-        offload: whether plans with parts of their state in host memory are tried although others fit; they are if none does.
-        agree: the updates from one agreement of parallel pipelines to the next; None: as in the config, if pipelines agree there.
         asked: what plans are to do in addition, by `agree` and the config.
-        config: the config of a run.
-        overrides: `key=value` for the config.
-        allow_code: whether to import and run the functions that a config names.
-        profile: an existing profile, instead of a config, or with one to save the profiling.
-        rows: rows of a microbatch of a `graph.txt`; None for 1.
-        out: the file for the plan.
-        profile_out: the file for the profile.
-        png: the file for the picture.
-        explain: whether to explain the choice and list the plans that do not fit.
     """
 
-    topology: str = LOCAL
-    batch: int | None = None
-    up_to: bool = False
-    schedules: tuple[str, ...] = ()
-    devices: int | None = None
-    pipedream: Updates | None = None
     all_devices: bool = False
     replicas: bool = True
     share_optimizer: bool = True
-    meshes: tuple[str, ...] = ()
-    max_delay: float | None = None
-    measure: int | None = None
-    offload: bool = False
-    agree: int | None = None
     asked: Asked = USUAL
-    config: str | None = None
-    overrides: tuple[str, ...] = ()
-    allow_code: bool = False
-    profile: str | None = None
-    rows: int | None = None
-    out: str | None = None
-    profile_out: str | None = None
-    png: str | None = None
-    explain: bool = False
 
     def with_asked(self, plan: PlanConfig | None) -> "Request":
         """Return the request with the options of plans that `agree` and the config ask for.

@@ -29,8 +29,9 @@ from jpipe_train.console.terminal import count
 from jpipe_train.launch.together import Together, facts, joined
 from jpipe_train.plan import trial
 from jpipe_train.plan.compiling import compiled_words, compiler_errors, confirm, nothing_fits, of_this_machine
-from jpipe_train.plan.inputs import ALL, LOCAL, Request, prepare_devices, read_profile, read_topology
+from jpipe_train.plan.inputs import ALL, Request, prepare_devices, read_profile, read_topology
 from jpipe_train.plan.profiling import Parts, cores_of, profile_of, profile_together
+from jpipe_train.plan.request import LOCAL
 from jpipe_train.plan.search import refused_schedules, search
 
 SHOWN = 10  # rows of the table
