@@ -1,13 +1,14 @@
 """Make the tables of measurements on the pages of docs/explanation/ from the data that the repository has.
 
 `python -m benchmarks.tables` writes them into the pages. `benchmarks/data/PAGE.json` has tables of a page with the command and the machine;
-its `source` says where the figures come from. Where results of a benchmark are kept, in `benchmarks/hosts/links.json`,
-`benchmarks/hosts/accuracy.json` and `benchmarks/peers/*.json`, tables are made from these.
+its `source` says where the figures come from, and `hidden` lists columns that the page leaves out. If results of a benchmark are kept, in
+`benchmarks/hosts/links.json`, `benchmarks/hosts/accuracy.json` and `benchmarks/peers/*.json`, tables are made from them.
 """
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from benchmarks.hosts import accuracy, links
 from benchmarks.papers.document import Table, write
@@ -24,7 +25,14 @@ def transcribed(page: str) -> dict[str, Table]:
         page: the name without its ending.
     """
     tables = json.loads((DATA / f"{page}.json").read_text(encoding="utf-8"))["tables"]
-    return {table["name"]: Table(table["name"], table["head"], table["rows"]) for table in tables}
+    return {table["name"]: _shown(table) for table in tables}
+
+
+def _shown(table: Mapping[str, Any]) -> Table:
+    """Return a table without the columns that only the data have, those in `hidden`."""
+    kept = [i for i, name in enumerate(table["head"]) if name not in table.get("hidden", ())]
+    head, *rows = ([line[i] for i in kept] for line in (table["head"], *table["rows"]))
+    return Table(table["name"], head, rows)
 
 
 def from_results() -> list[Table]:

@@ -479,7 +479,7 @@ class Pipeline:
             processes that do not get them.
 
         Raises:
-            InputError: the state was already consumed; the inputs are unlike those of `init`; the outputs do not have one row for each
+            InputError: the state was already consumed; the inputs are unlike the inputs of `init`; the outputs do not have one row for each
                 input row; or weights="ema" without `ema_decay`.
 
         Example:

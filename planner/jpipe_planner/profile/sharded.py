@@ -145,7 +145,7 @@ def shard_profile(profile: Profile, degrees: Degrees, topology: Topology) -> Pro
         topology: the devices; the first of them form the mesh.
     """
     size_indices = [n for n, rows in enumerate(profile.sizes) if rows % degrees.rows == 0]
-    # On CPUs tokens are gathered. The devices of a topology without a target, which are those of this machine, are of the kind that the
+    # On CPUs tokens are gathered. The devices of a topology without a target, which is this machine's, are of the kind that the
     # profile was compiled for.
     gathers = topology.device.target is None and profile.compiled_for in ("", "cpu")
     layers = []

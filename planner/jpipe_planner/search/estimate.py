@@ -124,7 +124,7 @@ def memory_of(
         facts: what the schedule says about them.
         replicas: the number of replicas of each stage, an array.
         asked: what the plan does in addition.
-        waiting: the inputs that wait; None: the stages are those of a plan, from which it follows.
+        waiting: the inputs that wait; None: the stages belong to a plan, from which it follows.
         gradients: likewise the gradients of outputs.
     """
     trained = stages.weights - stages.frozen

@@ -213,7 +213,7 @@ _KEYS = {key: f"optimizer.{key}" for key in OptimizerConfig().of_plans} | {
     "the model": "model.target",
     "precision.loss_scale": "precision.loss_scale",
 }
-"""The keys of a config by the names that the library has for places; without a plan file also those of the plan."""
+"""The keys of a config, by the library's names of places; without a plan file also the keys of the plan."""
 
 
 def last_agreement(plan: jpipe.Plan, steps: int) -> str:

@@ -81,7 +81,7 @@ class _Found:
         plans: the plans, the best first.
         measured: those that ran; None without `--measure`.
         batch: rows between two updates that were asked for.
-        known_by: how the memory of the plans is known whose stages are compiled.
+        known_by: how the memory of the plans with compiled stages is known.
     """
 
     plans: Plans
