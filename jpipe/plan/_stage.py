@@ -51,18 +51,18 @@ class _Layers(pydantic.BaseModel):
 
 
 class Stage(StageOptions, _Layers):
-    """Consecutive layers, by id, that one worker or several replicas run.
+    """Consecutive layers that one worker or several replicas run.
 
     Attributes:
         layers: ids of the layers, in order, of printable characters; at least one.
         replicas: number of workers that share the stage, 1 by default, at most 65536.
         recompute: one of `RECOMPUTE`, "none" by default.
-        mesh: axes and sizes of the devices of each replica, such as `{"data": 2, "model": 4}`; empty, the default: one device. The axes
-            that the rules of the plan name shard the rows of a microbatch and the weights.
+        mesh: axes and sizes of the mesh of each replica, such as `{"data": 2, "model": 4}`; empty, the default: one device. The plan's
+            rules say over which axes the rows of a microbatch and the weights are sharded.
         fsdp: shard the weights over the axis of the rows, too; they are gathered where they are used. False by default.
-        sum_parts: for a stage with replicas: how many layers each part of the sum of gradients has, in the order of the layers, such
-            as `(4, 4, 4)`. The last backward of an update is computed part by part, from the last layers to the first, and the sum of
-            a part over the replicas begins while the next part is computed. Empty, the default: one sum after the whole backward.
+        sum_parts: the number of layers in each part of the sum of gradients over the replicas, in the order of the layers, such as `(4, 4,
+            4)`. The last backward of an update is computed part by part, from the last layers to the first, and the sum of a part begins
+            while the next part is computed. Empty, the default: one sum after the whole backward.
     """
 
     @property
@@ -98,10 +98,10 @@ class Predicted(pydantic.BaseModel):
     Attributes:
         batch_seconds: the seconds of one batch.
         bubble: share of the workers' time in which they do not compute.
-        peak_bytes: for each pipeline rank the most bytes that a device holds, scratch memory of its programs included.
-        delay: mean over the stages of the age of the weights that gradients are computed with, in updates; see `Plan.mean_delay`.
-        stage_seconds: for each stage the time of a forward and backward of a microbatch; empty, the default: not known.
-        devices: for each pipeline rank the devices that it was planned for, such as "4 × A100"; empty, the default: they are all equal.
+        peak_bytes: the peak bytes of a device of each pipeline rank, including scratch memory.
+        delay: the mean delay of gradients over the stages, in updates; see `Plan.mean_delay`.
+        stage_seconds: the time of a forward and backward of a microbatch at each stage; empty, the default: unknown.
+        devices: the devices that each pipeline rank was planned for, such as "4 × A100"; empty, the default: all are equal.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)

@@ -1,4 +1,4 @@
-"""Costs of computations in seconds and bytes, the input of `simulate`: given by hand, summed over layers, or measured."""
+"""Costs of computations in seconds and bytes, the input of `simulate`: written by hand, summed over layers, or measured."""
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -20,7 +20,7 @@ class KeptByBoth(NamedTuple):
     Attributes:
         size: the size in bytes.
         sender: the computation after which the previous stage frees them: "I", a backward or its first half, or "W", its second half.
-        receiver: that after which the stage itself frees them: "F", "I" or "W".
+        receiver: the computation after which the stage itself frees them: "F", "I" or "W".
     """
 
     size: int
@@ -30,33 +30,33 @@ class KeptByBoth(NamedTuple):
 
 @dataclass(frozen=True)
 class StageCost(Costs):
-    """Cost of one microbatch at one stage; seconds for times, bytes for sizes.
+    """The cost of one microbatch at one stage: times in seconds, sizes in bytes.
 
     Attributes:
         forward: time of a forward.
-        backward: time of a backward; where it recomputes, that forward included.
-        backward_input: time of the half of a backward that makes the input gradient; where it recomputes, that forward included.
+        backward: time of a backward, including the forward if it recomputes.
+        backward_input: time of the half of a backward that makes the input gradient, including the forward if it recomputes.
         backward_weight: time of the other half, which makes the gradients of the weights.
         update: time of one update.
         inputs: the stage input.
         labels: the labels of the last stage; 0 at other stages.
-        outputs: what the forward sends on.
-        residuals: what is kept from forward to backward, with kept inputs, outputs and layer state.
-        kept_outputs: the part of `outputs` that is among the residuals.
-        stash: what is kept from one half of a backward to the other.
-        message: the output gradient that arrives, with the microbatch's weight; at the last stage its own (sum, weight).
+        outputs: the outputs that the forward sends on.
+        residuals: what stays from forward to backward, including kept inputs, outputs and layer state.
+        kept_outputs: the part of `outputs` that is in the residuals.
+        stash: what stays from one half of a backward to the other.
+        message: the output gradient that arrives, with the microbatch's weight; at the last stage (sum, weight) of the loss.
         gradient: the input gradient that leaves, with the weight.
         weights: one version.
         frozen: the part of `weights` that no update changes: all versions share it.
-        optimizer: optimizer state; where replicas share it, the largest share.
+        optimizer: optimizer state; if replicas share it, the largest share.
         state: layer state (batch statistics).
         accumulators: accumulated gradients.
         temporary: the largest scratch memory of a program.
         passed: the arrays of the stage input that the previous stage keeps, too. If both are on one rank, they count once.
         updated: with `Plan.shard_optimizer`, the bytes of one version that each replica updates and sends to the other replicas.
-        kept: what capabilities keep beside the optimizer state, such as the errors of compressed sums, or agreed weights.
-        gathered: for each piece of a sum (see `pieces_of`) what a replica sends to each other one, if each of them makes the sum; empty:
-            gradients and then their sums go around a ring.
+        kept: what capabilities keep in addition to the optimizer state, such as the errors of compressed sums, or agreed weights.
+        gathered: for each piece of a sum (see `pieces_of`) what a replica sends to each other replica, if each computes the sum itself;
+            empty: gradients and then their sums go around a ring.
     """
 
     forward: float = 1.0
@@ -95,14 +95,14 @@ class StageCost(Costs):
 
 
 def pieces_of(plan: Plan, stage: Stage, cost: StageCost) -> list[float]:
-    """Return the bytes of the pieces in which the replicas of a stage sum its gradients: of one, unless a capability cuts them."""
+    """Return the bytes of the pieces in which the replicas of a stage sum its gradients: a single piece, unless a capability cuts them."""
     cut = (pieces(stage, cost) for pieces in hooks("pieces", programs_of(plan)))
     return next((sizes for sizes in cut if sizes), [cost.accumulators])
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Cost of one microbatch at one layer; seconds for times, bytes for sizes.
+    """The cost of one microbatch at one layer: times in seconds, sizes in bytes.
 
     Attributes:
         forward: time of a forward.
@@ -115,15 +115,15 @@ class LayerCost:
         stash: what stays from one half of a backward to the other, by policy; without an entry the residuals of "none" and the output.
         optimizer: optimizer state.
         state: layer state (batch statistics).
-        residuals: what stays from forward to backward where the layer is a stage by itself, by recomputation policy (without an entry
-            for `full`, that is the stage input).
-        shared: the part of `residuals` that stays once and not twice, or not at all, where the next layer is in the same stage, by
-            policy (nothing where there is no entry).
+        residuals: what stays from forward to backward if the layer is a stage by itself, by recomputation policy (without an entry for
+            `full`, the stage input).
+        shared: the part of `residuals` that stays only once, or not at all, if the next layer is in the same stage, by policy (without an
+            entry, nothing).
         update: time of one update.
         temporary: the largest scratch memory of its programs, without recomputation.
-        temporary_more: what scratch memory a stage needs more than for the larger of both, where the next layer is in the same stage.
-        remaking: the scratch memory of a backward that makes all residuals of the layer itself, as with recomputation; None: not known.
-        remaking_next: what scratch memory such a backward needs more if the next layer is in the stage, and is its last one.
+        temporary_more: the scratch memory that a stage with this and the next layer needs in addition to the larger of both.
+        remaking: the scratch memory of a backward that computes all residuals of the layer itself, as with recomputation; None: not known.
+        remaking_next: the additional scratch memory of such a backward if the next layer is the last one of the stage.
         remaking_more: the same if several more layers of the stage follow.
         ahead: the prediction of `delay_correction`, which stages with late gradients hold.
     """
@@ -166,7 +166,7 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class SharedCost:
-    """Cost of a parameter that several layers share, in bytes. The cost of each of these layers includes it, too.
+    """The cost in bytes of a parameter that several layers share. The cost of each of these layers includes it, too.
 
     Attributes:
         layers: the ids of the layers that use it.
@@ -187,13 +187,13 @@ class SharedCost:
 
 @dataclass(frozen=True)
 class Link:
-    """What joins two ranks; each direction carries one message at a time.
+    """The connection of two ranks; each direction carries one message at a time.
 
     Attributes:
         bandwidth: bytes per second.
         latency: seconds from the end of sending to the arrival; it does not keep the link busy.
-        ports: what a message occupies while it is sent, and other links may share, such as the network card of a host; none: the
-            direction from the one rank to the other.
+        ports: what a message occupies while it is sent and other links may share, such as the network card of a host; (): the direction
+            from one rank to the other.
     """
 
     bandwidth: float = float("inf")

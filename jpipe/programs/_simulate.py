@@ -77,7 +77,7 @@ def simulate(
 def has_equal_batches(plan: Plan) -> bool:
     """Return whether all batches of a plan have the same program, so that `simulate_batches` can predict them.
 
-    They have if its schedule flushes, unless some capability carries something from one batch to later ones.
+    They do if its schedule flushes, unless a capability carries something from one batch to later ones.
     """
     return SCHEDULES[plan.schedule].flushes and not any(hooks.carries_over for hooks in programs_of(plan))
 
@@ -91,24 +91,24 @@ def simulate_batches(
     *,
     until_periodic: bool = True,
 ) -> tuple[Prediction, float | None]:
-    """Predict some batches up to the first computations of the batch after them, from the program of one batch.
+    """Predict several batches, up to the first computations of the batch after them, from the program of one batch.
 
     The program is not verified, and memory over time and transfers are left out. Otherwise the prediction equals `simulate` with the
     program of all batches.
 
     Args:
         program: the program of the first batch, from `lower`; its plan has equal batches, see `has_equal_batches`.
-        batches: the most batches to predict.
+        batches: the largest number of batches to predict.
         costs: one for each stage.
         link: as in `simulate`.
         overlap: as in `simulate`.
-        until_periodic: whether to stop after a batch in which everything happens as in the one before, some seconds later: then it does so
-            in all following ones.
+        until_periodic: whether to stop after the first batch that repeats the one before it, some seconds later: all following batches then
+            do, too.
 
     Returns:
-        The prediction. Its timeline ends after such a batch, or with the first computation on each rank of the batch after the last one.
-        Its seconds and bubble are for this timeline, its moved bytes for one batch. The seconds from one of these equal batches to the next
-        one; None if it did not come to them.
+        The prediction, and the seconds from one of these equal batches to the next (None if they were not reached). The timeline ends after
+        such a batch, or with each rank's first computation of the batch after the last one. Seconds and bubble are for this timeline, moved
+        bytes for one batch.
 
     Raises:
         ProgramError: the ranks deadlock.
@@ -126,7 +126,7 @@ def simulate_batches(
 
 
 def _link_of(name: str, link: Link | Callable[..., Link] | None) -> Callable[..., Link]:
-    """Return the function of ranks that gives their link, with a check of what a function of the caller returns."""
+    """Return a function from ranks to their link, which checks the results of a function of the caller."""
     if not callable(link):
         same = link or Link()
         return lambda *ranks: same

@@ -1,4 +1,4 @@
-"""The results of steps: losses, weights and norms. All processes have the same; reading a number waits for it."""
+"""The results of steps: losses, weights and norms. All processes get the same results; reading a number waits for it."""
 
 import functools
 import itertools
@@ -24,7 +24,7 @@ Number = jax.Array | np.ndarray
 
 
 class RemoteScalar:
-    """A number that some process computes; `float(…)` waits until that process has sent it. The same bits in all processes."""
+    """A number that one process computes, with the same bits in all processes; `float(…)` waits until it has arrived."""
 
     def __init__(self, read: Callable[[], float]) -> None:
         self._read = read
@@ -40,19 +40,20 @@ class Metrics(NamedTuple):
     """Results of the batches that a step finished, the same in all processes. Numbers may still be computing: `float(…)` waits.
 
     Attributes:
-        losses: mean loss of each finished batch over its labels, by batch index. With `Plan.agree` each pipeline computes its microbatches
-            with its own weights. Microbatches of pipelines that skipped their update of the batch (`skip_nonfinite`) do not count, unless
-            all did.
-        weights: total weight of each of those batches, over the microbatches that count.
-        norms: global norm of the gradient of each of those batches, before clipping; empty without `clip_global_norm` and
-            `skip_nonfinite`. Under a schedule that does not flush a step later than the loss, or in the metrics of `drain`. With
-            `Plan.agree` the first pipeline's.
-        nonfinite: how many entries of that gradient are NaN or infinite; empty or late as `norms`. With `skip_nonfinite` a batch that has
-            any changed no weights. With `Plan.agree` the sum over all pipelines; a pipeline with any changed no weights.
-        loss_scales: the loss scale that follows each of those batches, if it is dynamic; empty or late as `norms`.
-        stage_norms: norm of the gradient of one stage, before clipping, by (batch, stage); empty without `clip_stage_norm`. Each is known
-            with the update of its stage, so under a schedule that does not flush early stages' may come some steps later. Of a
-            batch that updates a stage several times it is the last update's.
+        losses: the mean loss of each finished batch over its labels, by batch index. With `Plan.agree` each pipeline computes its
+            microbatches with its own weights; microbatches of pipelines that skipped their update (`skip_nonfinite`) do not count, unless
+            all pipelines did.
+        weights: the total weight of each of these batches, over the microbatches that count.
+        norms: the global norm of the gradient of each of these batches before clipping; empty without `clip_global_norm` and
+            `skip_nonfinite`. Under a schedule that does not flush it comes one step later than the loss, or in the metrics of `drain`. With
+            `Plan.agree` it is the first pipeline's.
+        nonfinite: the number of entries of that gradient that are NaN or infinite; empty or late as `norms`. With `skip_nonfinite` a batch
+            with any such entry changed no weights. With `Plan.agree` it is the sum over all pipelines; a pipeline with any such entry
+            changed no weights.
+        loss_scales: the loss scale after each of these batches, if it is dynamic; empty or late as `norms`.
+        stage_norms: the norm of the gradient of one stage before clipping, by (batch, stage); empty without `clip_stage_norm`. It is known
+            with the update of its stage, so under a schedule that does not flush, norms of early stages may come some steps later. If a
+            batch updates a stage several times, it is the last update's.
     """
 
     losses: dict[int, jax.Array | RemoteScalar]
@@ -84,12 +85,12 @@ class Evaluation(NamedTuple):
     """The result of `Pipeline.evaluate`, the same in all processes. Numbers may still be computing: `float(…)` waits.
 
     Attributes:
-        loss: mean over the whole batch.
-        weight: total weight of the batch.
-        version: weight version that was used, the same in all stages, in batches: how many batches had updated the weights. With
-            `Plan.agree` the last agreement's; with fragments the first of their last ones.
+        loss: the mean loss over the whole batch.
+        weight: the total weight of the batch.
+        version: the weight version of all stages: the number of batches that had updated the weights. With `Plan.agree` it is the version
+            of the last agreement; with fragments, of the earliest of their last agreements.
         metrics: the mean of each requested metric, by name.
-        microbatches: what each of these metrics has returned for each microbatch, (sum, weight), by name, for metrics that are no means.
+        microbatches: the (sum, weight) of each of these metrics for each microbatch, by name, to compute metrics that are not means.
     """
 
     loss: jax.Array | RemoteScalar
@@ -100,11 +101,11 @@ class Evaluation(NamedTuple):
 
 
 class DelayNorms(NamedTuple):
-    """What a delay does to the weights: norms over the parameters of all stages; `float(…)` waits for them.
+    """The effect of a delay on the weights: norms over the parameters of all stages; `float(…)` waits for them.
 
     Attributes:
-        correction: how far the delay correction has moved the newest weights ahead; 0 without one.
-        distance: how far the two newest weight versions are apart, over the stages that hold two; NaN if none does.
+        correction: the norm of the change by which the delay correction has moved the newest weights ahead; 0 without a correction.
+        distance: the norm of the difference of the two newest weight versions, over the stages that hold two; NaN if none does.
     """
 
     correction: jax.Array | RemoteScalar

@@ -100,20 +100,21 @@ def fit(
         data: batches as for `Pipeline.step`: an object with `data[t]`, such as a `grain.MapDataset` of batches, or a function of t; with
             `batch_size` the pair (inputs, labels) of arrays or trees of arrays, with rows shuffled anew in each epoch.
         steps: the number of batches, including those before a resume.
-        epochs: passes over `data`, in place of `steps`; batches need a length for it.
-        batch_size: rows of a batch, where `data` are arrays.
+        epochs: passes over `data`, in place of `steps`; batches must have a length.
+        batch_size: rows of a batch, if `data` are arrays.
         eval_data: arrays, or an object with some batches; all are evaluated before the first step, every `eval_every`, and at the end.
         eval_every: steps between evaluations.
         metrics: metrics by name: functions as in `Pipeline.evaluate`, or names of built-in ones such as "accuracy".
         seed: the seed of the initial weights, dropout and the order of rows.
-        state: the state of this pipeline that a new run begins with, which is consumed; by default from `Pipeline.init`.
-        run_dir: the run folder, a new one or of the run to resume; None: nothing is written.
+        state: the initial state of a new run, which is consumed; by default from `Pipeline.init`.
+        run_dir: the folder of the run, new or to resume; None: nothing is written.
         checkpoint: steps between checkpoints, or the keys of a config's section `checkpoint`: `{"every": 100, "keep": 2}`; None: none.
         log: further logs of the run: "tensorboard", "wandb", "trackio" and "mlflow".
         log_every: steps between rows of `metrics.jsonl`.
         callbacks: objects with some of the methods `on_step`, `on_eval` and `on_checkpoint`, which get a `StepRecord`, an `EvalRecord` and
             a `CheckpointRecord`, and return None, or "stop" to end the run one or two steps later.
-        resume: "auto": if the folder has a checkpoint; "must": or raise an error; "never": and raise an error if it has a run.
+        resume: "auto": resume if the folder has a checkpoint; "must": raise an error if it has none; "never": raise an error if it has a
+            run.
         progress: whether to print a bar on a terminal, and lines elsewhere.
 
     Raises:
