@@ -110,7 +110,7 @@ def check_model(stack: Any, plan: Any, loss: Any) -> None:
     if not isinstance(plan, Plan):
         raise InputError(where="plan", expected="a jpipe.Plan", found=type(plan).__name__, change="make one with Plan.even(stack.ids, …)")
     if not callable(loss):
-        raise InputError(f"loss: expected a function (outputs, labels) -> (sum, weight), found {type(loss).__name__}")
+        raise InputError(where="loss", expected="a function (outputs, labels) -> (sum, weight)", found=type(loss).__name__)
     plan.check_layers(stack.ids)
     if stack.carries_rows and max(plan.replicas) > 1:
         raise InputError(
@@ -124,13 +124,13 @@ def check_model(stack: Any, plan: Any, loss: Any) -> None:
 def checked_batch(name: str, batch: Any) -> int:
     """Return the number of a batch, which is the argument of this name."""
     if not is_int(batch) or batch < 0:
-        raise InputError(f"{name}: expected the number of a batch, 0 or more, found {batch!r}")
+        raise InputError(where=name, expected="the number of a batch, 0 or more", found=repr(batch))
     return int(batch)
 
 
 def check_observer(observe: Any) -> None:
     if observe is not None and not callable(observe):
-        raise InputError(f"observe: expected a function of an Event, such as a Tracer or a Snapshot, found {type(observe).__name__}")
+        raise InputError(where="observe", expected="a function of an Event, such as a Tracer or a Snapshot", found=type(observe).__name__)
 
 
 def checked_arguments(plan: Plan, precision: Precision, **arguments: Any) -> dict[str, Any]:
@@ -202,21 +202,21 @@ def log_correction(plan: Plan, optimizer: optax.GradientTransformation, factor: 
 
 def check_weights(weights: Any, ema_decay: float | None) -> None:
     if weights not in get_args(Weights):
-        raise InputError(f"weights: expected 'newest' or 'ema', found {weights!r}")
+        raise InputError(where="weights", expected="'newest' or 'ema'", found=repr(weights))
     if weights == "ema" and ema_decay is None:
         raise InputError("weights: this pipeline keeps no average of the weights; give ema_decay to Pipeline, such as 0.999")
 
 
 def check_to(to: Any) -> None:
     if to not in get_args(To):
-        raise InputError(f"to: expected 'all' or 'first', found {to!r}")
+        raise InputError(where="to", expected="'all' or 'first'", found=repr(to))
 
 
 def checked_metrics(metrics: Any) -> dict[str, Loss]:
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
-        raise InputError(f"metrics: expected a dict of functions by name, found {type(metrics).__name__}")
+        raise InputError(where="metrics", expected="a dict of functions by name", found=type(metrics).__name__)
     for name, metric in metrics.items():
         if not isinstance(name, str) or not callable(metric):
             raise InputError(

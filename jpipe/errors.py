@@ -69,11 +69,11 @@ class InputError(ValueError):
     """
 
     def __init__(
-        self, *problems: str | Problem, where: str = "", key: object = "", expected: str = "", found: object = "", change: str = ""
+        self, *problems: str | Problem, where: object = "", key: object = "", expected: str = "", found: object = "", change: str = ""
     ) -> None:
         super().__init__()
         listed = problems or ("",)
-        fields = where, str(key), expected, str(found), change
+        fields = str(where), str(key), expected, str(found), change
         self._set([problem if isinstance(problem, Problem) else Problem(problem, *fields) for problem in listed])
 
     def _set(self, problems: Sequence[Problem]) -> None:

@@ -37,7 +37,7 @@ def run_folder(folder: str | Path) -> Path:
         InputError: it is no path, or one that no folder can have.
     """
     if not isinstance(folder, str | Path):
-        raise InputError(f"folder: expected the path of a run's folder, found {type(folder).__name__}")
+        raise InputError(where="folder", expected="the path of a run's folder", found=type(folder).__name__)
     return resolved(str(folder), "folder")
 
 
@@ -60,7 +60,7 @@ def step_folders(folder: Path) -> list[tuple[int, Path]]:
     except FileNotFoundError:
         return []
     except NotADirectoryError:
-        raise InputError(f"{parent}: expected a folder, found a file in its place; choose another run.dir") from None
+        raise InputError(where=parent, expected="a folder", found="a file in its place", change="choose another run.dir") from None
     numbers = {name: name.removesuffix(_UNFINISHED) for name in names}
     found = sorted((int(number), parent / name) for name, number in numbers.items() if number.isdecimal() and number == str(int(number)))
     if not found and (old := [parent / name for name in names if _OF_FORMAT_1.fullmatch(name) and (parent / name / MARKER).exists()]):
@@ -142,7 +142,7 @@ def check_keep(keep: Any) -> None:
         InputError: it is not.
     """
     if not is_int(keep) or keep < 1:
-        raise InputError(f"keep: expected a number of checkpoints, 1 or more, found {keep!r}")
+        raise InputError(where="keep", expected="a number of checkpoints, 1 or more", found=repr(keep))
 
 
 def prune(

@@ -127,7 +127,7 @@ def read_marker(folder: Path, step: int) -> Marker:
 def of_other_format(path: Path, found: str) -> InputError:
     """Return the error for a checkpoint that another version of jpipe wrote in another format."""
     hint = "version 0.4 reads it, and saves it in the new format" if found == FORMAT_1 else "a newer jpipe wrote it: update jpipe"
-    return InputError(f"{path}: expected the format {FORMAT}, found {found}; {hint}")
+    return InputError(where=path, expected=f"the format {FORMAT}", found=found, change=hint)
 
 
 def read_parts(folder: Path, marker: Marker) -> list[ProcessRecord]:

@@ -203,7 +203,7 @@ def _sharded(
     if axes is None:
         return WHOLE
     if len(axes) != len(spec.shape):
-        raise InputError(f"{parameter}: expected a logical axis or None for each of its dims, {list(spec.shape)}, found {list(axes)}")
+        raise InputError(where=parameter, expected=f"a logical axis or None for each of its dims, {list(spec.shape)}", found=list(axes))
     over: list[str | None] = []
     for dim, name in enumerate(axes):
         if name is not None and name not in rules:

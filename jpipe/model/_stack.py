@@ -84,7 +84,7 @@ class LayerStack:
     ) -> None:
         layers = layers_by_id(layers)
         if not list(layers):  # a length may be wrong
-            raise InputError("LayerStack: expected at least one layer, found none")
+            raise InputError(where="LayerStack", expected="at least one layer", found="none")
         for layer_id in layers:
             if not isinstance(layer_id, str) or not layer_id:
                 raise InputError(f"LayerStack: a layer id is a non-empty string, found {layer_id!r}")
@@ -186,9 +186,9 @@ class LayerStack:
                 change="give arrays of the shapes of one microbatch",
             )
         if granularity not in get_args(Granularity):
-            raise InputError(f"granularity: expected 'block' or 'finest', found {granularity!r}")
+            raise InputError(where="granularity", expected="'block' or 'finest'", found=repr(granularity))
         if isinstance(cuts, str) or not all(isinstance(path, str) and path for path in cuts):
-            raise InputError(f"cuts: expected a list of paths of parameters, such as ['blocks.4'], found {short(cuts)}")
+            raise InputError(where="cuts", expected="a list of paths of parameters, such as ['blocks.4']", found=short(cuts))
         try:
             specs = jax.tree.map(spec_of, inputs)
         except TypeError:
@@ -231,7 +231,7 @@ class LayerStack:
                 if not isinstance(params, Mapping) or not set(params) <= set(self.ids):
                     raise
         if not isinstance(params, Mapping):
-            raise InputError(f"params: expected a dict of parameters by layer id, found {type(params).__name__}")
+            raise InputError(where="params", expected="a dict of parameters by layer id", found=type(params).__name__)
         return {layer_id: (tree, None) for layer_id, tree in params.items()}
 
     @cached_property
@@ -377,7 +377,7 @@ class LayerStack:
         try:
             before, x = "the batch", jax.tree.map(spec_of, inputs)
         except TypeError:  # text, objects
-            raise InputError(f"inputs: expected arrays of numbers, found {describe(inputs)}") from None
+            raise InputError(where="inputs", expected="arrays of numbers", found=describe(inputs)) from None
         for layer_id in self.layers if ids is None else ids:
             like = self.like(layer_id, x)
             if like not in self._known:

@@ -261,7 +261,7 @@ class Ties:
 
 def _checked(ties: Any, ids: Sequence[str]) -> list[Tie]:
     if isinstance(ties, (str, Mapping)) or not isinstance(ties, Iterable):
-        raise InputError(f"ties: expected a list of jpipe.Tie, found {type(ties).__name__}")
+        raise InputError(where="ties", expected="a list of jpipe.Tie", found=type(ties).__name__)
     all_ties = list(ties)
     for tie in all_ties:
         if not isinstance(tie, Tie):

@@ -79,7 +79,7 @@ def per_stage(make: Callable[..., optax.GradientTransformation], **arguments: An
     ) -> tuple[Tree, PerStageState]:
         for name, values in staged.items():
             if num_stages is not None and len(values) != num_stages:
-                raise InputError(f"per_stage: {name}: expected one value for each of the {num_stages} stages, found {len(values)}")
+                raise InputError(where="per_stage", key=name, expected=f"one value for each of the {num_stages} stages", found=len(values))
         if num_stages is not None:
             extra_args["num_stages"] = num_stages
         updates, after = inner(state.count, stage).update(updates, state.inner_state, params, stage=stage, **extra_args)

@@ -62,7 +62,7 @@ def predict_delay(factor: float = 1.0) -> optax.GradientTransformationExtraArgs:
     Reference: Zmushko et al., One-Step Gradient Delay is Not a Barrier (2026), arXiv:2606.30634.
     """
     if not is_number(factor) or not 0 <= factor < math.inf:
-        raise InputError(f"predict_delay: expected a factor of at least 0 such as 0.5, found {factor!r}")
+        raise InputError(where="predict_delay", expected="a factor of at least 0 such as 0.5", found=repr(factor))
 
     def init(params: Tree) -> PredictDelayState:
         return PredictDelayState(jax.tree.map(jnp.zeros_like, params))

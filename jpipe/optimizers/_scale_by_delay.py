@@ -41,7 +41,7 @@ def scale_by_delay(steps: int) -> optax.GradientTransformationExtraArgs:
         Yang, Zhang, Li, Ré, Aberger, De Sa: PipeMare: Asynchronous Pipeline Parallel DNN Training, 2019, https://arxiv.org/abs/1910.05124.
     """
     if not is_int(steps) or steps < 1:
-        raise InputError(f"scale_by_delay: expected steps of at least 1, found {steps!r}")
+        raise InputError(where="scale_by_delay", expected="steps of at least 1", found=repr(steps))
 
     def init(params: Tree) -> ScaleByDelayState:
         return ScaleByDelayState(jnp.zeros([], jnp.int32))

@@ -80,7 +80,7 @@ def read_json(text: str | bytes, expected: str, where: str) -> dict[str, Any]:
     """
     kind = expected.removeprefix("jpipe-").partition("/")[0]
     if not isinstance(text, (str, bytes, bytearray)):
-        raise InputError(f"{where}: expected a {kind} as JSON text, found {type(text).__name__}")
+        raise InputError(where=where, expected=f"a {kind} as JSON text", found=type(text).__name__)
     try:
         data = json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:

@@ -202,9 +202,9 @@ class Link:
 
     def __post_init__(self) -> None:
         if not _is_amount(self.bandwidth) or self.bandwidth == 0:
-            raise InputError(f"Link: bandwidth: expected bytes per second above 0, found {short(self.bandwidth)}")
+            raise InputError(where="Link", key="bandwidth", expected="bytes per second above 0", found=short(self.bandwidth))
         if not _is_amount(self.latency) or self.latency == math.inf:
-            raise InputError(f"Link: latency: expected seconds, 0 or more, found {short(self.latency)}")
+            raise InputError(where="Link", key="latency", expected="seconds, 0 or more", found=short(self.latency))
 
 
 def _is_amount(value: Any) -> bool:
@@ -227,14 +227,14 @@ def check_costs(plan: Plan, costs: Sequence[StageCost]) -> None:
         for name, value in vars(cost).items():
             where, are_several = f"simulate: costs of stage {s}: {name}", isinstance(getattr(StageCost, name), tuple)
             if are_several and not isinstance(value, tuple):
-                raise InputError(f"{where}: expected a tuple of numbers, found {short(value)}")
+                raise InputError(where=where, expected="a tuple of numbers", found=short(value))
             for part in value if are_several else (value,):
                 amount = part.size if isinstance(part, KeptByBoth) else part
                 if not _is_amount(amount) or amount == math.inf:
-                    raise InputError(f"{where}: expected a number of 0 or more, found {short(amount)}")
+                    raise InputError(where=where, expected="a number of 0 or more", found=short(amount))
             is_read = name == "gathered" or (name in per_piece and count > 1)
             if is_read and value and len(value) != count:
-                raise InputError(f"{where}: expected a number for each part of the stage, {count} in all, found {short(value)}")
+                raise InputError(where=where, expected=f"a number for each part of the stage, {count} in all", found=short(value))
 
 
 Network = Callable[[int, int], Link]

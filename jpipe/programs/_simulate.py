@@ -179,7 +179,7 @@ def _verified(program: Program) -> Iterator[Instruction]:
 def _check(program: Any, costs: Any, link: Any, overlap: Any, host: Any) -> None:
     """Check the arguments of `simulate`."""
     if not isinstance(program, Program):
-        raise InputError(f"simulate: expected a program, found {type(program).__name__}; give jpipe.lower(plan, batches)")
+        raise InputError(where="simulate", expected="a program", found=type(program).__name__, change="give jpipe.lower(plan, batches)")
     if program.workers is not None and not _is_closed(program, program.workers):
         raise InputError(
             "simulate: expected the program of all workers, or of some that send messages only to each other, found one of some that send "
@@ -188,17 +188,17 @@ def _check(program: Any, costs: Any, link: Any, overlap: Any, host: Any) -> None
     if not program.drained or program.begin != program.start:
         raise InputError("simulate: expected the program of a whole run, found a part of one; lower it with begin = start and drain=True")
     if not (link is None or isinstance(link, Link) or callable(link)):
-        raise InputError(f"simulate: expected a jpipe.Link, or a function of two ranks that gives one, found {short(link)}")
+        raise InputError(where="simulate", expected="a jpipe.Link, or a function of two ranks that gives one", found=short(link))
     if not (host is None or isinstance(host, Link) or callable(host)):
-        raise InputError(f"simulate: host: expected a jpipe.Link, or a function of a rank that gives one, found {short(host)}")
+        raise InputError(where="simulate", key="host", expected="a jpipe.Link, or a function of a rank that gives one", found=short(host))
     if overlap not in OVERLAPS:
-        raise InputError(f"simulate: overlap: expected one of {', '.join(map(repr, OVERLAPS))}, found {short(overlap)}")
+        raise InputError(where="simulate", key="overlap", expected=f"one of {', '.join(map(repr, OVERLAPS))}", found=short(overlap))
     if costs is None:
         return
     if not isinstance(costs, Sequence) or not all(isinstance(cost, StageCost) for cost in costs):
-        raise InputError(f"simulate: expected a list of jpipe.programs.StageCost as costs, found {short(costs)}")
+        raise InputError(where="simulate", expected="a list of jpipe.programs.StageCost as costs", found=short(costs))
     if len(costs) != program.plan.depth:
-        raise InputError(f"simulate: expected {program.plan.depth} costs, one for each stage, found {len(costs)}")
+        raise InputError(where="simulate", expected=f"{program.plan.depth} costs, one for each stage", found=len(costs))
     check_costs(program.plan, costs)
 
 

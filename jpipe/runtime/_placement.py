@@ -51,7 +51,7 @@ def place_on(devices: jax.Device | Sequence[jax.Device], mesh: FrozenMapping[int
         change = f"on CPUs jax.config.update('jax_num_cpu_devices', {size}) makes as many before JAX is used"
     _check_chips(usable[:1], size)
     if size > len(usable):
-        raise InputError(f"costs: expected {size} devices{like} for the mesh {dict(mesh)}, found {len(usable)}; {change}")
+        raise InputError(where="costs", expected=f"{size} devices{like} for the mesh {dict(mesh)}", found=len(usable), change=change)
     return Place(tuple(usable[:size]), mesh)
 
 
@@ -81,7 +81,7 @@ def _place_ranks(plan: Plan, sizes: Sequence[int], devices: Sequence[jax.Device]
         if len(devices) != sum(sizes):
             each = "stage" if len(sizes) == plan.depth == len(plan.workers) else "rank"
             per = f"one for each {each}" if max(sizes) == 1 else f"{shortened([str(size) for size in sizes])} for the meshes of the {each}s"
-            raise InputError(f"devices: expected {sum(sizes)}, {per}, found {len(devices)}")
+            raise InputError(where="devices", expected=f"{sum(sizes)}, {per}", found=len(devices))
         remaining = iter(devices)
         return [tuple(itertools.islice(remaining, size)) for size in sizes]
     everywhere = _everywhere()
@@ -164,7 +164,7 @@ def checked_devices(devices: Any) -> tuple[jax.Device, ...]:
         InputError: they are not a list of devices.
     """
     if not isinstance(devices, Iterable) or isinstance(devices, str):
-        raise InputError(f"devices: expected a list of devices, found {type(devices).__name__}; give some of jax.devices()")
+        raise InputError(where="devices", expected="a list of devices", found=type(devices).__name__, change="give some of jax.devices()")
     checked = tuple(devices)
     for device in checked:
         if not isinstance(device, jax.Device):
@@ -220,7 +220,7 @@ def _one_kind(plan: Plan, places: tuple[Place, ...]) -> tuple[Place, ...]:
     kinds = {device.device_kind: device for device in reversed(devices)}
     if len(kinds) > 1:
         actual = " and ".join(f"'{kind}' (process {device.process_index})" for kind, device in sorted(kinds.items()))
-        raise InputError(f"devices: expected devices of one kind, found {actual}; run on one kind of device")
+        raise InputError(where="devices", expected="devices of one kind", found=actual, change="run on one kind of device")
     idle = set(range(jax.process_count())) - {device.process_index for device in devices}
     if idle and jax.process_count() > 1:
         problem = Problem(

@@ -57,7 +57,7 @@ def _leaves(flat: Flat, values: Mapping[Names, Any], unmatched: Mapping[Names, A
         wanted = jax.eval_shape(jax.random.key_data, spec) if is_key else spec
         if (leaf.shape, leaf.dtype) != (wanted.shape, wanted.dtype):
             other = "; is it of another precision?" if leaf.shape == wanted.shape else ""
-            raise InputError(f"{where}: expected '{name}' as in the model, {describe(wanted)}, found {describe(leaf)}{other}")
+            raise InputError(where=where, expected=f"'{name}' as in the model, {describe(wanted)}", found=f"{describe(leaf)}{other}")
         leaves.append(jax.random.wrap_key_data(jnp.asarray(leaf)) if is_key else leaf)  # of JAX's default kind, like all keys of a run
     if unmatched:
         raise InputError(f"{where}: '{'/'.join(next(iter(unmatched)))}' is not in the model; {hint}")
@@ -75,7 +75,7 @@ def checked_dict(plain: Any, where: str) -> Plain:
         InputError: it is not a dict.
     """
     if not isinstance(plain, dict):
-        raise InputError(f"{where}: expected a dict, found {describe(plain)}; was it written by jpipe?")
+        raise InputError(where=where, expected="a dict", found=describe(plain), change="was it written by jpipe?")
     return plain
 
 
@@ -92,7 +92,7 @@ def filled(specs: Tree, arrays: Tree, where: str) -> Tree:
     """
     for path, leaf in jax.tree_util.tree_flatten_with_path(arrays)[0]:
         if not isinstance(leaf, (np.ndarray, np.generic, jax.Array)):
-            raise InputError(f"{where}: expected an array as '{'/'.join(_names(path))}', found {type(leaf).__name__}")
+            raise InputError(where=where, expected=f"an array as '{'/'.join(_names(path))}'", found=type(leaf).__name__)
     flat, treedef = jax.tree_util.tree_flatten_with_path(specs)
     values, unmatched = _by_names(flat, to_plain(arrays))
     fresh = {_names(path): spec for path, spec in flat}

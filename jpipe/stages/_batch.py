@@ -18,7 +18,7 @@ def microbatch_spec(batch: Any, count: int) -> Batch:
     """Return the shapes and dtypes of one of `count` microbatches."""
     if not isinstance(batch, tuple) or len(batch) != 2:
         actual = f"{len(batch)} of them" if isinstance(batch, tuple) else type(batch).__name__
-        raise InputError(f"batch: expected a tuple (inputs, labels), found {actual}")
+        raise InputError(where="batch", expected="a tuple (inputs, labels)", found=actual)
     size = _checked_rows(batch, "batch")
     if size == 0 or size % count:
         raise InputError(
@@ -33,7 +33,7 @@ def _checked_rows(batch: Tree, where: str) -> int:
         leaves = jax.tree.leaves(batch)
     except ValueError:  # keys of a dict that cannot be sorted
         raise InputError(
-            f"{where}: expected dicts with keys that can be sorted, found some of several types; make all of them texts"
+            where=where, expected="dicts with keys that can be sorted", found="some of several types", change="make all of them texts"
         ) from None
     if masked := [leaf for leaf in leaves if isinstance(leaf, np.ma.MaskedArray)]:
         raise InputError(
@@ -44,7 +44,7 @@ def _checked_rows(batch: Tree, where: str) -> int:
     if len(sizes) != 1 or -1 in sizes:
         numbers = any(isinstance(leaf, int | float | complex) for leaf in leaves)
         hint = "; make an array of a list of numbers with numpy.asarray" if numbers else ""
-        raise InputError(f"{where}: expected arrays that agree in their first dim, the batch, found {describe(batch)}{hint}")
+        raise InputError(where=where, expected="arrays that agree in their first dim, the batch", found=f"{describe(batch)}{hint}")
     for leaf in leaves:
         try:
             spec_of(leaf)
@@ -58,7 +58,7 @@ def count_microbatches(batch: Batch, rows_each: int) -> int:
     """Return the number of microbatches of `rows_each` rows in a batch."""
     size = rows_of(microbatch_spec(batch, 1))
     if size % rows_each:
-        raise InputError(f"batch: expected a number of rows divisible by the microbatch size {rows_each}, found {size}")
+        raise InputError(where="batch", expected=f"a number of rows divisible by the microbatch size {rows_each}", found=size)
     return size // rows_each
 
 
@@ -90,7 +90,7 @@ def bucket_of(batch: Any, count: int, specs: Sequence[Batch]) -> int:
             return number
     spec = microbatch_spec(batch, count)
     if spec not in specs:
-        raise InputError(f"batch: expected microbatches like {_those(specs)}; found {describe(spec)}")
+        raise InputError(where="batch", expected=f"microbatches like {_those(specs)}", found=describe(spec))
     return specs.index(spec)
 
 
@@ -126,7 +126,7 @@ def bucket_of_inputs(inputs: Tree, specs: Sequence[Tree]) -> int:
     rows = rows_of(specs[0])
     spec = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), spec_of(leaf).dtype), inputs)
     if spec not in specs:
-        raise InputError(f"predict: expected inputs like {_those(specs)} for a microbatch; found {describe(inputs)}")
+        raise InputError(where="predict", expected=f"inputs like {_those(specs)} for a microbatch", found=describe(inputs))
     return list(specs).index(spec)
 
 
@@ -222,7 +222,7 @@ def to_host(batch: Tree) -> Tree:
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
             raise InputError(f"batch: expected arrays, found {describe(leaf)} that was deleted, as donated arrays are; give a copy of it")
         if not hasattr(leaf, "__getitem__"):
-            raise InputError(f"batch: expected arrays with rows that can be read, found {type(leaf).__name__}; give arrays")
+            raise InputError(where="batch", expected="arrays with rows that can be read", found=type(leaf).__name__, change="give arrays")
     return jax.tree.map(lambda leaf: np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf, batch)
 
 
@@ -240,6 +240,6 @@ def _rows_of_leaf(leaf: Any, start: int, stop: int) -> np.ndarray:
     expected = jax.ShapeDtypeStruct((stop - start, *leaf.shape[1:]), jax.dtypes.canonicalize_dtype(leaf.dtype))
     if array.dtype == object or (array.shape, jax.dtypes.canonicalize_dtype(array.dtype)) != (expected.shape, expected.dtype):
         raise InputError(
-            f"batch: expected rows {start} to {stop - 1} as {describe(expected)}, as its shape and dtype say, found {describe(array)}"
+            where="batch", expected=f"rows {start} to {stop - 1} as {describe(expected)}, as its shape and dtype say", found=describe(array)
         )
     return array

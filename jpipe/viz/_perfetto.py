@@ -47,7 +47,7 @@ def rows_of(
     transfers = {} if transfers is None else transfers
     if not isinstance(transfers, Mapping) or not set(transfers) <= set(timelines):
         names = ", ".join(map(repr, timelines))
-        raise InputError(f"{where}: transfers: expected a mapping of names of timelines ({names}), found {short(transfers)}")
+        raise InputError(where=where, key="transfers", expected=f"a mapping of names of timelines ({names})", found=short(transfers))
     return {name: in_rows(transfers.get(name, ())) for name in timelines}
 
 

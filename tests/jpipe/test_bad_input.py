@@ -520,7 +520,7 @@ def test_a_batch_of_another_shape_than_that_of_init_is_refused():
     state = pipe.init(jax.random.key(0), (X, X))
     for other in ((np.zeros((8, 3), np.float32),) * 2, (X, X.astype(np.int32)), ({"x": X}, X)):
         with pytest.raises(
-            InputError, match=r"^batch: expected microbatches like the one of init, \[0\] float32\[2, 3\], \[1\] float32\[2, 3\]; found "
+            InputError, match=r"^batch: expected microbatches like the one of init, \[0\] float32\[2, 3\], \[1\] float32\[2, 3\], found "
         ):
             pipe.step(state, other)
     pipe.step(state, (X, X))

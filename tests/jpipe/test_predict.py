@@ -117,7 +117,7 @@ def test_inputs_that_cannot_be_predicted_are_refused():
     with pytest.raises(InputError, match=r"^predict: expected every output of layer 'out' .* found float32\[\] at \['sum'\]; give each"):
         pipe.predict(state, x)
     with pytest.raises(
-        InputError, match=r"^predict: expected inputs like the one of init, float32\[2, 3\] for a microbatch; found float32\[4, 2\]"
+        InputError, match=r"^predict: expected inputs like the one of init, float32\[2, 3\] for a microbatch, found float32\[4, 2\]"
     ):
         pipe.predict(state, x[:, :2])
     with pytest.raises(InputError, match=r"^predict: expected arrays that agree in their first dim"):

@@ -65,7 +65,7 @@ def find_layerwise(
     ties = NO_TIES if ties is None else ties
     if not isinstance(transformation, optax.GradientTransformation):
         hint = "; call its .gradient_transformation()" if isinstance(transformation, optax.MultiSteps) else ", such as optax.adam(1e-3)"
-        raise InputError(f"optimizer: expected an optax.GradientTransformation, found {type(transformation).__name__}{hint}")
+        raise InputError(where="optimizer", expected="an optax.GradientTransformation", found=f"{type(transformation).__name__}{hint}")
     specs = jax.eval_shape(masters_of, dict(specs)) if has_masters else specs
     failure, own = partial(_failure, transformation, specs), tree
     if tree is not None:

@@ -261,7 +261,7 @@ def cut(x: T, name: str) -> T:
         0.0
     """
     if not isinstance(name, str) or not name:
-        raise InputError(f"cut: expected the id of a layer, a non-empty string, found {name!r}")
+        raise InputError(where="cut", expected="the id of a layer, a non-empty string", found=repr(name))
 
     def identity(x: Any) -> Any:
         return x

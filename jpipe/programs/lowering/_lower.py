@@ -49,17 +49,17 @@ def lower(
         ProgramError: the order of a schedule deadlocks; the message ends with the same grid.
     """
     if not isinstance(plan, Plan):
-        raise InputError(f"lower: expected a jpipe.Plan, found {type(plan).__name__}; make one with Plan.even(…)")
+        raise InputError(where="lower", expected="a jpipe.Plan", found=type(plan).__name__, change="make one with Plan.even(…)")
     if not all(map(is_int, (batches, begin, start))):
-        raise InputError(f"lower: expected integers, found start {short(start)}, begin {short(begin)}, batches {short(batches)}")
+        raise InputError(where="lower", expected="integers", found=f"start {short(start)}, begin {short(begin)}, batches {short(batches)}")
     if not 0 <= start <= begin <= batches:
-        raise InputError(f"lower: expected 0 ≤ start ≤ begin ≤ batches, found start {start}, begin {begin}, batches {batches}")
+        raise InputError(where="lower", expected="0 ≤ start ≤ begin ≤ batches", found=f"start {start}, begin {begin}, batches {batches}")
     for name, value in uses.items():
         if problem := _refusal(plan, name, value):
             raise InputError(problem._replace(where="lower", key=name))
     if workers is not None and not {*workers} <= {*range(len(plan.workers))}:
         raise InputError(
-            f"lower: workers: expected numbers of workers of the plan, below {len(plan.workers)}, found {short(list(workers))}"
+            where="lower", key="workers", expected=f"numbers of workers of the plan, below {len(plan.workers)}", found=short(list(workers))
         )
     run = Run(plan, start, batches, uses_of(**uses), workers)
     if begin > start:

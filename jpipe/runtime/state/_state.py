@@ -140,7 +140,7 @@ def check_state(state: State, expected: Fingerprint | None) -> None:
         InputError: the message says how the two pipelines differ.
     """
     if not isinstance(state, State):
-        raise InputError(f"state: expected a jpipe.State, found {type(state).__name__}")
+        raise InputError(where="state", expected="a jpipe.State", found=type(state).__name__)
     if expected is None:
         raise InputError("state: this pipeline did not make it; call init first")
     if state.fingerprint != expected:

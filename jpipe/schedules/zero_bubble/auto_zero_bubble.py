@@ -63,7 +63,7 @@ def greedy_order(
     if len(set(plan.replicas)) > 1:
         raise InputError(f"greedy_order: expected as many replicas of each stage, found {list(plan.replicas)}; use one number")
     if len(costs) != plan.depth:
-        raise InputError(f"greedy_order: expected {plan.depth} costs, one for each stage, found {len(costs)}")
+        raise InputError(where="greedy_order", expected=f"{plan.depth} costs, one for each stage", found=len(costs))
     problem = Problem(ranks, costs, plan.microbatches // plan.replicas[0], _limits(limits, ranks), latency)
     timed = [(time, order) for order in (*list_schedules(problem), *_static_orders(plan, problem)) if (time := seconds(problem, order))]
     _, best = min(timed, key=lambda pair: pair[0])
@@ -76,7 +76,7 @@ def _limits(limits: object, ranks: Ranks) -> list[int]:
     values = [limits] * len(ranks) if isinstance(limits, Integral) else list(limits) if isinstance(limits, Iterable) else []
     if len(values) != len(ranks) or not all(isinstance(limit, Integral) for limit in values):
         expected = f"an integer, or one for each of {len(ranks)} ranks"
-        raise InputError(f"greedy_order: limits: expected {expected}, found {short(limits)}; give at least {least}")
+        raise InputError(where="greedy_order", key="limits", expected=expected, found=short(limits), change=f"give at least {least}")
     each = [int(limit) for limit in values]
     if any(limit < fewest for limit, fewest in zip(each, least, strict=True)):
         raise InputError(f"greedy_order: limits: expected at least {least} for {len(ranks)} ranks, found {short(limits)}; raise them")

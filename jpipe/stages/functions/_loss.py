@@ -43,9 +43,9 @@ def call_loss(function: Loss, where: str, outputs: Tree, labels: Tree, key: jax.
     kind = jnp.floating if where == "loss" else jnp.number
     if not jnp.issubdtype(jnp.result_type(total), kind) or jnp.iscomplexobj(total):
         expected = "a real floating-point number, which has a gradient" if where == "loss" else "a real number"
-        raise InputError(f"{where}: expected the {of} to be {expected}, found {jnp.result_type(total)}; convert it to float32")
+        raise InputError(where=where, expected=f"the {of} to be {expected}", found=jnp.result_type(total), change="convert it to float32")
     if jnp.iscomplexobj(weight):
-        raise InputError(f"{where}: expected the weight to be a real number, found {jnp.result_type(weight)}; return a count")
+        raise InputError(where=where, expected="the weight to be a real number", found=jnp.result_type(weight), change="return a count")
     return jnp.asarray(total, loss_dtype()), jnp.asarray(weight, loss_dtype())
 
 

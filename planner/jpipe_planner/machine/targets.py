@@ -273,7 +273,7 @@ def read_targets(text: str, where: str) -> dict[str, Target]:
     data = parse(text, where)
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         actual = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise InputError(f"{where}: expected YAML with 'format: {FORMAT}', found {actual!r}; is this a file of targets?")
+        raise InputError(where=where, expected=f"YAML with 'format: {FORMAT}'", found=repr(actual), change="is this a file of targets?")
     try:
         table = _Table(**{str(key): value for key, value in data.items()})
     except pydantic.ValidationError as error:
@@ -309,7 +309,7 @@ def find_target(name: str, folder: Path | None = None) -> Target:
         files.read_text(path, MOST_BYTES, f"target: cannot read '{path}'", "name a file that is there", other), str(path)
     )
     if len(targets) > 1:
-        raise InputError(f"{path}: expected one target, found {', '.join(targets)}; give each a file of its own")
+        raise InputError(where=path, expected="one target", found=", ".join(targets), change="give each a file of its own")
     return next(iter(targets.values()))
 
 

@@ -216,7 +216,7 @@ class Topology(Data):
         joined = self._joined(size)
         if joined is None:
             sizes = ", ".join(str(n) for n in range(1, self.num_devices + 1) if self.can_group(n))
-            raise InputError(f"mesh: expected meshes that fill the machine evenly, of {sizes} devices, found one of {size}")
+            raise InputError(where="mesh", expected=f"meshes that fill the machine evenly, of {sizes} devices", found=f"one of {size}")
         levels = []
         for level, count, inside in zip(self.levels, joined, (1, *self.sizes), strict=False):
             shared = {"count": level.count // count, "bandwidth": level.bandwidth / min(size, inside)}

@@ -73,7 +73,7 @@ def read_graph_txt(text: str, rows: int, *, optimizer_factor: float = 1.0, where
         at = AtSize(forward=node.forward, backward=node.backward, outputs=crossing, residuals={"none": node.outputs})
         layers.append(LayerProfile(id=name, weights=node.weights, optimizer=round(optimizer_factor * node.weights), at=(at,)))
     if not layers:
-        raise InputError(f"{where}: expected at least one node that is no input, found none; is this a profile of PipeDream?")
+        raise InputError(where=where, expected="at least one node that is no input", found="none", change="is this a profile of PipeDream?")
     inputs = sum(node.outputs for node in nodes.values() if node.is_input)
     try:
         return Profile(source="imported", sizes=(rows,), inputs=(inputs,), labels=(0,), layers=tuple(layers))
@@ -93,7 +93,7 @@ def _read(text: str, where: str) -> dict[str, _Node]:
             raise InputError(f"{location}: expected at most {_LONGEST:,} characters, found {len(line):,}; is this a profile of PipeDream?")
         if line.startswith("\t"):
             if (edge := re.fullmatch(r"\t(\w+) -- (\w+)\s*", line)) is None:
-                raise InputError(f"{location}: expected an edge, '<tab>nodeA -- nodeB', found {_short(line)}")
+                raise InputError(where=location, expected="an edge, '<tab>nodeA -- nodeB'", found=_short(line))
             edges.append((number, edge[1], edge[2]))
         else:
             name, node = _node(line, number, location)
@@ -114,7 +114,7 @@ def _node(line: str, number: int, location: str) -> tuple[str, _Node]:
     name, values = parts[0], dict(re.findall(r"(?<!\w)(\w+)=(\[[^],]*\]|[^,]*)", parts[-1]))
     match = re.fullmatch(r"[A-Za-z_]*(\d{1,18})", name)
     if len(parts) < 3 or match is None or tuple(values) != _FIELDS:
-        raise InputError(f"{location}: expected {_EXAMPLE}, or an edge that begins with a tab, found {_short(line)}")
+        raise InputError(where=location, expected=f"{_EXAMPLE}, or an edge that begins with a tab", found=_short(line))
     forward, backward, outputs, weights = (_number(values[key], key, location) for key in _FIELDS)
     is_input = " -- ".join(parts[1:-1]).startswith("Input")
     return name, _Node(number, int(match[1]), is_input, forward / 1e3, backward / 1e3, round(outputs), round(weights))
@@ -128,7 +128,7 @@ def _number(text: str, key: str, location: str) -> float:
     except ValueError:
         values = [math.nan]
     if not (all(value >= 0 for value in values) and sum(values) < math.inf):
-        raise InputError(f"{location}: {key}: expected a number, 0 or above, found {_short(text)}")
+        raise InputError(where=location, key=key, expected="a number, 0 or above", found=_short(text))
     unit = "ms" if key.endswith("_time") else "bytes"
     if sum(values) > _MOST[unit]:
         raise InputError(f"{location}: {key}: expected at most {_MOST[unit]:.0e} {unit}, found {_short(text)}; is the unit another one?")

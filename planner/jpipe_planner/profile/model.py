@@ -76,7 +76,7 @@ class Model:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stack", jpipe.model.cast_layers(self.stack, self.precision))
         if not self.sizes or any(not isinstance(rows, int | np.integer) or isinstance(rows, bool) or rows < 1 for rows in self.sizes):
-            raise InputError(f"sizes: expected microbatch sizes, whole numbers of rows above 0, found {list(self.sizes)}")
+            raise InputError(where="sizes", expected="microbatch sizes, whole numbers of rows above 0", found=list(self.sizes))
         object.__setattr__(self, "sizes", tuple(sorted(set(map(int, self.sizes)))))
 
     @cached_property

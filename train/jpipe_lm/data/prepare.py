@@ -88,7 +88,7 @@ def prepare(
     if not 0 <= validation_fraction < 1:
         raise InputError(f"--validation-fraction: expected a number from 0 to less than 1, found {validation_fraction}; 0 is for none")
     if shard_tokens < 1:
-        raise InputError(f"--shard-tokens: expected at least 1, found {shard_tokens}; the default is a hundred million")
+        raise InputError(where="--shard-tokens", expected="at least 1", found=shard_tokens, change="the default is a hundred million")
     target = unused(out, "--out")
     loaded = tokenizers.load(tokenizer, "--tokenizer", end_of_text)
     with _interrupt_reported(out), new_folder(target, "--out") as place:
@@ -142,7 +142,7 @@ def make_tokenizer(
     """
     all_special = list(dict.fromkeys([*SPECIAL[kind], *special]))
     if "" in all_special:
-        raise InputError("--special: expected a token such as '<|im_start|>', found an empty text; leave it out")
+        raise InputError(where="--special", expected="a token such as '<|im_start|>'", found="an empty text", change="leave it out")
     least = _BYTES + len(all_special)
     if not least <= vocab_size <= tokenizers.LARGEST_VOCABULARY:
         raise InputError(
@@ -150,7 +150,7 @@ def make_tokenizer(
             f"{tokenizers.LARGEST_VOCABULARY}, found {vocab_size}; choose one between"
         )
     if files.form == "tokens":
-        raise InputError("--format: expected text, prompts or chat, found tokens, which have no text; give text")
+        raise InputError(where="--format", expected="text, prompts or chat", found="tokens, which have no text", change="give text")
     target = unused(out, "--out")
     rules, trainer = _untrained(vocab_size, kind, all_special)
     with _interrupt_reported(out):
@@ -352,7 +352,7 @@ def _find(files: Files, reporter: Reporter) -> _Found:
     """Find all files; the split for validation of a saved `DatasetDict` is held out."""
     if files.form in ("chat", "tokens") and not files.paths:
         what = {"chat": "conversations", "tokens": "token ids"}[files.form]
-        raise InputError(f"SOURCE: expected files of {what} for --format {files.form}, found none; name some")
+        raise InputError(where="SOURCE", expected=f"files of {what} for --format {files.form}", found="none", change="name some")
     held_out: set[Path] = set()
     with sources.readable("SOURCE"):
         names, paths = [], []

@@ -88,7 +88,7 @@ def _read() -> str:
         InputError: it is a terminal, where the user would not know that this waits, or it is too long.
     """
     if sys.stdin is None or sys.stdin.isatty():
-        raise InputError("--prompt: expected a text to continue, found none; give --prompt TEXT, or pipe one in")
+        raise InputError(where="--prompt", expected="a text to continue", found="none", change="give --prompt TEXT, or pipe one in")
     content = sys.stdin.buffer.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
         raise InputError(f"--prompt: expected at most {MOST_BYTES:,} bytes on standard input, found more; give a shorter text")

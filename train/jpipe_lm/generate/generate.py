@@ -234,17 +234,17 @@ def check_options(request: Request) -> None:
         InputError: an option is out of range, or would have no effect.
     """
     if not request.prompts and not request.is_chat:
-        raise InputError("--prompt: expected a text to continue, found none; give --prompt TEXT, or pipe one in")
+        raise InputError(where="--prompt", expected="a text to continue", found="none", change="give --prompt TEXT, or pipe one in")
     if request.prompts and request.is_chat:
         raise InputError("--prompt has no effect with --chat, which reads what a user says from standard input; leave it out")
     if request.system is not None and not request.is_chat:
         raise InputError("--system has no effect without --chat, for only a conversation has one; add --chat, or leave it out")
     if "" in request.stops:
-        raise InputError("--stop: expected a text that ends the output, found an empty one; leave it out")
+        raise InputError(where="--stop", expected="a text that ends the output", found="an empty one", change="leave it out")
     if request.tokens is not None and not 1 <= request.tokens <= MOST_TOKENS:
         raise InputError(f"--tokens: expected from 1 to {MOST_TOKENS:,}, found {short(request.tokens)}; how many are to come?")
     if not 0 <= request.seed < _SEEDS:
-        raise InputError(f"--seed: expected from 0 to {_SEEDS - 1}, found {short(request.seed)}; choose another")
+        raise InputError(where="--seed", expected=f"from 0 to {_SEEDS - 1}", found=short(request.seed), change="choose another")
     _sampling(request)
 
 
@@ -259,9 +259,9 @@ def _sampling(request: Request) -> Sampling:
     if not (math.isfinite(temperature) and 0 <= temperature <= _LARGEST):
         raise InputError(f"--temperature: expected from 0 (the likeliest token) to {_LARGEST:,.0f}, found {temperature}; 1 is as trained")
     if request.top_k is not None and request.top_k < 1:
-        raise InputError(f"--top-k: expected 1 or more tokens, found {short(request.top_k)}; leave it out for all")
+        raise InputError(where="--top-k", expected="1 or more tokens", found=short(request.top_k), change="leave it out for all")
     if request.top_p is not None and not 0 < request.top_p <= 1:
-        raise InputError(f"--top-p: expected a probability above 0, at most 1, found {request.top_p}; 0.9 is usual")
+        raise InputError(where="--top-p", expected="a probability above 0, at most 1", found=request.top_p, change="0.9 is usual")
     if temperature == 0 and draws:
         option = "--top-k" if request.top_k is not None else "--top-p"
         raise InputError(f"{option} has no effect with --temperature 0, which always takes the likeliest token; leave one of them out")

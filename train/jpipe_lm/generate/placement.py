@@ -26,7 +26,7 @@ def place(sizes: Mapping[str, int], devices: Sequence[jax.Device], number: int |
     most = min(len(devices), len(sizes))
     if number is not None and not 1 <= number <= most:
         why = f"for there are {len(devices)}" if most == len(devices) else f"for the model has {len(sizes)} layers"
-        raise InputError(f"--devices: expected from 1 to {most}, {why}, found {number}; change it, or leave it out")
+        raise InputError(where="--devices", expected=f"from 1 to {most}, {why}", found=number, change="change it, or leave it out")
     for count in range(1, most + 1) if number is None else (number,):
         placement = _on(sizes, devices[:count])
         if all(

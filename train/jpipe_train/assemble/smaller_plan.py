@@ -24,7 +24,7 @@ def for_processes(config: Config, processes: int, planned: int | None) -> tuple[
     if planned is None:
         return config, ""
     if not processes <= planned:
-        raise jpipe.InputError(f"--elastic: expected at least as many as there are processes, {processes}, found {planned}")
+        raise jpipe.InputError(where="--elastic", expected=f"at least as many as there are processes, {processes}", found=planned)
     if config.checkpoint.every is None:
         raise jpipe.InputError(
             "checkpoint.every: expected a number of steps with --elastic, found null: without checkpoints nothing is left when a process "

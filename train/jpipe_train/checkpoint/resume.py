@@ -327,7 +327,7 @@ def _find(run_dir: str | None, resume: Resume, say: Callable[[str], None], wante
         chosen = wanted if isinstance(wanted, int) else best_step(folder, "--from-checkpoint best")
         if chosen not in steps:
             known = ", ".join(map(str, steps)) or "none at all"
-            raise InputError(f"--from-checkpoint: expected one of {known}, those in '{shown(folder)}', found {chosen}")
+            raise InputError(where="--from-checkpoint", expected=f"one of {known}, those in '{shown(folder)}'", found=chosen)
         checkpoint_files.verify(folder, chosen)
         facts: Facts | None = _facts_of(folder, chosen)
         step: int | None = chosen

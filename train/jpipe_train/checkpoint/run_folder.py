@@ -389,7 +389,7 @@ def _lock(file: BinaryIO, tries: int = 3) -> None:
 
 def _named(path: Path, undo: contextlib.ExitStack) -> Path:
     if path.exists() and not path.is_dir():
-        raise InputError(f"run.dir: expected a folder, found the file '{shown(path)}'; choose another name")
+        raise InputError(where="run.dir", expected="a folder", found=f"the file '{shown(path)}'", change="choose another name")
     _make(path, undo)
     return path
 

@@ -179,5 +179,5 @@ def checked(result: Any, target: str, batch_size: int) -> tuple[TargetBatches, T
             )
     train, validation = (TargetBatches(result[i], name, batch_size) for i, name in enumerate(("train", "validation")))
     if len(validation) == 0:
-        raise InputError(f"data.target: expected at least one validation batch from '{target}', found none; return some")
+        raise InputError(where="data.target", expected=f"at least one validation batch from '{target}'", found="none", change="return some")
     return train, validation

@@ -64,9 +64,9 @@ def main(
         jpipe.InputError: a file or value does not fit; nothing was written.
     """
     if batches is not None and batches < 1:
-        raise jpipe.InputError(f"--batches: expected 1 or more, found {batches}")
+        raise jpipe.InputError(where="--batches", expected="1 or more", found=batches)
     if png is not None and Path(png).suffix.lower() != ".png":
-        raise jpipe.InputError(f"--png: expected a name that ends in .png, found '{png}'")
+        raise jpipe.InputError(where="--png", expected="a name that ends in .png", found=f"'{png}'")
     if target is not None and not compile:
         raise jpipe.InputError("--target: stages are compiled for it; leave out --no-compile")
     subject = read(source, overrides, allow_code, compile, None if target is None else read_device(target))
@@ -321,7 +321,7 @@ def draw(path: Path, plan: jpipe.Plan, prediction: jpipe.programs.Prediction, *,
 def save(figure: "matplotlib.figure.Figure", path: Path) -> None:
     """Write a picture completely or not at all."""
     if path.is_dir():
-        raise jpipe.InputError(f"--png: expected a file to write, found the folder '{path}'; choose another name")
+        raise jpipe.InputError(where="--png", expected="a file to write", found=f"the folder '{path}'", change="choose another name")
     image = BytesIO()
     figure.savefig(image, format="png")
     with files.writing("--png", path):

@@ -78,7 +78,7 @@ def write_here(out: str | None) -> list[str]:
         InputError: there is no such device, or the file cannot be written.
     """
     if out is not None and not out.endswith(_ENDINGS):
-        raise InputError(f"--out: expected a name that ends in .yaml, found '{out}'")
+        raise InputError(where="--out", expected="a name that ends in .yaml", found=f"'{out}'")
     if out is not None:
         files.unused(out, "--out")
     attached = attached_target()

@@ -176,7 +176,7 @@ def _length(steps: SupportsIndex | None, epochs: Any) -> dict[str, Any]:
     """
     if (steps is None) == (epochs is None):
         found = "neither" if steps is None else f"steps={steps} and epochs={epochs}"
-        raise InputError(f"fit: expected either steps or epochs, found {found}; give one of them")
+        raise InputError(where="fit", expected="either steps or epochs", found=found, change="give one of them")
     if epochs is None:
         return {"steps": steps}
     if isinstance(epochs, bool) or not isinstance(epochs, Real) or not 0 < float(epochs) <= MOST_EPOCHS:

@@ -61,7 +61,7 @@ def main(runs: Sequence[str], out: str, reporter: Reporter) -> None:
         raise InputError(f"compare: expected two or more folders of runs, found {len(paths)}; such as jpipe compare runs/0001 runs/0002")
     repeated = [path for number, path in enumerate(paths) if path.resolve() in [other.resolve() for other in paths[:number]]]
     if repeated:
-        raise InputError(f"compare: expected each run once, found '{shown(repeated[0])}' twice; leave one out")
+        raise InputError(where="compare", expected="each run once", found=f"'{shown(repeated[0])}' twice", change="leave one out")
     compare(paths, expanded(out, "--out"), reporter)
 
 

@@ -192,7 +192,7 @@ def _config(path: Path) -> dict[str, Any]:
     text, where = _text(path, _MOST_CONFIG)
     data = parse(text, where)
     if not isinstance(data, dict):
-        raise InputError(f"{where}: expected a mapping of keys, found {type(data).__name__}")
+        raise InputError(where=where, expected="a mapping of keys", found=type(data).__name__)
     return data
 
 

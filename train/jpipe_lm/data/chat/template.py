@@ -136,7 +136,7 @@ def _settings(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         settings = None
     if not isinstance(settings, dict):
-        raise InputError(f"chat template: expected an object of JSON in '{path}', found something else; copy it again")
+        raise InputError(where="chat template", expected=f"an object of JSON in '{path}'", found="something else", change="copy it again")
     return settings
 
 

@@ -187,7 +187,7 @@ def _opened(path: Path, dtype: np.dtype[Any], count: int, size: int | None) -> F
         )
     for some in (first, last):
         if some[0] == 0 or np.any(some[1:] <= some[:-1]):
-            raise InputError(f"data: expected rising ends in '{path}', found {some[:5].tolist()}; write the folder again")
+            raise InputError(where="data", expected=f"rising ends in '{path}'", found=some[:5].tolist(), change="write the folder again")
     return array
 
 

@@ -26,7 +26,7 @@ def target(
         import jpipe_train.plan.target as targets
 
     if here and name is not None:
-        raise jpipe.InputError(f"target: expected a name or --here, found both '{name}' and --here; leave one out")
+        raise jpipe.InputError(where="target", expected="a name or --here", found=f"both '{name}' and --here", change="leave one out")
     if out is not None and not here:
         raise jpipe.InputError("target: --out is for --here; did you mean jpipe target --here?")
     lines = targets.write_here(out) if here else targets.listing() if name is None else targets.description(name)
