@@ -1,7 +1,7 @@
-"""Checkpoints of a run, written while it continues and restored under any plan; `jpipe train` uses these functions.
+"""Write checkpoints of a run while it continues, and restore them under any plan; `jpipe train` uses these functions.
 
-It is a public module of its own, `jpipe.checkpoints`, because it imports Orbax and `import jpipe` does not. The files of a checkpoint are
-described in `jpipe.checkpoints.files`.
+It is a separate public module, because it imports Orbax, which `import jpipe` does not. `jpipe.checkpoints.files` describes the files of a
+checkpoint.
 """
 
 import errno
@@ -43,26 +43,26 @@ def save(
     limit: float = 600.0,
     processes: Processes | None = None,
 ) -> None:
-    """Write a checkpoint, the folder `checkpoints/40` for a snapshot at batch 40; it is complete and on disk when this returns.
+    """Write a checkpoint, such as the folder `checkpoints/40` for a snapshot at batch 40; it is on disk when this returns.
 
-    In a run of several processes all call this, each writes its layers, and process 0 completes the checkpoint; the others do not wait for
-    that. Before that the copies of parameters that stages and their replicas share are compared, bit for bit.
+    In a run of several processes all call this. Each writes its layers; then process 0 compares the copies of parameters that stages and
+    replicas share, bit for bit, and completes the checkpoint. The other processes do not wait for that.
 
     Args:
         folder: the folder of the run, which all processes share.
         snapshot: a complete snapshot from `Pipeline.snapshot`.
         facts: facts of any JSON types, for `files.read_facts`.
-        rows: returns the metrics so far, for `files.read_metrics`; process 0 calls it when the parts are written.
-        keep: the number of newest checkpoints that stay, older ones are removed; None: all stay. `prune` has other rules.
+        rows: a function that returns the metrics so far, for `files.read_metrics`; process 0 calls it once the parts are written.
+        keep: the number of newest checkpoints to keep; older ones are removed. None keeps all. `prune` has other rules.
         limit: seconds that process 0 waits for the other processes.
         processes: the processes of the run; by default from `jpipe.join_processes`.
 
     Raises:
-        OSError: the disk is full, for example; nothing is left of this checkpoint.
+        OSError: writing failed, for example on a full disk; this checkpoint is removed.
         TimeoutError: another process did not write its part.
-        PeerLost: another process did not call this until the run counts as hanging (`wait` of `join_processes`). Process 0 names it on
-            standard error after five seconds in which nothing moves in any process.
-        jpipe.runtime.CopiesDiffer: in process 0, the copies of a shared parameter differ; nothing is left of this checkpoint.
+        PeerLost: another process had not called this when the run counted as hanging (`wait` of `join_processes`). After five seconds
+            without progress in any process, process 0 names it on standard error.
+        jpipe.runtime.CopiesDiffer: in process 0, the copies of a shared parameter differ; this checkpoint is removed.
         InputError: `folder` cannot be used, `snapshot` is not complete, `keep` is below 1, or another process has finished.
     """
     _check(snapshot, keep)
@@ -97,12 +97,12 @@ def load(
     *,
     buckets: Sequence[Batch] = (),
 ) -> State | None:
-    """Restore the state of a run before a batch and compile everything; the run continues as if it had not ended.
+    """Restore the state of a run before a batch, and compile everything; the run continues as if it had not ended.
 
-    `Pipeline.restore` says what is restored under another plan.
+    `Pipeline.restore` describes what is restored under another plan.
 
     Args:
-        pipe: the pipeline that continues, perhaps under another plan than the run had.
+        pipe: the pipeline that continues, perhaps under another plan than the run's.
         folder: the folder of the run, also of a run of `jpipe train`.
         key: the random key of the run, as passed to `Pipeline.init`.
         batch: as in `Pipeline.init`; only shapes and dtypes are used.
@@ -113,7 +113,7 @@ def load(
         The state; its `batch` is the step. None if `step` is None and there is no complete checkpoint.
 
     Raises:
-        InputError: a checkpoint of another model or optimizer, a damaged one, no such step, or only incomplete ones.
+        InputError: the checkpoint is damaged, or of another model or optimizer; or there is no such step, or no complete checkpoint.
 
     Example:
         >>> state = load(pipe, "runs/mine", key, batches[0]) or pipe.init(key, batches[0])  # doctest: +SKIP
@@ -141,7 +141,7 @@ def read(pipe: Pipeline, folder: Path, step: int) -> dict[str, Plain]:
         step: the step of the checkpoint.
 
     Raises:
-        InputError: one of them is not in the checkpoint; a file is damaged.
+        InputError: a layer is missing from the checkpoint, or a file is damaged.
     """
     return files.read_layers(folder, step, _local_names(pipe, files.layers_in(folder, step), str(folder), step))
 
@@ -157,7 +157,7 @@ def stand_ins(pipe: Pipeline, folder: Path, step: int) -> dict[str, Plain]:
 
 
 def layers_to_read(pipe: Pipeline) -> list[str]:
-    """Return the layers of this process's workers and those with the first places of the shared parameters that these use."""
+    """Return the layers of this process's workers, and the layers with the first places of the shared parameters that they use."""
     ids, ties = _local_layers(pipe), pipe.stack.ties
     return list(dict.fromkeys((*ids, *(ties.first[name][0] for name in ties.names(ids)))))
 
@@ -192,7 +192,7 @@ def _check(snapshot: Any, keep: int | None) -> None:
 
 
 def _await_calls(processes: Processes, step: int) -> None:
-    """Wait until all other processes have called `save`; name those that have not, since they probably never will."""
+    """Wait until all other processes have called `save`; name those that have not, because they probably never will."""
     absent, patience = list(range(1, processes.count)), time.monotonic() + _PATIENCE
     while absent:
         with processes.waiting(f"the call of checkpoints.save for step {step}", absent):

@@ -1,7 +1,7 @@
 """Optax transformations for gradients that are computed with delayed weights.
 
-They know no pipeline. A pipeline passes their `update` two more arguments: `delay`, the mean age of the weights that the gradients were
-computed with, in updates, and `stage`, the number of the stage.
+They do not depend on pipelines. A pipeline passes two more arguments to their `update`: `delay`, how many updates old the weights of the
+gradients were on average, and `stage`, the number of the stage.
 """
 
 from jpipe.optimizers._per_stage import PerStageState, per_stage

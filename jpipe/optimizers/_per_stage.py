@@ -1,4 +1,4 @@
-"""Optimizers with arguments that have another value at each stage."""
+"""Optimizers with arguments that differ between stages."""
 
 import inspect
 import math
@@ -30,7 +30,7 @@ class PerStageState(NamedTuple):
 
 
 def per_stage(make: Callable[..., optax.GradientTransformation], **arguments: Any) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer with numeric arguments that may differ from stage to stage.
+    """Return an optimizer with numeric arguments that may differ between stages.
 
     The state holds none of the values, so that a run can be resumed with other ones, or with another number of stages.
 
@@ -118,7 +118,7 @@ def _is_value(value: Any) -> bool:
 
 
 def _of_stage(values: Sequence[Any], count: jax.Array, stage: ArrayLike) -> Any:
-    """Return the value of one stage, of a list of numbers and schedules."""
+    """Return the value of one stage from a list of numbers and schedules."""
     numbers = [jnp.asarray(value(count), float) if callable(value) else value for value in values]
     selected = numbers[-1]
     for number, value in enumerate(numbers[:-1]):

@@ -24,7 +24,7 @@ class PredictDelayState(NamedTuple):
 
 
 def predict_delay(factor: float = 1.0) -> optax.GradientTransformationExtraArgs:
-    """Return a transformation that moves the weights ahead by the last update, for gradients that are late.
+    """Return a transformation that moves the weights ahead along the last update, for late gradients.
 
     Gradients with a delay of n updates change weights that n further updates have moved since. With the weights λ = `factor` · n updates
     ahead, in the direction of the last one, they are computed about where they are applied. With U_t the updates that come in,
@@ -78,7 +78,7 @@ def predict_delay(factor: float = 1.0) -> optax.GradientTransformationExtraArgs:
 
 
 def predicted(updates: Tree, before: Tree, factor: float, delay: Any) -> Tree:
-    """Return `factor` · `delay` times the updates, in the dtypes of `before`; if that is 0 times, zeros even for infinite updates."""
+    """Return `factor` · `delay` · updates in the dtypes of `before`; with a factor or delay of 0, zeros even for infinite updates."""
 
     def ahead(u: jax.Array, old: jax.Array) -> jax.Array:
         rate = jnp.asarray(delay, old.dtype) * jnp.asarray(factor, old.dtype)
@@ -88,5 +88,5 @@ def predicted(updates: Tree, before: Tree, factor: float, delay: Any) -> Tree:
 
 
 def with_prediction(tree: Tree, before: Tree, after: Tree) -> Tree:
-    """Return updates or parameters with the prediction `after` in place of the prediction `before`; where these are equal, bit for bit."""
+    """Replace the prediction `before` in updates or parameters by `after`; where both are equal, nothing changes, bit for bit."""
     return jax.tree.map(lambda x, old, new: jnp.where(old == new, x, x - (old - new).astype(x.dtype)), tree, before, after)

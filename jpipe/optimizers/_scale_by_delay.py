@@ -1,4 +1,4 @@
-"""PipeMare's learning rate, which is smaller for older gradients at the beginning of a run."""
+"""PipeMare's learning rate: smaller for older gradients, at the beginning of a run."""
 
 from typing import Any, NamedTuple
 

@@ -1,7 +1,7 @@
 """SOAP: Adam in the eigenbases of the gradients' covariances.
 
 Every n-th update decomposes matrices to refresh the bases. In a pipeline all stages do that at the same updates, so that its time is lost
-once. If the stages refreshed at different updates, all others would wait for each of them.
+only once. If they did it at different updates, the other stages would wait each time.
 
 Reference:
     Vyas, Morwani, Zhao, Kwun, Shapira, Brandfonbrener, Janson, Kakade: SOAP: Improving and Stabilizing Shampoo using Adam, 2024,
@@ -38,7 +38,7 @@ class SoapState(NamedTuple):
 
 
 class _Parameter(NamedTuple):
-    """The part of a `SoapState` that belongs to one parameter."""
+    """The part of a `SoapState` for one parameter."""
 
     mu: Any
     nu: Any
