@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 README_WORDS, README_LINES, PAGE_WORDS = 900, 150, 2500
-CHAINS = 60  # of such words in all, which may only fall
+CHAINS = 8  # of such words in all, which may only fall
 _CHAIN = re.compile(r"\b(?:that of|those of|of which|whose)\b", re.IGNORECASE)
 _UNSEEN = re.compile(r"^(<!-- .* -->|\|[-| ]+\|)$", re.MULTILINE)  # the names of tables, and the lines below their headings
 _FENCED = re.compile(r"^ *(```+|~~~+).*?^ *\1 *$\n?", re.MULTILINE | re.DOTALL)
