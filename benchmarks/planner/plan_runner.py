@@ -44,8 +44,8 @@ def main(index: int, count: int, port: int) -> None:
         text = profile().to_json()
     paces.append(pace())
     if index == 0:
-        processes.broadcast("profile", list(map(float, text.encode())))
-    received = Profile.from_json(bytes(map(int, processes.receive("profile", 0))).decode())
+        processes.broadcast("profile", text.encode())
+    received = Profile.from_json(processes.receive("profile", 0).decode())
     topology = local_topology()
     facts = {"profile": json.loads(received.to_json()), "topology": topology.model_dump(mode="json")}
     print(json.dumps({**facts, "pace": statistics.fmean(paces)}), flush=True)

@@ -5,7 +5,7 @@ checkpoint.
 """
 
 import errno
-import itertools
+import json
 import math
 import os
 import time
@@ -69,7 +69,7 @@ def save(
     processes = processes or join_processes()
     run, step, index = folders.run_folder(folder), snapshot.batch, 0 if processes is None else processes.index
     if processes is not None and index > 0:
-        processes.broadcast(_begun(step, index), [])
+        processes.broadcast(_begun(step, index), b"")
     problem: OSError | None = None
     try:
         files.write_layers(run, step, snapshot.layers(), index)
@@ -77,7 +77,7 @@ def save(
         problem = error
     copies = snapshot.copies()
     if processes is not None and index > 0:
-        processes.broadcast(_ended(step, index), [float(number) for number in (problem is None, *itertools.chain(*copies))])
+        processes.broadcast(_ended(step, index), json.dumps([problem is None, copies]).encode())
         if problem is not None:
             raise problem
         return
@@ -225,13 +225,13 @@ def _complete(
 ) -> None:
     """Complete a checkpoint, or remove it if the disk is full or copies of shared parameters differ."""
     step, count, end = snapshot.batch, 1 if processes is None else processes.count, time.monotonic() + limit
-    reports: dict[int, tuple[float, ...]] = {}
+    reports: dict[int, list[Any]] = {}
     if processes is not None:  # a part of an earlier attempt may exist, so each process reports when it has written its own
         names = {k: _ended(step, k) for k in range(1, count)}
         while time.monotonic() < end and not all(map(processes.has_message, names.values())):
             time.sleep(0.02)
-        reports = {k: processes.receive(name, k) for k, name in names.items() if processes.has_message(name)}
-    failed = {k for k, (well, *_) in reports.items() if not well} | ({0} if problem is not None else set())
+        reports = {k: json.loads(processes.receive(name, k)) for k, name in names.items() if processes.has_message(name)}
+    failed = {k for k, (well, _) in reports.items() if not well} | ({0} if problem is not None else set())
     without = files.gather(place, step, count, max(end - time.monotonic(), 0.0), lambda: failed)
     if silent := sorted({*range(1, count)} - reports.keys()):
         raise TimeoutError(f"{place}: waited {limit:g} s for {named(silent)} to say that the part of step {step} is written")
@@ -240,9 +240,8 @@ def _complete(
             raise problem
         if without:
             raise OSError(errno.EIO, f"process {without[0]} could not write its part")
-        for _, *numbers in reports.values():
-            each = map(int, numbers)
-            copies = copies + [Copy(*copy) for copy in zip(each, each, each, strict=True)]
+        for _, of_process in reports.values():
+            copies = copies + [Copy(*copy) for copy in of_process]
         _check_copies(snapshot, copies)
         files.complete(place, step, count, facts, rows())
     except (OSError, CopiesDiffer):

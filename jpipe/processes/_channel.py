@@ -8,7 +8,7 @@ arrays pass here. Who connects proves that it belongs to the run (`jpipe.process
 import asyncio
 import contextlib
 import json
-import os
+import math
 import socket
 import threading
 import time
@@ -17,11 +17,9 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 
 from jpipe.processes._coordinator import Beat, Coordinator, Message
-from jpipe.processes._rendezvous import Store, connect_to_first, listen_for_processes
-from jpipe.processes.handshake import Caller, Door
+from jpipe.processes._rendezvous import Host, Rendezvous, connect
 
-_LOOK = 0.01  # seconds between two polls of the door
-_LINE = 2**24  # bytes of the longest line; configs and plans travel in one
+LONGEST_LINE = 2**26  # bytes; configs, plans and traces travel in one
 
 
 @dataclass(frozen=True)
@@ -66,25 +64,27 @@ class Channel:
         self._talks: set[asyncio.Task[None]] = set()  # of process 0, one with each other process
         self._silent: dict[int, int] = {}  # beats since the last message of each of them
         self._ready: Future[None] = Future()  # messages posted earlier would be lost
+        self._parting = False
         self._closing = asyncio.Event()
         self._thread: threading.Thread | None = None
 
-    def open(self, store: Store, limit: float, secret: bytes | None = None) -> None:
-        """Find the other processes and start the thread, without waiting until all have joined.
+    def open(self, rendezvous: Rendezvous, limit: float, secret: bytes | None = None) -> None:
+        """Start the thread, and return when all processes have connected to process 0.
 
         Args:
-            store: where process 0 leaves its address, and a token of this channel.
-            limit: seconds to wait for that.
-            secret: that all processes share. Without one, anybody who can read the store can join.
+            rendezvous: where process 0 listens.
+            limit: seconds to wait for the other processes.
+            secret: that all processes share. Without one, anybody who knows the address and the token of `rendezvous` can connect.
 
         Raises:
-            InputError: process 0 cannot be reached, or has another secret.
+            InputError: process 0 cannot listen or cannot be reached, has another secret, or processes do not fit together.
+            NotConnected: processes did not connect (the message names them).
             OSError: the thread cannot start.
         """
         if self._index == 0:
-            talk = self._serve(listen_for_processes(store, secret))
+            talk = self._serve(rendezvous.open(), rendezvous, limit, secret)
         else:
-            talk = self._join(connect_to_first(store, limit, secret))
+            talk = self._join(connect(rendezvous, limit, secret))
         # With a factory of its own the loop does not become the event loop of the caller's thread.
         runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self._loop = runner.get_loop()
@@ -114,64 +114,43 @@ class Channel:
         if self._thread is not None:
             self._loop.call_later(seconds, action)
 
-    def hang_up(self) -> None:
-        """Close the channel when all have finished; the channel's thread calls this."""
-        self._closing.set()
+    def part(self) -> None:
+        """From now on all processes may disconnect; the channel's thread calls this when all have finished."""
+        self._parting = True
 
-    def join(self) -> None:
-        """Wait until the channel's thread has ended, after `hang_up`."""
+    def hang_up(self) -> None:
+        """Close the connections, and wait until the channel's thread has ended."""
         if self._thread is not None:
+            self._loop.call_soon_threadsafe(self._closing.set)
             self._thread.join()
 
-    def be_last(self) -> None:
-        """Return when all connections to process 0 are closed, at once elsewhere. After a loss end the process if they stay open."""
-        while self._index == 0 and self._peers:
-            time.sleep(0.01)
+    def be_last(self, limit: float = math.inf) -> None:
+        """Return when all connections to process 0 are closed, at once elsewhere; or after some seconds."""
+        end = time.monotonic() + limit
+        while self._index == 0 and self._peers and time.monotonic() < end:
+            time.sleep(0.005)
 
-    async def _serve(self, door: Door) -> None:
-        """Admit the other processes in process 0 until all have joined, and send heartbeats."""
-        admitting = asyncio.create_task(self._admit(door))
+    async def _serve(self, listener: socket.socket, rendezvous: Rendezvous, limit: float, secret: bytes | None) -> None:
+        """Connect with the other processes in process 0, and send heartbeats."""
+        callers = await Host(rendezvous, secret).gathered(listener, limit)
+        for caller in callers:
+            caller.link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else a line waits 40 ms for the acknowledgement before
+            reader, self._peers[caller.index] = await asyncio.open_connection(sock=caller.link, limit=LONGEST_LINE)
+            self._talks.add(asyncio.create_task(self._talk_with(caller.index, reader)))
+        for caller in callers:  # only now: what one of them posts goes to all
+            caller.answer("go")
         self._ready.set_result(None)
-        try:
-            await self._keep_beating()
-        finally:
-            admitting.cancel()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._limits.grace):
-                while self._peers:  # they hang up when they have read that all are at the end
-                    await asyncio.sleep(0.005)
+        await self._keep_beating()
 
-    async def _admit(self, door: Door) -> None:
-        """Admit each other process once; drop and count strangers."""
-        absent = set(range(1, self._count))
+    async def _talk_with(self, peer: int, reader: asyncio.StreamReader) -> None:
         try:
-            with door:
-                while absent:
-                    for caller in door.poll(0):
-                        if caller.index in absent and caller.count == self._count:
-                            absent.remove(caller.index)
-                            self._talks.add(asyncio.create_task(self._talk_with(caller)))
-                        else:
-                            door.dropped["with a wrong number"] += 1
-                            caller.link.close()
-                    await asyncio.sleep(_LOOK)
+            await self._listen(reader, peer)
         finally:
-            if summary := door.summary():
-                os.write(2, f"jpipe: {summary} while the processes joined\n".encode())
-
-    async def _talk_with(self, caller: Caller) -> None:
-        caller.answer("welcome")
-        reader, writer = await asyncio.open_connection(sock=caller.link, limit=_LINE)
-        self._peers[caller.index] = writer
-        try:
-            await self._listen(reader, caller.index)
-        finally:
-            del self._peers[caller.index]
-            writer.close()
+            self._peers.pop(peer).close()
 
     async def _join(self, connection: socket.socket) -> None:
-        """Listen and send heartbeats, in any process but process 0."""
-        reader, writer = await asyncio.open_connection(sock=connection, limit=_LINE)
+        """Listen and send heartbeats, in any other process."""
+        reader, writer = await asyncio.open_connection(sock=connection, limit=LONGEST_LINE)
         self._peers[0] = writer
         self._ready.set_result(None)
         listening = asyncio.create_task(self._listen(reader, 0))
@@ -187,7 +166,7 @@ class Channel:
                 self._broadcast({})
             for peer in self._peers:
                 self._silent[peer] = beats = self._silent.get(peer, 0) + 1
-                if beats * self._limits.beat > self._limits.silence:
+                if beats * self._limits.beat > self._limits.silence and not self._parting:
                     self._lose(f"process {peer} gave no sign of life for {self._limits.silence:.0f} s: it is stopped, or cut off")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), self._limits.beat)
@@ -200,7 +179,7 @@ class Channel:
                     self._decide(peer, json.loads(line))
                 else:
                     self._take(json.loads(line))
-        if not self._closing.is_set():
+        if not self._parting:
             how = f"process {peer} disconnected unexpectedly: it was killed or crashed, see its own output"
             self._lose(how, at_once=peer == 0)
 

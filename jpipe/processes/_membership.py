@@ -3,9 +3,9 @@
 Nothing here knows of pipelines, and no arrays pass.
 """
 
+import base64
 import contextlib
 import os
-import struct
 import sys
 import threading
 import traceback
@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jpipe.errors import InputError, PeerLost
-from jpipe.processes._channel import Channel, Limits
+from jpipe.processes._channel import LONGEST_LINE, Channel, Limits
 from jpipe.processes._coordinator import END, Message
-from jpipe.processes._rendezvous import JaxStore, Store
+from jpipe.processes._rendezvous import JaxStore, Rendezvous
 from jpipe.processes._waits import Wait, Waits
 
 _MAX_UNREAD = 65536  # unread messages; beyond that the oldest are dropped
@@ -41,6 +41,7 @@ class Processes:
         self._arrived: dict[tuple[str, str], Any] = {}  # unread messages by name, and answers by the place of a meeting
         self._lost: InputError | PeerLost | None = None  # how the run was lost: all waits raise it
         self._failed: BaseException | None = None  # of a thread that nobody awaits
+        self._closed = False
         self._has_left = False  # whether the caller knows how the run ended, and says so itself
         self._channel = Channel(index, count, limits, self._take, self._waits.beat)
 
@@ -50,28 +51,26 @@ class Processes:
         *,
         limit: float = 300.0,
         limits: Limits | None = None,
-        store: Store | None = None,
+        rendezvous: Rendezvous | None = None,
         progress: Callable[[], int] = lambda: 0,
         secret: bytes | None = None,
     ) -> "Processes":
-        """Join the processes of this run; all call it, after `jax.distributed.initialize` and best before anything else.
+        """Join the processes of this run; all call it, best before anything else, and return when all have.
 
         Args:
             limit: seconds to wait for the other processes.
             limits: how long silence and waits may last; the same in all processes.
-            store: how the processes find each other; by default `jax.distributed`.
+            rendezvous: where the processes find each other; by default the store of `jax.distributed`, which is initialized.
             progress: returns a number that grows while this process exchanges data with others: waits may then last longer.
             secret: that all processes share, to recognize each other by.
 
         Raises:
-            InputError: process 0 cannot be reached, or has another secret.
-            PeerLost: not all have joined in time.
+            InputError: process 0 cannot be reached, or has another secret; processes did not join in time, and are named.
         """
-        store = JaxStore() if store is None else store
-        processes = cls(store.index, store.count, Limits() if limits is None else limits, progress)
+        rendezvous = JaxStore() if rendezvous is None else rendezvous
+        processes = cls(rendezvous.index, rendezvous.count, Limits() if limits is None else limits, progress)
         if processes.count > 1:
-            processes._channel.open(store, limit, secret)
-            processes._meet("joining", {}, "all processes to join", limit)
+            processes._channel.open(rendezvous, limit, secret)
         return processes
 
     def agree(self, facts: Mapping[str, str], limit: float = 600.0) -> None:
@@ -114,18 +113,20 @@ class Processes:
         """
         self._channel.post({"compare": name, "facts": dict(facts), "hint": hint})
 
-    def broadcast(self, name: str, values: Sequence[float]) -> None:
-        """Send numbers to all processes, including this one, without waiting.
+    def broadcast(self, name: str, data: bytes) -> None:
+        """Send bytes to all processes, including this one, without waiting.
 
         Args:
             name: under which to ask for them; broadcast once in a run, by one process.
-            values: they arrive bit for bit.
+            data: at most 48 MiB.
         """
         self._waits.moved()
-        self._channel.post({"broadcast": name, "values": struct.pack(f"<{len(values)}d", *values).hex()})
+        text = base64.b64encode(data).decode()
+        assert len(text) < LONGEST_LINE - 1000, f"{name}: {len(data)} bytes are too many for a message"
+        self._channel.post({"broadcast": name, "data": text})
 
-    def receive(self, name: str, on: int | None = None, what: object = None) -> tuple[float, ...]:
-        """Wait for numbers that a process broadcasts. They can be read once; the last 65,536 unread ones are kept.
+    def receive(self, name: str, on: int | None = None, what: object = None) -> bytes:
+        """Wait for bytes that a process broadcasts. They can be read once; the last 65,536 unread ones are kept.
 
         Args:
             name: under which they are broadcast.
@@ -139,12 +140,26 @@ class Processes:
             return self._await("message", name)
 
     def has_message(self, name: str) -> bool:
-        """Return whether unread numbers have come from a process, without waiting.
+        """Return whether unread bytes have come from a process, without waiting.
 
         Args:
             name: under which they are broadcast; where none are read, several processes may do so, and more than once.
         """
         return ("message", name) in self._arrived
+
+    def gather(self, name: str, data: bytes, what: object = None) -> list[bytes]:
+        """Return what each process passes, by process; all call it.
+
+        Args:
+            name: of these bytes, the same in all processes and unique in a run.
+            data: of this process.
+            what: a description of them; by default their name.
+
+        Raises:
+            PeerLost: the run is lost.
+        """
+        self.broadcast(f"{name} of process {self.index}", data)
+        return [self.receive(f"{name} of process {k}", k, what) for k in range(self.count)]
 
     @contextlib.contextmanager
     def waiting(self, what: object, on: int | Sequence[int] | None = None, limit: float | None = None) -> Iterator[None]:
@@ -215,20 +230,35 @@ class Processes:
         self._channel.post({"stop": reason})
         self._is_lost_within(self._limits.grace)  # what comes back has gone to all
 
-    def close(self) -> None:
+    def close(self, leave: Callable[[], None] = lambda: None, limit: float = 10.0) -> None:
         """Leave the run when all processes have arrived; later the end of a process is no loss. Calling it again does nothing.
 
-        After a loss: the caller has reported how the run ended, and ends by itself. JAX waits at its exit for processes that
-        never come, so this one is still ended, now without a message, when `Limits.grace` is over.
+        Process 0 goes last. After a loss: the caller has reported how the run ended, and ends by itself. JAX waits at its exit for
+        processes that never come, so this one is still ended, now without a message, when `Limits.grace` is over.
+
+        Args:
+            leave: what else ends the connections of this process with the others.
+            limit: seconds that process 0 waits for the others to do so.
 
         Raises:
             PeerLost: a process was lost before all were here.
         """
+        error: Exception | None = None
         if self._lost is None and not self._has_left:
-            self._meet(END, {}, "all processes to finish", 600.0)
-            self._channel.join()
-        self._has_left = True
+            try:
+                self._meet(END, {}, "all processes to finish", 600.0)
+            except (InputError, PeerLost) as lost:
+                error = lost
+        self._has_left = error is None
+        if not self._closed:
+            self._closed = True
+            self._channel.be_last(limit)
+            leave()
+            if self._lost is None:
+                self._channel.hang_up()
         sys.stdout.flush()
+        if error is not None:
+            raise error
 
     def end(self) -> None:
         """Leave the run when Python exits, or report the exception to the other processes; for `atexit`. After `close` it does nothing.
@@ -284,12 +314,11 @@ class Processes:
         """Handle a message of process 0 to all, or an event of this process."""
         match message:
             case {"met": place, "differences": differences}:
-                self._put("answer", place, differences)
                 if place == END:
-                    self._channel.hang_up()
-            case {"broadcast": name, "values": values}:
-                data = bytes.fromhex(values)
-                self._put("message", name, struct.unpack(f"<{len(data) // 8}d", data))
+                    self._channel.part()
+                self._put("answer", place, differences)
+            case {"broadcast": name, "data": data}:
+                self._put("message", name, base64.b64decode(data))
             case {"refused": why}:
                 self._lose(InputError(_printable(why)))
             case {"lost": how}:

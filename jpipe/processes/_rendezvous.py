@@ -1,71 +1,348 @@
-"""The rendezvous of the processes of a run: process 0 stores its address, the other processes connect to it."""
+"""Where the processes of a run find each other: at an address that all are told, or at one that process 0 leaves in a store."""
 
+import asyncio
+import contextlib
+import errno
 import itertools
 import json
 import math
+import os
+import re
 import secrets
 import socket
-from typing import Any, Protocol, runtime_checkable
+import time
+from collections import Counter
+from typing import Any, NamedTuple
 
 from jpipe.errors import InputError
 from jpipe.processes import handshake, jax_internals
 from jpipe.processes.addresses import is_loopback, listen_everywhere
-from jpipe.processes.handshake import Door
+from jpipe.processes.handshake import Caller
 
-_PURPOSE = "channel"  # of these connections, for the handshake
+ANSWER_LIMIT = 5.0  # seconds that process 0 may take to answer after its own limit
+_RETRY = 0.2
+_PATIENCE = 10.0  # seconds in which a caller must finish its proof
+_MOST = 256  # unproved callers at a time; for one more the oldest is dropped
+_LOOK = 0.01  # seconds until a listener that cannot accept tries again
 
 
-@runtime_checkable
-class Store(Protocol):
-    """A store through which the processes find each other."""
+class NotConnected(InputError):
+    """Processes have not connected, perhaps because some were late."""
 
-    index: int
-    """The index of this process."""
-    count: int
-    """The number of processes."""
+    may_pass = True  # if all are restarted
+
+
+class Address(NamedTuple):
+    """Where process 0 listens: its `host` and `port`, written `host:port`, with an IPv6 host in brackets."""
+
     host: str
-    """A name or an address at which the other processes reach process 0."""
+    port: int
 
-    def put(self, value: str) -> None:
-        """Store a value, in process 0."""
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
-    def get(self, seconds: float) -> str:
-        """Wait for a value of process 0; raise InputError if it does not come in time."""
+    @classmethod
+    def parse(cls, text: str, where: str) -> "Address":
+        """Parse an address.
+
+        Raises:
+            InputError: `text` is not an address; the message begins with `where`.
+        """
+        match = re.fullmatch(r"(?:\[([\w:.%]+)\]|([\w.-]+)):(\d+)", text, re.ASCII)
+        if not match:
+            raise InputError(f"{where}: expected HOST:PORT of process 0, such as 10.0.0.1:9876, found {text!r}")
+        if not 1 <= (port := int(match[3][:6])) <= 65535:
+            raise InputError(f"{where}: expected a port from 1 to 65535, found {match[3]} in {text!r}")
+        return cls(match[1] or match[2], port)
 
 
-class JaxStore:
-    """The key-value store of `jax.distributed`.
+class Rendezvous:
+    """Where the processes of a run find each other: at an address that all are told.
+
+    Args:
+        address: of process 0.
+        index: the number of this process.
+        count: the number of processes.
+        listen: the address on which process 0 listens; by default the port of `address`, on every network of its host.
+
+    Attributes:
+        token: part of the key for proofs; only who can read it can prove to belong to the run, if there is no secret.
+    """
+
+    token = ""
+    retries = True
+    """Whether process 0 may begin to listen later than another process looks for it."""
+    longer = "--connect-limit waits longer"
+    """How a user lets the processes wait longer for each other."""
+
+    def __init__(self, address: Address, index: int, count: int, listen: Address | None = None) -> None:
+        self.address, self.index, self.count, self._listen = address, index, count, listen
+
+    def open(self) -> socket.socket:
+        """Listen, in process 0.
+
+        Raises:
+            InputError: the port is in use, or its host has no such address.
+        """
+        host, port = self._listen or ("::", self.address.port)
+        try:
+            if host == "::":
+                return listen_everywhere(port)
+            return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        except OSError as error:
+            reason = "another program uses it" if error.errno == errno.EADDRINUSE else (error.strerror or str(error)).lower()
+            raise InputError(
+                f"process 0 cannot listen at port {port} of {self.address}: {reason}; choose another port, the same for all processes"
+            ) from None
+
+    def find(self, seconds: float) -> None:
+        """Learn `address` and `token`, in another process than the first.
+
+        Raises:
+            InputError: process 0 did not leave them in time.
+        """
+
+
+class JaxStore(Rendezvous):
+    """The key-value store of `jax.distributed`, in which process 0 leaves the address where it listens, and a token.
 
     The host is the coordinator's: the one address of process 0 that all other processes have just reached. All processes join equally
     often.
+
+    Args:
+        state: of `jax.distributed`.
     """
 
+    retries = False
+    longer = "let all processes join at the same place, or with a longer limit"
     _joins = itertools.count()
 
-    def __init__(self) -> None:
-        state = jax_internals.distributed_state()
-        self.index, self.count = state.process_id, state.num_processes
-        self.host = (state.coordinator_address or "").rpartition(":")[0].strip("[]")
-        self._client: Any = state.client
-        self._key = f"jpipe/processes/{next(self._joins)}"
+    def __init__(self, state: Any = None) -> None:
+        state = jax_internals.distributed_state() if state is None else state
+        host = (state.coordinator_address or "").rpartition(":")[0].strip("[]")
+        super().__init__(Address(host, 0), state.process_id, state.num_processes)
+        self._client, self._key = state.client, f"jpipe/processes/{next(self._joins)}"
 
-    def put(self, value: str) -> None:
+    def open(self) -> socket.socket:
+        listener, self.token = _listen_where_others_look(self.address.host), secrets.token_hex(16)
+        self.address = Address(self.address.host, listener.getsockname()[1])
         try:
-            self._client.key_value_set(self._key, value)
+            self._client.key_value_set(self._key, json.dumps([*self.address, self.token]))
         except RuntimeError as error:
+            listener.close()
             raise InputError(
                 f"process 0 cannot leave word of where it can be reached ({_status(error)}): somebody else has written there; "
                 "start the run again, on a network that strangers cannot reach"
             ) from None
+        return listener
 
-    def get(self, seconds: float) -> str:
+    def find(self, seconds: float) -> None:
         try:
-            return self._client.blocking_key_value_get(self._key, math.ceil(seconds * 1000))
+            text = self._client.blocking_key_value_get(self._key, math.ceil(seconds * 1000))
         except RuntimeError as error:
             raise InputError(
                 f"process {self.index} did not get the address of process 0 within {seconds:g} s ({_status(error)}); see what "
                 "process 0 says, and let all processes of a run join at the same place"
             ) from None
+        try:
+            host, port, token = json.loads(text)
+            if not (isinstance(host, str) and isinstance(token, str) and isinstance(port, int) and 0 < port < 65536):
+                raise ValueError
+        except (ValueError, TypeError, RecursionError):
+            raise InputError(
+                f"expected the address of process 0 in JAX's store, found {text[:80]!r}: somebody else has written there"
+            ) from None
+        self.address, self.token = Address(host, port), token
+
+
+def connect(at: Rendezvous, limit: float, secret: bytes | None) -> socket.socket:
+    """Connect to process 0 from any other process, and return when it lets this one continue, because all have connected.
+
+    Raises:
+        InputError: nobody listens there, or another program does, or process 0 has another secret, does not answer, or refuses.
+    """
+    deadline = time.monotonic() + limit
+    at.find(limit)
+    reason = "no answer"
+    while (remaining := deadline - time.monotonic()) > 0:
+        try:
+            link = socket.create_connection(at.address, timeout=min(remaining, ANSWER_LIMIT))
+        except OSError as error:
+            reason = (error.strerror or str(error) or type(error).__name__).lower()
+        else:
+            word, _, refusal = (_ask(link, at, limit, secret) or "").partition(" ")
+            if word == "go":
+                link.settimeout(None)
+                return link
+            link.close()
+            if word:
+                raise (NotConnected if word == "late" else InputError)(refusal)
+            reason = "it closed the connection"
+        if not at.retries:
+            break
+        time.sleep(_RETRY)
+    raise NotConnected(
+        f"process {at.index} cannot reach the coordinator, process 0, at {at.address} within {limit:g} s ({reason}); check that "
+        f"process 0 was started there, that the address is right and that no firewall is between; {at.longer}"
+    )
+
+
+def _ask(link: socket.socket, at: Rendezvous, limit: float, secret: bytes | None) -> str | None:
+    """Return the answer of process 0, or None where it closes the connection before."""
+    try:
+        return handshake.call(link, handshake.key(secret, at.token), at.index, at.count, limit + ANSWER_LIMIT)
+    except TimeoutError:
+        problem = (
+            f"process {at.index} had no answer from {at.address} within {limit + ANSWER_LIMIT:g} s; if process 0 runs there, it "
+            "still waits for other processes: give all the same "
+            "--connect-limit; if another program uses that port, choose another one"
+        )
+    except handshake.UnknownHere:
+        problem = (
+            f"process {at.index} and process 0 at {at.address} have different secrets; give all processes of the run the same "
+            f"{handshake.VARIABLE} or --secret-file, or none of them any"
+        )
+    except handshake.NotOfThisRun:
+        problem = (
+            f"{at.address}: expected process 0 of this run, found another program at that port; choose another port, or end that program"
+        )
+    except BaseException:
+        link.close()
+        raise
+    link.close()
+    raise InputError(problem)
+
+
+class Host:
+    """Process 0 before all have connected: it knows who is there, and drops and counts strangers, without harm to anybody else.
+
+    Args:
+        at: where the processes find each other.
+        secret: that all processes share. Without one anybody can pose as one of the other processes.
+    """
+
+    def __init__(self, at: Rendezvous, secret: bytes | None) -> None:
+        self._at, self._secret, self._key = at, secret, handshake.key(secret, at.token)
+        self._unproved: dict[asyncio.Task[None], None] = {}  # in the order of arrival
+        self._dropped: Counter[str] = Counter()
+        self._present: dict[int, Caller] = {}
+        self._waits: set[asyncio.Task[None]] = set()  # one for each of these
+        self._mistake = ""  # of the user, for which all end
+        self._changed = asyncio.Event()
+
+    async def gathered(self, listener: socket.socket, limit: float) -> list[Caller]:
+        """Wait until all other processes have connected, close the listener, and return them; they wait for an answer.
+
+        Raises:
+            InputError: some did not connect; with a secret also: two have the same number, or counts differ. All that have connected are
+                told why.
+        """
+        accepting = asyncio.create_task(self._accept(listener))
+        try:
+            async with asyncio.timeout(limit):
+                while len(self._present) < self._at.count - 1 and not self._mistake:
+                    await self._changed.wait()
+                    self._changed.clear()
+        except TimeoutError:
+            self._mistake = "; ".join(filter(None, [self._missing(limit), self._summary()]))
+            reason: InputError = NotConnected(self._mistake)
+        else:
+            reason = InputError(self._mistake)
+        finally:
+            for task in (accepting, *self._waits, *self._unproved):
+                task.cancel("that said nothing in time")
+            await asyncio.gather(accepting, *self._waits, *self._unproved, return_exceptions=True)
+            listener.close()
+        if self._mistake:
+            for caller in self._present.values():
+                caller.answer(f"{'late' if isinstance(reason, NotConnected) else 'no'} {reason}")
+                caller.link.close()
+            raise reason
+        if summary := self._summary():
+            os.write(2, f"jpipe: {summary} while the processes connected\n".encode())
+        return list(self._present.values())
+
+    async def _accept(self, listener: socket.socket) -> None:
+        listener.setblocking(False)
+        while True:
+            try:
+                link, _ = await asyncio.get_running_loop().sock_accept(listener)
+            except OSError:  # it is gone already, or this process has too many files open
+                self._drop_oldest()
+                await asyncio.sleep(_LOOK)
+                continue
+            link.setblocking(False)
+            if len(self._unproved) >= _MOST:
+                self._drop_oldest()
+            self._unproved[asyncio.create_task(self._hear(link))] = None
+            await asyncio.sleep(0)  # it begins before it may be cancelled
+
+    def _drop_oldest(self) -> None:
+        if self._unproved:
+            oldest = next(iter(self._unproved))
+            del self._unproved[oldest]
+            oldest.cancel("beyond the most at a time")
+
+    async def _hear(self, link: socket.socket) -> None:
+        """Admit a caller, or drop it."""
+        reason = "that closed early"
+        try:
+            async with asyncio.timeout(_PATIENCE):
+                caller = await handshake.hear(link, self._key)
+            self._admit(caller)
+            return
+        except (handshake.Refused, asyncio.CancelledError) as refused:
+            reason = str(refused)
+        except TimeoutError:
+            reason = "that said nothing in time"
+        except OSError:
+            pass
+        finally:
+            self._unproved.pop(asyncio.current_task(), None)  # type: ignore[arg-type]  # there is one
+        self._dropped[reason] += 1
+        link.close()
+
+    def _admit(self, caller: Caller) -> None:
+        count = self._at.count
+        if caller.count != count:
+            mistake = f"--num-processes: process {caller.index} was started with {caller.count}, process 0 with {count}; give all the same"
+        elif caller.index in self._present or not 0 < caller.index < count:
+            mistake = f"--process-id: two processes were started with {caller.index}; give each its own, from 0 to {count - 1}"
+        else:
+            self._present[caller.index] = caller
+            self._waits.add(asyncio.create_task(self._forget_when_gone(caller)))
+            self._changed.set()
+            return
+        caller.answer(f"no {mistake}")
+        caller.link.close()
+        if self._secret is None:
+            self._dropped[f"as process {caller.index} of {caller.count}"] += 1
+        else:
+            self._mistake = mistake
+            self._changed.set()
+
+    async def _forget_when_gone(self, caller: Caller) -> None:
+        """Forget a process that ends while it waits: it may be started again."""
+        with contextlib.suppress(OSError):
+            await asyncio.get_running_loop().sock_recv(caller.link, 1)  # the end, or data that no process of a run sends
+        del self._present[caller.index]
+        caller.link.close()
+
+    def _summary(self) -> str:
+        """Describe the dropped connections, or return an empty string."""
+        if not (total := self._dropped.total()):
+            return ""
+        reasons = ", ".join(f"{number} {reason}" for reason, number in self._dropped.most_common())
+        return f"{total} connection{'s were' if total > 1 else ' was'} dropped ({reasons})"
+
+    def _missing(self, limit: float) -> str:
+        absent = sorted({*range(1, self._at.count)} - self._present.keys())
+        named = f"{', '.join(map(str, absent[:8]))}{', …' if len(absent) > 8 else ''}"
+        single = len(absent) == 1
+        return (
+            f"process{'' if single else 'es'} {named} of {self._at.count} did not connect to {self._at.address} within {limit:g} s; "
+            f"check that {'it was' if single else 'they were'} started, with the same coordinator, and can reach it; {self._at.longer}"
+        )
 
 
 def _status(error: RuntimeError) -> str:
@@ -73,66 +350,15 @@ def _status(error: RuntimeError) -> str:
     return (str(error).splitlines() or [""])[0].partition(":")[0]
 
 
-def listen_for_processes(store: Store, secret: bytes | None) -> Door:
-    """Listen in process 0, and store the address: host, port, and a token of this channel."""
-    listener, token = _listen_at(store.host), secrets.token_hex(16)
-    store.put(json.dumps([store.host, listener.getsockname()[1], token]))
-    return Door(listener, handshake.key(secret, token), _PURPOSE)
-
-
-def connect_to_first(store: Store, limit: float, secret: bytes | None) -> socket.socket:
-    """Connect to process 0 from any other process, with a proof from both ends.
-
-    Raises:
-        InputError: process 0 cannot be reached within `limit` seconds, or has another secret.
-    """
-    host, port, token = _address(store.get(limit))
-    try:
-        connection = socket.create_connection((host, port), timeout=limit)
-    except OSError as error:
-        raise InputError(
-            f"process {store.index} cannot reach process 0 at {host}, port {port}: {error.strerror or error}; "
-            "let the processes of a run connect to each other at any port (a firewall may forbid it)"
-        ) from None
-    try:
-        if handshake.call(connection, handshake.key(secret, token), _PURPOSE, store.index, store.count, limit) is not None:
-            connection.settimeout(None)
-            return connection
-        how = "it closes the connection; see what process 0 says"
-    except TimeoutError:
-        how = f"it does not answer within {limit:g} s; see what process 0 says"
-    except handshake.UnknownHere:
-        how = f"it has another secret; give all processes of the run the same {handshake.VARIABLE}, or none of them any"
-    except handshake.NotOfThisRun:
-        how = "somebody else answers there; start the run again, on a network that strangers cannot reach"
-    connection.close()
-    raise InputError(f"process {store.index} cannot join process 0: {how}")
-
-
-def _address(text: str) -> tuple[str, int, str]:
-    """Parse the host, port and token that process 0 has stored; raise InputError for anything else."""
-    try:
-        host, port, token = json.loads(text)
-        if not (isinstance(host, str) and isinstance(token, str) and isinstance(port, int) and 0 < port < 65536):
-            raise ValueError
-    except (ValueError, TypeError, RecursionError):
-        raise InputError(
-            f"expected the address of process 0 in JAX's store, found {text[:80]!r}: somebody else has written there"
-        ) from None
-    return host, port, token
-
-
-def _listen_at(host: str) -> socket.socket:
+def _listen_where_others_look(host: str) -> socket.socket:
     """Listen at that address alone, or at all addresses where the other processes know this host by another one.
 
     The same where the name is a loopback address in this host only: Debian has 127.0.1.1 for the host's own name.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        hidden = is_loopback(str(address[0])) and not is_loopback(host)
-        listener = listen_everywhere() if hidden else socket.create_server(address[:2], family=family)
+        if is_loopback(str(address[0])) and not is_loopback(host):
+            return listen_everywhere()
+        return socket.create_server(address[:2], family=family)
     except OSError:
-        listener = listen_everywhere()
-    # For its connections, which asyncio overlooks: else a line waits 40 ms for the acknowledgement of the one before.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listener
+        return listen_everywhere()

@@ -7,26 +7,24 @@ The end that connects speaks first, in lines of text:
     caller:    PROOF
     listener:  PROOF ANSWER, or the word `unknown`
 
-A proof is an HMAC over the purpose of the connection, its author, INDEX, COUNT, both nonces, and the answer if there is one. So it is
-good for one connection only, and in one direction. What follows on the connection is neither signed nor encrypted.
+A proof is an HMAC over its author, INDEX, COUNT, both nonces, and the answer if there is one. So it is good for one connection only, and
+in one direction. What follows on the connection is neither signed nor encrypted.
 
 Nothing here needs JAX.
 """
 
+import asyncio
 import contextlib
 import hashlib
 import hmac
 import os
 import re
 import secrets
-import selectors
 import socket
 import stat
 import time
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 from jpipe.errors import InputError
 from jpipe.files import open_to_read
@@ -34,11 +32,12 @@ from jpipe.files import open_to_read
 __all__ = [
     "VARIABLE",
     "Caller",
-    "Door",
     "NotOfThisRun",
+    "Refused",
     "UnknownHere",
     "call",
     "find_secret",
+    "hear",
     "key",
 ]
 
@@ -49,8 +48,6 @@ _LONGEST = 4096  # bytes of a secret, and of an answer
 _HELLO = re.compile(rb"jpipe (\d{1,9}) (\d{1,9}) ([0-9a-f]{32})\n")
 _NONCE = re.compile(rb"[0-9a-f]{32}\n")
 _LONGEST_LINE = 128  # bytes of a line of a caller: none of the lines above is longer
-_PATIENCE = 10.0  # seconds in which a caller must finish its proof
-_MOST = 256  # unproved callers at a time; for one more the oldest is dropped
 _UNKNOWN = b"unknown\n"
 
 
@@ -98,24 +95,22 @@ class _Connection:
     """The facts that both ends know of a connection before any proof."""
 
     key: bytes
-    purpose: str
     index: int
     count: int
     of_caller: bytes
     of_listener: bytes
 
     def proof(self, role: str, text: str = "") -> bytes:
-        parts = (self.purpose, role, self.index, self.count, self.of_caller.decode(), self.of_listener.decode(), text)
+        parts = (role, self.index, self.count, self.of_caller.decode(), self.of_listener.decode(), text)
         return hmac.new(self.key, " ".join(map(str, parts)).encode(), hashlib.sha256).hexdigest().encode()
 
 
-def call(link: socket.socket, key: bytes, purpose: str, index: int, count: int, limit: float) -> str | None:
+def call(link: socket.socket, key: bytes, index: int, count: int, limit: float) -> str | None:
     """Introduce this process to the listener and return its answer, or None where the other end closes the connection before.
 
     Args:
         link: just connected; nothing that follows the answer is read from it.
         key: as the listener has it.
-        purpose: the purpose of the connection, one word, as the listener has it.
         index: the index of this process.
         count: the number of processes, as the caller knows it.
         limit: seconds to wait for the answer.
@@ -133,7 +128,7 @@ def call(link: socket.socket, key: bytes, purpose: str, index: int, count: int, 
             return None
         if not _NONCE.fullmatch(line):
             raise NotOfThisRun
-        connection = _Connection(key, purpose, index, count, nonce, line.strip())
+        connection = _Connection(key, index, count, nonce, line.strip())
         link.sendall(connection.proof("caller") + b"\n")
         if not (line := _line(link, end)):
             return None
@@ -150,8 +145,8 @@ def call(link: socket.socket, key: bytes, purpose: str, index: int, count: int, 
     return text
 
 
-class _Refused(Exception):
-    """The caller is dropped for this reason."""
+class Refused(Exception):
+    """A stranger called, who is dropped for this reason."""
 
 
 class Caller:
@@ -172,126 +167,36 @@ class Caller:
             self.link.sendall(self._connection.proof("listener", text) + f" {text}\n".encode())
 
 
-@dataclass(eq=False)
-class _Waiting:
-    """A caller that has not proved anything yet."""
-
-    link: socket.socket
-    end: float
-    said: bytes = b""
-    connection: _Connection | None = None
-
-
-class Door:
-    """A listening socket that admits callers who know the secret and drops all others, without harm to anybody else.
+async def hear(link: socket.socket, key: bytes) -> Caller:
+    """Return who has just connected, once it has proved to know the secret; a stranger is told nothing.
 
     Args:
-        listener: is closed with this.
-        key: see `key`.
-        purpose: the purpose of the connections, one word.
+        link: the connection, which does not block.
+        key: as the caller has it.
 
-    Attributes:
-        dropped: how many connections were dropped, by the reason.
+    Raises:
+        Refused: the caller is a stranger.
+        OSError: the connection is broken.
     """
+    if (hello := _HELLO.fullmatch(await _heard(link))) is None:
+        raise Refused("without a hello of jpipe's")
+    nonce = secrets.token_hex(16).encode()
+    connection = _Connection(key, int(hello[1]), int(hello[2]), hello[3], nonce)
+    link.sendall(nonce + b"\n")
+    if not hmac.compare_digest(await _heard(link), connection.proof("caller") + b"\n"):
+        link.sendall(_UNKNOWN)
+        raise Refused("with another secret")
+    return Caller(link, connection)
 
-    def __init__(self, listener: socket.socket, key: bytes, purpose: str) -> None:
-        self._listener, self._key, self._purpose = listener, key, purpose
-        self._waiting: dict[_Waiting, None] = {}  # in the order of arrival, and so of their deadlines
-        self._selector = selectors.DefaultSelector()
-        self.dropped: Counter[str] = Counter()
-        listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for waiting in list(self._waiting):
-            self._drop(waiting, "that said nothing in time")
-        self._selector.close()
-        self._listener.close()
-
-    def poll(self, seconds: float) -> list[Caller]:
-        """Return the callers that have proved to know the secret, waiting up to a time for any event."""
-        let_in = []
-        # The listener comes last: a new caller may replace an old one, which must not be read from any more.
-        for ready, _ in sorted(self._selector.select(seconds), key=lambda ready: ready[0].data is None):
-            if ready.data is None:
-                self._accept()
-            elif caller := self._hear(ready.data):
-                let_in.append(caller)
-        now = time.monotonic()
-        for waiting in [waiting for waiting in self._waiting if waiting.end < now]:
-            self._drop(waiting, "that said nothing in time")
-        return let_in
-
-    def summary(self) -> str:
-        """Describe the dropped callers, or return an empty string."""
-        if not (total := self.dropped.total()):
-            return ""
-        reasons = ", ".join(f"{number} {reason}" for reason, number in self.dropped.most_common())
-        return f"{total} connection{'s were' if total > 1 else ' was'} dropped ({reasons})"
-
-    def _accept(self) -> None:
-        for _ in range(_MOST):
-            try:
-                link, _ = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError:  # it is gone already, or this process has too many files open
-                if self._waiting:
-                    self._drop(next(iter(self._waiting)), "beyond the most at a time")
-                return
-            link.setblocking(False)
-            if len(self._waiting) >= _MOST:
-                self._drop(next(iter(self._waiting)), "beyond the most at a time")
-            waiting = _Waiting(link, time.monotonic() + _PATIENCE)
-            self._waiting[waiting] = None
-            self._selector.register(link, selectors.EVENT_READ, data=waiting)
-
-    def _hear(self, waiting: _Waiting) -> Caller | None:
-        """Read received bytes and return the caller, if it has now proved to know the secret."""
-        try:
-            connection = self._proved(waiting)
-        except _Refused as refused:
-            self._drop(waiting, str(refused))
-            return None
-        except BlockingIOError:
-            return None
-        except OSError:
-            self._drop(waiting, "that closed early")
-            return None
-        if connection is None:
-            return None
-        self._selector.unregister(waiting.link)
-        del self._waiting[waiting]
-        return Caller(waiting.link, connection)
-
-    def _proved(self, waiting: _Waiting) -> _Connection | None:
-        data = waiting.link.recv(_LONGEST_LINE)
-        if not data:
-            raise _Refused("that closed early")
-        waiting.said += data
-        if not waiting.said.endswith(b"\n") and len(waiting.said) <= _LONGEST_LINE:
-            return None
-        line, waiting.said = waiting.said, b""
-        if waiting.connection is not None:
-            if not hmac.compare_digest(line, waiting.connection.proof("caller") + b"\n"):
-                waiting.link.sendall(_UNKNOWN)
-                raise _Refused("with another secret")
-            return waiting.connection
-        if (hello := _HELLO.fullmatch(line)) is None:
-            raise _Refused("without a hello of jpipe's")
-        nonce = secrets.token_hex(16).encode()
-        waiting.connection = _Connection(self._key, self._purpose, int(hello[1]), int(hello[2]), hello[3], nonce)
-        waiting.link.sendall(nonce + b"\n")
-        return None
-
-    def _drop(self, waiting: _Waiting, reason: str) -> None:
-        self.dropped[reason] += 1
-        del self._waiting[waiting]
-        self._selector.unregister(waiting.link)
-        waiting.link.close()
+async def _heard(link: socket.socket) -> bytes:
+    """Return a line of a caller, who says no more before the answer, or the beginning of one that is too long."""
+    line = b""
+    while not line.endswith(b"\n") and len(line) <= _LONGEST_LINE:
+        if not (data := await asyncio.get_running_loop().sock_recv(link, _LONGEST_LINE)):
+            raise Refused("that closed early")
+        line += data
+    return line
 
 
 def _line(link: socket.socket, end: float) -> bytes:

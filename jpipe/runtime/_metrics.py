@@ -228,7 +228,7 @@ class MetricsExchange:
                 name, words = f"{self.name}: {what} of batch {batch}", f"the {what} of batch {batch}"
                 if batch in local:
                     _send(self._processes, name, local[batch])
-                read = functools.cache(functools.partial(self._processes.receive, name, source, words))
+                read = functools.cache(functools.partial(_receive, self._processes, name, source, words))
                 numbers = [RemoteScalar(lambda i=i, read=read: read()[i]) for i in range(len(into))]  # type: ignore[misc]  # mypy takes i and read for arguments
             for values, number in zip(into, numbers, strict=True):
                 values[batch] = number
@@ -252,7 +252,7 @@ class MetricsExchange:
         @functools.cache
         def read() -> list[Any]:
             words = "the loss of an evaluation"
-            received = [processes.receive(topic, self._devices[w].process_index, words) for w, topic in zip(last, topics, strict=True)]
+            received = [_receive(processes, topic, self._devices[w].process_index, words) for w, topic in zip(last, topics, strict=True)]
             rows = [np.array(numbers, jax.dtypes.canonicalize_dtype(np.float64)).reshape(-1, 1 + len(names), 2) for numbers in received]
             return [rows[k % len(rows)][k // len(rows)] for k in range(count)]
 
@@ -289,7 +289,7 @@ class MetricsExchange:
         @functools.cache
         def read() -> list[float]:
             words = "the norms of the delay"
-            received = [processes.receive(f"{topic}, worker {w}", self._devices[w].process_index, words) for w in reporting]
+            received = [_receive(processes, f"{topic}, worker {w}", self._devices[w].process_index, words) for w in reporting]
             return [float(norm) for norm in _norms([np.array(squared, jax.dtypes.canonicalize_dtype(np.float64)) for squared in received])]
 
         return DelayNorms(RemoteScalar(lambda: read()[0]), RemoteScalar(lambda: read()[1]))
@@ -316,13 +316,18 @@ def _send(processes: Processes, name: str, numbers: Callable[[], Sequence[Number
 
     def work() -> None:
         try:
-            processes.broadcast(name, [float(number) for number in numbers()])
+            processes.broadcast(name, np.array([float(number) for number in numbers()], np.float64).tobytes())
         except PeerLost:  # the main thread raises it, too
             pass
         except BaseException as error:
             processes.fail(error)
 
     threading.Thread(target=work, daemon=True).start()
+
+
+def _receive(processes: Processes, name: str, source: int, words: str) -> list[float]:
+    """Return the numbers that another process sends with `_send`."""
+    return np.frombuffer(processes.receive(name, source, words)).tolist()
 
 
 def _mean_loss(updates: Sequence[Tree]) -> tuple[jax.Array, jax.Array]:

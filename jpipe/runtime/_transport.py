@@ -281,9 +281,7 @@ class Transport:
         pairs = dict.fromkeys(pair for pair in self._used if isinstance(pair, tuple))
         with processes.waiting("a number to arrive by jax.device_put"):
             works = [handover_between(*pair).works() for pair in pairs]  # each is tried, as the other process does
-        processes.broadcast(f"{name}: device_put works in process {processes.index}", [float(all(works))])
-        votes = [processes.receive(f"{name}: device_put works in process {index}", index) for index in range(processes.count)]
-        if all(vote == (1.0,) for vote in votes):
+        if all(vote == b"yes" for vote in processes.gather(f"{name}: device_put works", b"yes" if all(works) else b"no")):
             self.way = "device_put"
 
     def load(self, worker: int, name: str, data: Tree) -> Tree:

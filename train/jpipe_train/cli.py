@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from jpipe_train.console import interrupt, output, platforms, signals
+from jpipe_train.console import interrupt, output, platforms
 from jpipe_train.console.terminal import fail, first_line, printable
 
 
@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # the encoding may have no "→"
     words = list(sys.argv[1:] if arguments is None else arguments)
     trains = words[:1] in (["train"], ["launch"], ["sweep"])
-    with signals.default_in_process_1(), output.steady(ends=not trains), interrupt.watched():
+    with interrupt.default_in_process_1(), output.steady(ends=not trains), interrupt.watched():
         if (shadow := _shadow_of_jpipe()) is not None:
             kind = "file" if shadow.suffix else "folder"
             return fail(f"'{shadow}' is imported in place of the package jpipe; rename this {kind}, or start in another folder", 2)

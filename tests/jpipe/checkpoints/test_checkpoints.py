@@ -144,7 +144,7 @@ class Alone(Processes):
     def __init__(self, absent=()):
         super().__init__(0, 1, Limits())
         self.count, self.left, self.checks = 3, set(absent), 0
-        self.broadcast("process 1 begins its part of the checkpoint of step 4", [])
+        self.broadcast("process 1 begins its part of the checkpoint of step 4", b"")
 
     def still(self):
         return 6.0

@@ -4,7 +4,6 @@ import atexit
 import json
 import pathlib
 import socket
-import struct
 import sys
 import threading
 import time
@@ -20,28 +19,31 @@ import jpipe.processes._membership  # noqa: E402 - after the stand-in
 from jpipe.errors import InputError, PeerLost  # noqa: E402 - after the stand-in
 from jpipe.processes._channel import Limits  # noqa: E402 - after the stand-in
 from jpipe.processes._membership import Processes  # noqa: E402 - after the stand-in
-
-NUMBERS = bytes.fromhex("000000000000f03f00000000000000800100000000000000000000000000f07f000000000000f0ff0123456789abf87f")
+from jpipe.processes._rendezvous import JaxStore  # noqa: E402 - after the stand-in
 
 
 class Folder:
-    """A store in a file, by which the processes find each other."""
+    """What JAX's store does, in a file, by which the processes find each other."""
 
-    index, count, host = INDEX, COUNT, "127.0.0.1"
     path = pathlib.Path(WHERE, "address")
+    process_id, num_processes, coordinator_address = INDEX, COUNT, "127.0.0.1:1"
 
-    def put(self, value):
+    @property
+    def client(self):
+        return self
+
+    def key_value_set(self, key, value):
         self.path.with_suffix(".new").write_text(value)
         self.path.with_suffix(".new").replace(self.path)
 
-    def get(self, seconds):
+    def blocking_key_value_get(self, key, milliseconds):
         while not self.path.exists():
             time.sleep(0.01)
         return self.path.read_text()
 
 
 def join(limit=30.0, **limits):
-    processes = Processes.join(limit=limit, limits=Limits(**limits), store=Folder())
+    processes = Processes.join(limit=limit, limits=Limits(**limits), rendezvous=JaxStore(Folder()))
     print("ready", flush=True)
     return processes
 
@@ -58,17 +60,25 @@ def well():
     except InputError as error:
         differences = str(error).splitlines()
     if INDEX == 1:
-        processes.broadcast("loss 0", struct.unpack("<6d", NUMBERS))
-        processes.broadcast("none", [])
-    read = struct.pack("<6d", *processes.receive("loss 0")) + struct.pack("<0d", *processes.receive("none", on=1))
+        processes.broadcast("loss 0", bytes(range(256)))
+        processes.broadcast("none", b"")
+        processes.broadcast("much", b"x" * 10**7)
+    read = processes.receive("loss 0") + processes.receive("none", on=1) + processes.receive("much")
+    each = processes.gather("greetings", f"from {INDEX}".encode())
     processes.barrier("middle")
     processes.barrier("middle")
     for number in range(150 if INDEX == 1 else 0):
-        processes.broadcast(f"unread {number}", [number])
-    kept_messages = processes.receive("unread 149", on=1) == (149.0,) and len(processes._arrived)
+        processes.broadcast(f"unread {number}", str(number).encode())
+    kept_messages = processes.receive("unread 149", on=1) == b"149" and len(processes._arrived)
     processes.check()
     processes.close()
-    result = {"differences": differences, "exact": read == NUMBERS, "kept": kept_messages, "threads": threading.active_count()}
+    result = {
+        "differences": differences,
+        "exact": read == bytes(range(256)) + b"x" * 10**7,
+        "each": [text.decode() for text in each],
+        "kept": kept_messages in (98, 99),
+        "threads": threading.active_count(),
+    }
     print(json.dumps(result | {"waits": len(processes._waits)}))
 
 
@@ -76,8 +86,8 @@ def enter():
     """Join, receive a number and leave; tests disturb these steps."""
     processes = join()
     if INDEX == 1:
-        processes.broadcast("loss", [0.5])
-    assert processes.receive("loss") == (0.5,)
+        processes.broadcast("loss", b"0.5")
+    assert processes.receive("loss") == b"0.5"
     processes.close()
     print("parted")
 
@@ -172,7 +182,7 @@ def unreachable():
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         port = bound.getsockname()[1]
-        Folder().put(json.dumps(["127.0.0.1", port, "token"]))
+        Folder().key_value_set("", json.dumps(["127.0.0.1", port, "token"]))
         try:
             join()
         except InputError as error:

@@ -18,8 +18,8 @@ class ConnectedProcesses(jpipe.processes.Processes):
     def __init__(self, index, count, messages):
         self.index, self.count, self._messages, self.waits = index, count, messages, []
 
-    def broadcast(self, name, values):
-        self._messages[name] = values
+    def broadcast(self, name, data):
+        self._messages[name] = data
 
     def has_message(self, name):
         return name in self._messages

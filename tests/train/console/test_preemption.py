@@ -63,9 +63,9 @@ class Mailbox(jpipe.processes.Processes):
         self.index, self._everyone, self._mail = index, everyone, {}
         everyone.append(self)
 
-    def broadcast(self, name, values):
+    def broadcast(self, name, data):
         for one in self._everyone:
-            one._mail[name] = tuple(values)
+            one._mail[name] = data
 
     def receive(self, name, on=None, what=None):
         return self._mail.pop(name)

@@ -14,14 +14,14 @@ import pytest
 
 from jpipe import Plan
 from jpipe.checkpoints import files as checkpoint_files
+from jpipe.processes import Address
 from jpipe_train import cli
 from jpipe_train.checkpoint import checkpoints
 from jpipe_train.config.config_file import to_yaml
-from jpipe_train.console import interrupt, output, preemption, signals
+from jpipe_train.console import interrupt, output
 from jpipe_train.console.preemption import Preemption
 from jpipe_train.launch import jax_runtime
-from jpipe_train.launch.local import launch, process_group
-from jpipe_train.launch.rendezvous import Address
+from jpipe_train.launch.local import process_group
 from jpipe_train.run import loop
 from tests.train.conftest import changed
 
@@ -74,13 +74,13 @@ def test_where_sighup_is_ignored_it_stays_ignored(monkeypatch):
 
 def test_a_hangup_is_not_a_second_signal_and_launch_ignores_second_signals(monkeypatch):
     exits = []
-    monkeypatch.setattr(signals, "leave", exits.append)
+    monkeypatch.setattr(interrupt, "leave", exits.append)
     with Preemption(None, saves=True) as one:
         for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
             signal.raise_signal(number)
         assert one.signal == signal.SIGHUP
     monkeypatch.setenv(
-        preemption.LAUNCHER, str(os.getppid())
+        interrupt.LAUNCHER, str(os.getppid())
     )  # systemd, SLURM: all processes of the job get it, and the launcher passes it on
     with Preemption(None, saves=True) as one:
         for _ in range(3):
@@ -90,8 +90,8 @@ def test_a_hangup_is_not_a_second_signal_and_launch_ignores_second_signals(monke
 
 
 def test_the_launcher_marks_its_processes_and_counts_hangups_as_one_signal():
-    assert process_group._environment(0, one_thread=False)[preemption.LAUNCHER] == str(os.getpid())
-    with launch.recorded_signals() as received:
+    assert process_group._environment(0, one_thread=False)[interrupt.LAUNCHER] == str(os.getpid())
+    with interrupt.recorded() as received:
         for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
             signal.raise_signal(number)
     assert received == [signal.SIGHUP, signal.SIGTERM]
@@ -99,8 +99,8 @@ def test_the_launcher_marks_its_processes_and_counts_hangups_as_one_signal():
 
 WAITS = """
 import ctypes, os
-from jpipe_train.console import signals
-with signals.default_in_process_1():
+from jpipe_train.console import interrupt
+with interrupt.default_in_process_1():
     assert os.getpid() == 1
     ctypes.CDLL(None)["raise"](NUMBER)
     ctypes.CDLL(None).sleep(5)  # in which no handler of Python's is called
@@ -119,14 +119,14 @@ def test_process_1_ends_by_signals_before_it_trains(number):
 
 def test_as_process_1_no_signal_is_left_to_the_kernel(monkeypatch, interruptible):
     monkeypatch.setattr(os, "getpid", lambda: 1)
-    assert [signals.usual(number) for number in (signal.SIGINT, signal.SIGTERM)] == [signals.leave] * 2
-    with signals.default_in_process_1(), interrupt.watched():
-        assert signal.getsignal(signal.SIGTERM) is signals.leave
+    assert [interrupt.usual(number) for number in (signal.SIGINT, signal.SIGTERM)] == [interrupt.leave] * 2
+    with interrupt.default_in_process_1(), interrupt.watched():
+        assert signal.getsignal(signal.SIGTERM) is interrupt.leave
         with Preemption(None, saves=True) as one:
             signal.raise_signal(signal.SIGTERM)
             assert one.decide(0, bool) == "save"
-            assert signal.getsignal(signal.SIGTERM) is signal.getsignal(signal.SIGINT) is signals.leave, "for a second one"
-        assert signal.getsignal(signal.SIGTERM) is signals.leave
+            assert signal.getsignal(signal.SIGTERM) is signal.getsignal(signal.SIGINT) is interrupt.leave, "for a second one"
+        assert signal.getsignal(signal.SIGTERM) is interrupt.leave
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 

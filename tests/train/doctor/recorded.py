@@ -39,6 +39,5 @@ def several(*changes: dict[str, Any]) -> list[dict[str, Any]]:
     everyone = []
     for index, change in enumerate(changes):
         process = {"host": f"node0{index}", "index": index, "count": len(changes), "coordinator": "10.0.0.1", "connected": True}
-        clock = {"offset": 0.0, "uncertainty": 1e-4 * bool(index), "round_trip": 2e-4 * bool(index)}
-        everyone.append(recorded(**({"process": process} | change | {"clock": clock | change.get("clock", {})})))
+        everyone.append(recorded(**({"process": process} | change)))
     return everyone

@@ -2,8 +2,7 @@
 
 import pytest
 
-from jpipe_train.doctor import show
-from jpipe_train.doctor.findings import Finding, differing, merged, processes
+from jpipe_train.doctor.findings import Finding, differing, merged, processes, table
 from jpipe_train.doctor.judge import judge
 from jpipe_train.doctor.variables import is_exempt
 from tests.train.doctor.recorded import FACTS, GB, recorded, several
@@ -19,14 +18,13 @@ def test_a_host_without_problems_has_a_row_for_everything_and_all_are_ok():
     assert findings[2].found == "4 × NVIDIA H100, 64.0 GB each for JAX"
 
 
-def test_processes_without_problems_have_clocks_and_links_too():
-    everyone = several({}, {}, {"clock": {"round_trip": 9e-4}})
+def test_processes_without_problems_have_links_too():
+    everyone = several({}, {}, {})
     everyone[0]["links"] = {"latency": 2e-4, "bandwidth": 3e9}
     findings = judge(everyone)
-    assert [finding.what for finding in findings] == [*ROWS, "clocks", "messages", "links"]
+    assert [finding.what for finding in findings] == [*ROWS, "links"]
     assert {finding.level for finding in findings} == {"ok"}
     assert findings[0].found == "3 connected: node00 has process 0; node01 has process 1; node02 has process 2"
-    assert findings[-2].found == "0.90 ms to process 0 and back from process 2, the slowest"
     assert findings[-1].found == "an array takes 0.20 ms to the next process, and 1 MB goes at 3000 MB/s"
 
 
@@ -148,17 +146,6 @@ def test_a_folder_that_is_not_shared_is_a_problem_of_the_processes_that_do_not_s
     assert "that all hosts share" in problem.advice
 
 
-@pytest.mark.parametrize(("offset", "level"), [(0.05, "ok"), (-0.5, "note"), (3600.0, "problem")])
-def test_clocks_apart_are_reported_beyond_what_is_known_of_them(offset, level):
-    (finding,) = [f for f in judge(several({}, {"clock": {"offset": offset, "uncertainty": 0.01}})) if f.what == "clocks"]
-    assert finding.level == level
-    assert finding.found == f"at most {offset * 1e3:+.2f} ms from process 0, in process 1 (known to 10.00 ms)"
-    same = several({}, {"clock": {"offset": -1e-6, "uncertainty": 0.01}})
-    assert "at most 0.00 ms from" in next(f for f in judge(same) if f.what == "clocks").found
-    unknown = several({}, {"clock": {"offset": offset, "uncertainty": abs(offset)}})
-    assert next(f for f in judge(unknown) if f.what == "clocks").level == "ok"
-
-
 @pytest.mark.parametrize(
     ("links", "level"),
     [({"latency": 0.02, "bandwidth": 1e9}, "note"), ({"latency": 1e-4, "bandwidth": 1e7}, "note"), ({"error": "gloo"}, "problem")],
@@ -198,5 +185,5 @@ def test_equal_findings_of_some_processes_are_one():
 
 
 def test_the_table_shows_what_to_do_below_what_was_found():
-    lines = show.table([Finding("ok", "devices", "4 × H100"), Finding("problem", "run folder", "it is\nfull", "free space")])
+    lines = table([Finding("ok", "devices", "4 × H100"), Finding("problem", "run folder", "it is\nfull", "free space")])
     assert lines == ["ok       devices     4 × H100", "problem  run folder  it is\\nfull", f"{' ' * 21}→ free space", "1 problem, 0 notes"]

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,12 +18,11 @@ import pytest
 import yaml
 
 from jpipe import InputError, PeerLost, join_processes
-from jpipe.processes import Processes
+from jpipe.processes import Address, Processes, Rendezvous, _rendezvous
 from jpipe_train.cli import main
-from jpipe_train.commands import train
-from jpipe_train.launch import distributed, rendezvous
+from jpipe_train.console.options import Process
+from jpipe_train.launch import distributed
 from jpipe_train.launch.distributed import Membership, membership
-from jpipe_train.launch.rendezvous import Address, host, join
 from jpipe_train.run import loop
 
 ROOT = Path(__file__).parents[3]
@@ -167,36 +167,35 @@ SECRET = b"of these processes"
 
 
 def meet(address, *members, num_processes: int = 3, limit: float = LIMIT, host_limit: float | None = None) -> list:
-    """Connect process 0 and `others`, each (process_id, num_processes), and return the links or the error message of each."""
+    """Connect process 0 and `others`, each (process_id, num_processes), and return the processes or the error message of each."""
     with ThreadPoolExecutor() as pool:
         outcomes = [
-            pool.submit(lambda: host(address, num_processes, host_limit or limit, SECRET).links),
-            *(pool.submit(join, address, *o, limit, SECRET) for o in members),
+            pool.submit(
+                Processes.join, rendezvous=Rendezvous(address, *member), limit=host_limit or limit if index == 0 else limit, secret=SECRET
+            )
+            for index, member in enumerate([(0, num_processes), *members])
         ]
     return [str(error) if (error := outcome.exception()) else outcome.result() for outcome in outcomes]
 
 
-def test_all_continue_when_all_have_joined_and_notice_when_one_ends(address):
-    links, *theirs = meet(address, (2, 3), (1, 3))
-    assert len(links) == 2
-    theirs[0].close()
-    theirs[1].sendall(b"")
-    for link in links:
-        link.settimeout(0.2)
-    ends = []
-    for link in links:
-        with contextlib.suppress(TimeoutError):
-            ends.append(link.recv(1))
-    assert ends == [b""], "one is gone, the other lives"
-    rendezvous.wait_until_closed(links, 0.1)
-    assert theirs[1].recv(1) == b""
-    theirs[1].close()
+def leave(everyone):
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(Processes.close, everyone))
 
 
 def test_a_port_is_free_after_the_rendezvous(address):
     for _ in range(2):
-        for link in meet(address, (1, 2), num_processes=2):
-            rendezvous.wait_until_closed(link if isinstance(link, list) else [link], 0.01)
+        everyone = meet(address, (1, 2), num_processes=2)
+        socket.create_server((address.host, address.port)).close()  # JAX's coordinator listens there, while they are connected
+        leave(everyone)
+
+
+def test_process_0_leaves_last(address):
+    everyone, order = meet(address, (2, 3), (1, 3)), []
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda one: one.close(lambda: order.append(one.index) or time.sleep(0.1)), everyone))
+    assert sorted(order[:2]) == [1, 2]
+    assert order[2] == 0
 
 
 def test_processes_that_do_not_join_are_named_by_all_others(address):
@@ -208,7 +207,7 @@ def test_processes_that_do_not_join_are_named_by_all_others(address):
 
 
 def test_a_process_0_with_a_longer_limit_is_not_mistaken_for_another_program(address, monkeypatch):
-    monkeypatch.setattr(rendezvous, "_ANSWER_LIMIT", 0.1)
+    monkeypatch.setattr(_rendezvous, "ANSWER_LIMIT", 0.1)
     results = meet(address, (1, 3), limit=1.0, host_limit=2.0)
     assert results[0].startswith(f"processes 1, 2 of 3 did not connect to {address} within 2 s; ")
     assert results[1] == (
@@ -294,7 +293,7 @@ import os, signal, sys, time
 from jpipe_train.launch import distributed
 me = int(sys.argv[2])
 distributed.start(sys.argv[1], 3, me, 60.0)
-import jax
+import jax, jpipe
 from jax.experimental import multihost_utils
 import numpy as np
 shared = multihost_utils.process_allgather(np.int32(me + 1))
@@ -307,6 +306,10 @@ if me == 2:
     print("later than process 0", flush=True)
 if me == 0:
     sys.stdin.read()
+try:
+    jpipe.join_processes().check()
+except jpipe.PeerLost as lost:
+    print(str(lost).partition(":")[0], flush=True)
 distributed.stop()
 print("left", flush=True)
 """
@@ -315,7 +318,7 @@ print("left", flush=True)
 @pytest.mark.slow
 @pytest.mark.oldest
 def test_jax_runs_across_processes_and_survives_one(address):
-    """SIGTERM ends one process at once, as without JAX; the others continue and exit in any order without a message of JAX."""
+    """SIGTERM ends one process at once, as without JAX; the others learn it, and exit in any order without a message of JAX."""
     command = [sys.executable, "-c", PROGRAM, str(address)]
     with contextlib.ExitStack() as stack:
         processes = []
@@ -330,11 +333,12 @@ def test_jax_runs_across_processes_and_survives_one(address):
         processes[1].send_signal(signal.SIGTERM)
         assert processes[1].wait(LIMIT) == -signal.SIGTERM
         outputs = [process.communicate("", timeout=LIMIT) for process in processes]
-    assert [process.returncode for process in processes] == [0, -signal.SIGTERM, 0]
-    assert outputs == [("left\n", ""), ("", ""), ("later than process 0\nleft\n", "")]
+    assert [process.returncode for process in processes] == [1, -signal.SIGTERM, 1]
+    lost = "process 1 disconnected unexpectedly"
+    assert outputs == [(f"{lost}\nleft\n", ""), ("", ""), (f"later than process 0\n{lost}\nleft\n", "")]
 
 
-@pytest.mark.parametrize("waits", [distributed.start, distributed.membership, loop.main, train.train, join_processes])
+@pytest.mark.parametrize("waits", [distributed.start, distributed.membership, loop.main, Process, join_processes])
 def test_processes_wait_for_each_other_as_long_as_jax_does(waits):
     parameters = inspect.signature(waits).parameters
     assert parameters.get("connect_limit", parameters.get("limit")).default == 300

@@ -277,9 +277,9 @@ def test_a_signal_ends_the_wait_before_the_next_attempt():
 
 def test_each_wait_is_twice_as_long_and_a_minute_at_most(monkeypatch):
     waits, messages = [], []
-    monkeypatch.setattr(launch, "wait", lambda seconds, signals: waits.append(seconds))
+    monkeypatch.setattr(launch.Job, "is_stopped_within", lambda job, seconds: bool(waits.append(seconds)))
     monkeypatch.setattr(ProcessGroup, "start", lambda *arguments: None)
-    monkeypatch.setattr(ProcessGroup, "watch", lambda tree, signals, again: messages.append(again) or 1)
+    monkeypatch.setattr(ProcessGroup, "watch", lambda tree, signals, again, stop: messages.append(again) or 1)
     assert launch.main(1, [], max_restarts=4) == 1
     assert waits == [1, 2, 4, 8]
     assert messages[2:] == ["starting all again in 4 s (3 of 4)", "starting all again in 8 s (4 of 4)", "--max-restarts 4 is used up"]

@@ -3,7 +3,7 @@
 import pytest
 
 from jpipe_train.launch.local import slots
-from jpipe_train.launch.local.slots import GiveUp, Limits, Slot, Start, Wait
+from jpipe_train.launch.local.slots import Limits, Slot
 
 LIMITS = Limits(2, 4, max_failures=2, retry_after=100.0, shortage_limit=250.0)
 ALL = (Slot(),) * 4
@@ -17,28 +17,30 @@ def failing(numbers: list[int], at: float = 0.0, before: tuple[Slot, ...] = ALL)
 
 
 @pytest.mark.parametrize(
-    ("failed", "now", "decision"),
+    ("failed", "now", "startable", "wait"),
     [
-        ([], 0, Start((0, 1, 2, 3))),
-        ([2], 0, Start((0, 1, 2, 3))),  # it may have been bad luck
-        ([2, 2], 0, Start((0, 1, 3))),
-        ([2, 2], 100, Start((0, 1, 2, 3))),
-        ([2, 2, 0, 0], 99, Start((1, 3))),
-        ([2, 2, 0, 0, 1, 1], 0, Wait(100)),
-        ([2, 2, 0, 0, 1, 1], 100, Start((0, 1, 2, 3))),
-        ([2, 2, 2, 0, 0, 0, 1, 1, 1], 0, Wait(200)),  # twice as long
-        ([2] * 4 + [0] * 4 + [1] * 4, 0, GiveUp()),
+        ([], 0, (0, 1, 2, 3), 0),
+        ([2], 0, (0, 1, 2, 3), 0),  # it may have been bad luck
+        ([2, 2], 0, (0, 1, 3), 0),
+        ([2, 2], 100, (0, 1, 2, 3), 0),
+        ([2, 2, 0, 0], 99, (1, 3), 0),
+        ([2, 2, 0, 0, 1, 1], 0, (3,), 100),
+        ([2, 2, 0, 0, 1, 1], 100, (0, 1, 2, 3), 0),
+        ([2, 2, 2, 0, 0, 0, 1, 1, 1], 0, (3,), 200),  # twice as long
+        ([2] * 4 + [0] * 4 + [1] * 4, 0, (3,), None),
     ],
 )
-def test_the_slots_that_can_be_started_are_started(failed, now, decision):
-    assert slots.decide(failing(failed), now, now, LIMITS) == decision
+def test_enough_processes_are_waited_for(failed, now, startable, wait):
+    assert slots.startable(failing(failed), now) == startable
+    assert slots.wait(failing(failed), now, now, LIMITS) == wait
 
 
 def test_a_shortage_lasts_no_longer_than_its_limit():
     left = failing([2, 2, 0, 0, 1, 1], 200)
-    assert slots.decide(left, 200, 200, LIMITS) == Wait(300)
-    assert slots.decide(left, 200, 50, LIMITS) == Wait(300)
-    assert slots.decide(left, 200, 49, LIMITS) == GiveUp()
+    assert slots.wait(left, 200, 200, LIMITS) == 100
+    assert slots.wait(left, 200, 50, LIMITS) == 100
+    assert slots.wait(left, 200, 49, LIMITS) is None
+    assert slots.wait(left, 300, 0, LIMITS) == 0, "those that can be started are, however long it took"
 
 
 def test_a_checkpoint_forgets_the_failures_of_those_that_wrote_it():

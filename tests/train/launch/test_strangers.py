@@ -8,7 +8,6 @@ import socket
 import ssl
 import subprocess
 import sys
-import threading
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -18,14 +17,13 @@ import pytest
 from jax.extend import backend
 
 from jpipe import InputError
-from jpipe.processes import handshake, jax_internals
+from jpipe.processes import Address, Processes, Rendezvous, _rendezvous, handshake, jax_internals
 from jpipe.processes._channel import Channel, Limits
 from jpipe.processes._coordinator import Beat
-from jpipe.processes._rendezvous import JaxStore
+from jpipe.processes._rendezvous import JaxStore, connect
 from jpipe.processes.addresses import is_loopback, private_loopback
-from jpipe_train.launch import distributed, jax_runtime, rendezvous
+from jpipe_train.launch import distributed, jax_runtime
 from jpipe_train.launch.numeric_settings import _MAY_DIFFER, numeric_settings
-from jpipe_train.launch.rendezvous import Address, Meeting
 
 LIMIT = 30.0  # seconds, for what should take a fraction of one
 SECRET = b"known to the processes"
@@ -46,78 +44,86 @@ GARBAGE = (
 
 
 class SharedStore:
-    """A store by which processes that are threads of this one find each other."""
+    """What JAX's store does, for processes that are threads of this one."""
 
     value: str | None = None
 
-    def __init__(self, index: int, first: "SharedStore | None" = None) -> None:
-        self.index, self.count, self.host, self.first = index, COUNT, "127.0.0.1", first
-
-    def put(self, value: str) -> None:
+    def key_value_set(self, key: str, value: str) -> None:
         self.value = value
 
-    def get(self, seconds: float) -> str:
-        return self.first.value
+    def blocking_key_value_get(self, key: str, milliseconds: int) -> str:
+        return self.value
+
+    def of(self, index: int) -> JaxStore:
+        """Return the place of a process."""
+        return JaxStore(types.SimpleNamespace(process_id=index, num_processes=COUNT, coordinator_address="127.0.0.1:1", client=self))
 
 
-class BeforeJax:
-    """Process 0 waits for the others where they meet before JAX."""
+class Meeting:
+    """Process 0 waits for the others, which are threads of this process."""
 
-    purpose = "meeting"
+    def __init__(self, secret: bytes | None) -> None:
+        self.pool, self.secret = ThreadPoolExecutor(), secret
+        self.hosting = self.pool.submit(self.join, 0)
+        self.listens()
+        self.key = handshake.key(secret, self.token)
+
+    def join(self, index: int) -> Channel:
+        channel = Channel(index, COUNT, Limits(), lambda message: None, lambda: Beat(""))
+        channel.open(self.place_of(index), LIMIT, self.secret)
+        return channel
+
+    def all_join(self, *numbers: int) -> None:
+        """Let the other processes join, or only some of them, and leave."""
+        joins = [self.pool.submit(self.join, number) for number in numbers or (1, 2)]
+        channels = [self.hosting.result(LIMIT), *(join.result(LIMIT) for join in joins)]
+        for channel in channels:
+            channel.part()
+        for channel in channels:
+            channel.hang_up()
+        self.pool.shutdown()
+
+
+class AtAddress(Meeting):
+    """They find each other at an address that all are told."""
+
+    token = ""
+    looked = 1  # connections that only look whether process 0 listens
+
+    def place_of(self, index: int) -> Rendezvous:
+        return Rendezvous(self.address, index, COUNT, self.address)
 
     def __init__(self, secret: bytes | None) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self.place = listener.getsockname()
         self.address = Address(*self.place)
-        self.pool = ThreadPoolExecutor()
-        self.secret, self.key = secret, handshake.key(secret)
-        self.hosting = self.pool.submit(rendezvous.host, self.address, COUNT, LIMIT, secret, self.address)
+        super().__init__(secret)
+
+    def listens(self) -> None:
         while not self.hosting.done():
             with contextlib.suppress(ConnectionRefusedError), socket.create_connection(self.place, LIMIT) as look:
                 look.shutdown(socket.SHUT_WR)
                 assert look.recv(1) == b""
                 break
 
-    def all_join(self) -> str:
-        """Join all processes and return what process 0 reports of the connections that it dropped."""
-        links = [self.pool.submit(rendezvous.join, self.address, number, COUNT, LIMIT, self.secret) for number in (1, 2)]
-        meeting = self.hosting.result(LIMIT)
-        for link in (*meeting.links, *(link.result(LIMIT) for link in links)):
-            link.close()
-        self.pool.shutdown()
-        return meeting.dropped
 
+class ByStore(Meeting):
+    """They find each other by a store."""
 
-class OwnChannel:
-    """Process 0 waits for the others on jpipe's own channel."""
+    looked = 0
 
-    purpose = "channel"
+    def place_of(self, index: int) -> Rendezvous:
+        return self.left.of(index)
 
     def __init__(self, secret: bytes | None) -> None:
-        self.secret, self.left = secret, SharedStore(0)
-        self.channels, self.ends = [], [threading.Event() for _ in range(COUNT)]
-        self.join(0, self.left)
-        host, port, token = json.loads(self.left.value)
-        self.place, self.key = (host, port), handshake.key(secret, token)
+        self.left = SharedStore()
+        super().__init__(secret)
 
-    def join(self, index: int, store: SharedStore) -> None:
-        def take(message):
-            if "met" in message:
-                self.ends[index].set()
-                channel.hang_up()
-
-        channel = Channel(index, COUNT, Limits(), take, lambda: Beat(""))
-        channel.open(store, LIMIT, self.secret)
-        self.channels.append(channel)
-
-    def all_join(self) -> None:
-        for number in (1, 2):
-            self.join(number, SharedStore(number, self.left))
-        for channel in self.channels:
-            channel.post({"meet": "the end", "facts": {}})
-        for end, channel in zip(self.ends, self.channels, strict=True):
-            assert end.wait(LIMIT)
-            channel.join()
+    def listens(self) -> None:
+        while self.left.value is None:
+            time.sleep(0.01)
+        host, port, self.token = json.loads(self.left.value)
+        self.place = host, port
 
 
 def send_and_read(place, *texts: bytes) -> bytes:
@@ -141,14 +147,8 @@ def garbage(run):
 def another_secret(run):
     for key in handshake.key(None), handshake.key(b"another"), handshake.key(None, "token"):
         with socket.create_connection(run.place, LIMIT) as link, pytest.raises(handshake.UnknownHere):
-            handshake.call(link, key, run.purpose, 1, COUNT, LIMIT)
+            handshake.call(link, key, 1, COUNT, LIMIT)
     return {"with another secret": 3}
-
-
-def another_purpose(run):
-    with socket.create_connection(run.place, LIMIT) as link, pytest.raises(handshake.UnknownHere):
-        handshake.call(link, run.key, "else", 1, COUNT, LIMIT)
-    return {"with another secret": 1}
 
 
 def replay(run):
@@ -156,7 +156,7 @@ def replay(run):
     messages, nonce = [], b"0" * 32
     ours, theirs = socket.socketpair()
     with ours, theirs, ThreadPoolExecutor() as pool:
-        calling = pool.submit(handshake.call, theirs, run.key, run.purpose, 1, COUNT, LIMIT)
+        calling = pool.submit(handshake.call, theirs, run.key, 1, COUNT, LIMIT)
         messages.append(ours.recv(1000))
         ours.sendall(nonce + b"\n")
         messages.append(ours.recv(1000))
@@ -207,80 +207,83 @@ def leaves(run):
     return {"that closed early": 3}
 
 
-ATTACKS = [garbage, another_secret, another_purpose, replay, slow, many, leaves]
+ATTACKS = [garbage, another_secret, replay, slow, many, leaves]
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
-@pytest.mark.parametrize("place", [BeforeJax, OwnChannel])
+@pytest.mark.parametrize("place", [AtAddress, ByStore])
 def test_foreign_connections_are_dropped_and_counted(place, attack, monkeypatch, capfd):
-    monkeypatch.setattr(handshake, "_MOST", 8)
+    monkeypatch.setattr(_rendezvous, "_MOST", 8)
     if attack is slow:
-        monkeypatch.setattr(handshake, "_PATIENCE", 0.3)
+        monkeypatch.setattr(_rendezvous, "_PATIENCE", 0.3)
     run = place(SECRET)
     expected = attack(run)
-    returned = run.all_join()
+    run.all_join()
     printed = capfd.readouterr().err
-    warning = returned or printed
-    if place is BeforeJax:  # and the one that looked whether process 0 listens
+    if place is AtAddress:  # and the one that looked whether process 0 listens
         expected["that closed early"] = expected.get("that closed early", 0) + 1
-    counts = {reason: int(number) for number, reason in re.findall(r"(\d+) ([^,()]+)[,)]", warning)}
+    counts = {reason: int(number) for number, reason in re.findall(r"(\d+) ([^,()]+)[,)]", printed)}
     assert counts == expected or (attack is many and counts["beyond the most at a time"] >= 4)
-    assert printed.count("\n") == (place is OwnChannel), "told once"
+    assert printed.count("\n") == 1, "told once"
 
 
-def test_a_process_that_leaves_early_may_join_again():
-    run = BeforeJax(SECRET)
+@pytest.mark.parametrize("place", [AtAddress, ByStore])
+def test_a_process_that_leaves_early_may_join_again(place):
+    run = place(SECRET)
     ours = socket.create_connection(run.place, LIMIT)
-    calling = run.pool.submit(handshake.call, ours, run.key, run.purpose, 1, COUNT, LIMIT)
+    calling = run.pool.submit(handshake.call, ours, run.key, 1, COUNT, LIMIT)
     time.sleep(0.2)  # it is counted in, and waits
     ours.shutdown(socket.SHUT_RDWR)
     assert calling.result(LIMIT) is None
     ours.close()
+    time.sleep(0.1)
     run.all_join()
 
 
 @pytest.mark.parametrize(("number", "count"), [(1, 4), (0, 3), (7, 3)])
-def test_without_a_secret_a_forged_hello_ends_only_its_sender(number, count):
-    run = BeforeJax(None)
+def test_without_a_secret_a_forged_hello_ends_only_its_sender(number, count, capfd):
+    run = AtAddress(None)
     with socket.create_connection(run.place, LIMIT) as link:
-        assert handshake.call(link, run.key, run.purpose, number, count, LIMIT).startswith("no --")
-    assert f"1 as process {number} of {count}" in run.all_join()
+        assert handshake.call(link, run.key, number, count, LIMIT).startswith("no --")
+    run.all_join()
+    assert f"1 as process {number} of {count}" in capfd.readouterr().err
 
 
-def test_without_a_secret_the_first_of_two_equal_process_ids_stays():
-    run = BeforeJax(None)
-    with socket.create_connection(run.place, LIMIT) as first, socket.create_connection(run.place, LIMIT) as second:
-        waiting = run.pool.submit(handshake.call, first, run.key, run.purpose, 1, COUNT, LIMIT)
+def test_without_a_secret_the_first_of_two_equal_process_ids_stays(capfd):
+    run = AtAddress(None)
+    with socket.create_connection(run.place, LIMIT) as second:
+        first = run.pool.submit(run.join, 1)
         time.sleep(0.2)
-        answer = handshake.call(second, run.key, run.purpose, 1, COUNT, LIMIT)
+        answer = handshake.call(second, run.key, 1, COUNT, LIMIT)
         assert answer == "no --process-id: two processes were started with 1; give each its own, from 0 to 2"
-        rendezvous.join(run.address, 2, COUNT, LIMIT).close()
-        assert waiting.result(LIMIT) == "go"
-    meeting = run.hosting.result(LIMIT)
-    assert "1 as process 1 of 3" in meeting.dropped
-    for link in meeting.links:
-        link.close()
+    channels = [run.join(2), first.result(LIMIT), run.hosting.result(LIMIT)]
+    for channel in channels:
+        channel.part()
+    for channel in channels:
+        channel.hang_up()
+    assert "1 as process 1 of 3" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("secret", [None, b"another of these"])
-def test_a_process_with_another_secret_fails_at_once_and_the_others_continue(secret):
-    run = BeforeJax(SECRET)
+def test_a_process_with_another_secret_fails_at_once_and_the_others_continue(secret, capfd):
+    run = AtAddress(SECRET)
     with pytest.raises(InputError) as caught:
-        rendezvous.join(run.address, 1, COUNT, LIMIT, secret)
+        connect(run.place_of(1), LIMIT, secret)
     assert str(caught.value) == (
         f"process 1 and process 0 at {run.address} have different secrets; give all processes of the run the same JPIPE_SECRET or "
         "--secret-file, or none of them any"
     )
-    assert "1 with another secret" in run.all_join()
+    run.all_join()
+    assert "1 with another secret" in capfd.readouterr().err
 
 
-def test_a_timeout_reports_the_dropped_connections(monkeypatch):
+def test_a_timeout_reports_the_dropped_connections():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = Address(*listener.getsockname())
     with ThreadPoolExecutor() as pool:
-        hosting = pool.submit(rendezvous.host, address, 2, 0.5, SECRET)
+        hosting = pool.submit(Processes.join, rendezvous=Rendezvous(address, 0, 2), limit=0.5, secret=SECRET)
         with pytest.raises(InputError):
-            rendezvous.join(address, 1, 2, LIMIT, b"another of these")
+            connect(Rendezvous(address, 1, 2), LIMIT, b"another of these")
         assert str(hosting.exception(LIMIT)).endswith("--connect-limit waits longer; 1 connection was dropped (1 with another secret)")
 
 
@@ -299,37 +302,35 @@ def test_nobody_else_can_be_process_0(answer):
 
         pretending = pool.submit(pretend)
         with pytest.raises(InputError, match="found another program at that port"):
-            rendezvous.join(address, 1, 2, LIMIT, SECRET)
+            connect(Rendezvous(address, 1, 2), LIMIT, SECRET)
         pretending.result(LIMIT)
 
 
 def test_the_contents_of_jaxs_store_do_not_replace_the_secret():
     for secret, raises in (SECRET, pytest.raises(handshake.UnknownHere)), (None, contextlib.nullcontext()):
-        run = OwnChannel(secret)
-        host, port, token = json.loads(run.left.value)
+        run = ByStore(secret)
         assert SECRET.decode() not in run.left.value
-        with raises, socket.create_connection((host, port), LIMIT) as link:
-            handshake.call(link, handshake.key(None, token), "channel", 7, COUNT, LIMIT)
+        with raises, socket.create_connection(run.place, LIMIT) as link:
+            handshake.call(link, handshake.key(None, run.token), 7, COUNT, LIMIT)
         run.all_join()
 
 
 @pytest.mark.parametrize("word", ['["127.0.0.1", 99999, "t"]', "[]", "{", '["h", "1", "t"]', "[" * 100_000])
 def test_a_foreign_value_in_jaxs_store_is_reported(word):
-    store = SharedStore(1, SharedStore(0))
-    store.first.value = word
+    store = SharedStore()
+    store.value = word
     with pytest.raises(InputError, match="expected the address of process 0 in JAX's store"):
-        Channel(1, COUNT, Limits(), print, lambda: Beat("")).open(store, LIMIT)
+        Channel(1, COUNT, Limits(), print, lambda: Beat("")).open(store.of(1), LIMIT)
 
 
-def test_a_key_of_jaxs_store_that_is_in_use_is_reported(monkeypatch):
+def test_a_key_of_jaxs_store_that_is_in_use_is_reported():
     class FullClient:
         def key_value_set(self, key, value):
             raise jax.errors.JaxRuntimeError("ALREADY_EXISTS: Config key jpipe/processes/0 already exists.\nmore")
 
-    state = types.SimpleNamespace(process_id=0, num_processes=2, coordinator_address="node7:1", client=FullClient())
-    monkeypatch.setattr(jax_internals, "distributed_state", lambda: state)
+    state = types.SimpleNamespace(process_id=0, num_processes=2, coordinator_address="127.0.0.1:1", client=FullClient())
     with pytest.raises(InputError, match=r"process 0 cannot leave word of where it can be reached \(ALREADY_EXISTS\)"):
-        JaxStore().put("word")
+        JaxStore(state).open()
 
 
 @pytest.mark.parametrize(
@@ -350,23 +351,29 @@ def test_all_listen_at_a_loopback_address_where_the_coordinator_is_one(coordinat
     if bind is not None:
         monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", bind)
     calls = []
-    monkeypatch.setattr(
-        rendezvous, "host", lambda *arguments: calls.append(arguments) or Meeting([], "2 connections were dropped (2 slow)")
-    )
+    calls = []
+
+    class Joined(Processes):
+        def __init__(self, place):
+            calls.append(place._listen)
+
+        def agree(self, facts):
+            assert facts == {"JAX_MTLS_CERT_FILE, JAX_MTLS_KEY_FILE, JAX_MTLS_CA_FILE": "not set"}
+
+    monkeypatch.setattr(distributed, "join_processes", lambda limit, wait, secret, place: Joined(place))
+    monkeypatch.setattr(distributed, "_joined", None)
     monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **arguments: calls.append(arguments["coordinator_bind_address"]))
     monkeypatch.setattr(jax_internals, "keep_gloo_at", lambda host: calls.append(f"gloo at {host}"))
-    monkeypatch.setattr(distributed._until_stop, "callback", lambda *_: None)
     for name in "jax_cpu_collectives_implementation", "jax_enable_preemption_service", "jax_enable_recoverability":
         monkeypatch.setitem(jax.config.values, name, jax.config.values[name])
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
     monkeypatch.setattr(jax_runtime, "private_loopback", lambda: "127.7.7.7")
     distributed.start(coordinator, 2, 0)
     local = coordinator[0] in "1l[" and not coordinator.startswith("10.")
-    assert calls[0][-2:] == (listens, False)
+    assert calls[0] == listens
     assert calls[1] == (None if listens is None else str(Address(*listens)))
     assert calls[2:] == ["gloo at 127.7.7.7"] * local
     lines = capsys.readouterr().err.splitlines()
-    assert lines.pop() == "jpipe: 2 connections were dropped (2 slow) while the processes connected"
     assert len(lines) == (not local)
     assert all(line.startswith("jpipe: no secret is set: whoever reaches port 7 of this host") for line in lines)
 
@@ -409,21 +416,30 @@ def test_certificates_may_differ_between_processes():
 
 
 def test_processes_with_and_without_certificates_do_not_start_jax(monkeypatch):
-    run = BeforeJax(SECRET)
-    with ThreadPoolExecutor() as pool:
-        joins = [pool.submit(rendezvous.join, run.address, number, COUNT, LIMIT, SECRET, number == 1) for number in (1, 2)]
-        with pytest.raises(InputError, match="process 1 has certificates, process 0 has none; set JAX_MTLS_CERT_FILE, JAX_MTLS_KEY_FILE"):
-            joins[0].result(LIMIT)
-        for link in (joins[1].result(LIMIT), *run.hosting.result(LIMIT).links):
-            link.close()
-    run.pool.shutdown()
+    class Joined(Processes):
+        def __init__(self):
+            self.reasons = []
+
+        def agree(self, facts):
+            raise InputError("JAX_MTLS_CERT_FILE differs")
+
+        def stop(self, reason):
+            self.reasons.append(reason)
+
+    one = Joined()
+    monkeypatch.setattr(distributed, "join_processes", lambda *_: one)
+    monkeypatch.setattr(distributed, "_joined", None)
+    monkeypatch.setattr(jax.distributed, "initialize", None)
+    with pytest.raises(InputError, match="JAX_MTLS_CERT_FILE differs"):
+        distributed.start("127.0.0.1:7", 2, 0)
+    assert one.reasons == ["JAX_MTLS_CERT_FILE differs"]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "::"])
 def test_process_0_listens_where_it_is_told(host):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    with rendezvous._listen(Address("node", port), None if host == "::" else Address(host, port)) as listener:
+    with Rendezvous(Address("node", port), 0, 2, None if host == "::" else Address(host, port)).open() as listener:
         assert listener.getsockname()[:2] == (host, port)
 
 

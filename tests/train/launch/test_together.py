@@ -45,7 +45,7 @@ import numpy as np
 from flax import nnx
 
 import jpipe
-from jpipe_train.data import windows
+from jpipe_lm.data import windows
 
 pathlib.Path(f"pid-{os.getpid()}").touch()
 window = windows.Windows.__getitem__
@@ -507,11 +507,8 @@ class Pair(Processes):
     def barrier(self, name, limit=0.0):
         self._shared["barrier"].wait(LIMIT)
 
-    def broadcast(self, name, values):
-        self._shared["messages"][name] = tuple(values)
-
-    def has_message(self, name):
-        return name in self._shared["messages"]
+    def broadcast(self, name, data):
+        self._shared["messages"][name] = data
 
     def receive(self, name, on=None, what=None):
         end = time.monotonic() + LIMIT
@@ -559,8 +556,7 @@ def test_all_processes_report_what_one_of_them_cannot_read():
     assert in_both(work) == ((lost, (0, "")), (lost, (1, "")))
 
 
-def test_a_text_of_process_0_comes_to_all_in_pieces(monkeypatch):
-    monkeypatch.setattr(together, "_PIECE", 3)
+def test_a_text_of_process_0_comes_to_all():
     text = "four © and 5 €"
     assert in_both(lambda one: (one.from_first("a text", lambda: text), one.from_first("another", str))) == ((text, ""), (text, ""))
 
@@ -635,8 +631,8 @@ def test_the_last_message_is_printed_before_jax_waits(reason, code, message, tin
     monkeypatch.setattr(distributed, "stop", stop)
     monkeypatch.setattr(distributed, "leave_at_once", lambda code: None)
     monkeypatch.setattr(loop, "main", main)
-    monkeypatch.setattr(together, "_joined", RecordingProcesses())
-    monkeypatch.setattr(together, "_LEAVE", (0.01, 1000.0))
+    monkeypatch.setattr(distributed, "_joined", RecordingProcesses())
+    monkeypatch.setattr(distributed, "_LEAVE", (0.01, 1000.0))
     monkeypatch.setattr(os, "_exit", lambda code: (codes.append(code), ended.set()))
     assert cli.main(["train", "config.yaml"]) == code
     assert outputs[0].endswith(message)

@@ -1,17 +1,31 @@
-"""Ctrl-C that is never lost: Python drops a KeyboardInterrupt raised in a callback, so the signal is also recorded."""
+"""What a command does at signals. This imports no JAX.
 
+- Ctrl-C is never lost: Python drops a KeyboardInterrupt raised in a callback, so the signal is also recorded (`watched`).
+- Signals end a process immediately, whatever it is doing, even if it is process 1 of a container: for process 1 the kernel has no default
+  action, and with SIG_DFL it ignores a signal.
+- A run that saves and ends at signals (`handled`, for `jpipe_train.console.preemption`) sees them as they arrive.
+- A program that starts others records them, to pass them on (`recorded`).
+
+A step of the library holds signals back by itself (`jpipe._interrupts`): it works in any program, whoever handles its signals.
+"""
+
+import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
+from typing import Any
 
-from jpipe_train.console import signals
 from jpipe_train.console.terminal import printable
+
+LAUNCHER = "JPIPE_LAUNCHER"
+"""The variable with the process id of `jpipe launch`, which sets it."""
 
 _pressed = False
 _is_delayed = False
+_replaced: dict[int, Any] = {}  # the handlers that `handled` has temporarily replaced
 
 
 @contextmanager
@@ -89,9 +103,108 @@ def words(error: BaseException) -> str | None:
     return printable(message or "interrupted before the run began")
 
 
+def leave(number: int, frame: FrameType | None = None) -> None:
+    """End this process immediately, with the exit code that a shell shows for the signal."""
+    os._exit(128 + number)
+
+
+def usual(number: int) -> Any:
+    """Return the handler for the default action of a signal; for process 1, a function with the same effect."""
+    return leave if os.getpid() == 1 else signal.SIG_DFL
+
+
+def is_usual(number: int) -> bool:
+    """Return whether a signal has its default handler; a parent, such as nohup, may have made this process ignore it."""
+    return signal.getsignal(number) in (signal.SIG_DFL, leave)
+
+
+@contextmanager
+def handled(numbers: Collection[int], handler: Callable[[int, FrameType | None], None], received: Callable[[int], None]) -> Iterator[None]:
+    """Handle signals in this context; without effect if `numbers` is empty or outside the main thread.
+
+    Args:
+        numbers: the signals.
+        handler: called by the main thread when it runs Python code.
+        received: called by another thread for each signal as it arrives. While the main thread waits in C, for example for a device,
+            Python calls no handler, and counts two signals as one.
+    """
+    if not numbers or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    replaced_outside = dict(_replaced)
+    writer = _watch_in_a_thread(numbers, received)
+    descriptor = signal.set_wakeup_fd(writer)
+    previous = {number: signal.signal(number, handler) for number in numbers}
+    _replaced.update(previous)
+    try:
+        yield
+    finally:
+        for number, handler_before in previous.items():
+            signal.signal(number, handler_before)
+        signal.set_wakeup_fd(descriptor)
+        os.close(writer)
+        _replaced.clear()
+        _replaced.update(replaced_outside)
+
+
+def default_in_process_1() -> AbstractContextManager[None]:
+    """Let SIGTERM and SIGHUP end this process in this context, even if it is process 1 of a container."""
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    return handled(numbers if os.getpid() == 1 else (), leave, leave)
+
+
+def is_launched() -> bool:
+    """Return whether `jpipe launch` started this process, and passes on the signals that it gets."""
+    return os.environ.get(LAUNCHER) == str(os.getppid())
+
+
+@contextmanager
+def recorded() -> Iterator[list[int]]:
+    """Yield the signals that ask this process to end, as they arrive; ignored ones, as under nohup, stay ignored."""
+    received: list[int] = []
+    numbers = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+
+    def record(number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGHUP or not received:  # when a connection drops, several arrive, also with SIGTERM
+            received.append(number)
+
+    before = {number: signal.signal(number, record) for number in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _press(number: int, frame: FrameType | None) -> None:
     global _pressed
     _pressed = True
-    signal.signal(signal.SIGINT, signals.usual(signal.SIGINT))
+    signal.signal(signal.SIGINT, usual(signal.SIGINT))
     if not _is_delayed:
         raise KeyboardInterrupt
+
+
+def _watch_in_a_thread(numbers: Collection[int], received: Callable[[int], None]) -> int:
+    """Return a file descriptor for signals as they arrive; a thread reads them until the descriptor is closed."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def read() -> None:
+        with open(reader, "rb", buffering=0) as signals_arrived:
+            while number := signals_arrived.read(1):
+                if number[0] in numbers:
+                    received(number[0])
+
+    threading.Thread(target=read, name="signals", daemon=True).start()
+    return writer
+
+
+def _restore_in_child() -> None:
+    """Restore the earlier handlers in a forked child, and do not report its signals to the parent."""
+    if _replaced:
+        signal.set_wakeup_fd(-1)
+        for number, handler in _replaced.items():
+            signal.signal(number, signal.SIG_DFL if handler is leave else handler)
+
+
+os.register_at_fork(after_in_child=_restore_in_child)

@@ -7,21 +7,18 @@ should end the process immediately.
 """
 
 import contextlib
-import os
 import signal
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Literal, get_args
+from typing import Literal, cast
 
 import jpipe
-from jpipe_train.console import interrupt, signals
+from jpipe_train.console import interrupt
 
 Decision = Literal["continue", "save", "leave", "last", "trace"]
 """What all processes do before a step: continue, take a snapshot after it, end without it, end after it, or trace it and the next ones."""
 
-_DECISIONS: tuple[Decision, ...] = get_args(Decision)
 _CAME = "signal"  # the topic by which a process sends its signal to the other processes
-LAUNCHER = "JPIPE_LAUNCHER"  # the variable with the process id of `jpipe launch`, which sets it; JAX is not imported there
 
 
 class Preemption:
@@ -65,7 +62,7 @@ class Preemption:
     def signal(self) -> int | None:
         """The signal that a process of the run has received, or None. After a signal, little time is left."""
         if self._received is None and self._processes is not None and self._processes.has_message(_CAME):
-            self._signal_elsewhere = self._signal_elsewhere or int(self._processes.receive(_CAME)[0])
+            self._signal_elsewhere = self._signal_elsewhere or int(self._processes.receive(_CAME))
         return self._received or self._signal_elsewhere
 
     def decide(self, step: int, is_saved: Callable[[], bool]) -> Decision:
@@ -89,10 +86,10 @@ class Preemption:
 
     def __enter__(self) -> "Preemption":
         # Other handlers are kept: of a program around this one, or of a shell that has the signals ignored.
-        ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signals.is_usual(number)]
+        ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if interrupt.is_usual(number)]
         if interrupt.is_ours():
             ours.append(signal.SIGINT)
-        self._until_end.enter_context(signals.handled(ours if self._saves else (), self._record, _leaver_at_second_signal()))
+        self._until_end.enter_context(interrupt.handled(ours if self._saves else (), self._record, _leaver_at_second_signal()))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -101,10 +98,10 @@ class Preemption:
     def _record(self, number: int, frame: FrameType | None) -> None:
         if self._received is None:
             self._received = number
-        if number != signal.SIGHUP and not _is_launched():
+        if number != signal.SIGHUP and not interrupt.is_launched():
             for other in (signal.SIGTERM, signal.SIGINT):
                 if signal.getsignal(other) == self._record:
-                    signal.signal(other, signals.usual(other))
+                    signal.signal(other, interrupt.usual(other))
 
     def _decide_alone(self, is_saved: Callable[[], bool]) -> Decision:
         if self.signal is None or not self._saves:
@@ -119,33 +116,28 @@ class Preemption:
         """Return the decision that process 0 announced one step earlier; before the first step there is no announcement."""
         if not self._announced:
             return "continue"
-        (number,) = processes.receive(_name(step), 0, f"a message from process 0 about step {step}")
-        return _DECISIONS[int(number)]
+        return cast(Decision, processes.receive(_name(step), 0, f"a message from process 0 about step {step}").decode())
 
     def _announce(self, processes: jpipe.processes.Processes, step: int, is_saved: Callable[[], bool]) -> None:
         self._announced = True
         if self._received is not None and not self._passed_on:
             self._passed_on = True
-            processes.broadcast(_CAME, [self._received])
+            processes.broadcast(_CAME, str(self._received).encode())
         if processes.index == 0:
-            processes.broadcast(_name(step), [_DECISIONS.index(self._decide_alone(is_saved))])
+            processes.broadcast(_name(step), self._decide_alone(is_saved).encode())
 
 
 def _leaver_at_second_signal() -> Callable[[int], None]:
     """Return a function that counts signals as they arrive, and ends the process at the second one."""
-    count, launched = 0, _is_launched()
+    count, launched = 0, interrupt.is_launched()
 
     def count_signal(number: int) -> None:
         nonlocal count
         count += number != signal.SIGHUP
         if count == 2 and not launched:
-            signals.leave(number)
+            interrupt.leave(number)
 
     return count_signal
-
-
-def _is_launched() -> bool:
-    return os.environ.get(LAUNCHER) == str(os.getppid())
 
 
 def _name(step: int) -> str:

@@ -4,24 +4,30 @@ import contextlib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import jpipe
 from jpipe import InputError
+from jpipe.files import create
 from jpipe_planner import local_topology
 from jpipe_train.assemble.build import start_devices
 from jpipe_train.config import config_file
 from jpipe_train.config.config import Config
-from jpipe_train.doctor import exchange, local, show
-from jpipe_train.doctor.findings import Finding
+from jpipe_train.doctor import local
+from jpipe_train.doctor.findings import Finding, table
 from jpipe_train.doctor.judge import judge
 from jpipe_train.doctor.local import Facts
+from jpipe_train.doctor.system import temporary_name
 from jpipe_train.launch.distributed import Membership
 from jpipe_train.launch.together import Together, joined
 
+FORMAT = "jpipe-doctor/1"
 _ARRIVE = 600.0  # seconds: a process may look at its host that much longer than another one
+_APPEARS = 15.0  # seconds after which a file of another host has to be seen; network file systems remember for some that there was none
+_LOOK = 0.2  # seconds between two looks
 
 
 class Request(NamedTuple):
@@ -99,19 +105,56 @@ def _look(request: Request, together: Together, facts: Facts, problems: list[Fin
         return _finish(request, [facts], problems)
     processes.barrier("the facts of each host", _ARRIVE)
     facts["process"]["connected"] = True
-    facts["clock"] = exchange.compare_clocks(processes)._asdict()
     folder = facts["folder"].get("existing")
-    facts["sees folder"] = exchange.see_same_folder(processes, None if folder is None else Path(folder))
-    everyone = [json.loads(text) for text in exchange.collect(processes, "facts", json.dumps(facts))]
+    facts["sees folder"] = see_same_folder(processes, None if folder is None else Path(folder))
+    everyone = [json.loads(text) for text in processes.gather("facts", json.dumps(facts).encode())]
+    if _are_alike(everyone):
+        everyone[0]["links"] = _measured_links(together)
     if together.is_first:
-        processes.broadcast("whether links are measured", [float(_are_alike(everyone))])
-    if processes.receive("whether links are measured", 0) == (1.0,):
-        links = _measured_links(together)
-        if together.is_first:
-            everyone[0]["links"] = links
-    if together.is_first:
-        processes.broadcast("exit code", [float(_finish(request, everyone, problems))])
-    return int(processes.receive("exit code", 0)[0])
+        processes.broadcast("exit code", str(_finish(request, everyone, problems)).encode())
+    return int(processes.receive("exit code", 0))
+
+
+def see_same_folder(processes: jpipe.processes.Processes, folder: Path | None, limit: float = _APPEARS) -> bool | None:
+    """Return whether this process sees in a folder a file that process 0 writes there; all call it.
+
+    Args:
+        processes: the processes of the job.
+        folder: an existing folder, which has the same path in all processes; None where this process has none.
+        limit: seconds that the file may take to appear.
+
+    Returns:
+        Whether it is there; None if process 0 cannot write.
+
+    Raises:
+        jpipe.PeerLost: the job is lost.
+    """
+    with contextlib.ExitStack() as files:
+        if processes.index == 0:
+            name = temporary_name() if folder is not None else ""
+            try:
+                if folder is not None:
+                    with create(folder / name) as file:
+                        file.write(name.encode())
+                    files.callback((folder / name).unlink, missing_ok=True)
+            except OSError:
+                name = ""
+            processes.broadcast("name of the shared file", name.encode())
+        name = processes.receive("name of the shared file", 0).decode()
+        seen = None if not name else folder is not None and _appears(folder / name, limit)
+        processes.barrier("the shared file")
+    return seen
+
+
+def _appears(file: Path, limit: float) -> bool:
+    end = time.monotonic() + limit
+    while True:
+        with contextlib.suppress(OSError):
+            if file.read_bytes() == file.name.encode():
+                return True
+        if time.monotonic() > end:
+            return False
+        time.sleep(_LOOK)
 
 
 def _are_alike(everyone: list[Facts]) -> bool:
@@ -149,5 +192,9 @@ def _prints_on_standard_error() -> Iterator[None]:
 
 def _finish(request: Request, everyone: list[Facts], problems: list[Finding]) -> int:
     findings = judge(everyone, problems)
-    print(show.as_json(findings, everyone) if request.as_json else "\n".join(show.table(findings)), flush=True)
-    return int(show.has_problem(findings))
+    if request.as_json:
+        rows = [{name: getattr(finding, name) for name in ("level", "what", "found", "advice")} for finding in findings]
+        print(json.dumps({"format": FORMAT, "findings": rows, "processes": everyone}, indent=2), flush=True)
+    else:
+        print("\n".join(table(findings)), flush=True)
+    return int(any(finding.level == "problem" for finding in findings))

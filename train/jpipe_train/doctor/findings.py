@@ -1,7 +1,9 @@
-"""What a check found, and how equal findings of several processes become one."""
+"""What a check found, how equal findings of several processes become one, and their table."""
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
+
+from jpipe_train.console.terminal import align, count, printable
 
 Level = Literal["ok", "note", "problem"]
 
@@ -69,3 +71,14 @@ def differing(values: Sequence[str]) -> str:
     for index, value in enumerate(values):
         groups.setdefault(value, []).append(index)
     return "; ".join(f"{value or 'nothing'} in {processes(indices)}" for value, indices in groups.items())
+
+
+def table(findings: Sequence[Finding]) -> list[str]:
+    """Return the findings as lines: level, what, and what was found; below, indented, what to do."""
+    rows = align([[finding.level, finding.what, printable(finding.found)] for finding in findings])
+    indent = " " * sum(2 + max(len(cell) for cell in column) for column in zip(*(finding[:2] for finding in findings), strict=True))
+    lines = []
+    for finding, row in zip(findings, rows, strict=True):
+        lines += [row, *([f"{indent}→ {printable(finding.advice)}"] if finding.advice else [])]
+    numbers = [sum(finding.level == level for finding in findings) for level in ("problem", "note")]
+    return [*lines, f"{count(numbers[0], 'problem')}, {count(numbers[1], 'note')}"]

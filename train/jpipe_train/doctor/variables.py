@@ -16,16 +16,10 @@ _OFF = ("", "0", "false", "no", "off")
 _NO_GPU = ("", "-1", "none", "void", "nodevfiles")
 
 
-def judge_variables(facts: Facts) -> Iterator[Finding]:
+def judge_variables(what: str, facts: Facts, variables: Mapping[str, str]) -> Iterator[Finding]:
     """Yield findings about the variables of a process."""
-    variables = facts["environment"]
-    if "error" in variables:
-        yield Finding("note", "variables", variables["error"])
-        return
     findings = [*_of_devices(variables, facts), *_of_proxies(variables, facts), *_of_clusters(variables, facts), *_of_numbers(variables)]
-    yield from findings
-    if not findings:
-        yield Finding("ok", "variables", "none that changes results or hides devices")
+    yield from findings or [Finding("ok", what, "none that changes results or hides devices")]
 
 
 def _of_devices(variables: Mapping[str, str], facts: Facts) -> Iterator[Finding]:

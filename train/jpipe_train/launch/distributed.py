@@ -1,19 +1,18 @@
 """One run in several processes: their addresses and numbers, from flags or the cluster, and JAX's runtime between them."""
 
 import atexit
-import contextlib
 import math
 import os
 import sys
+import threading
 from typing import NamedTuple
 
 import jax
 
 from jpipe import InputError, join_processes
-from jpipe.processes import Processes, handshake, jax_internals
+from jpipe.processes import Address, Processes, Rendezvous, handshake, jax_internals
 from jpipe.processes.addresses import is_loopback
-from jpipe_train.launch import jax_runtime, rendezvous
-from jpipe_train.launch.rendezvous import Address
+from jpipe_train.launch import jax_runtime
 
 _FLAGS = ("--coordinator", "--num-processes", "--process-id")
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -26,11 +25,15 @@ _LAUNCHERS = {  # launchers, with the variables for the number of processes and 
 }
 
 CONNECT_LIMIT = 300.0  # seconds, as JAX waits: images may have to be pulled
+WAIT_LIMIT = 45.0  # seconds
+
+# Seconds from the last message to the end, of process 0 and of the other processes. The library ends processes that are stuck after 5 s,
+# process 0 after 6 s; and when process 0 ends, JAX aborts the other processes.
+_LEAVE = 5.5, 4.0
 
 _Values = tuple[str | None, int | None, int | None]
 
-_until_stop = contextlib.ExitStack()  # closed by `stop`; like JAX's runtime, it exists once per process
-_secret: bytes | None = None  # set once the run has started
+_joined: Processes | None = None  # the processes of this run; like JAX's runtime, they exist once per process
 
 
 class Membership(NamedTuple):
@@ -55,11 +58,15 @@ def start(
     process_id: int | None,
     connect_limit: float = CONNECT_LIMIT,
     secret_file: str | None = None,
+    wait_limit: float = WAIT_LIMIT,
 ) -> int:
     """Join the other processes of this run, before JAX uses a device. For a single process this has no effect.
 
     Without arguments it uses the environment: `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, then the clusters that
     JAX detects (SLURM, Open MPI, Kubernetes). Several processes of any other launcher are an error, because each would run alone.
+
+    They find each other at the coordinator's address before JAX listens there. JAX's runtime also waits for all processes, but if one does
+    not connect, JAX ends the process by SIGABRT, with a C++ stack trace and without naming the missing one.
 
     Args:
         coordinator: `host:port` of process 0.
@@ -67,6 +74,7 @@ def start(
         process_id: the number of this process, from 0.
         connect_limit: seconds to wait for the other processes.
         secret_file: a file with the secret that all processes share; without it, `JPIPE_SECRET` is used.
+        wait_limit: seconds without progress in any process after which the run counts as hanging.
 
     Returns:
         The number of processes.
@@ -75,50 +83,29 @@ def start(
         InputError: arguments do not fit, a port is in use, the coordinator cannot be reached, processes do not connect, or a secret is
             invalid or differs.
     """
-    global _secret
+    global _joined
     member = membership(coordinator, num_processes, process_id, connect_limit)
     if member is None or member.num_processes == 1:
         return 1
-    _secret, listen = handshake.find_secret(secret_file), jax_runtime.listen_address(member.coordinator)
+    secret, listen = handshake.find_secret(secret_file), jax_runtime.listen_address(member.coordinator)
     certificates = jax_runtime.uses_certificates()
-    if member.process_id == 0:
-        if _secret is None and not is_loopback(member.coordinator.host):
-            _warn(
-                f"no secret is set: whoever reaches port {member.coordinator.port} of this host can pose as one of the processes; "
-                f"set {handshake.VARIABLE} (docs/how-to/security.md)"
-            )
-        meeting = rendezvous.host(member.coordinator, member.num_processes, connect_limit, _secret, listen, certificates)
-        if meeting.dropped:
-            _warn(f"{meeting.dropped} while the processes connected")
-        # Process 0 leaves last, because JAX ends the other processes when their coordinator ends. (An ExitStack calls in reverse order.)
-        _until_stop.callback(jax.distributed.shutdown)
-        _until_stop.callback(rendezvous.wait_until_closed, meeting.links, jax_runtime.SHUTDOWN_TIMEOUT)
-    else:
-        joined = rendezvous.join(member.coordinator, member.process_id, member.num_processes, connect_limit, _secret, certificates)
-        _until_stop.enter_context(joined)
-        _until_stop.callback(jax.distributed.shutdown)
-    jax_runtime.start(member.coordinator, member.num_processes, member.process_id, member.devices, listen, connect_limit)
+    if member.process_id == 0 and secret is None and not is_loopback(member.coordinator.host):
+        print(
+            f"jpipe: no secret is set: whoever reaches port {member.coordinator.port} of this host can pose as one of the processes; "
+            f"set {handshake.VARIABLE} (docs/how-to/security.md)",
+            file=sys.stderr,
+            flush=True,
+        )
+    rendezvous = Rendezvous(member.coordinator, member.process_id, member.num_processes, listen)
+    _joined = join_processes(connect_limit, wait_limit, secret, rendezvous)
+    assert _joined is not None, "there are several processes"
+    try:
+        _joined.agree({jax_runtime.CERTIFICATES: "set" if certificates else "not set"})
+        jax_runtime.start(member.coordinator, member.num_processes, member.process_id, member.devices, listen, connect_limit)
+    except BaseException as error:
+        _joined.stop(str(error) or type(error).__name__)
+        raise
     return member.num_processes
-
-
-def _warn(message: str) -> None:
-    print(f"jpipe: {message}", file=sys.stderr, flush=True)
-
-
-def join(limit: float, wait: float) -> Processes | None:
-    """Return the processes of this run. All of them call this, preferably before JAX starts a device; `stop` leaves them.
-
-    Args:
-        limit: seconds to wait for the other processes.
-        wait: seconds without progress in any process after which the run counts as hanging.
-
-    Raises:
-        InputError: process 0 cannot be reached, or `wait` is not above 0.
-        PeerLost: not all processes joined in time.
-    """
-    if (processes := join_processes(limit, wait, _secret)) is not None:
-        _until_stop.callback(processes.close)
-    return processes
 
 
 def stop() -> None:
@@ -131,7 +118,24 @@ def stop() -> None:
     Raises:
         PeerLost: another process was lost before all were done.
     """
-    _until_stop.close()
+    if _joined is not None:  # process 0 leaves last, because JAX ends the other processes when their coordinator ends
+        _joined.close(jax.distributed.shutdown, jax_runtime.SHUTDOWN_TIMEOUT)
+
+
+def is_alone() -> bool:
+    """Return whether this process has not joined any other one."""
+    return _joined is None
+
+
+def leave_in_time(code: int) -> None:
+    """End this process, if it is one of several, with this exit code after some seconds: JAX may wait long for others.
+
+    Print the result of the run before. Still later, the library ends the process after a loss, with exit code 1 for any reason.
+    """
+    if _joined is not None:
+        timer = threading.Timer(_LEAVE[_joined.index > 0], os._exit, (code,))
+        timer.daemon = True
+        timer.start()
 
 
 def leave_at_once(code: int) -> None:

@@ -8,9 +8,8 @@ import jax
 
 from jpipe import InputError
 from jpipe.errors import short
-from jpipe.processes import jax_internals
+from jpipe.processes import Address, NotConnected, jax_internals
 from jpipe.processes.addresses import is_loopback, private_loopback
-from jpipe_train.launch.rendezvous import Address, NotConnected
 
 # After this time without a heartbeat JAX ends the process by SIGABRT. It includes time in which this process is stopped, so it has to be
 # longer than a laptop sleeps. jpipe's own channel does not include that time, and detects a lost process within a minute.
@@ -18,6 +17,8 @@ HEARTBEAT_TIMEOUT = 24 * 3600
 SHUTDOWN_TIMEOUT = 10
 
 _CERTIFICATES = "jax_mtls_cert_file", "jax_mtls_key_file", "jax_mtls_ca_file"
+CERTIFICATES = ", ".join(_CERTIFICATES).upper()
+"""The variables of certificates; all processes set them, or none."""
 _VERIFY = "jax_distributed_verify_secure_credentials"
 
 
@@ -70,15 +71,14 @@ def uses_certificates() -> bool:
     """
     supported = [name for name in _CERTIFICATES if name in jax.config.values]
     files = {name.upper(): (jax.config.values[name] if name in supported else os.environ.get(name.upper())) or "" for name in _CERTIFICATES}
-    names = ", ".join(files)
     if not any(files.values()):
         if jax.config.values.get(_VERIFY):
-            raise InputError(f"{_VERIFY.upper()}: expected certificates, found none; set {names}, or unset it")
+            raise InputError(f"{_VERIFY.upper()}: expected certificates, found none; set {CERTIFICATES}, or unset it")
         return False
     if not supported:
-        raise InputError(f"{names}: JAX {jax.__version__} has no certificates, JAX 0.12 has; unset them, or install a newer JAX")
+        raise InputError(f"{CERTIFICATES}: JAX {jax.__version__} has no certificates, JAX 0.12 has; unset them, or install a newer JAX")
     if missing := [name for name, file in files.items() if not file]:
-        raise InputError(f"{', '.join(missing)}: missing; JAX needs all of {names}")
+        raise InputError(f"{', '.join(missing)}: missing; JAX needs all of {CERTIFICATES}")
     chain, private, authority = files.values()
     try:
         context = ssl.create_default_context(cafile=authority)
@@ -86,7 +86,9 @@ def uses_certificates() -> bool:
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
         shown = ", ".join(short(file) for file in files.values())
-        raise InputError(f"{names}: expected PEM files of a certificate, its key and its authority, found {shown}: {reason}") from None
+        raise InputError(
+            f"{CERTIFICATES}: expected PEM files of a certificate, its key and its authority, found {shown}: {reason}"
+        ) from None
     return True
 
 

@@ -6,9 +6,7 @@ import hashlib
 import importlib.machinery
 import importlib.metadata
 import itertools
-import os
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
@@ -21,19 +19,13 @@ from jpipe_train.assemble.build import start_devices
 from jpipe_train.config import config_file
 from jpipe_train.config.config import Config
 from jpipe_train.console.exit_codes import code_of, may_pass
-from jpipe_train.launch import distributed
 from jpipe_train.launch.gather import share
 from jpipe_train.launch.numeric_settings import numeric_settings
 
 T = TypeVar("T")
 
-# Seconds from the last message to the end, of process 0 and of the other processes. The library ends processes that are stuck after 5 s,
-# process 0 after 6 s; and when process 0 ends, JAX aborts the other processes.
-_LEAVE = 5.5, 4.0
 _MAY_PASS = "whether another try may succeed"
 _LONG_WORK = 600.0  # seconds that the other processes wait for work of process 0
-_PIECE = 2**17  # bytes of a text in one message of limited length
-_joined: jpipe.processes.Processes | None = None  # one run per process, as in JAX's runtime
 
 
 class ReportedElsewhere(Exception):
@@ -128,12 +120,8 @@ class Together:
         done = self.run_on_all(result_or_error)
         message = str(done) if isinstance(done, failure) else ""
         if self.processes is not None:
-            if message:
-                self.processes.broadcast(f"{what}: process {self.index}", list(map(float, message.encode())))
-            self.processes.barrier(what)
-            for k in range(self.processes.count):
-                if self.processes.has_message(name := f"{what}: process {k}"):
-                    return None, bytes(map(int, self.processes.receive(name, k))).decode()
+            messages = self.processes.gather(what, message.encode())
+            message = next((text.decode() for text in messages if text), "")
         return (None, message) if message else (cast(T, done), "")
 
     def from_first(self, what: str, work: Callable[[], str], limit: float = _LONG_WORK) -> str:
@@ -151,16 +139,8 @@ class Together:
         if self.processes is None:
             return text
         if self.is_first:
-            whole = text.encode()
-            pieces = [whole[start : start + _PIECE] for start in range(0, max(len(whole), 1), _PIECE)]
-            for number, piece in enumerate(pieces, 1):
-                self.processes.broadcast(f"{what} ({number})", [len(pieces), *map(float, piece)])
-        received, count, number = b"", 1, 0
-        while number < count:
-            number += 1
-            first, *others = self.processes.receive(f"{what} ({number})", 0, what)
-            received, count = received + bytes(map(int, others)), int(first)
-        return received.decode()
+            self.processes.broadcast(what, text.encode())
+        return self.processes.receive(what, 0).decode()
 
     def working(self, what: str, limit: float = _LONG_WORK) -> contextlib.AbstractContextManager[object]:
         """Return a context for long work, described by `what`: other processes may wait for it, for `limit` seconds at most."""
@@ -212,29 +192,16 @@ def joined(num_processes: int, limit: float, wait: float) -> Iterator[Together]:
         wait: seconds without progress in any process after which the run counts as hanging.
 
     Raises:
-        jpipe.InputError: process 0 cannot be reached.
-        jpipe.PeerLost: another process did not connect, died, hung or stopped.
+        jpipe.InputError: process 0 cannot be reached, or another process did not connect.
+        jpipe.PeerLost: another process died, hung or stopped.
     """
-    global _joined
-    _joined = distributed.join(limit, wait) if num_processes > 1 else None
-    together = Together(_joined)
+    together = Together(jpipe.join_processes(limit, wait) if num_processes > 1 else None)
     try:
         yield together
     except BaseException as error:
         if together.processes is not None and not together.all_know and not isinstance(error, jpipe.PeerLost):
             together.processes.stop(_why(error, together.is_first))
         raise
-
-
-def leave_in_time(code: int) -> None:
-    """End this process with this exit code after some seconds, unless it ends by itself: JAX may wait long for other processes.
-
-    Print the result of the run first. Later still, after a loss, the library ends the process with exit code 1 for any reason.
-    """
-    if _joined is not None:
-        timer = threading.Timer(_LEAVE[_joined.index > 0], os._exit, (code,))
-        timer.daemon = True
-        timer.start()
 
 
 def _why(error: BaseException, is_first: bool) -> str:

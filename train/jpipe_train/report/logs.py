@@ -6,7 +6,8 @@ from pathlib import Path
 from types import TracebackType
 
 from jpipe_train.config.run_settings import RunSettings
-from jpipe_train.report.loggers.sender import SERVICES, Sender, check_installed
+from jpipe_train.report.loggers.sender import Sender, check_installed
+from jpipe_train.report.loggers.services import SERVICES
 from jpipe_train.report.loggers.tensorboard import TensorBoard
 
 

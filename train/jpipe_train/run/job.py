@@ -18,6 +18,7 @@ from jpipe_train.console.terminal import fail, printable
 from jpipe_train.doctor.doctor import Request as Examination
 from jpipe_train.doctor.doctor import main as examine
 from jpipe_train.launch import distributed, together
+from jpipe_train.report.loggers import sender
 from jpipe_train.report.metrics_log import RunStopped
 from jpipe_train.report.summary import Summary
 from jpipe_train.run import loop
@@ -100,14 +101,12 @@ def _run(work: Callable[[Callable[[], int]], int], process: Process) -> int:
         process: the place of this process.
     """
     keep_freed_memory()
-    code, count, done = 0, 1, 0
+    code, done = 0, 0
 
     def connect() -> int:
-        nonlocal count
         distributed.check_limit("--wait-limit", process.wait_limit)
         place = process.coordinator, process.num_processes, process.process_id
-        count = distributed.start(*place, process.connect_limit, process.secret_file)
-        return count
+        return distributed.start(*place, process.connect_limit, process.secret_file, process.wait_limit)
 
     try:
         done = work(connect)
@@ -118,11 +117,13 @@ def _run(work: Callable[[Callable[[], int]], int], process: Process) -> int:
     except (RunStopped, PeerLost, FloatingPointError) as error:  # the last one with jax_debug_nans
         code = fail(printable(str(error)), 1)
     except BaseException as error:
-        if count == 1:
+        if distributed.is_alone():
             raise
         code = _report(error)
     finally:
-        code = _leave(code, count)
+        code = _leave(code)
+    if sender.some_are_late():  # else what a service's library does when Python ends could hold the process
+        distributed.leave_at_once(code or done)
     return code or done
 
 
@@ -135,16 +136,16 @@ def _report(error: BaseException) -> int:
     return 130
 
 
-def _leave(code: int, count: int) -> int:
+def _leave(code: int) -> int:
     """Disconnect from the other processes, after the outcome is printed, and return the exit code."""
     if code:
         sys.stdout.flush()
-        together.leave_in_time(code)
+        distributed.leave_in_time(code)
     try:
         distributed.stop()
     except PeerLost as error:
         code = code or fail(printable(str(error)), 1)
-    if count > 1 and code:
+    if code and not distributed.is_alone():
         distributed.leave_at_once(code)
     return code
 

@@ -17,10 +17,11 @@ from jpipe.files import TEMPORARY, expanded, shown, write_atomically
 from jpipe_train.checkpoint.run_folder import METRICS, is_training
 from jpipe_train.config import config_file
 from jpipe_train.config.config import Config, TrainConfig
+from jpipe_train.console import interrupt
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count, printable
 from jpipe_train.launch.local import child
-from jpipe_train.launch.local.launch import GRACE, JOB, JPIPE, recorded_signals
+from jpipe_train.launch.local.launch import GRACE, JOB, JPIPE
 from jpipe_train.runs import comparing, differences
 from jpipe_train.runs.grid import Combination, combinations
 from jpipe_train.runs.listing import SWEEP
@@ -61,7 +62,7 @@ def main(request: Request, task: int | None = None) -> int:
     _claim(folder, request)
     _say(f"sweep: {count(len(chosen), 'run')} in {shown(folder)}" + (f", {len(runs) - len(pending)} complete" if task is None else ""))
     failed: list[str] = []
-    with recorded_signals() as signals:
+    with interrupt.recorded() as signals:
         for number, run in enumerate(pending, 1):
             _say(f"run {number} of {len(pending)}: {run.combination.name}")
             code = _train(request, run, signals)

@@ -1,6 +1,7 @@
 """trackio and MLflow: what their libraries are called with, for new and for resumed runs; their own packages are not needed."""
 
 import json
+import sys
 
 import pytest
 
@@ -30,7 +31,8 @@ class Metric:
     def __init__(self, key, value, timestamp, step): self.key, self.value, self.step = key, value, step
 entities = types.SimpleNamespace(Param=Param, Metric=Metric)
 def run(): return types.SimpleNamespace(info=types.SimpleNamespace(run_id="r1"))
-def logged(): return [json.loads(line) for line in open("calls") if line.startswith('["batch"')]
+def logged():
+    with open("calls") as file: return [json.loads(line) for line in file if line.startswith('["batch"')]
 class MlflowClient:
     def search_runs(self, experiments, text):
         note("search", experiments, text)
@@ -54,11 +56,12 @@ CONFIG = {"seed": 7, "model": {"width": 8, "kind": "decoder"}}
 def send(tmp_path, monkeypatch):
     """Return a function that sends the losses of some steps through a package with this source, and gives its calls and the lines."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+    monkeypatch.syspath_prepend(tmp_path / "packages")
     (tmp_path / "packages").mkdir()
 
     def send(service, source, steps, code=0):
         (tmp_path / "packages" / f"{service}.py").write_text(source)
+        monkeypatch.delitem(sys.modules, service, raising=False)
         (tmp_path / "calls").touch()
         lines = []
         sender = Sender(service, tmp_path / "run", CONFIG, lines.append)

@@ -12,7 +12,6 @@ import optax
 import pytest
 
 import jpipe
-from jpipe.processes import _channel
 from jpipe_train.assemble import build
 from jpipe_train.console.progress import Reporter
 from jpipe_train.launch import gather
@@ -125,23 +124,21 @@ def test_the_measured_window_is_the_predicted_one(tiny, schedule):
         assert abs(most[0] - most[1]) <= 64
 
 
-def test_measurements_of_a_rank_are_encoded_as_numbers():
-    spans = [
+def test_traces_are_sent_bit_for_bit():
+    spans = (
         jpipe.programs.Span("FB", 3, 2, 0.1, 0.25, True, 1e-9, 0.5),
-        jpipe.programs.Span("F", 2**40, 0, -1.0, 0.0),
-        jpipe.programs.Span("B", 0, 1, 3.0, 4.0, chunk=1),
+        jpipe.programs.Span("F", 2**40, 0, -1.0, 1 / 3),
+        jpipe.programs.Span("B", 0, 1, 3.0, 4.0, chunk=1, part=0),
         *(jpipe.programs.Span(op, 1, 0, 4.0, 5.0, chunk=2) for op in ("I", "W", "FI")),
-    ]
-    samples = [jpipe.programs.MemorySample(0.1, {3: 2**40, 4: 0}, 1, 2, 3, 4), jpipe.programs.MemorySample(0.2, {}, 5, 6, 7, 8)]
-    for measured in (spans, samples), ([], samples), (spans, []):
-        assert gather.from_numbers(gather.numbers(*measured)) == tuple(map(tuple, measured))
-
-
-def test_transfers_are_encoded_as_numbers():
+    )
+    samples = jpipe.programs.MemorySample(0.1, {3: 2**40, 4: 0}, 1, 2, 3, 4), jpipe.programs.MemorySample(0.2, {}, 5, 6, 7, 8)
     sent = jpipe.programs.Transfer("activation", (0, 3), 2**40, 0.1, 0.25, 0.5, 1e9)
     summed = jpipe.programs.Transfer("sum", (0, 1, 2), 0, -1.0, math.inf, math.inf, 0.0)
-    for transfers in (), (sent,), (sent, summed):
-        assert gather.transfers_from(gather.numbers_of_transfers(transfers)) == transfers
+    trace = jpipe.runtime.Trace((spans, ()), ((), samples), (sent, summed))
+    assert gather.decoded(gather.encoded(trace)) == trace
+    unknown = jpipe.programs.Transfer("sum", (0,), 3, math.nan, 0.5, 1.0, 0.0)
+    (received,) = gather.decoded(gather.encoded(jpipe.runtime.Trace((), (), (unknown,)))).transfers
+    assert math.isnan(received.start)
 
 
 class ThreadProcesses(jpipe.processes.Processes):
@@ -151,11 +148,10 @@ class ThreadProcesses(jpipe.processes.Processes):
         self.index, self.count, self.everyone, self.kept, self.changed = index, 3, everyone, {}, threading.Condition()
         everyone.append(self)
 
-    def broadcast(self, name, values):
-        assert len(values) <= 8, "a piece, and how many follow"
+    def broadcast(self, name, data):
         for other in self.everyone:
             with other.changed:
-                other.kept[name] = tuple(map(float, values))
+                other.kept[name] = data
                 other.changed.notify()
 
     def receive(self, name, on=None, what=None):
@@ -164,8 +160,7 @@ class ThreadProcesses(jpipe.processes.Processes):
             return self.kept.pop(name)
 
 
-def test_process_0_gathers_all_traces_in_pieces_and_no_process_keeps_them(monkeypatch):
-    monkeypatch.setattr(gather, "_PIECE", 7)
+def test_process_0_gathers_all_traces_and_no_process_keeps_them():
     homes = (0, 2, 1)
     plan = jpipe.Plan.even("abcdef", 6, "zb_v", 6)
     stack = jpipe.LayerStack(dict.fromkeys(plan.layers, jnp.tanh))
@@ -220,8 +215,3 @@ def test_with_a_window_processes_share_how_long_they_waited_for_its_data(monkeyp
     first = jpipe.programs.batches_until_full(plan)
     assert shared == [(f"wait for the data from batch {first + 1}", first + 2.0)]  # the mean of five steps
     assert measure.data_waits == [0.0, first + 2.0]
-
-
-def test_a_piece_fits_into_a_line_of_the_channel():
-    message = {"broadcast": "trace of batch 1000000, rank 1000, piece 1000", "values": "0" * 16 * (gather._PIECE + 1)}
-    assert len(_channel._line(message)) < _channel._LINE

@@ -4,21 +4,16 @@ The processes of a run cannot change while it trains, so a job is a sequence of 
 processes, a new port and a plan for their number (`jpipe train --elastic`). Which processes are started, and when, is in `slots`.
 """
 
-import contextlib
 import os
 import re
-import secrets
-import signal
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from jpipe_train.launch.local import launch, progress, slots
-from jpipe_train.launch.local.process_group import BAD_INPUT, ProcessGroup, say
+from jpipe_train.launch.local.process_group import BAD_INPUT, say
 from jpipe_train.launch.local.progress import Progress
-from jpipe_train.launch.local.slots import GiveUp, Limits, Slot, Start
+from jpipe_train.launch.local.slots import Limits, Slot
 
 _GPUS = "CUDA_VISIBLE_DEVICES"
 
@@ -71,16 +66,16 @@ def main(
     Returns:
         The exit code: 0 if the run is complete or was saved at a signal; otherwise as in `launch.main`, of the last attempt.
     """
-    with launch.recorded_signals() as signals, tempfile.TemporaryDirectory(prefix="jpipe-") as folder:
-        job = _Job(limits, [*program, *command], pin, grace, Path(folder) / "progress", signals)
+    with launch.started_again([*program, *command], pin, grace) as processes:
+        job = _Job(limits, processes)
         code, failures = 1, 0
         while job.wait_for_members(_pause(pause, failures)):
             before = job.progress
             code = job.run()
-            if signals or code == BAD_INPUT or (code == 0 and not job.is_unfinished(before)):
+            if processes.signals or code == BAD_INPUT or (code == 0 and not job.is_unfinished(before)):
                 return code
             failures = 0 if job.progress != before else failures + 1
-        return 128 + signals[0] if signals else code
+        return 128 + processes.signals[0] if processes.signals else code
 
 
 def _pause(first: float, failures: int) -> float:
@@ -107,13 +102,8 @@ class _Job:
         members: the slots in which the next run has processes; process i is in slot `members[i]`.
     """
 
-    def __init__(
-        self, limits: Limits, arguments: Sequence[str], pin: bool, grace: float, progress_file: Path, signals: Sequence[int]
-    ) -> None:
-        self._limits, self._arguments, self._grace, self._signals = limits, arguments, grace, signals
-        self._cores = sorted(os.sched_getaffinity(0)) if pin else [None]
-        self._progress_file = progress_file
-        self._variables = {launch.SECRET: secrets.token_hex(32), launch.JOB: secrets.token_hex(8), progress.VARIABLE: str(progress_file)}
+    def __init__(self, limits: Limits, processes: launch.Job) -> None:
+        self._limits, self._processes = limits, processes
         self._slots = (Slot(),) * limits.maximum
         self._short_since: float | None = None  # since when fewer than the minimum can be started
         self.members: tuple[int, ...] = ()
@@ -121,7 +111,7 @@ class _Job:
     @property
     def progress(self) -> Progress | None:
         """The newest checkpoint that the processes have reported."""
-        return progress.read(self._progress_file)
+        return progress.read(self._processes.progress)
 
     def is_unfinished(self, before: Progress | None) -> bool:
         """Return whether a run that has succeeded was only saved; `before` is the progress when it began."""
@@ -130,42 +120,38 @@ class _Job:
 
     def wait_for_members(self, pause: float) -> bool:
         """Wait until enough processes can be started, then pause; return whether to start them."""
-        while not self._signals:
+        seconds: float | None = None
+        while seconds != 0:
             now = time.monotonic()
-            decision = slots.decide(self._slots, now, self._short_since or now, self._limits)
-            if isinstance(decision, Start):
-                self._announce(decision.members, pause)
-                self.members = decision.members
-                launch.wait(pause, self._signals)
-                break
-            short = f"{len(slots.startable(self._slots, now))} of at least {self._limits.minimum} processes can be started"
-            if isinstance(decision, GiveUp):
-                words = progress.how_it_goes_on(self._progress_file)
+            able, seconds = slots.startable(self._slots, now), slots.wait(self._slots, now, self._short_since or now, self._limits)
+            short = f"{len(able)} of at least {self._limits.minimum} processes can be started"
+            if seconds is None:
+                words = progress.how_it_goes_on(self._processes.progress)
                 resumes = f"; {words}" if words else ""
                 say(f"{short}, and no more within {self._limits.shortage_limit:g} s (--shortage-limit); giving up{resumes}")
                 return False
-            self._short_since = self._short_since or now
-            say(f"{short}; waiting {decision.until - now:.0f} s for another one")
-            launch.wait(decision.until - now, self._signals)
-        if self._signals:
-            say(f"{signal.Signals(self._signals[0]).name} received; not starting again")
-        return not self._signals
+            if seconds:
+                self._short_since = self._short_since or now
+                say(f"{short}; waiting {seconds:.0f} s for another one")
+                if self._processes.is_stopped_within(seconds):
+                    return False
+        self._announce(able, pause)
+        self.members = able
+        return not self._processes.is_stopped_within(pause)
 
     def run(self) -> int:
         """Start a process in each slot of `members`, wait until all have ended, and return the exit code."""
-        count, before = len(self.members), self.progress
-        flags = "--elastic", str(self._limits.maximum), "--coordinator", f"127.0.0.1:{launch.free_port()}", "--num-processes", str(count)
-        variables = self._variables | (_only_gpu(self.members[0], os.environ) if count == 1 else {})
-        with contextlib.closing(ProcessGroup(self._grace, variables)) as group:
-            for number, slot in enumerate(self.members):
-                core = self._cores[slot % len(self._cores)]
-                group.start([*self._arguments, *flags, "--process-id", str(number)], number, core, slot)
-            code = group.watch(self._signals, stop=lambda: self._should_grow(before))
-            failed = [self.members[number] for number in group.to_blame]
+        before = self.progress
+        code, failed = self._processes.run(
+            self.members,
+            ["--elastic", str(self._limits.maximum)],
+            _only_gpu(self.members[0], os.environ) if len(self.members) == 1 else {},
+            stop=lambda: self._should_grow(before),
+        )
         if self.progress != before:
             self._slots = slots.after_checkpoint(self._slots, self.members)
             self._short_since = None
-        if code not in (0, BAD_INPUT) and not self._signals:
+        if code not in (0, BAD_INPUT) and not self._processes.signals:
             self._slots = slots.after_failure(self._slots, failed, time.monotonic(), self._limits)
             for slot in failed:
                 self._report_failure(slot)

@@ -12,12 +12,13 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 
+from jpipe_train.console import interrupt
 from jpipe_train.launch.local import progress
 from jpipe_train.launch.local.process_group import BAD_INPUT, ProcessGroup, say
+from jpipe_train.launch.local.progress import VARIABLE
 
 MOST_PROCESSES = 256  # more is a typo: JAX needs some hundred megabytes in each
 GRACE = 30.0  # seconds from the signal that asks the processes to end, at which they save, to the one that kills them
@@ -97,36 +98,82 @@ def main(
         The exit code: 0 if all have ended with it, the code of the first that failed, or 128 plus the number of the signal that ended
         it or this process.
     """
-    cores = sorted(os.sched_getaffinity(0)) if pin else [None]
-    variables = {SECRET: secrets.token_hex(32)} | ({JOB: secrets.token_hex(8)} if max_restarts else {})
     restarts = 0
-    with recorded_signals() as signals, tempfile.TemporaryDirectory(prefix="jpipe-") as folder:
-        variables[progress.VARIABLE] = os.path.join(folder, "progress")
+    with started_again([*program, *command], pin, grace) as job:
+        if not max_restarts:
+            del job.variables[JOB]
         while True:
             again = f"starting all again in {pause:g} s ({restarts + 1} of {max_restarts})" if restarts < max_restarts else ""
             used_up = f"--max-restarts {max_restarts} is used up" if restarts else ""
-            flags = "--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", str(num_processes), "--process-id"
-            with contextlib.closing(ProcessGroup(grace, variables)) as group:
-                for number in range(num_processes):
-                    group.start([*program, *command, *flags, str(number)], number, cores[number % len(cores)])
-                code = group.watch(signals, again or used_up)
+            code, _ = job.run(range(num_processes), again=again or used_up)
             if code in (0, BAD_INPUT) or not again:
-                words = "" if code in (0, BAD_INPUT) or signals else progress.how_it_goes_on(Path(variables[progress.VARIABLE]))
+                words = "" if code in (0, BAD_INPUT) or job.signals else progress.how_it_goes_on(job.progress)
                 if words:
                     say(words + ("; dmesg says whether memory ran out" if code == 128 + signal.SIGKILL else ""))
                 return code
-            wait(pause, signals)
-            if signals:
-                say(f"{signal.Signals(signals[0]).name} received; not starting again")
-                return 128 + signals[0]
+            if job.is_stopped_within(pause):
+                return 128 + job.signals[0]
             restarts, pause = restarts + 1, min(2 * pause, LONGEST_PAUSE)
 
 
-def wait(seconds: float, signals: Sequence[int]) -> None:
-    """Sleep for some seconds, or until a signal arrives; `time.sleep` alone continues after one."""
-    end = time.monotonic() + seconds
-    while not signals and (remaining := end - time.monotonic()) > 0:
-        time.sleep(min(remaining, _TICK))
+class Job:
+    """The processes of one command, which are started again and again, each time with a new port.
+
+    Args:
+        arguments: the command of each process; the coordinator, the number of processes and the process number are added.
+        pin: whether each process has one CPU core, in turn.
+        grace: seconds from SIGTERM to SIGKILL.
+        progress: the file in which they report how far they are.
+        signals: that this process gets, as they arrive.
+
+    Attributes:
+        variables: of all processes.
+    """
+
+    def __init__(self, arguments: Sequence[str], pin: bool, grace: float, progress: Path, signals: Sequence[int]) -> None:
+        self.progress, self.signals, self._arguments, self._grace = progress, signals, arguments, grace
+        self._cores = sorted(os.sched_getaffinity(0)) if pin else [None]
+        self.variables = {SECRET: secrets.token_hex(32), JOB: secrets.token_hex(8), VARIABLE: str(progress)}
+
+    def run(
+        self,
+        slots: Sequence[int],
+        flags: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
+        again: str = "",
+        stop: Callable[[], bool] | None = None,
+    ) -> tuple[int, list[int]]:
+        """Start a process in each slot, wait until all have ended, and return the exit code and the slots that failed by themselves.
+
+        Args:
+            slots: the GPUs, and in turn the cores, of the processes.
+            flags: more arguments.
+            variables: more variables.
+            again: as in `ProcessGroup.watch`.
+            stop: as in `ProcessGroup.watch`.
+        """
+        flags = (*flags, "--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", str(len(slots)), "--process-id")
+        with contextlib.closing(ProcessGroup(self._grace, self.variables | dict(variables or {}))) as group:
+            for number, slot in enumerate(slots):
+                group.start([*self._arguments, *flags, str(number)], number, self._cores[slot % len(self._cores)], slot)
+            code = group.watch(self.signals, again, stop)
+            return code, [slots[number] for number in group.to_blame]
+
+    def is_stopped_within(self, seconds: float) -> bool:
+        """Wait, and return whether a signal has arrived meanwhile, and say so; `time.sleep` alone continues after one."""
+        end = time.monotonic() + seconds
+        while not self.signals and (remaining := end - time.monotonic()) > 0:
+            time.sleep(min(remaining, _TICK))
+        if self.signals:
+            say(f"{signal.Signals(self.signals[0]).name} received; not starting again")
+        return bool(self.signals)
+
+
+@contextlib.contextmanager
+def started_again(arguments: Sequence[str], pin: bool, grace: float) -> Iterator[Job]:
+    """Yield a job in a context in which signals are recorded."""
+    with interrupt.recorded() as signals, tempfile.TemporaryDirectory(prefix="jpipe-") as folder:
+        yield Job(arguments, pin, grace, Path(folder) / "progress", signals)
 
 
 def free_port() -> int:
@@ -134,21 +181,3 @@ def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
-
-
-@contextlib.contextmanager
-def recorded_signals() -> Iterator[list[int]]:
-    """Yield the signals that ask this process to end, as they arrive; ignored ones, as under nohup, stay ignored."""
-    received: list[int] = []
-    numbers = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
-
-    def record(number: int, frame: FrameType | None) -> None:
-        if number != signal.SIGHUP or not received:  # when a connection drops, several arrive, also with SIGTERM
-            received.append(number)
-
-    before = {number: signal.signal(number, record) for number in numbers}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

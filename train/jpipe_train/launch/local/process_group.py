@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import IO, TextIO
 
+from jpipe_train.console import interrupt
 from jpipe_train.launch.local.child import ending_with
 
 BAD_INPUT = 2  # the exit code of a job that would fail again
@@ -214,7 +215,7 @@ def _environment(slot: int, *, one_thread: bool) -> dict[str, str]:
     # The same import path as here; unbuffered lines; one GPU each, as NCCL requires, listening at a loopback address; and no warning
     # that recoverability is experimental.
     changes = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
-    changes["JPIPE_LAUNCHER"] = str(os.getpid())  # jpipe_train.console.preemption, which imports JAX, has the name too
+    changes[interrupt.LAUNCHER] = str(os.getpid())
     changes["JAX_LOCAL_DEVICE_IDS"] = current.get("JAX_LOCAL_DEVICE_IDS", str(slot))
     changes["NCCL_SOCKET_IFNAME"] = current.get("NCCL_SOCKET_IFNAME", "lo")
     changes["TF_CPP_MIN_LOG_LEVEL"] = current.get("TF_CPP_MIN_LOG_LEVEL", "2")

@@ -44,25 +44,6 @@ class Slot:
     back_at: float = 0.0
 
 
-@dataclass(frozen=True)
-class Start:
-    """Start processes in these slots."""
-
-    members: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Wait:
-    """Wait until a time at which enough processes can be started."""
-
-    until: float
-
-
-@dataclass(frozen=True)
-class GiveUp:
-    """End the job: too few processes can be started within the time limit."""
-
-
 def after_failure(slots: Sequence[Slot], failed: Collection[int], now: float, limits: Limits) -> tuple[Slot, ...]:
     """Return the slots after some of them have failed."""
 
@@ -85,8 +66,8 @@ def startable(slots: Sequence[Slot], now: float) -> tuple[int, ...]:
     return tuple(number for number, slot in enumerate(slots) if slot.back_at <= now)
 
 
-def decide(slots: Sequence[Slot], now: float, short_since: float, limits: Limits) -> Start | Wait | GiveUp:
-    """Decide what to do while no process runs.
+def wait(slots: Sequence[Slot], now: float, short_since: float, limits: Limits) -> float | None:
+    """Return how long to wait until enough processes can be started, 0 if they can now, or None if there are not enough in time.
 
     Args:
         slots: all of them.
@@ -94,8 +75,5 @@ def decide(slots: Sequence[Slot], now: float, short_since: float, limits: Limits
         short_since: the time since which fewer than the minimum could be started; `now` if that was not the case.
         limits: the limits of the job.
     """
-    members = startable(slots, now)
-    if len(members) >= limits.minimum:
-        return Start(members)
     enough = sorted(slot.back_at for slot in slots)[limits.minimum - 1]
-    return Wait(enough) if enough <= short_since + limits.shortage_limit else GiveUp()
+    return max(enough - now, 0.0) if enough <= max(short_since + limits.shortage_limit, now) else None

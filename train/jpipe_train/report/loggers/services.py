@@ -1,0 +1,127 @@
+"""Runs in logging services: Weights & Biases, trackio and MLflow.
+
+Each service has a function that begins a run there, or goes on with it: `begin(about, tell)` reports to the user with `tell`, and returns
+an object with `step`, the first step that the service does not have, and wandb's `log` and `finish`.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jpipe.files import shown
+
+CONNECT = 15.0  # seconds until wandb keeps the rows on disk instead; shorter than the run waits at its end
+
+
+class About(NamedTuple):
+    """What a service is told about a run.
+
+    Attributes:
+        id: by which a resumed run is found.
+        name: of the run.
+        config: of the run, as plain data.
+        folder: of the run.
+        limit: seconds that the end of the run waits for the service.
+    """
+
+    id: str
+    name: str
+    config: Mapping[str, Any]
+    folder: Path
+    limit: float
+
+
+def begin_wandb(about: About, tell: Callable[[str], None]) -> Any:
+    """Begin the run in wandb, or only on disk if wandb cannot be reached."""
+    import wandb
+
+    limits: dict[str, Any] = {} if "WANDB_INIT_TIMEOUT" in os.environ else {"init_timeout": CONNECT}
+    if "finish_timeout" in wandb.Settings.model_fields:  # in newer versions; what wandb does when Python ends keeps it, too
+        limits["finish_timeout"] = about.limit
+    options: dict[str, Any] = {"id": about.id, "name": os.environ.get("WANDB_NAME", about.name), "config": about.config}
+    options |= {"project": os.environ.get("WANDB_PROJECT", "jpipe"), "dir": os.environ.get("WANDB_DIR", str(about.folder))}
+    options |= {"resume": "allow", "allow_val_change": True, "settings": wandb.Settings(console="off", silent=True, **limits)}
+    problem = "offline"
+    try:
+        run = wandb.init(**options)
+    except wandb.errors.Error as error:  # no login, no network
+        problem = first_line(error)
+        wandb.teardown()  # otherwise the name of the run stays in use
+        run = wandb.init(**options, mode="offline")
+    if run.disabled:
+        raise RuntimeError("it is disabled, by WANDB_MODE, say")
+    if run.offline:
+        folder = shown(Path(run.dir).parent)
+        tell(f"{problem.rstrip('.')}; the rows are kept on disk, and wandb sync {folder} sends them")
+    else:
+        tell(str(run.url))
+    return run
+
+
+class Trackio:
+    """A run in trackio's local database."""
+
+    step = 0  # trackio does not say which steps it has
+
+    def __init__(self, about: About, tell: Callable[[str], None]) -> None:
+        import trackio
+
+        project = os.environ.get("TRACKIO_PROJECT", "jpipe")
+        name = f"{about.name} {about.id}"
+        self._run = trackio.init(project=project, name=name, config=about.config, resume="allow", embed=False)
+        tell(f"trackio show --project {project} shows the run as {name}")
+
+    def log(self, row: Mapping[str, float], step: int, commit: bool) -> None:
+        self._run.log(dict(row), step=step)
+
+    def finish(self, exit_code: int) -> None:
+        self._run.finish()
+
+
+class Mlflow:
+    """A run in MLflow, on the server in `MLFLOW_TRACKING_URI` or in the current folder."""
+
+    def __init__(self, about: About, tell: Callable[[str], None]) -> None:
+        import mlflow
+
+        self._client, self._entities = mlflow.MlflowClient(), mlflow.entities
+        experiment = mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "jpipe")).experiment_id
+        found = self._client.search_runs([experiment], f"tags.jpipe_id = '{about.id}'")
+        run = found[0] if found else self._client.create_run(experiment, run_name=about.name, tags={"jpipe_id": about.id})
+        self._id = run.info.run_id
+        if found:  # parameters of a run cannot be changed
+            self._client.update_run(self._id, status="RUNNING")
+        params = [] if found else [mlflow.entities.Param(key, text[:500]) for key, text in _flat(about.config)]
+        for first in range(0, len(params), 100):  # the most that MLflow takes at once
+            self._client.log_batch(self._id, params=params[first : first + 100])
+        known = self._client.get_metric_history(self._id, "loss") if found else []
+        self.step = 1 + max((metric.step for metric in known), default=-1)
+        tell(f"run {self._id} at {mlflow.get_tracking_uri()}")
+
+    def log(self, row: Mapping[str, float], step: int, commit: bool) -> None:
+        now = int(time.time() * 1000)
+        self._client.log_batch(self._id, metrics=[self._entities.Metric(name, value, now, step) for name, value in row.items()])
+
+    def finish(self, exit_code: int) -> None:
+        self._client.set_terminated(self._id, "FAILED" if exit_code else "FINISHED")
+
+
+SERVICES: Mapping[str, Callable[[About, Callable[[str], None]], Any]] = {"wandb": begin_wandb, "trackio": Trackio, "mlflow": Mlflow}
+"""The services: names of Python packages, of keys in `log`, and of folders inside the folder of a run."""
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the values of a config by dotted key."""
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its name."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
