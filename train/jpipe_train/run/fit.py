@@ -264,7 +264,7 @@ def _run(
 
 
 def _checked(pipe: jpipe.Pipeline, settings: RunSettings, batches: Data) -> Data:
-    """Check that the pipeline can train on the data, and that evaluations have the result that orders the checkpoints."""
+    """Return the data, once the pipeline can train on them and evaluations have the result that orders the checkpoints."""
     if settings.checkpoint.best is not None and not len(batches.validation):
         raise InputError(
             "fit: checkpoint.best has no effect without eval_data, on which checkpoints are judged; give it, or leave out best"
