@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 
 import pydantic
 
-__all__ = ["Problem", "explain", "nearest", "problems_of", "short", "shortened"]  # the errors are in jpipe itself
+__all__ = ["MISSING", "Problem", "explain", "nearest", "problems_of", "short", "shortened"]  # the errors are in jpipe itself
 
 
 class Problem(NamedTuple):
