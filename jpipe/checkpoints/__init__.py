@@ -119,7 +119,7 @@ def load(
         >>> state = load(pipe, "runs/mine", key, batches[0]) or pipe.init(key, batches[0])  # doctest: +SKIP
     """
     if not isinstance(pipe, Pipeline):
-        raise InputError(f"pipe: expected a jpipe.Pipeline, found {type(pipe).__name__}")
+        raise InputError(where="pipe", expected="a jpipe.Pipeline", found=type(pipe).__name__)
     run = folders.run_folder(folder)
     chosen = files.newest_good(run, lambda damaged: None) if step is None else step
     if chosen is None:

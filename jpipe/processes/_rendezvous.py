@@ -50,9 +50,9 @@ class Address(NamedTuple):
         """
         match = re.fullmatch(r"(?:\[([\w:.%]+)\]|([\w.-]+)):(\d+)", text, re.ASCII)
         if not match:
-            raise InputError(f"{where}: expected HOST:PORT of process 0, such as 10.0.0.1:9876, found {text!r}")
+            raise InputError(where=where, expected="HOST:PORT of process 0, such as 10.0.0.1:9876", found=repr(text))
         if not 1 <= (port := int(match[3][:6])) <= 65535:
-            raise InputError(f"{where}: expected a port from 1 to 65535, found {match[3]} in {text!r}")
+            raise InputError(where=where, expected="a port from 1 to 65535", found=f"{match[3]} in {text!r}")
         return cls(match[1] or match[2], port)
 
 

@@ -224,5 +224,5 @@ def _read(file: str, where: str) -> bytes:
             f"run chmod 600 on it, or give the secret by the variable {VARIABLE}"
         )
     if len(text) > _LONGEST:
-        raise InputError(f"{where}: expected at most {_LONGEST} bytes; give a file that holds only the secret")
+        raise InputError(where=where, expected=f"at most {_LONGEST} bytes", change="give a file that holds only the secret")
     return text

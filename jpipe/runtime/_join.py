@@ -41,7 +41,7 @@ def join_processes(
             not join in time, and are named.
     """
     if not wait > 0:
-        raise InputError(f"wait limit: expected more than 0 seconds, found {wait:g}")
+        raise InputError(where="wait limit", expected="more than 0 seconds", found=f"{wait:g}")
     if not _joined and (rendezvous is not None or jax.distributed.is_initialized()):
         secret = find_secret() if secret is None else secret
         _joined.append(Processes.join(limit=limit, limits=Limits(wait=wait), rendezvous=rendezvous, progress=progress, secret=secret))

@@ -90,7 +90,7 @@ def _config(request: Request) -> tuple[Config | None, list[Finding]]:
     """
     if request.config is None:
         if request.overrides:
-            raise InputError("doctor --set: expected a config to replace keys of, found none; add --config CONFIG")
+            raise InputError(where="doctor --set", expected="a config to replace keys of", found="none", change="add --config CONFIG")
         return None, []
     try:
         return config_file.load(request.config, request.overrides, allow_code=True), []

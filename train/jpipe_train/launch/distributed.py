@@ -199,7 +199,7 @@ def check_limit(flag: str, seconds: float) -> None:
         InputError: it is not above 0, or not finite.
     """
     if not (math.isfinite(seconds) and seconds > 0):
-        raise InputError(f"{flag}: expected seconds, more than 0, found {seconds:g}")
+        raise InputError(where=flag, expected="seconds, more than 0", found=f"{seconds:g}")
 
 
 def _validated(values: _Values, names: tuple[str, ...], devices: list[int] | None) -> Membership:
@@ -211,7 +211,7 @@ def _validated(values: _Values, names: tuple[str, ...], devices: list[int] | Non
         )
     address = Address.parse(coordinator, names[0])
     if num_processes < 1:
-        raise InputError(f"{names[1]}: expected 1 or more, found {num_processes}")
+        raise InputError(where=names[1], expected="1 or more", found=num_processes)
     if not 0 <= process_id < num_processes:
         raise InputError(f"{names[2]}: expected a number from 0 to {num_processes - 1}, for {num_processes} processes, found {process_id}")
     return Membership(address, num_processes, process_id, devices)
@@ -222,7 +222,7 @@ def _whole(variable: str) -> int | None:
     if text is None:
         return None
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
-        raise InputError(f"{variable}: expected a whole number, found {text!r}; set the number, or unset the variable")
+        raise InputError(where=variable, expected="a whole number", found=repr(text), change="set the number, or unset the variable")
     return int(text)
 
 

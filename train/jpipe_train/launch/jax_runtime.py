@@ -73,7 +73,7 @@ def uses_certificates() -> bool:
     files = {name.upper(): (jax.config.values[name] if name in supported else os.environ.get(name.upper())) or "" for name in _CERTIFICATES}
     if not any(files.values()):
         if jax.config.values.get(_VERIFY):
-            raise InputError(f"{_VERIFY.upper()}: expected certificates, found none; set {CERTIFICATES}, or unset it")
+            raise InputError(where=_VERIFY.upper(), expected="certificates", found="none", change=f"set {CERTIFICATES}, or unset it")
         return False
     if not supported:
         raise InputError(f"{CERTIFICATES}: JAX {jax.__version__} has no certificates, JAX 0.12 has; unset them, or install a newer JAX")
@@ -87,7 +87,7 @@ def uses_certificates() -> bool:
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
         shown = ", ".join(short(file) for file in files.values())
         raise InputError(
-            f"{CERTIFICATES}: expected PEM files of a certificate, its key and its authority, found {shown}: {reason}"
+            where=CERTIFICATES, expected="PEM files of a certificate, its key and its authority", found=f"{shown}: {reason}"
         ) from None
     return True
 

@@ -148,7 +148,7 @@ def _finish(request: Request, found: _Found, parts: Parts | None, reporter: Repo
 
 def _check(request: Request) -> None:
     if request.config is None and request.profile is None:
-        raise InputError("plan: expected a CONFIG or --profile FILE, found neither; name one")
+        raise InputError(where="plan", expected="a CONFIG or --profile FILE", found="neither", change="name one")
     if request.devices is not None and request.topology != LOCAL:
         raise InputError(f"--devices: '{request.topology}' says how many there are; leave it out, or change the file")
     if request.pipedream is not None and "pipedream" not in request.allowed:
@@ -169,7 +169,7 @@ def _check(request: Request) -> None:
     if request.rows is not None and (request.profile is None or Path(request.profile).suffix != ".txt"):
         raise InputError("--rows: is for a graph.txt named by --profile, which does not say it; leave it out")
     if request.max_delay is not None and not 0 <= request.max_delay < math.inf:
-        raise InputError(f"--max-delay: expected 0 or more updates, found {request.max_delay:g}")
+        raise InputError(where="--max-delay", expected="0 or more updates", found=f"{request.max_delay:g}")
     _ = request.degrees  # raises InputError for a text that names no mesh
     for name in request.schedules:
         if name not in (ALL, *jpipe.schedules.SCHEDULES):
@@ -180,7 +180,7 @@ def _check(request: Request) -> None:
         ("--png", request.png, ".png"),
     ):
         if path is not None and Path(path).suffix.lower() != ending:
-            raise InputError(f"{option}: expected a name that ends in {ending}, found '{path}'")
+            raise InputError(where=option, expected=f"a name that ends in {ending}", found=f"'{path}'")
         if path is not None and not expanded(path, option).absolute().parent.is_dir():
             raise InputError(f"{option}: there is no folder for '{path}'; make it first, or choose another")
 

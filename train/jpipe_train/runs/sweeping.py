@@ -86,7 +86,7 @@ def slurm_script(request: Request, task: int | None = None) -> str:
         InputError: as in `main`.
     """
     if task is not None:
-        raise InputError("sweep: expected --slurm or --task, found both; the script that --slurm prints has --task")
+        raise InputError(where="sweep", expected="--slurm or --task", found="both", change="the script that --slurm prints has --task")
     chosen = combinations(request)
     for combination in chosen:
         _run(request, _folder(request), combination)
@@ -108,7 +108,7 @@ def slurm_script(request: Request, task: int | None = None) -> str:
 
 def _check_task(task: int | None, number: int) -> None:
     if task is not None and not 0 <= task < number:
-        raise InputError(f"--task: expected 0 to {number - 1}, one of the {count(number, 'run')}, found {task}")
+        raise InputError(where="--task", expected=f"0 to {number - 1}, one of the {count(number, 'run')}", found=task)
 
 
 def _folder(request: Request) -> Path:
@@ -188,7 +188,7 @@ def _claim(folder: Path, request: Request) -> None:
             return
         others = [name for name in os.listdir(folder) if not fnmatch.fnmatch(name, TEMPORARY)]
         if others and not (folder / SWEEP).is_file():  # which another task may have written since
-            raise InputError(f"sweep --dir: expected a new or empty folder, or a sweep's, found other files in '{shown(folder)}'")
+            raise InputError(where="sweep --dir", expected="a new or empty folder, or a sweep's", found=f"other files in '{shown(folder)}'")
         write_atomically(folder / SWEEP, json.dumps({"format": "jpipe-sweep/1", "config": request.config}, indent=2) + "\n")
     except OSError as error:
         raise InputError(f"sweep --dir: cannot write '{shown(folder)}': {error.strerror}; choose another folder") from None
