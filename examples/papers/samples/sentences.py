@@ -9,7 +9,7 @@ import numpy as np
 from rich.console import Console
 
 from jpipe.files import create
-from jpipe_lm.data import prepare, texts, tokenizer
+from jpipe_lm.data import document_files, prepare, texts, tokenizer
 from jpipe_train.console.progress import Reporter
 
 PAIRS = {"train": 4000, "validation": 256}
@@ -53,7 +53,7 @@ def make_translation(folder: Path, seed: int) -> str:
             _write(folder / f"{part}.{name}", [pair[side] for pair in pairs])
     sources = [str(folder / f"train.{name}") for name in ("source", "target")]
     quiet = Reporter(1, 1, "bytes", Console(quiet=True))
-    prepare.make_tokenizer(prepare.Files(sources, "text", texts.Keys()), _SYMBOLS, str(folder / tokenizer.FILE), quiet)
+    prepare.make_tokenizer(document_files.Files(sources, "text", texts.Keys()), _SYMBOLS, str(folder / tokenizer.FILE), quiet)
     return f"{PAIRS['train']} pairs of sentences for training, {PAIRS['validation']} for validation, and a tokenizer"
 
 

@@ -23,7 +23,7 @@ from jpipe import InputError
 from jpipe_lm.data import prepare
 from jpipe_lm.data.chat import reading
 from jpipe_lm.data.chat.conversations import conversation
-from jpipe_lm.data.prepare import Files
+from jpipe_lm.data.document_files import Files
 from jpipe_train import cli
 from jpipe_train.data import data, sources
 from jpipe_train.data.files import wrong_lines
@@ -224,7 +224,7 @@ def test_values_of_every_type_are_those_of_json_or_an_error_that_names_them(plac
         except pa.ArrowNotImplementedError:  # Parquet has no such type
             with pa.ipc.new_file(str(file), table.schema) as writer:
                 writer.write_table(table)
-        found = [each for _, each in records(file, wrong, reading.COLUMNS, conversation)]
+        found = [row.value for row in records([file], wrong, reading.COLUMNS, conversation, lambda value: value.key, 0.0)]
         if expected is not None:
             wrong.check()
             assert json.loads(found[0].key) == json.loads(conversation(row(expected)).key), kind
@@ -429,7 +429,7 @@ def test_any_damage_is_reported(written):
                 changed_content[chance.randrange(len(content))] = chance.randrange(256)
             path = written(name, bytes(changed_content[: chance.choice((len(content), chance.randrange(8, len(content))))]))
             with contextlib.suppress(OSError, InputError):
-                assert len(list(records(path, WrongLines("data.path"), columns, dict))) <= 10**6
+                assert len(list(records([path], WrongLines("data.path"), columns, dict, lambda _: b"", 0.0))) <= 10**6
 
 
 def test_any_damage_in_the_footer_of_a_parquet_file_is_reported(written):
@@ -441,7 +441,10 @@ def test_any_damage_in_the_footer_of_a_parquet_file_is_reported(written):
         for byte in (0, 255, content[place] ^ 1):
             path = written("a.parquet", content[:place] + bytes([byte]) + content[place + 1 :])
             with contextlib.suppress(OSError, InputError):
-                assert len(list(records(path, WrongLines("data.path"), [Column("text", "text_key", "text")], dict))) <= 10**6
+                assert (
+                    len(list(records([path], WrongLines("data.path"), [Column("text", "text_key", "text")], dict, lambda _: b"", 0.0)))
+                    <= 10**6
+                )
 
 
 def test_a_text_that_many_rows_share_takes_its_memory_once(written):
@@ -452,12 +455,9 @@ def test_a_text_that_many_rows_share_takes_its_memory_once(written):
     path = written("bomb.parquet", sink.getvalue().to_pybytes())
     del sink
     assert path.stat().st_size < 2**20
-    before, found = (
-        pool.bytes_allocated(),
-        records(path, WrongLines(""), [Column("text", "text_key", "text")], lambda record: len(record["text"])),
-    )
-    for _, size in found:
-        assert size == 2**20
+    before, columns = pool.bytes_allocated(), [Column("text", "text_key", "text")]
+    for row in records([path], WrongLines(""), columns, lambda record: len(record["text"]), lambda _: b"", 0.0):
+        assert row.value == 2**20
         assert pool.bytes_allocated() - before < 2**27
 
 

@@ -15,9 +15,9 @@ from examples.papers.data import captions, image_rows, images, npz_file
 from jpipe import InputError
 from jpipe_lm.data import prepare, splits, texts
 from jpipe_lm.data import tokenizer as tokenizers
+from jpipe_lm.data.document_files import Files
 from jpipe_lm.data.documents import Documents, Shard
 from jpipe_lm.data.files import token_files
-from jpipe_lm.data.prepare import Files
 from jpipe_train.config.config import Config
 from jpipe_train.data import data, sources
 from jpipe_train.data.files.file_array import FileArray

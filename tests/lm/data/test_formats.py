@@ -12,9 +12,9 @@ import tokenizers as library
 from jpipe import InputError
 from jpipe_lm.data import masked, prepare
 from jpipe_lm.data import tokenizer as tokenizers
+from jpipe_lm.data.document_files import Files
 from jpipe_lm.data.documents import Documents
 from jpipe_lm.data.files import token_files
-from jpipe_lm.data.prepare import Files
 from jpipe_train.data import data
 from tests.lm.data.conftest import quiet, same, whole
 from tests.train.conftest import changed

@@ -20,7 +20,7 @@ from tensorboardX.crc32c import crc32c
 
 from jpipe import InputError
 from jpipe_lm.data import prepare
-from jpipe_lm.data.prepare import Files
+from jpipe_lm.data.document_files import Files
 from jpipe_lm.data.texts import Keys
 from jpipe_train.config.config import Config
 from jpipe_train.data import data

@@ -17,9 +17,10 @@ import tokenizers as library
 
 from jpipe import InputError
 from jpipe_lm.data import prepare, texts
+from jpipe_lm.data.document_files import Files
 from jpipe_lm.data.files import token_files
-from jpipe_lm.data.prepare import Files
 from jpipe_lm.data.texts import Keys
+from jpipe_lm.data.tokenizer import batched
 from jpipe_train import cli
 from tests.lm.data.conftest import SENTENCES, quiet
 
@@ -174,7 +175,7 @@ def test_memory_does_not_grow_with_the_text(tokenizer, tmp_path, monkeypatch):
 
     def counted(pieces, _):
         nonlocal alive, most
-        for batch in texts.batched(pieces, lambda piece: len(piece.text), texts._BATCH):
+        for batch in batched(pieces, lambda piece: len(piece.text), texts._BATCH):
             alive = sum(len(piece.text) for piece in batch)
             most = max(most, alive)
             yield from ((piece, np.ones(5, np.uint32)) for piece in batch)

@@ -7,9 +7,9 @@ import jax
 import pytest
 
 from jpipe_lm.data import prepare
+from jpipe_lm.data.document_files import Files
 from jpipe_lm.data.documents import Documents
 from jpipe_lm.data.files import token_files
-from jpipe_lm.data.prepare import Files
 from jpipe_train.data import data
 from tests.lm.data.conftest import quiet
 from tests.train.conftest import changed

@@ -10,9 +10,10 @@ import pytest
 import tokenizers as library
 
 from jpipe import InputError
-from jpipe_lm.data import texts
+from jpipe_lm.data import document_files, texts
 from jpipe_lm.data import tokenizer as tokenizers
-from jpipe_lm.data.texts import Assembler, Keys, Piece
+from jpipe_lm.data.document_files import Assembler, Files
+from jpipe_lm.data.texts import Keys, Piece
 from jpipe_train.data.files import wrong_lines
 from jpipe_train.data.files.wrong_lines import Place
 
@@ -157,7 +158,7 @@ def test_a_text_without_lines_is_parted_between_words_or_anywhere(monkeypatch):
     assert texts._good_end("x" * 50) == 20
 
 
-def assembled(pieces: list[Piece], tokenizer: str) -> tuple[Assembler, list[list[str]]]:
+def assembled(pieces: list[Piece], tokenizer: str, monkeypatch) -> tuple[Assembler, list[list[str]]]:
     """Return an assembler and the documents that it wrote, decoded to text."""
     loaded, done = load(tokenizer), []
 
@@ -173,9 +174,10 @@ def assembled(pieces: list[Piece], tokenizer: str) -> tuple[Assembler, list[list
             assert answers is None or answers[0][1] == len(self.under_way)
             self.under_way = []
 
-    assembler = Assembler(loaded, {False: Sink(), True: Sink()})
-    for piece, tokens in texts.tokenized(pieces, loaded):
-        assembler.add(piece, tokens)
+    assembler = Assembler({False: Sink(), True: Sink()}, loaded.begin, loaded.end)
+    monkeypatch.setattr(texts, "pieces", lambda *_: pieces)
+    for tokens in document_files.read(Files(()), [], [], 0.0, "", loaded):
+        assembler.add(tokens)
     return assembler, done
 
 
@@ -183,7 +185,7 @@ def text_piece(text: str, *, last: bool = True) -> Piece:
     return Piece(text, "text", last, False, Place(Path("a.txt")), len(text))
 
 
-def test_each_document_ends_with_the_end_of_text_once(tokenizer):
+def test_each_document_ends_with_the_end_of_text_once(tokenizer, monkeypatch):
     end = "<|endoftext|>"
     pieces = [
         text_piece("one ", last=False),
@@ -193,17 +195,17 @@ def test_each_document_ends_with_the_end_of_text_once(tokenizer):
         text_piece(f"{end}{end}"),
         text_piece("four"),
     ]
-    assembler, documents = assembled(pieces, tokenizer)
+    assembler, documents = assembled(pieces, tokenizer, monkeypatch)
     assert documents == [f"one more{end}", f"two{end}", f"three{end}", f"four{end}"]
     assert (assembler.documents, assembler.empty) == (4, 2)
     assert next(assembler.remarks()) == "2 empty documents left out, the first is 'a.txt'"
 
 
-def test_prompts_and_answers_are_one_document(tokenizer, tmp_path):
+def test_prompts_and_answers_are_one_document(tokenizer, tmp_path, monkeypatch):
     lines = [{"prompt": "2 + 2 = ", "answer": "4"}, {"prompt": "nothing", "answer": ""}, {"prompt": "", "answer": "all"}]
     (tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, lines)))
     pieces = list(texts.pieces(["a"], [tmp_path / "a.jsonl"], "prompts", 0.0, Keys(), "data.path"))
-    assembler, documents = assembled(pieces, tokenizer)
+    assembler, documents = assembled(pieces, tokenizer, monkeypatch)
     assert documents == [("2 + 2 = ", "2 + 2 = 4<|endoftext|>"), ("", "all<|endoftext|>")]
     assert next(assembler.remarks()).endswith("a.jsonl', line 3")
 

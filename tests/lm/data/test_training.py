@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jpipe_lm.data import prepare
-from jpipe_lm.data.prepare import Files
+from jpipe_lm.data.document_files import Files
 from jpipe_train import cli
 from jpipe_train.config.config import Config
 from jpipe_train.data import data

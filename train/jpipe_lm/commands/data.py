@@ -52,11 +52,12 @@ def prepare(
     """
     with interrupt.importing():
         from jpipe_lm.data import prepare as preparing
+        from jpipe_lm.data.document_files import Files
         from jpipe_lm.data.texts import Keys
         from jpipe_train.console.progress import Reporter
 
     keys = Keys(None if text_key == "none" else text_key, prompt_key, answer_key, tokens_key)
-    files = preparing.Files(source, form, keys, chat_template)
+    files = Files(source, form, keys, chat_template)
     end = None if end_of_text == "none" else end_of_text
     preparing.prepare(files, tokenizer, out, Reporter(1, 1, "bytes"), validation_fraction, shard_tokens, end)
     return 0
@@ -90,10 +91,11 @@ def make_tokenizer(
     """
     with interrupt.importing():
         from jpipe_lm.data import prepare as preparing
+        from jpipe_lm.data.document_files import Files
         from jpipe_lm.data.texts import Keys
         from jpipe_train.console.progress import Reporter
 
-    files = preparing.Files(source, form, Keys(None if text_key == "none" else text_key, prompt_key, answer_key))
+    files = Files(source, form, Keys(None if text_key == "none" else text_key, prompt_key, answer_key))
     preparing.make_tokenizer(files, vocab_size, out, Reporter(1, 1, "bytes"), kind, special)
     return 0
 

@@ -5,7 +5,7 @@ import hashlib
 import json
 import shlex
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar
 
@@ -14,13 +14,14 @@ import numpy as np
 from jpipe import InputError
 from jpipe.errors import shortened
 from jpipe.files import create, new_folder, unused, write_atomically, writing
-from jpipe_lm.data import texts
+from jpipe_lm.data import document_files, texts
 from jpipe_lm.data import tokenizer as tokenizers
 from jpipe_lm.data.chat import reading, template
 from jpipe_lm.data.chat.conversations import conversation
 from jpipe_lm.data.chat.renderer import TRAINING_TIME, Renderer
 from jpipe_lm.data.chat.tokens import end_of_turn
-from jpipe_lm.data.files import token_files, token_rows
+from jpipe_lm.data.document_files import Answers, Assembler, Files, Tokens
+from jpipe_lm.data.files import token_files
 from jpipe_lm.data.files.token_files import Index, ShardFacts
 from jpipe_train.config.section import AUTO
 from jpipe_train.console import interrupt
@@ -34,29 +35,7 @@ from jpipe_train.data.files.wrong_lines import Place, WrongLines, check_characte
 SPECIAL = {"decoder": ("<|endoftext|>",), "bert": ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")}
 """The special tokens of a new tokenizer, by the kind of model that it is for."""
 _BYTES = 256
-_Piece = TypeVar("_Piece", texts.Piece, reading.Read, token_rows.TokenRow)
-
-
-class Files(NamedTuple):
-    """The files to read, and their format.
-
-    Attributes:
-        paths: files, folders or globs; none: the standard library's source.
-        form: the form of the documents: texts, which are whole files or their rows, or rows with prompts, conversations or token ids; auto
-            is text, and an error for files that are known to be neither text nor rows.
-        keys: the keys of rows.
-        chat_template: the file of a template in place of that beside the tokenizer, for conversations.
-    """
-
-    paths: Sequence[str]
-    form: texts.Format | Literal["auto", "chat", "tokens"] = "auto"
-    keys: texts.Keys = texts.Keys()
-    chat_template: str | None = None
-
-    @property
-    def kind(self) -> Literal["text", "prompts", "chat"]:
-        """The kind of their tokens."""
-        return self.form if self.form == "prompts" or self.form == "chat" else "text"
+_Piece = TypeVar("_Piece", texts.Piece, Tokens)
 
 
 def prepare(
@@ -154,14 +133,14 @@ def make_tokenizer(
     target = unused(out, "--out")
     rules, trainer = _untrained(vocab_size, kind, all_special)
     with _interrupt_reported(out):
-        with _open_pieces(files, _find(files, reporter), 0.0, reporter, "reading") as pieces:
-            try:
-                rules.train_from_iterator(pieces, trainer=trainer)
-            except InputError:
-                raise
-            except Exception as error:
-                interrupt.check()
-                raise InputError(f"data tokenizer: no tokenizer can be made of this text: {first_line(error)}; give other text") from None
+        found = _find(files, reporter)
+        try:
+            rules.train_from_iterator((piece.text for piece in _shown(_texts(files, found), found, reporter, "reading")), trainer=trainer)
+        except InputError:
+            raise
+        except Exception as error:
+            interrupt.check()
+            raise InputError(f"data tokenizer: no tokenizer can be made of this text: {first_line(error)}; give other text") from None
         interrupt.check()
     with writing("--out", out):
         write_atomically(target, rules.to_str(pretty=True))
@@ -187,15 +166,23 @@ def _untrained(vocab_size: int, kind: str, special: list[str]) -> tuple[Any, Any
 
 def _written(
     place: Path, files: Files, tokenizer: tokenizers.Tokenizer, validation_fraction: float, shard_tokens: int, reporter: Reporter
-) -> tuple[Index, texts.Assembler]:
+) -> tuple[Index, Assembler]:
     """Write all shards and the index into the folder."""
     small = tokenizer.vocab_size <= 2**16
     dtype: Literal["uint16", "uint32"] = "uint16" if small else "uint32"
     shards = [_Shards(place, part, token_files.DTYPES[dtype], shard_tokens, files.kind) for part in ("train", "validation")]
-    assembler = texts.Assembler(tokenizer, {False: shards[0], True: shards[1]})
-    add = {"chat": _add_conversations, "tokens": _add_tokens}.get(files.form, _add_texts)
-    found = _find(files, reporter)
-    size, end = add(files, found, assembler, 0.0 if found.held_out else validation_fraction, reporter, place)
+    assembler = Assembler({False: shards[0], True: shards[1]}, tokenizer.begin, tokenizer.end)
+    found, end, size = _find(files, reporter), tokenizer.end, 0
+    share = 0.0 if found.held_out else validation_fraction
+    read = document_files.read(files, found.names, found.paths, share, "SOURCE", tokenizer)
+    for tokens in _shown(read, found, reporter, "reading" if files.form == "tokens" else "tokenizing"):
+        assembler.add(tokens._replace(held_out=tokens.held_out or tokens.place.file in found.held_out))
+        size += tokens.size
+    if files.form == "chat":
+        chosen = template.find(tokenizer, files.chat_template, "--chat-template")
+        with Renderer(chosen, TRAINING_TIME) as renderer:
+            end = next(iter(end_of_turn(renderer, tokenizer)[0]), end)
+        write_atomically(place / template.SETTINGS, json.dumps(chosen.settings, indent=1) + "\n")
     source = found.source
     for part in shards:
         part.close()
@@ -236,46 +223,6 @@ class _Found(NamedTuple):
         return sum(path.stat().st_size for path in self.paths)
 
 
-_Added = tuple[int, int | None]  # the bytes of files that were read, and the token that ends a document
-
-
-def _add_texts(files: Files, found: _Found, assembler: texts.Assembler, fraction: float, reporter: Reporter, place: Path) -> _Added:
-    size = 0
-    with _open_pieces(files, found, fraction, reporter, "tokenizing") as pieces:
-        for piece, tokens in texts.tokenized(pieces, assembler.tokenizer):
-            assembler.add(piece._replace(held_out=piece.held_out or piece.place.file in found.held_out), tokens)
-            size += piece.size
-    return size, assembler.tokenizer.end
-
-
-def _add_tokens(files: Files, found: _Found, assembler: texts.Assembler, fraction: float, reporter: Reporter, place: Path) -> _Added:
-    """Add rows of token ids, as they are."""
-    size, tokenizer = 0, assembler.tokenizer
-    with reporter.reading(f"reading {_many(len(found.paths), 'file')}", found.size) as advance:
-        for row in _shown(token_rows.read(found.paths, files.keys.tokens, fraction, "SOURCE", tokenizer.vocab_size), advance):
-            assembler.add_document(row.tokens, None, row.place, held_out=row.held_out or row.place.file in found.held_out)
-            size += row.size
-    return size, tokenizer.end
-
-
-def _add_conversations(files: Files, found: _Found, assembler: texts.Assembler, fraction: float, reporter: Reporter, place: Path) -> _Added:
-    """Add all conversations, and write the template into the folder."""
-    size, tokenizer = 0, assembler.tokenizer
-    chosen = template.find(tokenizer, files.chat_template, "--chat-template")
-    with (
-        Renderer(chosen, TRAINING_TIME) as renderer,
-        reporter.reading(f"tokenizing {_many(len(found.paths), 'file')}", found.size) as advance,
-    ):
-        for read in _shown(reading.read(found.paths, renderer, tokenizer, fraction, "SOURCE"), advance):
-            held_out = read.held_out or read.place.file in found.held_out
-            assembler.divided += read.number == 2
-            assembler.add_document(read.tokenized.tokens, read.tokenized.answers, read.place, held_out=held_out)
-            size += read.size
-        end = next(iter(end_of_turn(renderer, tokenizer)[0]), tokenizer.end)
-    write_atomically(place / template.SETTINGS, json.dumps(chosen.settings, indent=1) + "\n")
-    return size, end
-
-
 class _Shards:
     """A writer of the shards of one part."""
 
@@ -298,7 +245,7 @@ class _Shards:
         self._hash.update(content)
         self._size += tokens.size
 
-    def end(self, answers: texts.Answers | None, place: Place) -> None:
+    def end(self, answers: Answers | None, place: Place) -> None:
         begin = self._ends[-1] if self._ends else 0
         self._answers.extend(begin + first for first, _ in answers or ())
         self._answer_ends.extend(begin + stop for _, stop in answers or ())
@@ -320,25 +267,14 @@ class _Shards:
         self.facts.append(ShardFacts(name=self._name, tokens=self._size, documents=len(self._ends), answers=answers, sha256=hashed))
 
 
-@contextlib.contextmanager
-def _open_pieces(files: Files, found: _Found, fraction: float, reporter: Reporter, words: str) -> Iterator[Iterable[Any]]:
-    """Yield the pieces of all files, with progress shown as they are read.
-
-    To train a tokenizer (`words` is "reading"), the pieces are only texts.
-    """
-    names, paths, form = found.names, found.paths, files.kind
-    pieces = _contents(paths) if form == "chat" else texts.pieces(names, paths, form, fraction, files.keys, "SOURCE")
-    with reporter.reading(f"{words} {_many(len(paths), 'file')}", found.size) as advance:
-        shown = _shown(pieces, advance)
-        yield (piece.text for piece in shown) if words == "reading" else shown
-
-
-def _contents(paths: Sequence[Path]) -> Iterator[texts.Piece]:
-    """Yield the contents of the messages of each conversation, without the additions of a template."""
+def _texts(files: Files, found: _Found) -> Iterator[texts.Piece]:
+    """Yield the text of all files in pieces; of a conversation the contents of its messages, without the additions of a template."""
+    if files.form != "chat":
+        yield from texts.pieces(found.names, found.paths, "prompts" if files.form == "prompts" else "text", 0.0, files.keys, "SOURCE")
+        return
     wrong = WrongLines("SOURCE", "or leave it out")
-    for path in paths:
-        for line, text in records(path, wrong, reading.COLUMNS, _content):
-            yield texts.Piece(text, "text", True, False, line.place, line.size)
+    for row in records(found.paths, wrong, reading.COLUMNS, _content, str.encode, 0.0):
+        yield texts.Piece(row.value, "text", True, row.held_out, row.place, row.size)
     wrong.check()
 
 
@@ -418,8 +354,12 @@ def _once(names: Sequence[str], paths: Sequence[Path]) -> tuple[list[str], list[
     return [name for name, _ in first.values()], [path for _, path in first.values()], len(twice)
 
 
-def _shown(pieces: Iterable[_Piece], advance: Callable[[int], None]) -> Iterator[_Piece]:
-    with sources.readable("SOURCE"):  # here, because what fails where the pieces are used is not the fault of their files
+def _shown(pieces: Iterable[_Piece], found: _Found, reporter: Reporter, words: str) -> Iterator[_Piece]:
+    """Yield what is read of files, with progress."""
+    with (
+        reporter.reading(f"{words} {_many(len(found.paths), 'file')}", found.size) as advance,
+        sources.readable("SOURCE"),  # here, because what fails where the pieces are used is not the fault of their files
+    ):
         for piece in pieces:
             interrupt.check()
             yield piece

@@ -18,12 +18,13 @@ from jpipe_lm.data import texts
 from jpipe_lm.data import tokenizer as tokenizers
 from jpipe_lm.data.chat import reading, template
 from jpipe_lm.data.chat.renderer import TRAINING_TIME, Failure, NoTemplate, Renderer
+from jpipe_lm.data.document_files import Answers, Assembler, Files
+from jpipe_lm.data.document_files import read as read_documents
 from jpipe_lm.data.documents import Documents, Shard
-from jpipe_lm.data.files import token_files, token_rows
+from jpipe_lm.data.files import token_files
 from jpipe_train.config.config import Config
 from jpipe_train.config.data_config import DataConfig
 from jpipe_train.config.section import AUTO
-from jpipe_train.console.terminal import count
 from jpipe_train.data import sources
 from jpipe_train.data.files import arrow, kinds, streams
 from jpipe_train.data.files.file_array import FileArray
@@ -77,9 +78,9 @@ def _read(config: Config) -> Split:
             _check_kinds(data)
         return read_bytes(data.path, data.validation_fraction, data.validation_path)
     check_beside_weights(config)
-    if data.format == "tokens":
-        return _of_token_files(config) if token_files.is_folder(str(data.path)) else _of_token_rows(config, parts_of(data))
-    return _of_texts(config, parts_of(data))
+    if data.format == "tokens" and token_files.is_folder(str(data.path)):
+        return _of_token_files(config)
+    return _of_files(config, parts_of(data))
 
 
 def check_files(config: Config, other: str | None = None) -> int | None:
@@ -249,8 +250,7 @@ def _read_whole(config: Config, path: str) -> Split:
         return Split(documents, documents, source, digest, unit="bytes", remarks=sources.left_out(path))
     if config.data.format == "tokens" and token_files.is_folder(path):
         return _whole_folder(config, path)
-    of_parts = _of_token_rows if config.data.format == "tokens" else _of_texts
-    split = of_parts(config, [DataPath(path, 0.0, "data.path")])
+    split = _of_files(config, [DataPath(path, 0.0, "data.path")])
     remarks = *split.remarks, *sources.left_out(path)
     return replace(split, validation=split.train, place=(split.place[0], split.place[0]), remarks=remarks)
 
@@ -396,13 +396,18 @@ class _Memory:
         self._tokens.append(tokens.astype(self._dtype))
         self._size += tokens.size
 
-    def end(self, answers: texts.Answers | None, place: FilePlace) -> None:
+    def end(self, answers: Answers | None, place: FilePlace) -> None:
         begin = self._ends[-1] if self._ends else 0
         if answers is not None:
             self._answers += [begin + first for first, _ in answers]
             self._answer_ends += [begin + stop for _, stop in answers]
             self._places.append(place)
         self._ends.append(self._size)
+
+    @property
+    def largest(self) -> int:
+        """The largest token; 0 without tokens."""
+        return max((int(tokens.max()) for tokens in self._tokens), default=0)
 
     def documents(self, vocab_size: int) -> Documents:
         whole = np.concatenate([np.zeros(0, self._dtype), *self._tokens])
@@ -413,70 +418,38 @@ class _Memory:
         return str(self._places[example])
 
 
-def _of_token_rows(config: Config, parts: Sequence[DataPath]) -> Split:
-    """Read rows of token ids into memory."""
-    data = config.data
-    if data.objective == "masked":
-        raise InputError(
-            "data.objective: masked: expected a folder that jpipe data prepare wrote, which has the tokenizer of its tokens, found "
-            f"'{data.path}'; prepare it with jpipe data prepare --format tokens"
-        )
-    memory = [_Memory(np.dtype(np.uint32)) for _ in range(2)]
-    largest, empty = 0, 0
-    for path, share, where in parts:
-        with sources.readable(where):
-            _, files = sources.find_files(path, where)
-            for row in token_rows.read(files, data.tokens_key, share, where):
-                empty += not row.tokens.size
-                if row.tokens.size:
-                    largest = max(largest, int(row.tokens.max()))
-                    memory[row.held_out].add(row.tokens)
-                    memory[row.held_out].end(None, row.place)
-    train, validation = (part.documents(largest + 1) for part in memory)
-    remarks = (f"{count(empty, 'empty document')} left out",) if empty else ()
-    return Split(train, validation, sources.named(data.path), functools.partial(_digest, "", train, validation), remarks=remarks)
-
-
-def _of_texts(config: Config, parts: Sequence[DataPath]) -> Split:
-    """Tokenize files of text, or of rows with text.
+def _of_files(config: Config, parts: Sequence[DataPath]) -> Split:
+    """Read files of text, or rows of text, prompts, conversations or token ids, into memory.
 
     Args:
         config: what they are.
         parts: what is read.
     """
     data = config.data
-    tokenizer = tokenizers.load(str(data.tokenizer), "data.tokenizer", data.end_of_text)
-    memory = [_Memory(np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)) for _ in range(2)]
-    assembler = texts.Assembler(tokenizer, {False: memory[0], True: memory[1]})
-    (_add_conversations if data.format == "chat" else _add_texts)(data, parts, assembler)
-    train, validation = (part.documents(tokenizer.vocab_size) for part in memory)
+    form = data.format if data.format in ("prompts", "chat", "tokens") else "text"
+    if form == "tokens" and data.objective == "masked":
+        raise InputError(
+            "data.objective: masked: expected a folder that jpipe data prepare wrote, which has the tokenizer of its tokens, found "
+            f"'{data.path}'; prepare it with jpipe data prepare --format tokens"
+        )
+    tokenizer = None if form == "tokens" else tokenizers.load(str(data.tokenizer), "data.tokenizer", data.end_of_text)
+    is_small = tokenizer is not None and tokenizer.vocab_size <= 2**16
+    memory = [_Memory(np.dtype(np.uint16 if is_small else np.uint32)) for _ in range(2)]
+    assembler = Assembler({False: memory[0], True: memory[1]}, *(() if tokenizer is None else (tokenizer.begin, tokenizer.end)))
+    files = Files((), form, texts.Keys(data.text_key, data.prompt_key, data.answer_key, data.tokens_key), data.chat_template)
+    for path, share, where in parts:
+        with sources.readable(where):
+            names, paths = sources.find_files(path, where)
+            for tokens in read_documents(files, names, paths, 0.0 if share == 1 else share, where, tokenizer):
+                assembler.add(tokens._replace(held_out=tokens.held_out or share == 1))
+    vocab_size = 1 + max(part.largest for part in memory) if tokenizer is None else tokenizer.vocab_size
+    train, validation = (part.documents(vocab_size) for part in memory)
     return Split(
         train,
         validation,
         sources.named(data.path),
-        functools.partial(_digest, tokenizer.sha256, train, validation),
+        functools.partial(_digest, "" if tokenizer is None else tokenizer.sha256, train, validation),
         tokenizer,
-        place=(memory[0].place, memory[1].place) if data.format in ("prompts", "chat") else (None, None),
+        place=(memory[0].place, memory[1].place) if form in ("prompts", "chat") else (None, None),
         remarks=tuple(assembler.remarks()),
     )
-
-
-def _add_texts(data: DataConfig, parts: Sequence[DataPath], assembler: texts.Assembler) -> None:
-    form: texts.Format = "prompts" if data.format == "prompts" else "text"
-    keys = texts.Keys(data.text_key, data.prompt_key, data.answer_key)
-    for path, share, where in parts:
-        with sources.readable(where):
-            names, files = sources.find_files(path, where)
-            pieces = texts.pieces(names, files, form, 0.0 if share == 1 else share, keys, where)
-            for piece, tokens in texts.tokenized(pieces, assembler.tokenizer):
-                assembler.add(piece._replace(held_out=piece.held_out or share == 1), tokens)
-
-
-def _add_conversations(data: DataConfig, parts: Sequence[DataPath], assembler: texts.Assembler) -> None:
-    with Renderer(template.find(assembler.tokenizer, data.chat_template), TRAINING_TIME) as renderer:
-        for path, share, where in parts:
-            with sources.readable(where):
-                _, files = sources.find_files(path, where)
-                for read in reading.read(files, renderer, assembler.tokenizer, share, where):
-                    assembler.divided += read.number == 2
-                    assembler.add_document(read.tokenized.tokens, read.tokenized.answers, read.place, held_out=read.held_out)

@@ -1,19 +1,16 @@
-"""Read the text of files in pieces, tokenize these, and assemble the tokens into documents, in constant memory."""
+"""Read the text of files in pieces and tokenize these, in constant memory."""
 
 import codecs
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from jpipe import InputError
 from jpipe.files import open_to_read
-from jpipe_lm.data.tokenizer import Tokenizer, batched
-from jpipe_train.console.terminal import count
+from jpipe_lm.data.tokenizer import Tokenizer, ahead
 from jpipe_train.data import sources
 from jpipe_train.data.files import kinds, streams
 from jpipe_train.data.files.arrow import Column
@@ -59,21 +56,6 @@ class Piece(NamedTuple):
     place: Place
     size: int
     continues: bool = False
-
-
-Answers = Sequence[tuple[int, int]]
-"""The first token of each answer in a document, and the one after its last."""
-
-
-@runtime_checkable
-class Sink(Protocol):
-    """An interface that receives documents in parts."""
-
-    def add(self, tokens: np.ndarray) -> None:
-        """Add tokens to the document."""
-
-    def end(self, answers: Answers | None, place: Place) -> None:
-        """End the document; if it can have answers, they are these of its tokens."""
 
 
 def pieces(names: Sequence[str], files: Sequence[Path], form: Format, fraction: float, keys: Keys, where: str) -> Iterator[Piece]:
@@ -133,118 +115,12 @@ def tokenized(texts: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Pi
     Raises:
         InputError: the tokenizer fails.
     """
-    with ThreadPoolExecutor(1, "tokenizer") as thread:
-        ahead = None
-        # An empty piece has a size, too, so that many of them make a batch.
-        for batch in batched(texts, lambda piece: len(piece.text) + 100, _BATCH):
-            following = batch, thread.submit(tokenizer.encoded, [piece.text for piece in batch], [piece.continues for piece in batch])
-            if ahead is not None:
-                yield from zip(ahead[0], ahead[1].result(), strict=True)
-            ahead = following
-        if ahead is not None:
-            yield from zip(ahead[0], ahead[1].result(), strict=True)
 
+    def encoded(batch: Sequence[Piece]) -> list[np.ndarray]:
+        return tokenizer.encoded([piece.text for piece in batch], [piece.continues for piece in batch])
 
-@dataclass
-class Assembler:
-    """Assembles pieces into documents: the tokens that begin a document, its own tokens, and its end.
-
-    Documents without tokens are counted and left out.
-
-    Attributes:
-        tokenizer: the one that made the tokens.
-        sinks: the sinks of documents for training (False) and for validation (True).
-        documents: how many there were of either.
-        tokens: how many tokens.
-        empty: how many documents were left out: those without text, and prompts and conversations without an answer.
-        first_empty: the place of the first of them.
-        divided: how many conversations became several documents.
-    """
-
-    tokenizer: Tokenizer
-    sinks: dict[bool, Sink]
-    documents: int = 0
-    tokens: int = 0
-    empty: int = 0
-    first_empty: Place | None = None
-    divided: int = 0
-
-    def __post_init__(self) -> None:
-        self._began = False  # whether a document is under way
-        self._some = False  # whether the text that is read gave one
-        self._prompt: np.ndarray = np.zeros(0, np.uint32)
-
-    def add(self, piece: Piece, tokens: np.ndarray) -> None:
-        """Add the next piece."""
-        if piece.part == "text":
-            self._add_text(piece, tokens)
-        elif piece.part == "prompt":
-            self._prompt = tokens
-        else:
-            self._add_example(piece, tokens)
-
-    def add_document(self, tokens: np.ndarray, answers: Answers | None, place: Place, *, held_out: bool) -> None:
-        """Add a whole tokenized document; with answers, unless they are None."""
-        if not tokens.size if answers is None else tokens.size < 2 or not answers:
-            self._leave_out(place)
-            return
-        self._write(held_out, tokens)
-        self._end(held_out, answers, place)
-
-    def remarks(self) -> Iterator[str]:
-        """Yield lines about documents that were left out and conversations that were divided."""
-        if self.first_empty is not None:
-            yield f"{count(self.empty, 'empty document')} left out, the first is {self.first_empty}"
-        if self.divided:
-            yield (
-                f"{count(self.divided, 'conversation')} learned as several texts, because the chat template writes an answer otherwise "
-                "once messages follow it"
-            )
-
-    def _add_text(self, piece: Piece, tokens: np.ndarray) -> None:
-        end = self.tokenizer.end
-        # One inside a text ends a document, too.
-        parts = [tokens] if end is None else np.split(tokens, np.flatnonzero(tokens == end) + 1)
-        for part in parts:
-            if not part.size or (end is not None and not self._began and part[0] == end):
-                continue
-            if not self._began:
-                self._write(piece.held_out, self.tokenizer.begin)
-            self._began = self._some = True
-            self._write(piece.held_out, part)
-            if end is not None and part[-1] == end:
-                self._end(piece.held_out, None, piece.place)
-        if piece.last:
-            if self._began:
-                self._write(piece.held_out, () if end is None else (end,))
-                self._end(piece.held_out, None, piece.place)
-            elif not self._some:
-                self._leave_out(piece.place)
-            self._some = False
-
-    def _add_example(self, piece: Piece, tokens: np.ndarray) -> None:
-        end = () if self.tokenizer.end is None else (self.tokenizer.end,)
-        answer = len(self.tokenizer.begin) + self._prompt.size
-        if not tokens.size or answer + tokens.size + len(end) < 2:
-            self._leave_out(piece.place)
-            return
-        for part in (self.tokenizer.begin, self._prompt, tokens, end):
-            self._write(piece.held_out, part)
-        self._end(piece.held_out, [(answer, answer + tokens.size + len(end))], piece.place)
-
-    def _write(self, held_out: bool, tokens: Sequence[int] | np.ndarray) -> None:
-        if len(tokens):
-            self.sinks[held_out].add(np.asarray(tokens, np.uint32))
-            self.tokens += len(tokens)
-
-    def _end(self, held_out: bool, answers: Answers | None, place: Place) -> None:
-        self.sinks[held_out].end(answers, place)
-        self.documents += 1
-        self._began = False
-
-    def _leave_out(self, place: Place) -> None:
-        self.empty += 1
-        self.first_empty = self.first_empty or place
+    # An empty piece has a size, too, so that many of them make a batch.
+    return ahead(texts, lambda piece: len(piece.text) + 100, _BATCH, encoded)
 
 
 def _of_text(file: Path, start: int, stop: int | None, held_out: bool, where: str) -> Iterator[Piece]:
@@ -311,8 +187,8 @@ def _next_line(file: Path, start: int, size: int) -> int:
     return start + end
 
 
-def _of_rows(file: Path, form: Format, fraction: float, keys: Keys, wrong: WrongLines) -> Iterator[Piece]:
-    """Yield the text of each row; after a wrong row the remaining ones are only checked."""
+def _of_rows(file: Path, form: Format, share: float, keys: Keys, wrong: WrongLines) -> Iterator[Piece]:
+    """Yield the texts of each row."""
     parts: Sequence[tuple[Role, str]]
     if form == "text":
         assert keys.text is not None
@@ -320,10 +196,15 @@ def _of_rows(file: Path, form: Format, fraction: float, keys: Keys, wrong: Wrong
     else:
         parts = [("prompt", keys.prompt), ("answer", keys.answer)]
     columns = [Column(name, f"{part}_key", "text") for part, name in parts]
-    for read, texts in records(file, wrong, columns, lambda record: [text_of(value_of(record, name), name) for _, name in parts]):
-        if wrong.number:
-            continue
-        held_out = sources.place_of("\0".join(texts).encode()) < fraction
-        for i, ((part, _), text) in enumerate(zip(parts, texts, strict=True)):
+    rows = records(
+        [file],
+        wrong,
+        columns,
+        lambda record: [text_of(value_of(record, name), name) for _, name in parts],
+        lambda texts: "\0".join(texts).encode(),
+        share,
+    )
+    for row in rows:
+        for i, ((part, _), text) in enumerate(zip(parts, row.value, strict=True)):
             last = i == len(parts) - 1
-            yield Piece(text, part, last, held_out, read.place, read.size if last else 0, i > 0 and texts[0] != "")
+            yield Piece(text, part, last, row.held_out, row.place, row.size if last else 0, i > 0 and row.value[0] != "")

@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
@@ -28,6 +29,7 @@ PADDINGS = "[PAD]", "<pad>", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|
 """Tokens that fill rows, in order of preference."""
 
 _Item = TypeVar("_Item")
+_Tokens = TypeVar("_Tokens")
 _NO_MARK: tuple[str, tuple[int, ...]] = ("", ())
 
 
@@ -303,3 +305,18 @@ def batched(items: Iterable[_Item], size: Callable[[_Item], int], most: int) -> 
             batch, total = [], 0
     if batch:
         yield batch
+
+
+def ahead(
+    items: Iterable[_Item], size: Callable[[_Item], int], most: int, tokenize: Callable[[list[_Item]], Sequence[_Tokens]]
+) -> Iterator[tuple[_Item, _Tokens]]:
+    """Yield each item with its tokens; meanwhile a thread tokenizes the next batch, made as in `batched`."""
+    with ThreadPoolExecutor(1, "tokenizer") as thread:
+        last: tuple[list[_Item], Future[Sequence[_Tokens]]] | None = None
+        for batch in batched(items, size, most):
+            following = batch, thread.submit(tokenize, batch)
+            if last is not None:
+                yield from zip(last[0], last[1].result(), strict=True)
+            last = following
+        if last is not None:
+            yield from zip(last[0], last[1].result(), strict=True)

@@ -36,14 +36,14 @@ def lines(config: Config, most: int, *, bold: bool) -> Iterator[str]:
     with sources.readable(), Renderer(template.find(tokenizer, data.chat_template), TRAINING_TIME) as renderer:
         _, files = sources.find_files(sources.with_validation(data.first_path, "data.path")[0])
         shown = 0
-        for read in reading.read(files, renderer, tokenizer, 0.0, "data.path"):
-            shown += read.number == 1
+        for row, i, text in reading.read(files, renderer, tokenizer, 0.0, "data.path"):
+            shown += i == 0
             if shown > most:
                 break
-            part = f", text {read.number} of {read.texts}" if read.texts > 1 else ""
-            tokens, learned = read.tokenized.tokens.size, sum(stop - start for start, stop in read.tokenized.answers)
-            yield printable(f"{read.place}{part}: {count(tokens, 'token')}, {learned} learned")
-            yield from _text(read.tokenized, *(BOLD if bold else BRACKETS)).removesuffix("\n").split("\n")
+            part = f", text {i + 1} of {len(row.value[1])}" if len(row.value[1]) > 1 else ""
+            tokens, learned = text.tokens.size, sum(stop - start for start, stop in text.answers)
+            yield printable(f"{row.place}{part}: {count(tokens, 'token')}, {learned} learned")
+            yield from _text(text, *(BOLD if bold else BRACKETS)).removesuffix("\n").split("\n")
             yield ""
 
 

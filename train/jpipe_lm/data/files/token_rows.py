@@ -2,41 +2,24 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from jpipe.errors import short
 from jpipe_lm.data.tokenizer import LARGEST_VOCABULARY
-from jpipe_train.data import sources
 from jpipe_train.data.files.arrow import Column
-from jpipe_train.data.files.records import records, setting_of
-from jpipe_train.data.files.wrong_lines import Place, WrongLine, WrongLines, value_of
+from jpipe_train.data.files.records import Row, records, setting_of
+from jpipe_train.data.files.wrong_lines import WrongLine, WrongLines, value_of
 
 
-class TokenRow(NamedTuple):
-    """A document.
-
-    Attributes:
-        tokens: its ids, in uint32; perhaps none.
-        held_out: whether it is for validation.
-        place: its file and row.
-        size: how many bytes of the file it takes.
-    """
-
-    tokens: np.ndarray
-    held_out: bool
-    place: Place
-    size: int
-
-
-def read(files: Sequence[Path], key: str, fraction: float, where: str, largest: int = LARGEST_VOCABULARY) -> Iterator[TokenRow]:
-    """Yield the documents of all files in order; after a wrong row the remaining ones are only checked.
+def read(files: Sequence[Path], key: str, share: float, where: str, largest: int = LARGEST_VOCABULARY) -> Iterator[Row[np.ndarray]]:
+    """Yield the documents of all files in order, each its ids in uint32, perhaps none.
 
     Args:
         files: the files to read.
         key: the column with the ids.
-        fraction: share to hold out, chosen by hash.
+        share: of the documents, to hold out.
         where: the key or the option that names the files, for messages.
         largest: ids are below this.
 
@@ -45,11 +28,7 @@ def read(files: Sequence[Path], key: str, fraction: float, where: str, largest: 
     """
     wrong = WrongLines(where, f"or set {setting_of(where, 'tokens_key')}")
     columns = [Column(key, "tokens_key", "ids")]
-    for file in files:
-        for line, tokens in records(file, wrong, columns, lambda record: _ids(record, key, largest)):
-            if not wrong.number:
-                held_out = sources.place_of(tokens.astype("<u4").tobytes()) < fraction
-                yield TokenRow(tokens, held_out, line.place, line.size)
+    yield from records(files, wrong, columns, lambda record: _ids(record, key, largest), lambda ids: ids.astype("<u4").tobytes(), share)
     wrong.check()
 
 

@@ -9,8 +9,8 @@ from jpipe.errors import short
 from jpipe_train.config.config import Config
 from jpipe_train.data.files.arrow import Column
 from jpipe_train.data.files.kinds import is_number
-from jpipe_train.data.files.records import records
-from jpipe_train.data.files.wrong_lines import Place, WrongLine, WrongLines, text_of, value_of
+from jpipe_train.data.files.records import Row, records
+from jpipe_train.data.files.wrong_lines import WrongLine, WrongLines, text_of, value_of
 
 
 class Example(NamedTuple):
@@ -19,12 +19,10 @@ class Example(NamedTuple):
     Attributes:
         rows: the texts and pairs.
         label: the number of the class or of the choice, or for regression the number to predict.
-        place: the file, and the line or row.
     """
 
     rows: tuple[str | tuple[str, str], ...]
     label: int | float
-    place: Place
 
     @property
     def content(self) -> bytes:
@@ -32,12 +30,13 @@ class Example(NamedTuple):
         return "\0".join(text for row in self.rows for text in ((row,) if isinstance(row, str) else row)).encode()
 
 
-def read(files: Sequence[Path], config: Config, where: str) -> Iterator[Example]:
-    """Yield the examples of all files in order; after a wrong line the remaining ones are only checked.
+def read(files: Sequence[Path], config: Config, share: float, where: str) -> Iterator[Row[Example]]:
+    """Yield the examples of all files in order.
 
     Args:
         files: the files to read.
         config: the config of the run; its `data` names the keys, and its `model` the head and the labels.
+        share: of the examples, to hold out.
         where: the key that names the files, for messages.
 
     Raises:
@@ -45,13 +44,10 @@ def read(files: Sequence[Path], config: Config, where: str) -> Iterator[Example]
     """
     wrong, numbers = WrongLines(where), _numbers_of_labels(config)
 
-    def example(record: Mapping[str, Any]) -> tuple[tuple[str | tuple[str, str], ...], int | float]:
-        return _rows(record, config), _label(record, config, numbers)
+    def example(record: Mapping[str, Any]) -> Example:
+        return Example(_rows(record, config), _label(record, config, numbers))
 
-    for file in files:
-        for line, (rows, label) in records(file, wrong, _columns(config), example):
-            if not wrong.number:
-                yield Example(rows, label, line.place)
+    yield from records(files, wrong, _columns(config), example, lambda example: example.content, share)
     wrong.check()
 
 

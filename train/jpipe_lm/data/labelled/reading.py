@@ -18,6 +18,7 @@ from jpipe_lm.data.labelled.rows import Examples, Memory
 from jpipe_train.config.config import Config
 from jpipe_train.console.terminal import count
 from jpipe_train.data import sources
+from jpipe_train.data.files.records import Row
 from jpipe_train.data.files.wrong_lines import Place
 
 _AT_ONCE = 2000  # rows that go to the tokenizer together
@@ -63,7 +64,7 @@ def read(config: Config, path: str | None = None) -> Labelled:
     for file, share, where in parts:
         with sources.readable(where):
             _, files = sources.find_files(file, where)
-            rows.add_all(fields.read(files, config, where), share, where)
+            rows.add_all(fields.read(files, config, share, where), where)
     train, validation = rows.examples()
 
     def digest() -> str:
@@ -82,20 +83,20 @@ class _Rows:
         dtype: np.dtype[Any] = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
         self._memory = Memory(dtype), Memory(dtype)
 
-    def add_all(self, examples: Iterable[Example], share: float, where: str) -> None:
-        """Add examples; a share, chosen by their hashes, is held out."""
+    def add_all(self, examples: Iterable[Row[Example]], where: str) -> None:
+        """Add examples."""
         too_long = _TooLong(where, self._most)
-        for batch in tokenizers.batched(examples, lambda example: len(example.rows), _AT_ONCE):
-            texts = [row for example in batch for row in example.rows]
+        for batch in tokenizers.batched(examples, lambda example: len(example.value.rows), _AT_ONCE):
+            texts = [row for example in batch for row in example.value.rows]
             tokenized = iter(self._tokenizer.whole(texts, self._most if self._config.data.too_long == "cut" else None))
             for example in batch:
-                memory = self._memory[sources.place_of(example.content) < share]
-                for row in itertools.islice(tokenized, len(example.rows)):
-                    self._check(row, example, where)
+                memory = self._memory[example.held_out]
+                for row in itertools.islice(tokenized, len(example.value.rows)):
+                    self._check(row, example.place, where)
                     self._cut += row.is_cut
                     too_long.add(row.tokens.size, example.place)
                     memory.add_row(row.tokens, row.types)
-                memory.add_label(example.label)
+                memory.add_label(example.value.label)
         too_long.check()
 
     def examples(self) -> list[Examples]:
@@ -113,9 +114,9 @@ class _Rows:
         """Describe what was cut."""
         return (f"{count(self._cut, 'text')} cut to the {self._most} tokens of a row",) if self._cut else ()
 
-    def _check(self, row: tokenizers.Row, example: Example, where: str) -> None:
+    def _check(self, row: tokenizers.Row, place: Place, where: str) -> None:
         if not row.tokens.size:
-            raise InputError(where=where, key=example.place, expected="text", found="none that has a token", change="leave the example out")
+            raise InputError(where=where, key=place, expected="text", found="none that has a token", change="leave the example out")
         if self._config.model.kind == "bert" and (types := 1 + int(row.types.max())) > _MOST_TYPES:
             raise InputError(
                 where=self._tokenizer.where,

@@ -232,7 +232,7 @@ def _converted(
                 raise record
             arrays = [array.of_row(record) for array in both]
         except WrongLine as error:
-            wrong.add(place, str(error))
+            wrong.add(place, error)
             continue
         yield place, arrays
 

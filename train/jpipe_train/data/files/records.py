@@ -3,13 +3,15 @@
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from jpipe import InputError
 from jpipe.errors import shortened
 from jpipe.files import open_to_read
+from jpipe_train.data import sources
 from jpipe_train.data.files import arrow, json_lines, kinds, streams, tables
 from jpipe_train.data.files.arrow import Column
 from jpipe_train.data.files.wrong_lines import Place, WrongLine, WrongLines
@@ -19,45 +21,60 @@ _Rows = Iterator[tuple[Place, Mapping[str, Any] | WrongLine, int, int]]
 _MOST_ROWS, _MOST_BYTES = 1024, 2**18  # of a block; bytes that are read for it, after decompression
 
 
-class Read(NamedTuple):
-    """The place where a row was read.
+@dataclass(frozen=True)
+class Row(Generic[_Value]):
+    """A row of a file.
 
     Attributes:
+        value: the content of its columns, as a format converts it.
+        held_out: whether it is for validation.
         place: its file and number.
         size: how many bytes of the file, which may be compressed, were read for it.
     """
 
+    value: _Value
+    held_out: bool
     place: Place
     size: int
 
 
 def records(
-    file: Path, wrong: WrongLines, columns: Sequence[Column], convert: Callable[[Mapping[str, Any]], _Value]
-) -> Iterator[tuple[Read, _Value]]:
-    """Yield the content of each row of a file; empty or wrong rows are left out.
+    files: Sequence[Path],
+    wrong: WrongLines,
+    columns: Sequence[Column],
+    convert: Callable[[Mapping[str, Any]], _Value],
+    key: Callable[[_Value], bytes],
+    share: float,
+) -> Iterator[Row[_Value]]:
+    """Yield the rows of all files in order; empty rows are left out, and after a wrong row the remaining ones are only checked.
 
     Args:
-        file: the file to read. Its content decides how: Parquet, Arrow, a table, or otherwise JSON lines.
-        wrong: the collection of errors.
+        files: the files to read. The content of each decides how: Parquet, Arrow, a table, or otherwise JSON lines.
+        wrong: the collection of errors, which the caller reports.
         columns: those that are needed.
-        convert: returns what is yielded for the values of a row by column, or raises WrongLine.
+        convert: returns the content for the values of a row by column, or raises WrongLine.
+        key: returns the bytes of the content; their hash decides whether the row is held out.
+        share: of the rows, to hold out.
 
     Raises:
-        InputError: a column is missing or of another type; pyarrow, which reads the file, is not installed.
-        OSError: the file is damaged.
+        InputError: a column is missing or of another type; pyarrow, which reads a file, is not installed; no row after a wrong one can be
+            converted.
+        OSError: a file is damaged.
     """
-    before = 0
-    with open_to_read(file) as opened:
-        for place, record, position, _ in _rows(file, opened, wrong.where, columns):
-            try:
-                if isinstance(record, WrongLine):
-                    raise record
-                value = convert(record)
-            except WrongLine as error:
-                wrong.add(place, str(error))
-                continue
-            yield Read(place, max(position - before, 0)), value
-            before = max(position, before)
+    for file in files:
+        before = 0
+        with open_to_read(file) as opened:
+            for place, record, position, _ in _rows(file, opened, wrong.where, columns):
+                try:
+                    if isinstance(record, WrongLine):
+                        raise record
+                    value = convert(record)
+                except WrongLine as error:
+                    wrong.add(place, error)
+                    continue
+                if not wrong.number:
+                    yield Row(value, sources.place_of(key(value)) < share, place, max(position - before, 0))
+                before = max(position, before)
 
 
 def blocks(file: Path, where: str, columns: Sequence[Column]) -> Iterator[list[tuple[Place, Mapping[str, Any] | WrongLine]]]:

@@ -29,7 +29,16 @@ class Place(NamedTuple):
 
 
 class WrongLine(Exception):
-    """An error in a line."""
+    """An error in a line.
+
+    Args:
+        message: says what was expected and found.
+        change: what to change, if no line after this one can be read; None: the following lines are read.
+    """
+
+    def __init__(self, message: str, change: str | None = None) -> None:
+        super().__init__(message)
+        self.change = change
 
 
 class WrongLines:
@@ -47,12 +56,18 @@ class WrongLines:
         self._unit = "line"
         self._first: list[tuple[str, str]] = []
 
-    def add(self, place: Place, message: str) -> None:
-        """Add an error in a line."""
+    def add(self, place: Place, error: WrongLine) -> None:
+        """Add an error in a line.
+
+        Raises:
+            InputError: no line after this one can be read.
+        """
+        if error.change is not None:
+            raise InputError(str(error), where=self.where, key=place, change=error.change) from None
         self.number += 1
         self._unit = place.unit
         if len(self._first) < _MOST_LISTED:
-            self._first.append((str(place), message))
+            self._first.append((str(place), str(error)))
 
     def check(self) -> None:
         """Raise if a wrong line was added.

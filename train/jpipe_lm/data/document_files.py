@@ -1,0 +1,205 @@
+"""Read the documents of files as tokens, for a run and for `jpipe data prepare`, and assemble them for training and for validation."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+
+from jpipe_lm.data import texts
+from jpipe_lm.data.chat import reading, template
+from jpipe_lm.data.chat.renderer import TRAINING_TIME, Renderer
+from jpipe_lm.data.files import token_rows
+from jpipe_lm.data.tokenizer import LARGEST_VOCABULARY, Tokenizer
+from jpipe_train.console.terminal import count
+from jpipe_train.data.files.records import setting_of
+from jpipe_train.data.files.wrong_lines import Place
+
+Answers = Sequence[tuple[int, int]]
+"""The first token of each answer in a document, and the one after its last."""
+
+
+class Files(NamedTuple):
+    """The files to read, and their format.
+
+    Attributes:
+        paths: files, folders or globs; none: the standard library's source.
+        form: the form of the documents: texts, which are whole files or their rows, or rows with prompts, conversations or token ids; auto
+            is text, and an error for files that are known to be neither text nor rows.
+        keys: the keys of rows.
+        chat_template: the file of a template in place of that beside the tokenizer, for conversations.
+    """
+
+    paths: Sequence[str]
+    form: texts.Format | Literal["auto", "chat", "tokens"] = "auto"
+    keys: texts.Keys = texts.Keys()
+    chat_template: str | None = None
+
+    @property
+    def kind(self) -> Literal["text", "prompts", "chat"]:
+        """The kind of their tokens."""
+        return self.form if self.form == "prompts" or self.form == "chat" else "text"
+
+
+class Tokens(NamedTuple):
+    """The tokens of a document, or of a piece of a text.
+
+    Attributes:
+        ids: of the tokens.
+        held_out: whether the document is for validation.
+        place: its file and line or row, for messages.
+        size: how many bytes of the file, which may be compressed, were read for it.
+        answers: where the answers of a whole document are; None: it cannot have any.
+        ends_text: whether a text ends with this piece; None: it is a whole document with the tokens that begin and end it.
+        number: of the documents that a conversation became, from 1.
+    """
+
+    ids: np.ndarray
+    held_out: bool
+    place: Place
+    size: int
+    answers: Answers | None = None
+    ends_text: bool | None = None
+    number: int = 1
+
+
+def read(
+    files: Files, names: Sequence[str], paths: Sequence[Path], share: float, where: str, tokenizer: Tokenizer | None
+) -> Iterator[Tokens]:
+    """Yield the documents of files in order, texts in pieces.
+
+    Args:
+        files: their form.
+        names: of the files, which decide where whole files are held out.
+        paths: of the files.
+        share: to hold out, as in `texts.pieces`.
+        where: the key or the option that names the files, for messages.
+        tokenizer: of texts; None: there is none, because rows have token ids.
+
+    Raises:
+        InputError: a file is not what it should be.
+        OSError: a file cannot be read.
+    """
+    if files.form == "tokens":
+        most = LARGEST_VOCABULARY if tokenizer is None else tokenizer.vocab_size
+        for row in token_rows.read(paths, files.keys.tokens, share, where, most):
+            yield Tokens(row.value, row.held_out, row.place, row.size)
+        return
+    assert tokenizer is not None
+    if files.form == "chat":
+        chosen = template.find(tokenizer, files.chat_template, setting_of(where, "chat_template"))
+        with Renderer(chosen, TRAINING_TIME) as renderer:
+            for text, i, found in reading.read(paths, renderer, tokenizer, share, where):
+                yield Tokens(found.tokens, text.held_out, text.place, 0 if i else text.size, found.answers, number=i + 1)
+        return
+    begin, end = (np.asarray(ids, np.uint32) for ids in (tokenizer.begin, () if tokenizer.end is None else (tokenizer.end,)))
+    prompt: np.ndarray = np.zeros(0, np.uint32)
+    form: texts.Format = "prompts" if files.form == "prompts" else "text"
+    for piece, ids in texts.tokenized(texts.pieces(names, paths, form, share, files.keys, where), tokenizer):
+        if piece.part == "text":
+            yield Tokens(ids, piece.held_out, piece.place, piece.size, ends_text=piece.last)
+        elif piece.part == "prompt":
+            prompt = ids
+        else:
+            whole = np.concatenate([begin, prompt, ids, end])
+            yield Tokens(whole, piece.held_out, piece.place, piece.size, [(begin.size + prompt.size, whole.size)] if ids.size else [])
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """An interface that receives documents in parts."""
+
+    def add(self, tokens: np.ndarray) -> None:
+        """Add tokens to the document."""
+
+    def end(self, answers: Answers | None, place: Place) -> None:
+        """End the document; if it can have answers, they are these of its tokens."""
+
+
+@dataclass
+class Assembler:
+    """Assembles pieces of texts into documents: the tokens that begin a document, its own tokens, and its end.
+
+    Documents without tokens are counted and left out.
+
+    Attributes:
+        sinks: the sinks of documents for training (False) and for validation (True).
+        begin: the tokens that are put before a text.
+        end_of_text: the token that ends a text; None: nothing does.
+        documents: how many there were of either.
+        tokens: how many tokens.
+        empty: how many documents were left out: those without text, and prompts and conversations without an answer.
+        first_empty: the place of the first of them.
+        divided: how many conversations became several documents.
+    """
+
+    sinks: dict[bool, Sink]
+    begin: Sequence[int] = ()
+    end_of_text: int | None = None
+    documents: int = 0
+    tokens: int = 0
+    empty: int = 0
+    first_empty: Place | None = None
+    divided: int = 0
+
+    def __post_init__(self) -> None:
+        self._began = False  # whether a document is under way
+        self._some = False  # whether the text that is read gave one
+
+    def add(self, read: Tokens) -> None:
+        """Add the next document, or the next piece of a text."""
+        if read.ends_text is not None:
+            self._add_text(read, is_last=read.ends_text)
+            return
+        self.divided += read.number == 2
+        if not read.ids.size if read.answers is None else read.ids.size < 2 or not read.answers:
+            self._leave_out(read.place)
+            return
+        self._write(read, read.ids)
+        self._end(read)
+
+    def remarks(self) -> Iterator[str]:
+        """Yield lines about documents that were left out and conversations that were divided."""
+        if self.first_empty is not None:
+            yield f"{count(self.empty, 'empty document')} left out, the first is {self.first_empty}"
+        if self.divided:
+            yield (
+                f"{count(self.divided, 'conversation')} learned as several texts, because the chat template writes an answer otherwise "
+                "once messages follow it"
+            )
+
+    def _add_text(self, read: Tokens, *, is_last: bool) -> None:
+        end, tokens = self.end_of_text, read.ids
+        # One inside a text ends a document, too.
+        parts = [tokens] if end is None else np.split(tokens, np.flatnonzero(tokens == end) + 1)
+        for part in parts:
+            if not part.size or (end is not None and not self._began and part[0] == end):
+                continue
+            if not self._began:
+                self._write(read, self.begin)
+            self._began = self._some = True
+            self._write(read, part)
+            if end is not None and part[-1] == end:
+                self._end(read)
+        if is_last:
+            if self._began:
+                self._write(read, () if end is None else (end,))
+                self._end(read)
+            elif not self._some:
+                self._leave_out(read.place)
+            self._some = False
+
+    def _write(self, read: Tokens, tokens: Sequence[int] | np.ndarray) -> None:
+        if len(tokens):
+            self.sinks[read.held_out].add(np.asarray(tokens, np.uint32))
+            self.tokens += len(tokens)
+
+    def _end(self, read: Tokens) -> None:
+        self.sinks[read.held_out].end(read.answers, read.place)
+        self.documents += 1
+        self._began = False
+
+    def _leave_out(self, place: Place) -> None:
+        self.empty += 1
+        self.first_empty = self.first_empty or place
