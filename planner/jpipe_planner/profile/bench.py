@@ -56,10 +56,6 @@ class Programs:
                     self._meter.begin(future := self._pool.submit(lowered.compile))
                     self._compiling[self._key(ids, name, rows)] = future, count_flops(traced, lowered)
 
-    def finish(self) -> None:
-        """Wait until everything that was started is compiled."""
-        self._meter.wait()
-
     def stages(self, groups: Sequence[tuple[str, ...]], rows: int) -> dict[tuple[str, ...], jpipe.stages.StandaloneStage]:
         """Return the stages of these layers, and the empty stage."""
         return {ids: self.model.stage(ids, rows) for ids in groups} | {_EMPTY: _empty_stage()}
@@ -100,24 +96,21 @@ class Bench:
             self.flops[ids] = {name: flops for name, (_, flops) in compiled.items()}
 
         self._seconds: dict[Any, list[float]] = {(ids, name): [] for ids in self._runs for name in PROGRAMS}
-        self._run_all()  # warms up
+        self.time(1)  # warms up
         self._seconds = {key: [] for key in self._seconds}
 
     def time(self, repetitions: int) -> None:
         """Run each program `repetitions` more times, one after the other."""
         for _ in range(repetitions):
-            self._run_all()
+            for name in PROGRAMS:
+                for ids, run in self._runs.items():
+                    self._seconds[ids, name].append(run.seconds(name))
 
     def medians(self) -> tuple[dict[tuple[str, ...], ByProgram], float]:
         """Return the median times of each stage's programs minus the empty stage's, and the latter."""
         dispatch = statistics.median(self._seconds[_EMPTY, "forward"] + self._seconds[_EMPTY, "backward"])
         medians = {key: max(statistics.median(times) - dispatch, 0.0) for key, times in self._seconds.items()}
         return {ids: {name: medians[ids, name] for name in PROGRAMS} for ids in self._runs if ids != _EMPTY}, dispatch
-
-    def _run_all(self) -> None:
-        for name in PROGRAMS:
-            for ids, run in self._runs.items():
-                self._seconds[ids, name].append(run.seconds(name))
 
 
 class StageRun:

@@ -71,14 +71,14 @@ def measure(
         for rows in model.sizes:
             programs.begin(single_layers, rows)
         stage_costs = count_bytes(model, policies, meter)  # while XLA compiles
-        programs.finish()  # nothing else runs while stages are timed
+        meter.wait()  # nothing else runs while stages are timed
         single, groups = {rows: Bench(programs, single_layers, rows) for rows in model.sizes}, {}
         for rows, bench in single.items():
             bench.time(FEWEST)
             meter.step()
             groups[rows] = short_groups(model.stack.ids, model.first_equal, bench.medians()[0])
             programs.begin(groups[rows], rows)
-        programs.finish()
+        meter.wait()
     benches = {rows: single[rows] if groups[rows] == single_layers else Bench(programs, groups[rows], rows) for rows in model.sizes}
     end = time.perf_counter() + seconds
     for n in range(repetitions):  # all sizes in turns, because a machine may be slow for several seconds

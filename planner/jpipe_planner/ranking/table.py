@@ -16,7 +16,6 @@ from jpipe_planner.search.candidate import Candidate
 __all__ = [
     "WHY_HEAD",
     "WORDS",
-    "agreement",
     "attempt",
     "delay",
     "devices",
@@ -122,7 +121,9 @@ def schedule(candidate: Candidate) -> str:
     parts = max((len(parts) for parts in candidate.sum_parts), default=1)
     in_parts = f"sum in {parts} parts" if parts > 1 else ""
     waiting = f"offload {offloaded(candidate)}" if candidate.offload is not None else ""
-    agreeing = "" if candidate.agree is None else agreement(candidate.agree)
+    agree, links, agreeing = candidate.agree, candidate.links, ""
+    if agree is not None:  # `agree every 50`, or `agree every 50, 5 late`
+        agreeing = f"agree every {agree.every}" + (f", {agree.delay} late" if agree.delay else "")
     if candidate.num_ranks == 1 and candidate.depth == 1:
         return ", ".join(["one device", *filter(None, (waiting,))])
     if candidate.depth == 1 and candidate.num_ranks > 1 and jpipe.schedules.SCHEDULES[candidate.schedule].data_parallel:
@@ -138,18 +139,10 @@ def schedule(candidate: Candidate) -> str:
     options += ["M_s = r_s"] if candidate.options.update_every == "replicas" else []
     options += ["stages together"] if candidate.keep_together == "stages" else []
     options += [in_parts] if in_parts else []
-    options += [*filter(None, (agreeing, "" if candidate.links is None else f"links {compressed(candidate.links)}", waiting))]
+    options += [agreeing] if agreeing else []
+    options += [f"links {links.activations or '–'}/{links.gradients or '–'}"] if links is not None else []  # such as int8/fp8
+    options += [waiting] if waiting else []
     return " ".join([candidate.schedule, *options])
-
-
-def agreement(agree: jpipe.plan.Agreement) -> str:
-    """Return when pipelines agree, as `agree every 50`, or `agree every 50, 5 late`."""
-    return f"agree every {agree.every}" + (f", {agree.delay} late" if agree.delay else "")
-
-
-def compressed(links: jpipe.plan.Links) -> str:
-    """Return what activations and gradients are rounded to, such as `int8/fp8`; `–`: not at all."""
-    return f"{links.activations or '–'}/{links.gradients or '–'}"
 
 
 def offloaded(candidate: Candidate) -> str:
