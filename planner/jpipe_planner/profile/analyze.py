@@ -80,7 +80,8 @@ def _costs(model: Model, device: Device, compiled_for: jax.Device, programs: Scr
         programs.begin((layer_id,), lowered if on_this_device else None)
         rate = _rate(device, layer_id, model.stage([layer_id], model.sizes[0]).specs[layer_id], model.precision.compute)
         for rows, (flops, traffic) in counted.items():
-            forward, backward, update = (_seconds(flops[name], traffic[name], rate, device) for name in PROGRAMS)
+            moving = {name: moved / device.memory_bandwidth if device.memory_bandwidth else 0.0 for name, moved in traffic.items()}
+            forward, backward, update = (max(flops[name] / rate, moving[name]) for name in PROGRAMS)
             costs[layer_id, rows] = Costs(forward, backward, update, flops["forward"])
         meter.step()
     return costs
@@ -126,10 +127,6 @@ def _traffic(cost: jpipe.programs.StageCost) -> dict[str, int]:
         "backward": backward if cost.backward else 0,  # 0 units: all parameters up to here are frozen
         "update": 2 * (cost.trained + cost.optimizer + cost.accumulators),
     }
-
-
-def _seconds(flops: float, moved: int, rate: float, device: Device) -> float:
-    return max(flops / rate, moved / device.memory_bandwidth if device.memory_bandwidth else 0.0)
 
 
 def _rate(device: Device, layer_id: str, spec: jpipe.model.LayerSpec, compute: str | None) -> float:

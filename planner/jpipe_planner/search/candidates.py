@@ -81,30 +81,19 @@ def find_candidates(
             if one.is_within(max_delay) and (replicas or max(one.replicas) == 1)
         ]
         found += searched if degrees.size == 1 else [on_meshes(candidate, degrees) for candidate in searched]
-    useful = (candidate for candidate in found if candidate.depth > 1 or _is_data_parallelism(candidate, schedules))
-    return sorted(_without_equal_ones(useful), key=lambda candidate: candidate.rank)
-
-
-def _is_data_parallelism(candidate: Candidate, schedules: Sequence[str]) -> bool:
-    """Return whether a plan of one stage differs from the remaining ones.
-
-    In one stage there is nothing to pipeline. All schedules that flush are equal there; a schedule that does not applies the sum of the
-    gradients of several replicas one update late, so that it overlaps with the next computations.
-    """
-    rules = jpipe.schedules.SCHEDULES[candidate.schedule]
-    return rules.data_parallel or len(schedules) == 1 or candidate.is_late_data_parallel
-
-
-def _without_equal_ones(candidates: Iterator[Candidate]) -> Iterator[Candidate]:
-    """Leave out plans that occur twice, and data parallelism that is as late, with as many microbatches, as an earlier plan."""
-    seen = set[object]()
-    for candidate in candidates:
+    useful, seen = list[Candidate](), set[object]()
+    for candidate in found:
+        # In one stage there is nothing to pipeline. All schedules that flush are equal there; a schedule that does not applies the sum of
+        # the gradients of several replicas one update late, so that it overlaps with the next computations.
         same: object = candidate
         if candidate.is_late_data_parallel:
             same = candidate.rows, candidate.microbatches, candidate.replicas, candidate.degrees, candidate.delay
+        elif candidate.depth == 1 and len(schedules) > 1 and not jpipe.schedules.SCHEDULES[candidate.schedule].data_parallel:
+            continue
         if same not in seen:
             seen.add(same)
-            yield candidate
+            useful.append(candidate)
+    return sorted(useful, key=lambda candidate: candidate.rank)
 
 
 def on_meshes(candidate: Candidate, degrees: Degrees) -> Candidate:

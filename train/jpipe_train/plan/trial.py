@@ -352,22 +352,13 @@ def cells(measured: Measured, ranked: Ranked) -> tuple[str, str]:
 
 def errors(measured: Measured) -> list[tuple[str, ...]]:
     """Return a row for each kind of plan that ran, in seconds a step; see `ERRORS` for the columns."""
-    return [_errors(measured, trial) for trial in measured.trials]
-
-
-def _errors(measured: Measured, trial: Trial) -> tuple[str, ...]:
-    candidate = trial.ranked.candidate
-    seconds = corrected_seconds(measured.result.choice, measured.factor, trial)
-    return (
-        table.schedule(candidate),
-        table.shape(candidate),
-        _ms(trial.ranked.seconds),
-        _ms(trial.seconds),
-        f"{_ms(min(trial.rounds))} to {_ms(max(trial.rounds))}",
-        f"{trial.error:+.0%}",
-        _ms(seconds),
-        f"{trial.seconds / seconds - 1:+.0%}",
-    )
+    rows = list[tuple[str, ...]]()
+    for trial in measured.trials:
+        plan = table.schedule(trial.ranked.candidate), table.shape(trial.ranked.candidate)
+        seconds = corrected_seconds(measured.result.choice, measured.factor, trial)
+        times = _ms(trial.ranked.seconds), _ms(trial.seconds), f"{_ms(min(trial.rounds))} to {_ms(max(trial.rounds))}"
+        rows.append((*plan, *times, f"{trial.error:+.0%}", _ms(seconds), f"{trial.seconds / seconds - 1:+.0%}"))
+    return rows
 
 
 def words(measured: Measured) -> list[str]:
