@@ -512,7 +512,7 @@ import resource, sys
 from pathlib import Path
 import jax
 import pyarrow.ipc, pyarrow.parquet
-from jpipe_train.data import prepare, texts
+from jpipe_lm.data import prepare, texts
 jax.numpy.zeros(3).block_until_ready()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 size = sum(len(piece.text) for piece in texts.pieces(["a"], [Path(sys.argv[1])], "text", 0.1, texts.Keys(), "data.path"))

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from jpipe_train.data.arrays.blocks import arrays_of
 from jpipe_train.data.arrays.numbers import array_of
 from jpipe_train.data.files import arrow
-from jpipe_train.data.files.records import blocks
-from jpipe_train.data.files.wrong_lines import WrongLine
+from jpipe_train.data.files import records as rows_of_files
+from jpipe_train.data.files.wrong_lines import WrongLine, WrongLines
 from tests.lm.data.test_columns import zstd
 
 TWICE = 2**60 + 2**36 + 1  # in float32 by way of float64 it is another number
@@ -99,6 +99,16 @@ def test_shared_texts_are_decoded_in_small_batches_beside_numbers_of_the_same_pa
     assert sizes == [1, 64]
 
 
+def blocks(file, columns):
+    """Return the rows of a file in the blocks that are converted at once."""
+    found = []
+    rows = rows_of_files.records(
+        [file], WrongLines("data.path"), columns, dict, lambda _: b"", 0.0, lambda block: found.append(block) or block
+    )
+    assert sum(1 for _ in rows) == sum(map(len, found))
+    return found
+
+
 def compressed_file(folder, kind, length, count=1500):
     """Write rows with `length` equal numbers, which are compressed to a small part of their size."""
     rows, file = [{"a": [0] * length}] * count, folder / f"a.{kind}"
@@ -114,11 +124,11 @@ def compressed_file(folder, kind, length, count=1500):
 @pytest.mark.parametrize("kind", ["csv.zst", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("parquet", "jsonl.zst"))])
 def test_blocks_are_small_after_decompression(kind, tmp_path):
     columns = [arrow.Column("a", "inputs_key", "numbers")]
-    sizes = [len(block) for block in blocks(compressed_file(tmp_path, kind, 4), "data.path", columns)]
+    sizes = [len(block) for block in blocks(compressed_file(tmp_path, kind, 4), columns)]
     assert sizes == [1024, 476]
     file = compressed_file(tmp_path, kind, 2**12 if kind == "parquet" else 2**15)
     assert file.stat().st_size < 2**18  # all rows would be one block by the size of the file
-    sizes = [len(block) for block in blocks(file, "data.path", columns)]
+    sizes = [len(block) for block in blocks(file, columns)]
     assert sum(sizes) == 1500
     assert max(sizes) <= 9  # rows of 2**15 bytes or more
 
@@ -131,5 +141,5 @@ def test_a_file_may_have_many_columns(form, tmp_path):
         (tmp_path / "a.csv").write_text(",".join(names) + "\n" + "0.5," * (len(names) - 1) + "1\n")
     else:
         pq.write_table(pa.table({name: [1.0 if name == names[-1] else 0.5] for name in names}), tmp_path / "a.parquet")
-    [[(_, row)]] = blocks(tmp_path / f"a.{form}", "data.path", [arrow.Column(name, "inputs_key", "numbers") for name in names])
+    [[row]] = blocks(tmp_path / f"a.{form}", [arrow.Column(name, "inputs_key", "numbers") for name in names])
     assert np.array_equal(array_of(row, names, is_target=False), [0.5] * (len(names) - 1) + [1])

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from jpipe import InputError
-from jpipe.errors import Problem
 from jpipe_lm.data import splits
 from jpipe_lm.data import tokenizer as tokenizers
 from jpipe_lm.data.labelled import fields
@@ -19,7 +18,7 @@ from jpipe_train.config.config import Config
 from jpipe_train.console.terminal import count
 from jpipe_train.data import sources
 from jpipe_train.data.files.records import Row
-from jpipe_train.data.files.wrong_lines import Place
+from jpipe_train.data.files.wrong_lines import Place, WrongLine, WrongLines
 
 _AT_ONCE = 2000  # rows that go to the tokenizer together
 _MOST_TYPES = 2  # texts that BERT tells apart
@@ -85,7 +84,7 @@ class _Rows:
 
     def add_all(self, examples: Iterable[Row[Example]], where: str) -> None:
         """Add examples."""
-        too_long = _TooLong(where, self._most)
+        too_long = WrongLines(where, "raise model.seq_len, or cut such texts with data.too_long: cut")
         for batch in tokenizers.batched(examples, lambda example: len(example.value.rows), _AT_ONCE):
             texts = [row for example in batch for row in example.value.rows]
             tokenized = iter(self._tokenizer.whole(texts, self._most if self._config.data.too_long == "cut" else None))
@@ -94,7 +93,9 @@ class _Rows:
                 for row in itertools.islice(tokenized, len(example.value.rows)):
                     self._check(row, example.place, where)
                     self._cut += row.is_cut
-                    too_long.add(row.tokens.size, example.place)
+                    if row.tokens.size > self._most:
+                        error = WrongLine(f"expected at most {self._most} tokens (model.seq_len), found {row.tokens.size}")
+                        too_long.add(example.place, error)
                     memory.add_row(row.tokens, row.types)
                 memory.add_label(example.value.label)
         too_long.check()
@@ -124,29 +125,3 @@ class _Rows:
                 found=f"one with {types} types of tokens",
                 change="use one made for BERT",
             )
-
-
-class _TooLong:
-    """Counts rows that are too long."""
-
-    def __init__(self, where: str, most: int) -> None:
-        self._where, self._most = where, most
-        self._number, self._first = 0, Problem()
-
-    def add(self, size: int, place: Place) -> None:
-        """Count a row of this size if it is too long."""
-        if size > self._most:
-            if not self._number:
-                change = "shorten it, raise model.seq_len, or cut such texts with data.too_long: cut"
-                self._first = Problem("", self._where, str(place), f"at most {self._most} tokens (model.seq_len)", str(size), change)
-            self._number += 1
-
-    def check(self) -> None:
-        """Raise if there was one.
-
-        Raises:
-            InputError: with the first of them, and how many there are.
-        """
-        if self._number:
-            others = f", and more in {count(self._number - 1, 'other')}" if self._number > 1 else ""
-            raise InputError(self._first._replace(found=f"{self._first.found}{others}"))

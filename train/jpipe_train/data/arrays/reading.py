@@ -1,7 +1,7 @@
 """Read the arrays that a config names, and split their rows between training and validation."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,8 @@ from jpipe_train.data.arrays.numbers import Key, array_of, first_not_integer, fi
 from jpipe_train.data.arrays.rows import Chosen, Memory, RowsOfArrays, Stored
 from jpipe_train.data.files import kinds
 from jpipe_train.data.files.arrow import Column
-from jpipe_train.data.files.records import blocks
-from jpipe_train.data.files.wrong_lines import Place, WrongLine, WrongLines
+from jpipe_train.data.files.records import records
+from jpipe_train.data.files.wrong_lines import WrongLine, WrongLines
 
 _Rows = tuple[Stored, np.ndarray | None]
 """What is stored, and the numbers of the rows that are chosen; None: all."""
@@ -208,44 +208,23 @@ def _of_rows(files: Sequence[Path], both: Sequence[_Array], part: splits.DataPat
                 found=f"another kind of file: it seems to be {kind.name}",
                 change="give Parquet, JSON lines, CSV or NumPy's files",
             )
-        for block in blocks(file, part.where, list(columns.values())):
-            for place, arrays in _converted(block, both, wrong):
-                if not wrong.number:
-                    for kept, numbers in zip(memory[sources.place_of(arrays[0].tobytes()) < part.share], arrays, strict=True):
-                        kept.add(numbers, place)
+
+    def convert(record: Mapping[str, Any]) -> list[np.ndarray]:
+        return [array.of_row(record) for array in both]
+
+    def convert_all(records: Sequence[Mapping[str, Any]]) -> list[list[np.ndarray]] | None:
+        arrays = []
+        for array in both:
+            if (numbers := array.of_rows(records)) is None:
+                return None
+            arrays.append(numbers)
+        return [[numbers[i, ...].copy() for numbers in arrays] for i in range(len(records))]  # a view would keep the whole block
+
+    for row in records(files, wrong, [*columns.values()], convert, lambda arrays: arrays[0].tobytes(), part.share, convert_all):
+        for kept, numbers in zip(memory[row.held_out], row.value, strict=True):
+            kept.add(numbers, row.place)
     wrong.check()
     return [[(kept, None) for kept in side] for side in memory]
-
-
-def _converted(
-    block: Sequence[tuple[Place, Mapping[str, Any] | WrongLine]], both: Sequence[_Array], wrong: WrongLines
-) -> Iterator[tuple[Place, list[np.ndarray]]]:
-    """Yield the arrays of each row: of all rows at once if they are alike, or else row by row, without the wrong ones."""
-    records = [record for _, record in block if not isinstance(record, WrongLine)]
-    if len(records) == len(block) and (at_once := _at_once(records, both)) is not None:
-        for i, (place, _) in enumerate(block):
-            yield place, [each[i, ...].copy() for each in at_once]  # a view would keep the whole block
-        return
-    for place, record in block:
-        try:
-            if isinstance(record, WrongLine):
-                raise record
-            arrays = [array.of_row(record) for array in both]
-        except WrongLine as error:
-            wrong.add(place, error)
-            continue
-        yield place, arrays
-
-
-def _at_once(records: Sequence[Mapping[str, Any]], both: Sequence[_Array]) -> list[np.ndarray] | None:
-    """Return the numbers of all rows for each array, or None as soon as an array cannot convert them at once."""
-    results = []
-    for array in both:
-        numbers = array.of_rows(records)
-        if numbers is None:
-            return None
-        results.append(numbers)
-    return results
 
 
 def place_of_numbers(count: int) -> np.ndarray:

@@ -17,7 +17,9 @@ from jpipe_train.data.files.arrow import Column
 from jpipe_train.data.files.wrong_lines import Place, WrongLine, WrongLines
 
 _Value = TypeVar("_Value")
-_Rows = Iterator[tuple[Place, Mapping[str, Any] | WrongLine, int, int]]
+_Read = tuple[Place, Mapping[str, Any] | WrongLine, int, int]
+"""The place of a row, its values by column or the error in them, and how many bytes are read and decompressed."""
+_Rows = Iterator[_Read]
 _MOST_ROWS, _MOST_BYTES = 1024, 2**18  # of a block; bytes that are read for it, after decompression
 
 
@@ -45,6 +47,7 @@ def records(
     convert: Callable[[Mapping[str, Any]], _Value],
     key: Callable[[_Value], bytes],
     share: float,
+    convert_all: Callable[[Sequence[Mapping[str, Any]]], Sequence[_Value] | None] | None = None,
 ) -> Iterator[Row[_Value]]:
     """Yield the rows of all files in order; empty rows are left out, and after a wrong row the remaining ones are only checked.
 
@@ -55,6 +58,7 @@ def records(
         convert: returns the content for the values of a row by column, or raises WrongLine.
         key: returns the bytes of the content; their hash decides whether the row is held out.
         share: of the rows, to hold out.
+        convert_all: converts many rows at once, or returns None if they must be converted one by one; rows are then read in blocks.
 
     Raises:
         InputError: a column is missing or of another type; pyarrow, which reads a file, is not installed; no row after a wrong one can be
@@ -64,41 +68,34 @@ def records(
     for file in files:
         before = 0
         with open_to_read(file) as opened:
-            for place, record, position, _ in _rows(file, opened, wrong.where, columns):
-                try:
-                    if isinstance(record, WrongLine):
-                        raise record
-                    value = convert(record)
-                except WrongLine as error:
-                    wrong.add(place, error)
-                    continue
-                if not wrong.number:
-                    yield Row(value, sources.place_of(key(value)) < share, place, max(position - before, 0))
-                before = max(position, before)
+            rows = _rows(file, opened, wrong.where, columns)
+            blocks = ([row] for row in rows) if convert_all is None else _blocks(rows, file, os.fstat(opened.fileno()).st_size)
+            for block in blocks:
+                read = [record for _, record, *_ in block if not isinstance(record, WrongLine)]
+                values = convert_all(read) if convert_all is not None and len(read) == len(block) else None
+                for i, (place, record, position, _) in enumerate(block):
+                    try:
+                        if isinstance(record, WrongLine):
+                            raise record
+                        value = convert(record) if values is None else values[i]
+                    except WrongLine as error:
+                        wrong.add(place, error)
+                        continue
+                    if not wrong.number:
+                        yield Row(value, sources.place_of(key(value)) < share, place, max(position - before, 0))
+                    before = max(position, before)
 
 
-def blocks(file: Path, where: str, columns: Sequence[Column]) -> Iterator[list[tuple[Place, Mapping[str, Any] | WrongLine]]]:
-    """Yield many rows at a time: for each its place, and its values by column or its error; empty rows are left out.
-
-    Args:
-        file: as in `records`.
-        where: the key or the option that names it, for messages.
-        columns: those that are needed.
-
-    Raises:
-        InputError: as `records` does.
-        OSError: the file is damaged, or unpacks to too much.
-    """
-    block: list[tuple[Place, Mapping[str, Any] | WrongLine]] = []
+def _blocks(rows: _Rows, file: Path, packed: int) -> Iterator[list[_Read]]:
+    """Yield many rows at a time, and check that a file of `packed` bytes does not unpack to too much."""
+    block: list[_Read] = []
     start = 0
-    with open_to_read(file) as opened:
-        size = os.fstat(opened.fileno()).st_size
-        for place, record, _, unpacked in _rows(file, opened, where, columns):
-            block.append((place, record))
-            if len(block) == _MOST_ROWS or unpacked - start >= _MOST_BYTES:
-                streams.check_unpacked(unpacked, size, file)
-                yield block
-                block, start = [], unpacked
+    for row in rows:
+        block.append(row)
+        if len(block) == _MOST_ROWS or row[3] - start >= _MOST_BYTES:
+            streams.check_unpacked(row[3], packed, file)
+            yield block
+            block, start = [], row[3]
     if block:
         yield block
 
