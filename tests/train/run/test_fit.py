@@ -217,6 +217,7 @@ def test_a_run_that_a_callback_stops_equals_a_shorter_one(tmp_path):
     assert (result.summary.steps, result.summary.stopped_by) == (5, None)
     jpipe_train.fit(pipeline(), BATCHES, steps=5, **arguments, run_dir=tmp_path / "shorter")
     assert rows_of(tmp_path / "stopped") == rows_of(tmp_path / "shorter")
+    assert "loss_again" not in (tmp_path / "shorter" / "config.yaml").read_text(), "no file names the function"
     check_equal(weights_of(tmp_path / "stopped"), weights_of(tmp_path / "shorter"))
     steps, evaluations = ([r for r in stops.records if isinstance(r, kind)] for kind in (jpipe_train.StepRecord, jpipe_train.EvalRecord))
     assert [record.step for record in steps] == [0, 1, 2, 3, 4]

@@ -203,7 +203,7 @@ def _settings(pipe: jpipe.Pipeline, arguments: Mapping[str, Any], metrics: Mappi
     built_in = EvalConfig(metrics={name: metric for name, metric in metrics.items() if isinstance(metric, str)})
     functions = {name: metric for name, metric in metrics.items() if not isinstance(metric, str)}
     return RunSettings(
-        record=_record(pipe, checked),
+        record=_record(pipe, checked.model_copy(update={"eval": built_in})),
         seed=checked.seed,
         train=checked.train,
         checkpoint=checked.checkpoint,
