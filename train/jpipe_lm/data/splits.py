@@ -212,21 +212,19 @@ def read_bytes(path: str | None, validation_fraction: float, validation_path: st
     Small files are read here, others when they are needed.
     """
     source = sources.named(path)
-    with sources.readable():
-        names, parts = _files_of_bytes(path, "data.path")
-        if validation_path is not None:
-            train = parts
-        elif len(parts) == 1:
-            train, validation = parts[0].split(1 - validation_fraction)
-        else:
-            held_out = sources.validation_names(names, validation_fraction)
-            train = [part for name, part in zip(names, parts, strict=True) if name not in held_out]
-            validation = [part for name, part in zip(names, parts, strict=True) if name in held_out]
-            source = f"{source} ({len(parts)} files)"
+    names, train = _files_of_bytes(path, "data.path")
     if validation_path is not None:
-        with sources.readable("data.validation_path"):
-            validation = _files_of_bytes(validation_path, "data.validation_path")[1]
-    return _split_of_bytes(train, validation, source)
+        validation = _files_of_bytes(validation_path, "data.validation_path")[1]
+    elif len(train) == 1:
+        train, validation = train[0].split(1 - validation_fraction)
+    else:
+        source = f"{source} ({len(train)} files)"
+        held_out = sources.validation_names(names, validation_fraction)
+        validation = [part for name, part in zip(names, train, strict=True) if name in held_out]
+        train = [part for name, part in zip(names, train, strict=True) if name not in held_out]
+    with sources.readable():
+        parts = _documents_of_bytes(train), _documents_of_bytes(validation)
+    return Split(*parts, source, functools.partial(_digest, "", *parts), unit="bytes")
 
 
 def read_whole(config: Config, path: str) -> Split:
@@ -274,14 +272,9 @@ class _Bytes(NamedTuple):
 
 def _files_of_bytes(path: str | None, where: str) -> tuple[list[str], list[_Bytes]]:
     """Return the names of the files at a path and the bytes of each, still unread."""
-    names, files = sources.find_files(path, where)
-    return names, [_Bytes(file, 0, file.stat().st_size) for file in files]
-
-
-def _split_of_bytes(train: list[_Bytes], validation: list[_Bytes], source: str) -> Split:
-    with sources.readable():
-        parts = _documents_of_bytes(train), _documents_of_bytes(validation)
-    return Split(*parts, source, functools.partial(_digest, "", *parts), unit="bytes")
+    with sources.readable(where):
+        names, files = sources.find_files(path, where)
+        return names, [_Bytes(file, 0, file.stat().st_size) for file in files]
 
 
 def _digest(tokenizer_digest: str, *parts: Documents) -> str:

@@ -13,7 +13,7 @@ from jpipe_lm.data import splits
 from jpipe_lm.data import tokenizer as tokenizers
 from jpipe_lm.data.labelled import fields
 from jpipe_lm.data.labelled.fields import Example
-from jpipe_lm.data.labelled.rows import Examples, Memory
+from jpipe_lm.data.labelled.rows import Examples
 from jpipe_train.config.config import Config
 from jpipe_train.console.terminal import count
 from jpipe_train.data import sources
@@ -79,8 +79,11 @@ class _Rows:
     def __init__(self, config: Config, tokenizer: tokenizers.Tokenizer) -> None:
         self._config, self._tokenizer = config, tokenizer
         self._most, self._cut = config.model.seq_len, 0
-        dtype: np.dtype[Any] = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
-        self._memory = Memory(dtype), Memory(dtype)
+        self._dtype: np.dtype[Any] = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+        # For training and for validation:
+        self._tokens: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+        self._types: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+        self._labels: tuple[list[int | float], list[int | float]] = ([], [])
 
     def add_all(self, examples: Iterable[Row[Example]], where: str) -> None:
         """Add examples."""
@@ -89,15 +92,15 @@ class _Rows:
             texts = [row for example in batch for row in example.value.rows]
             tokenized = iter(self._tokenizer.whole(texts, self._most if self._config.data.too_long == "cut" else None))
             for example in batch:
-                memory = self._memory[example.held_out]
                 for row in itertools.islice(tokenized, len(example.value.rows)):
                     self._check(row, example.place, where)
                     self._cut += row.is_cut
                     if row.tokens.size > self._most:
                         error = WrongLine(f"expected at most {self._most} tokens (model.seq_len), found {row.tokens.size}")
                         too_long.add(example.place, error)
-                    memory.add_row(row.tokens, row.types)
-                memory.add_label(example.value.label)
+                    self._tokens[example.held_out].append(row.tokens.astype(self._dtype))
+                    self._types[example.held_out].append(row.types.astype(np.uint8))
+                self._labels[example.held_out].append(example.value.label)
         too_long.check()
 
     def examples(self) -> list[Examples]:
@@ -109,7 +112,16 @@ class _Rows:
             "padding": self._tokenizer.padding or 0,
             "has_types": model.kind == "bert",
         }
-        return [memory.examples(model.head == "regression", **rest) for memory in self._memory]
+        return [
+            Examples(
+                np.concatenate([np.zeros(0, self._dtype), *tokens]),
+                np.concatenate([np.zeros(0, np.uint8), *types]),
+                np.cumsum(np.asarray([each.size for each in tokens], np.int64), dtype=np.int64),
+                np.asarray(labels, np.float32 if model.head == "regression" else np.int32),
+                **rest,
+            )
+            for tokens, types, labels in zip(self._tokens, self._types, self._labels, strict=True)
+        ]
 
     def remarks(self) -> tuple[str, ...]:
         """Describe what was cut."""

@@ -2,7 +2,6 @@
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
@@ -67,32 +66,3 @@ class Examples:
     def _fills(self) -> dict[str, int]:
         fills = {"segments": 0, "tokens": self.padding}
         return fills | {"types": 0} if self.has_types else fills
-
-
-class Memory:
-    """Collects tokenized rows and labels."""
-
-    def __init__(self, dtype: np.dtype[Any]) -> None:
-        self._dtype = dtype
-        self._tokens: list[np.ndarray] = []
-        self._types: list[np.ndarray] = []
-        self._sizes: list[int] = []
-        self._labels: list[int | float] = []
-
-    def add_row(self, tokens: np.ndarray, types: np.ndarray) -> None:
-        """Add a row of the example of the next label."""
-        self._tokens.append(tokens.astype(self._dtype))
-        self._types.append(types.astype(np.uint8))
-        self._sizes.append(tokens.size)
-
-    def add_label(self, label: int | float) -> None:
-        """Add a label, after the rows of its example."""
-        self._labels.append(label)
-
-    def examples(self, is_number: bool, **rest: Any) -> Examples:
-        """Return all examples; `rest` are the other arguments of `Examples`."""
-        tokens, types = (
-            np.concatenate([np.zeros(0, dtype), *parts]) for parts, dtype in ((self._tokens, self._dtype), (self._types, np.uint8))
-        )
-        labels = np.asarray(self._labels, np.float32 if is_number else np.int32)
-        return Examples(tokens, types, np.cumsum(np.asarray(self._sizes, np.int64), dtype=np.int64), labels, **rest)

@@ -67,9 +67,11 @@ def _names(names: Any, file: Path, what: str, where: str) -> Sequence[str]:
     Raises:
         InputError: these are not such names.
     """
-    if not isinstance(names, list) or not all(isinstance(name, str) and name and Path(name).parts == (name,) for name in names):
-        raise InputError(where=where, expected=f"names of {what} in '{file}'", found=short(names), change="save the dataset again")
-    if any(name in (".", "..") or "\0" in name for name in names):
+
+    def is_name(name: Any) -> bool:
+        return isinstance(name, str) and Path(name).parts == (name,) and name != ".." and "\0" not in name
+
+    if not isinstance(names, list) or not all(map(is_name, names)):
         raise InputError(where=where, expected=f"names of {what} in '{file}'", found=short(names), change="save the dataset again")
     return names
 
