@@ -192,8 +192,13 @@ def test_a_port_is_free_after_the_rendezvous(address):
 
 def test_process_0_leaves_last(address):
     everyone, order = meet(address, (2, 3), (1, 3)), []
+
+    def leave(one):
+        time.sleep(0.2 if one.index else 0.0)
+        order.append(one.index)
+
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda one: one.close(lambda: order.append(one.index) or time.sleep(0.1)), everyone))
+        list(pool.map(lambda one: one.close(lambda: leave(one)), everyone))
     assert sorted(order[:2]) == [1, 2]
     assert order[2] == 0
 
