@@ -10,8 +10,8 @@ import numpy as np
 import optax
 
 from jpipe import LayerStack, Pipeline, Plan, keep_freed_memory
+from jpipe_lm.config.model_config import ModelConfig
 from jpipe_lm.models.layers import layers
-from jpipe_train.config.config import ModelConfig
 from jpipe_train.losses.cross_entropy import loss
 
 MODEL = ModelConfig(depth=4, width=256, heads=8, seq_len=128, dropout=0.0, compute_dtype="float32")

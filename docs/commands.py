@@ -19,7 +19,7 @@ def names() -> Iterator[str]:
     """Yield the commands, also inside groups: `train`, `data`, `data prepare`."""
     for name in commands.names():
         yield name
-        if name in commands.GROUPS:
+        if name in commands.groups():
             yield from (f"{name} {inner}" for inner in commands.names(name))
 
 

@@ -15,6 +15,7 @@ import pytest
 from jax._src import cache_key
 
 from jpipe.stages import _builder, _bytes, _compile
+from jpipe_lm.models import layers as built_in
 from jpipe_train.assemble import build, model
 from tests.jpipe import running
 
@@ -99,8 +100,10 @@ def shared(patch: pytest.MonkeyPatch) -> None:
     share(
         model,
         "layers",
-        lambda config, rows, computes=None, chunk=None, inputs=None, tune=None: (
-            None if config.target else ((repr(config), rows, computes, chunk, repr(tune)), model.built_in.layers)
+        lambda config, inputs=None: (
+            None
+            if config.model.target
+            else ((repr(config.model), config.train.batch_size, config.computes, repr(config.loss), repr(config.tune)), built_in.layers)
         ),
     )
     share(build, "optimizer", lambda config, steps, params: None if ":" in config.name else ((repr(config), steps), params))

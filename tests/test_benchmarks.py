@@ -378,7 +378,7 @@ def test_the_table_compares_the_time_to_the_target():
 @pytest.mark.parametrize("name", tasks.TASKS)
 def test_a_trained_stage_may_have_replicas(name, tmp_path):
     config = tasks.load(tasks.TASKS[name], tmp_path)
-    assert not tasks.model.layers(config.model, config.train.batch_size).carries_rows
+    assert not tasks.model.layers(config).carries_rows
     assert config.train.batch_size % (4 * min(tasks.SIZES)) == 0, "data parallelism on four hosts needs a microbatch each"
 
 

@@ -28,6 +28,7 @@ from docs import api, commands, lengths, options
 from jpipe.checkpoints.records import ProcessRecord
 from jpipe_train.cli import main
 from jpipe_train.config.config import Config
+from jpipe_train.registry import find, names
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "examples" / "papers" / "README.md"]
@@ -196,10 +197,17 @@ def tables_of_keys() -> dict[str, dict[str, list[str]]]:
 
 
 def test_the_tables_of_keys_have_every_key_of_a_config_and_no_other():
-    sections = {name: set(field.annotation.model_fields) for name, field in Config.model_fields.items() if is_section(field)}
+    sections = {name: fields_of(name).keys() for name, field in Config.model_fields.items() if is_section(field)}
     top = {name for name, field in Config.model_fields.items() if not is_section(field)}
     documented = {title: set(rows) for title, rows in tables_of_keys().items() if rows}
     assert documented == {"Top level": top, **sections}
+
+
+def fields_of(section: str) -> dict[str, type[pydantic.BaseModel]]:
+    """Return the keys of a section, each with a class that has it: of all kinds of models and formats of data."""
+    models, formats = ([find(group, name) for name in names(group)] for group in ("models", "formats"))
+    classes = {"model": models, "data": formats, "tune": [model.tune_section for model in models]}
+    return {key: cls for cls in classes.get(section, [Config.model_fields[section].annotation]) for key in cls.model_fields}
 
 
 def is_section(field) -> bool:
@@ -209,7 +217,7 @@ def is_section(field) -> bool:
 @pytest.mark.parametrize(("section", "key"), [(section, key) for section, rows in tables_of_keys().items() for key in rows])
 def test_a_row_of_the_tables_of_keys_is_correct(section, key):
     meaning, default, limits = tables_of_keys()[section][key]
-    model = Config if section == "Top level" else Config.model_fields[section].annotation
+    model = Config if section == "Top level" else fields_of(section)[key]
     assert len(meaning.split()) >= 2
     assert yaml.safe_load(default.strip("`")) == model.model_fields[key].get_default()
     schema = model.model_json_schema()["properties"][key]

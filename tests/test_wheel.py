@@ -61,8 +61,8 @@ def test_every_command_of_an_installed_jpipe_is_tried():
     tries = types.ModuleType(loader.name)
     loader.exec_module(tries)
     shown = tries.in_pages(ROOT)
-    names = [f"{name} {inner}" for name in commands.GROUPS for inner in commands.names(name)]
-    names += [name for name in commands.names() if name not in commands.GROUPS]
+    names = [f"{name} {inner}" for name in commands.groups() for inner in commands.names(name)]
+    names += [name for name in commands.names() if name not in commands.groups()]
     assert len(names) > 10
     assert tries.without_try(names, shown) == []
     assert tries.without_try([*names, "new", "data new"], shown) == ["new", "data new"]

@@ -22,9 +22,9 @@ from benchmarks.hosts.models import KINDS, MICROBATCHES, OF_MESSAGES, WORKLOADS,
 from benchmarks.papers.document import Table, write
 from docs import style
 from jpipe.programs import StageCost
+from jpipe_lm.config.model_config import ModelConfig
 from jpipe_lm.models import layers
 from jpipe_planner import Profile, Topology, analyze
-from jpipe_train.config.config import ModelConfig
 
 RESULTS = Path(__file__).parent / "links.json"
 TOPOLOGY = Path(__file__).parents[2] / "configs" / "topologies" / "dgx-h100-4.yaml"

@@ -12,8 +12,8 @@ import optax
 from flax import nnx
 
 import jpipe
+from jpipe_lm.config.model_config import ModelConfig
 from jpipe_lm.models import layers
-from jpipe_train.config.config import ModelConfig
 
 MICROBATCHES = 12  # per batch, for all plans: divisible by 1, 2, 3 and 4 replicas
 CLASSES, VOCABULARY, WORDS, BYTES = 100, 4096, 8, 64

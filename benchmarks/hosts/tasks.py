@@ -124,7 +124,7 @@ def plans(config: Config, layer_costs: Profile, hosts: int, rate: float, cores: 
     """
     level = {"count": hosts, "bandwidth": rate / 8, "latency": LATENCY, "name": "network"}
     topology = Topology(name=f"{hosts} hosts", levels=(level,), cores=float(max(min(cores, hosts), 1)))
-    carries_rows = model.layers(config.model, config.train.batch_size).carries_rows
+    carries_rows = model.layers(config).carries_rows
     request = Request(all_devices=True, schedules=SCHEDULES, replicas=not carries_rows)
     choice = search(layer_costs, topology, config.train.batch_size, request, False, _QUIET).choice
     return tuple(ranked for ranked in choice.ranked)

@@ -11,10 +11,10 @@ import numpy as np
 from flax import nnx
 
 import jpipe
+from jpipe_lm.config.model_config import ModelConfig
 from jpipe_lm.data.splits import read_bytes
 from jpipe_lm.data.windows import Windows
 from jpipe_lm.models import layers
-from jpipe_train.config.config import ModelConfig
 from jpipe_train.losses import cross_entropy
 
 Batch = tuple[np.ndarray, np.ndarray]

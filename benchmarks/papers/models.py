@@ -19,10 +19,10 @@ from rich.console import Console
 import jpipe
 from examples.papers.samples import make
 from jpipe_lm.config.model.presets import PRESETS
+from jpipe_lm.config.model_config import ModelConfig
 from jpipe_lm.models import layers
 from jpipe_planner import LayerProfile, Level, Profile, Topology, analyze
 from jpipe_train.config import config_file
-from jpipe_train.config.config import ModelConfig
 from jpipe_train.console.progress import Reporter
 from jpipe_train.losses import cross_entropy
 from jpipe_train.plan.profiling import Parts

@@ -20,9 +20,9 @@ import optax
 
 import jpipe
 from benchmarks.pipelines import Runner
+from jpipe_lm.config.model_config import ModelConfig
 from jpipe_lm.models import layers
 from jpipe_planner import Profile, local_topology, measure
-from jpipe_train.config.config import ModelConfig
 from jpipe_train.losses import cross_entropy
 from jpipe_train.report.performance.comparison import temporary_of_ranks
 

@@ -19,10 +19,10 @@ import pytest
 import yaml
 
 import jpipe
+from jpipe_lm.config.model_config import ModelConfig
 from jpipe_lm.models import layers
 from jpipe_train import cli
 from jpipe_train.checkpoint import run_folder
-from jpipe_train.config.config import ModelConfig
 
 ROOT = Path(__file__).parents[2]
 COMPILATIONS, COMPILED_BY_OPTAX = [], []

@@ -33,7 +33,7 @@ def test_a_mistyped_command_is_reported_with_the_nearest_one(words, message, cap
     assert capsys.readouterr() == ("", f"jpipe: {message}\n")
 
 
-@pytest.mark.parametrize("group", [None, *commands.GROUPS])
+@pytest.mark.parametrize("group", [None, *commands.groups()])
 def test_the_names_are_those_of_the_help(group, capsys):
     with pytest.raises(SystemExit):
         cli.main(["--help"] if group is None else [group, "--help"])
@@ -43,7 +43,7 @@ def test_the_names_are_those_of_the_help(group, capsys):
 def test_every_command_is_recognized(capsys):
     for words in ((name,) for name in commands.names()):
         assert commands.unknown(words) is None
-    for group in commands.GROUPS:
+    for group in commands.groups():
         assert commands.names(group)
         assert all(commands.unknown((group, name)) is None for name in commands.names(group))
     for words in ((), ("--help",), ("data",), ("data", "--help")):

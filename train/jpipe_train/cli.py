@@ -42,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return 130
             if (problem := _invalid_jax_setting(error)) is not None:
                 return fail(problem, 2)
+            if type(error).__name__ == "InputError":  # what a package adds to the command line; other mistakes are reported there
+                return fail(printable(str(error)), 2)
             raise
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from rich.console import Console
 
 import jpipe
-from jpipe_lm.models.lora import is_of_adapter
+from jpipe_lm.config.tune_config import is_of_adapter
 from jpipe_train.assemble.build import build
 from jpipe_train.checkpoint import warm_start
 from jpipe_train.checkpoint.export import by_path
@@ -19,7 +19,7 @@ from tests.lm.checkpoint import folders
 def begun(config: Config) -> tuple[jpipe.LayerStack, dict[str, np.ndarray]]:
     """Return the model of a run, and the parameters that it begins with by name."""
     pipe, batches = build(config, Reporter(1, 1, "", Console(quiet=True)))
-    found = warm_start.load(config.warm_start, pipe, batches.train[0], Together(None), lambda _: None, config.tune, config.model.head)
+    found = warm_start.load(config, pipe, batches.train[0], Together(None), lambda _: None)
     return pipe.stack, {f"{layer_id}/{name}": array for layer_id, arrays in found.items() for name, array in arrays.items()}
 
 

@@ -19,11 +19,12 @@ from jpipe.runtime._plain import to_plain
 from jpipe_lm.checkpoint import huggingface as folder_of
 from jpipe_lm.checkpoint.huggingface.names import layout
 from jpipe_lm.config import huggingface
-from jpipe_train.assemble import model
-from jpipe_train.assemble.model import layers
+from jpipe_lm.config.model_config import ModelConfig
+from jpipe_lm.models.layers import layers
+from jpipe_train import registry
 from jpipe_train.checkpoint.export import by_path
 from jpipe_train.config import config_file
-from jpipe_train.config.config import Config, LossConfig, ModelConfig
+from jpipe_train.config.config import Config
 from tests.lm.models.running import applied
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -99,7 +100,7 @@ def section_of(folder: Path) -> ModelConfig:
 
 def read(folder: Path, **options: Any) -> tuple[jpipe.LayerStack, dict[str, Any]]:
     """Return the model that a folder describes, and its parameters by name."""
-    stack = layers(section_of(folder), 1)
+    stack = layers(section_of(folder))
     source = folder_of.source(folder, **options)
     names = {layer_id: [name for name in source.specs if name.startswith(f"{layer_id}/")] for layer_id in stack.ids}
     return stack, {name: array for part in source.read(names) for name, array in part.items()}
@@ -133,7 +134,7 @@ def written(config: Config, arrays: dict[str, Any], stack: jpipe.LayerStack, abo
 def learned(folder: Path, arrays: dict[str, np.ndarray]) -> tuple[Any, Any, dict[str, np.ndarray]]:
     """Return the loss and outputs of that batch, and the tensors of a folder after a step of SGD with `RATE`, by name."""
     stack, loaded = read(folder)
-    loss_of = model.loss(LossConfig(), section_of(folder).head)
+    loss_of = registry.find("losses", section_of(folder).loss_name)
     inputs, labels = jax.tree.map(jnp.asarray, batch(arrays))
     params = stack.ties.split(nested(stack, loaded, inputs))
 

@@ -17,14 +17,14 @@ from jpipe_lm.checkpoint.huggingface import adapters as of_modules
 from jpipe_lm.checkpoint.huggingface import peft, writing
 from jpipe_lm.checkpoint.huggingface.names import layout
 from jpipe_lm.config import huggingface
+from jpipe_lm.config.model_config import ModelConfig
+from jpipe_lm.config.tune_config import LoraConfig, TuneConfig, is_of_adapter
 from jpipe_lm.generate import model_source
-from jpipe_lm.models.lora import is_of_adapter
+from jpipe_lm.models.layers import layers
 from jpipe_lm.models.quantized import quantize
-from jpipe_train.assemble.model import layers
 from jpipe_train.checkpoint import export
 from jpipe_train.config import config_file
-from jpipe_train.config.config import Config, ModelConfig, TuneConfig
-from jpipe_train.config.tune_config import LoraConfig
+from jpipe_train.config.config import Config
 from jpipe_train.run import loop
 from tests.lm.checkpoint import beginnings, families, folders
 from tests.lm.models.running import applied
@@ -64,7 +64,7 @@ def begun(tmp_path_factory) -> dict[str, types.SimpleNamespace]:
 
 def logits(config: Config, arrays: dict[str, np.ndarray], tokens: np.ndarray, tune: object = None) -> np.ndarray:
     """Return the outputs of a model with these arrays by name."""
-    stack = layers(config.model, folders.ROWS, None, None, None, tune)
+    stack = layers(config.model, None, tune)
     params = folders.nested(stack, arrays, tokens)
     return np.asarray(applied(stack, stack.ties.split(params), tokens))
 
@@ -97,7 +97,7 @@ def test_merged_weights_compute_what_adapters_compute(kind, begun, tmp_path):
     for name, array in merged(result.arrays, result.config.model, result.config.tune).items():
         np.testing.assert_array_equal(arrays[name], array)
     origin = model_source.find(str(result.folder), None, "newest", "bytes", None, print)
-    for layer_id, specs in {"block_1": layers(result.config.model, 1).specs(tokens)["block_1"].params}.items():
+    for layer_id, specs in {"block_1": layers(result.config.model).specs(tokens)["block_1"].params}.items():
         np.testing.assert_allclose(origin.layer(layer_id, specs)["qkv"]["kernel"], arrays[f"{layer_id}/qkv/kernel"], rtol=1e-6)
 
 
@@ -161,7 +161,7 @@ def test_modules_for_peft_add_what_merged_weights_have_more(name, targets):
     model, names = ModelConfig(**described.keys, seq_len=1), layout(described)
     lora = LoraConfig(rank=2, alpha=6, targets=targets)
     stack, generator = (
-        layers(model, 1, None, None, None, TuneConfig(lora=lora.model_copy(update={"targets": None}))),
+        layers(model, None, TuneConfig(lora=lora.model_copy(update={"targets": None}))),
         np.random.default_rng(0),
     )
     arrays: dict[str, np.ndarray] = {}

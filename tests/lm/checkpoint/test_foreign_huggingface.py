@@ -16,6 +16,7 @@ from jpipe_lm.checkpoint import huggingface
 from jpipe_lm.checkpoint.huggingface.folder import INDEX, WHOLE
 from jpipe_train.checkpoint import warm_start
 from jpipe_train.checkpoint.sources import safetensors_file
+from jpipe_train.config.config import Config
 from tests.lm.checkpoint import folders
 from tests.lm.checkpoint.folders import GOLDEN
 
@@ -25,7 +26,7 @@ SHARD = "model-00002-of-00002.safetensors"
 def refused(folder: Path, message: str) -> None:
     """Check that a folder is refused with exactly this message in one line."""
     with pytest.raises(InputError, match=re.escape(message)) as caught:
-        warm_start._source(folder, True, "language", print)
+        warm_start._source(folder, Config(), None, print)
     assert "\n" not in str(caught.value)
 
 
@@ -148,7 +149,7 @@ def test_weights_that_are_cut_off_while_they_are_read_are_reported(whole, tmp_pa
     folder = folders.copied("gpt2", tmp_path / "folder")
     if whole:
         (folder / "config.json").unlink()
-    source = warm_start._source(folder / WHOLE if whole else folder, True, "language", print)
+    source = warm_start._source(folder / WHOLE if whole else folder, Config(), None, print)
     content = (folder / WHOLE).read_bytes()
     tensors = safetensors_file.TensorsFile
 

@@ -12,10 +12,10 @@ from jpipe import InputError
 from jpipe_lm.checkpoint import huggingface as folder_of
 from jpipe_lm.checkpoint.huggingface import writing
 from jpipe_lm.config import huggingface
+from jpipe_lm.config.model_config import ModelConfig
 from jpipe_train.assemble.build import build
 from jpipe_train.checkpoint import warm_start
 from jpipe_train.config import config_file
-from jpipe_train.config.config import ModelConfig
 from jpipe_train.console.progress import Reporter
 from jpipe_train.launch.together import Together
 from tests.lm.checkpoint import folders
@@ -39,8 +39,7 @@ def begun(name, tmp_path, file=None):
     config = folders.config(tmp_path, name, "model.head=classification", "model.labels=3", target, file=file)
     pipe, batches = build(config, Reporter(1, 1, "", Console(quiet=True)))
     lines: list[str] = []
-    head = config.model.head
-    return warm_start.load(config.warm_start, pipe, batches.train[0], Together(None), lines.append, None, head), lines
+    return warm_start.load(config, pipe, batches.train[0], Together(None), lines.append), lines
 
 
 @pytest.mark.parametrize(

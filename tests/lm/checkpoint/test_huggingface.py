@@ -19,9 +19,9 @@ from safetensors.numpy import load_file
 from jpipe_lm.checkpoint.huggingface import tensors_file, writing
 from jpipe_lm.checkpoint.huggingface.folder import Folder
 from jpipe_lm.config import huggingface as config_json
+from jpipe_lm.models.layers import layers
 from jpipe_train import cli
 from jpipe_train.assemble.build import build
-from jpipe_train.assemble.model import layers
 from jpipe_train.checkpoint import warm_start
 from jpipe_train.config import config_file
 from jpipe_train.config.config import Config
@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[3]
 def loaded(config: Config) -> dict[str, Any]:
     """Return the parameters that a run would start with."""
     pipe, batches = build(config, Reporter(1, 1, "", Console(quiet=True)))
-    return warm_start.load(config.warm_start, pipe, batches.train[0], Together(None), print)
+    return warm_start.load(config, pipe, batches.train[0], Together(None), print)
 
 
 @pytest.mark.thinned(most=2)
@@ -175,7 +175,7 @@ def test_fresh_weights_equal_the_initial_weights_of_the_run(tmp_path):
     writing.main(str(config), str(tmp_path / "out"), None, print)
     stack, arrays = folders.read(tmp_path / "out")
     settings = config_file.load(config)
-    ours = layers(settings.model, settings.train.batch_size)
+    ours = layers(settings.model)
     inputs = jnp.zeros((1, settings.model.seq_len), jnp.int32)
     for layer_id, spec in ours.specs(inputs).items():
         fresh = jax.jit(

@@ -15,9 +15,9 @@ from jpipe_lm.checkpoint.huggingface import adapters, peft, writing
 from jpipe_lm.checkpoint.huggingface.names import layout
 from jpipe_lm.config import huggingface
 from jpipe_lm.generate import model_source
-from jpipe_train.assemble import model
 from jpipe_train.checkpoint.export import by_path
-from jpipe_train.config.config import Config, LossConfig
+from jpipe_train.config.config import Config
+from jpipe_train.losses import cross_entropy
 from tests import torch
 from tests.lm.checkpoint import folders, test_transformers
 from tests.lm.checkpoint.beginnings import begun, written
@@ -258,7 +258,7 @@ def test_adapters_of_peft_compute_and_learn_the_same(name, theirs, tmp_path):
     stack, arrays = begun(config)
     tokens, labels = (jnp.asarray(golden[key]) for key in ("tokens", "labels"))
     params = stack.ties.split(folders.nested(stack, arrays, tokens))
-    loss_of = model.loss(LossConfig())
+    loss_of = cross_entropy.loss
 
     @jax.jit
     def step(params):

@@ -12,10 +12,11 @@ from jpipe import InputError
 from jpipe_lm.checkpoint.huggingface.names import layout
 from jpipe_lm.config import huggingface
 from jpipe_lm.config.model.presets import PRESETS
+from jpipe_lm.config.model_config import ModelConfig
 from jpipe_lm.models.layers import layers
 from jpipe_train.checkpoint.export import by_path
 from jpipe_train.config import config_file
-from jpipe_train.config.config import ModelConfig
+from jpipe_train.config.config import model_class
 from tests.lm.checkpoint.families import LLAMA3 as LLAMA3_8
 from tests.lm.checkpoint.families import LONG, MODELS, PUBLISHED, WINDOWS
 from tests.lm.checkpoint.folders import GOLDEN, copied
@@ -356,4 +357,4 @@ def test_a_written_config_describes_the_same_model(name):
 )  # fmt: skip
 def test_a_combination_that_no_architecture_has_is_refused(model, message):
     with pytest.raises(InputError, match=re.escape(message)):
-        huggingface.to_json_keys(ModelConfig(**model))
+        huggingface.to_json_keys(model_class(model)(**model))

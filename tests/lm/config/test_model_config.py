@@ -18,7 +18,7 @@ LONG = "kind: longrope, original_positions: 8, short_factors: [1, 2], long_facto
     [
         ("preset: gpt-2-124m", "model.preset: unknown preset 'gpt-2-124m'; did you mean 'gpt2-124m'?"),
         ("preset: 3", "model.preset: expected a valid string, found 3"),
-        ("kind: encoder", "model.kind: expected 'decoder' or 'bert', found 'encoder'"),
+        ("kind: encoder", "model: unknown kind 'encoder'; did you mean 'decoder'?"),
         ("width: 12, heads: 5", "model: width 12 is not divisible by heads 5; change one of them"),
         ("heads: 4, kv_heads: 3", "model: heads 4 is not divisible by kv_heads 3; change one of them"),
         ("width: 12, heads: 4, positions: rope", "needs heads of even size, found 3 (width / heads); change it, or use learned positions"),
@@ -121,7 +121,8 @@ def test_a_preset_is_written_with_all_of_its_keys(tmp_path):
 )
 def test_the_size_of_chunks_follows_the_vocabulary(tmp_path, symbols, chunk, expected):
     (tmp_path / "config.yaml").write_text(f"model: {{vocab_size: {symbols}}}\nloss: {{chunk: {chunk}}}")
-    assert config_file.load(tmp_path / "config.yaml").logits_chunk == expected
+    config = config_file.load(tmp_path / "config.yaml")
+    assert config.loss.chunk_for(config.model.vocab_size) == expected
 
 
 def test_a_preset_of_the_command_line_replaces_the_shape_in_the_file(tmp_path):

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jpipe import InputError
-from jpipe_lm.data import prepare
+from jpipe_lm.data import prepare, splits
 from jpipe_lm.data.chat import reading
 from jpipe_lm.data.chat.conversations import conversation
 from jpipe_lm.data.document_files import Files
@@ -250,7 +250,7 @@ def test_rows_of_token_ids_are_documents_as_they_are(tiny, tokenizer, written, t
         }
     )
     assert equal(expected, data.load(folder))
-    whole = data.splits.read(config(tiny, path, None, "tokens"))
+    whole = splits.read(config(tiny, path, None, "tokens"))
     tokens = [part.read(0, part.size) for part in (whole.train, whole.validation)]
     assert sorted(np.concatenate(tokens).tolist()) == sorted(number for row in IDS for number in row["input_ids"])
 
@@ -302,11 +302,11 @@ def test_text_is_compressed_or_in_rows_beside_files_of_text(tiny, tokenizer, wri
         assert equal(plain, data.load(config(tiny, written(name, content), tokenizer)))
     mixed = written("mixed/rows.jsonl", lines(ROWS)).parent
     written("mixed/a.txt", long.encode())
-    split = data.splits.read(config(tiny, mixed, tokenizer))
+    split = splits.read(config(tiny, mixed, tokenizer))
     decoded = [split.tokenizer.decoded(part.read(0, part.size).tolist()) for part in (split.train, split.validation)]
     assert long in decoded[0]
     assert sum(row["text"] in "".join(decoded) for row in ROWS) == len(ROWS)
-    as_text = data.splits.read(config(tiny, mixed / "rows.jsonl", tokenizer, text_key=None))
+    as_text = splits.read(config(tiny, mixed / "rows.jsonl", tokenizer, text_key=None))
     assert as_text.tokenizer.decoded(as_text.train.read(0, 30).tolist()).startswith('{"text": "the quick')
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jpipe import InputError
-from jpipe_lm.data import prepare
+from jpipe_lm.data import prepare, splits
 from jpipe_train.data import data
 from jpipe_train.data.rows import AllRows, like_a_batch
 from tests.lm.data.conftest import quiet, same
@@ -57,7 +57,7 @@ def test_every_validation_batch_is_read_once(tiny, keys_of, form):
         text = b"".join(path.read_bytes() for path in sorted(Path(keys["path"]).iterdir()))
         assert rows == sorted(text[i : i + 16] for i in range(0, len(text) - 16, 16))
     if form == "prompts":  # each answer once
-        answer = data.splits.read(config).tokenizer.encoded(["a fox"])[0].size
+        answer = splits.read(config).tokenizer.encoded(["a fox"])[0].size
         assert (labels >= 0).sum() in (30 * answer, 30 * (answer + 1))
 
 

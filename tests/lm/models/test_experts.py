@@ -20,6 +20,7 @@ from jpipe_lm.config.model_config import ModelConfig
 from jpipe_lm.models import transformer
 from jpipe_lm.models.experts import no_routing, on_stage
 from jpipe_lm.models.layers import layers
+from jpipe_lm.registered import LanguageModel
 from jpipe_train.assemble.build import build
 from jpipe_train.assemble.metrics import metrics
 from jpipe_train.config.config import EvalConfig
@@ -195,13 +196,13 @@ def test_a_pipeline_of_meshes_with_experts_learns_as_on_single_devices():
 def test_metrics_count_the_tokens_of_experts():
     counts = jnp.asarray([[[6, 2, 0, 0], [2, 2, 2, 2]], [[0, 0, 0, 0]] * 2])  # the second row is padding
     routing = replace(no_routing(ExpertsConfig(**MIXTURE), 2, 2, jnp.float32), counts=counts)
-    measured = {name: metric({"experts": routing}, None) for name, metric in metrics(EvalConfig(), ModelConfig(experts=MIXTURE)).items()}
+    measured = {name: metric({"experts": routing}, None) for name, metric in metrics(EvalConfig(), LanguageModel(experts=MIXTURE)).items()}
     assert {name: (float(total), float(number)) for name, (total, number) in measured.items()} == {
         "busiest_expert": (8.0, 4.0),  # 3 and 1 times the mean
         "unused_experts": (1.0, 4.0),
     }
-    assert metrics(EvalConfig(), ModelConfig()) == {}
-    of_the_user = metrics(EvalConfig(metrics={"own": f"{__name__}:own_metric"}), ModelConfig(experts=MIXTURE))["own"]
+    assert metrics(EvalConfig(), LanguageModel()) == {}
+    of_the_user = metrics(EvalConfig(metrics={"own": f"{__name__}:own_metric"}), LanguageModel(experts=MIXTURE))["own"]
     assert of_the_user({"tokens": "logits", "experts": routing}, "labels") == ("logits", "labels")
 
 

@@ -13,9 +13,10 @@ import jpipe
 from jpipe_lm.config.model_config import ModelConfig
 from jpipe_lm.models import bert, heads, transformer
 from jpipe_lm.models.layers import layers
-from jpipe_train.assemble import model
+from jpipe_lm.registered import LanguageModel
+from jpipe_train import registry
 from jpipe_train.assemble.metrics import metrics
-from jpipe_train.config.config import EvalConfig, LossConfig
+from jpipe_train.config.config import EvalConfig
 from tests.lm.models.running import LLAMA, SMALL, applied, params_of
 
 HEADS = {
@@ -87,7 +88,7 @@ def test_two_steps_of_a_pipeline_are_those_of_the_whole_model(head, kind):
     config = ModelConfig(**SMALL | {"depth": 1}, **KINDS[kind], **HEADS[head])
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):  # JAX's attention asks for the dtype of float64 with float32
         data, stack = batch(head, kind, dtype=np.float64), wide_stack(config)
-        loss = model.loss(LossConfig(), head)
+        loss = registry.find("losses", config.loss_name)
         pipe = jpipe.Pipeline(stack, jpipe.Plan.even(stack.ids, 2, "pipedream_flush", 4), loss, optax.sgd(0.5))
         state = pipe.init(jax.random.key(0), data)
         params = jax.tree.map(np.asarray, pipe.params(state))
@@ -111,20 +112,22 @@ def test_the_loss_is_the_mean_over_examples():
     outputs, labels = jnp.asarray([[2.0, 0.0], [0.0, 1.0]]), jnp.asarray([0, 0])
     expected = np.log1p(np.exp(-2.0)) + np.log1p(np.exp(1.0))
     for head in ("classification", "multiple_choice"):
-        np.testing.assert_allclose(model.loss(LossConfig(), head)(outputs, labels), (expected, 2), rtol=1e-6)
-    np.testing.assert_allclose(model.loss(LossConfig(), "regression")(jnp.asarray([1.0, -1.0]), jnp.asarray([0.5, 1.0])), (4.25, 2))
+        loss = registry.find("losses", ModelConfig(head=head, labels=2).loss_name)
+        np.testing.assert_allclose(loss(outputs, labels), (expected, 2), rtol=1e-6)
+    loss = registry.find("losses", ModelConfig(head="regression").loss_name)
+    np.testing.assert_allclose(loss(jnp.asarray([1.0, -1.0]), jnp.asarray([0.5, 1.0])), (4.25, 2))
 
 
 @pytest.mark.slow
 @pytest.mark.thinned(most_slow=0, most=1)
 @pytest.mark.parametrize("head", HEADS)
 def test_the_router_loss_is_added_for_each_example(head):
-    config = ModelConfig(**SMALL, **LLAMA, **HEADS[head], experts={"count": 4, "per_token": 2, "mlp_width": 8, "z_loss": 0.5})
+    config = LanguageModel(**SMALL, **LLAMA, **HEADS[head], experts={"count": 4, "per_token": 2, "mlp_width": 8, "z_loss": 0.5})
     inputs, labels = jax.tree.map(jnp.asarray, batch(head, "llama"))
     stack = layers(config)
     outputs = applied(stack, params_of(stack, inputs), inputs)
-    total, number = model.loss(LossConfig(), head)(outputs, labels)
-    alone, _ = model.loss(LossConfig(), head)(outputs["tokens"], labels)
+    loss = registry.find("losses", config.loss_name)
+    (total, number), (alone, _) = loss(outputs, labels), loss(outputs["tokens"], labels)
     assert (float(number), outputs["experts"].counts.shape[1:]) == (4, (2, 4))
     assert outputs["experts"].counts.sum() == 2 * 2 * (inputs["segments"] > 0).sum()
     np.testing.assert_allclose(total - alone, 4 * outputs["experts"].loss(), rtol=1e-4)

@@ -11,10 +11,9 @@ import pytest
 import jpipe
 from jpipe_lm.config.model.experts import ExpertsConfig
 from jpipe_lm.config.model_config import ModelConfig
+from jpipe_lm.config.tune_config import LoraConfig, TuneConfig, is_of_adapter
 from jpipe_lm.models.layers import layers
-from jpipe_lm.models.lora import is_of_adapter
 from jpipe_train.assemble.frozen import trains_part
-from jpipe_train.config.tune_config import LoraConfig, TuneConfig
 from jpipe_train.losses.cross_entropy import loss
 from tests.jpipe import running
 from tests.jpipe.runtime.test_memory import peaks_of

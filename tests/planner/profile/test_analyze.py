@@ -12,12 +12,12 @@ from flax import nnx
 
 import jpipe
 from jpipe import InputError
+from jpipe_lm.config.model_config import ModelConfig
 from jpipe_lm.models.layers import layers
 from jpipe_planner.machine.device import Device
 from jpipe_planner.profile.analyze import analyze
 from jpipe_planner.profile.model import Model
 from jpipe_planner.profile.scratch import compile_scratch_bytes
-from jpipe_train.config.config import ModelConfig
 
 DEVICE = Device(name="toy", flops={"float32": 1e9}, efficiency=0.5, memory_bandwidth=1e8)
 

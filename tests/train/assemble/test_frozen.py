@@ -8,10 +8,11 @@ from rich.console import Console
 
 import jpipe
 from jpipe import InputError
+from jpipe_lm.config.tune_config import TuneConfig
 from jpipe_train.assemble import build
-from jpipe_train.assemble.frozen import trained, trains_part
+from jpipe_train.assemble.frozen import trains_part
 from jpipe_train.assemble.optimizer import optimizer
-from jpipe_train.config.config import OptimizerConfig, TuneConfig
+from jpipe_train.config.config import OptimizerConfig
 from jpipe_train.console.progress import Reporter
 from tests.train.conftest import changed
 
@@ -37,7 +38,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_patterns_name_parameters_layers_and_parts(case):
     keys, expected = CASES[case]
-    is_trained = trained(TuneConfig(**keys))
+    is_trained = TuneConfig(**keys).trained()
     assert [name for name in NAMES if is_trained(name)] == expected
 
 
@@ -74,7 +75,7 @@ def test_frozen_parameters_stay_as_they_are_to_the_bit(case, tiny):
         tiny = tiny | {"model": {}}
     pipe, batches = built(tiny, tune=tune, optimizer=optimizer, **sections)
     state = pipe.init(jax.random.key(0), batches.like)
-    start, is_trained = pipe.params(state), trained(TuneConfig(**tune))
+    start, is_trained = pipe.params(state), TuneConfig(**tune).trained()
     for t in range(3):
         state, _ = pipe.step(state, batches.train[t])
     state = pipe.drain(state)

@@ -10,7 +10,8 @@ import pytest
 import jpipe
 from jpipe_lm.config.model_config import ModelConfig
 from jpipe_lm.models.layers import layers
-from jpipe_train.assemble.meshes import check_heads, device_kinds, has_meshes, mesh_words
+from jpipe_train.assemble.meshes import device_kinds, has_meshes, mesh_words
+from jpipe_train.config.config import model_class
 from jpipe_train.losses.cross_entropy import loss
 
 IDS = ["embed", "block_0", "block_1", "head"]
@@ -65,7 +66,7 @@ def test_meshes_in_words(mesh, fields, words):
 )
 def test_each_device_has_whole_heads(model, mesh, fields, message):
     with contextlib.nullcontext() if message is None else pytest.raises(jpipe.InputError, match=re.escape(message)):
-        check_heads(ModelConfig(**model), plan_of(mesh, **fields))
+        model_class(model)(**model).check_plan(plan_of(mesh, **fields))
 
 
 def test_all_devices_of_the_meshes_count():

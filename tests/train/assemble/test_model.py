@@ -17,7 +17,7 @@ from jpipe_train import cli
 from jpipe_train.assemble import build, model
 from jpipe_train.assemble.metrics import metrics
 from jpipe_train.config import config_file
-from jpipe_train.config.config import Config, EvalConfig, LossConfig, ModelConfig
+from jpipe_train.config.config import Config, EvalConfig
 from jpipe_train.config.functions import entry_point
 from tests.train.run.test_loop import rows_of
 
@@ -237,6 +237,11 @@ def line_of(code: str) -> str:
     return f"{Path.cwd()}/own_parts.py:{OWN_PARTS[: OWN_PARTS.index(code)].count(chr(10)) + 1}"
 
 
+def of_model(target: str, arguments=None) -> Config:
+    """Return the config of a run with a model of the user's, in batches of eight rows."""
+    return Config.model_validate({"model": {"target": target, "arguments": arguments}, "train": {"batch_size": 8}})
+
+
 def run(capsys, *flags: str, **sections) -> tuple[int, str, str]:
     """Run `jpipe train` with the config, with some sections replaced, and return (exit code, stdout, stderr)."""
     Path("own.yaml").write_text(yaml.safe_dump(CONFIG | sections))
@@ -374,7 +379,7 @@ def test_a_checkpoint_that_cannot_be_loaded_is_reported(target, message):
 )
 def test_a_mistake_in_a_model_is_reported(name, arguments, message):
     with pytest.raises(jpipe.InputError) as caught:
-        model.layers(ModelConfig(target=f"own_parts:{name}", arguments=arguments), 8)
+        model.layers(of_model(f"own_parts:{name}", arguments))
     line = {"fails": "raise KeyError", "fails_inside": "return jnp.ones", "leaves": "raise SystemExit", "halts": "raise Halt"}.get(name)
     assert (message.replace("LINE", line_of(line)) if line else message) in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -391,9 +396,9 @@ def test_a_mistake_in_a_model_is_reported(name, arguments, message):
     ],
 )
 def test_a_target_may_be_a_whole_model(target, arguments, ids):
-    config = ModelConfig(target=f"own_parts:{target}", arguments=arguments)
+    config = of_model(f"own_parts:{target}", arguments)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        stack = model.layers(config, 8, None, None, lambda: np.zeros((8, 2), np.float32))
+        stack = model.layers(config, lambda: np.zeros((8, 2), np.float32))
         widths = [spec.output.shape[-1] for spec in stack.specs(jax.ShapeDtypeStruct((4, 2), np.float32)).values()]
     assert stack.ids == ids
     assert widths == [arguments.get("width", 4), 1]
@@ -407,9 +412,9 @@ def test_a_target_may_be_a_whole_model(target, arguments, ids):
     ],
 )
 def test_a_model_that_cannot_be_cut_is_reported_with_the_key_that_names_it(name, message):
-    config = ModelConfig(target=f"own_parts:{name}")
+    config = of_model(f"own_parts:{name}")
     with pytest.raises(jpipe.InputError, match=f"^model.target: {message}"), build.errors_name_config_keys(None):
-        model.layers(config, 8, None, None, lambda: np.zeros((8, 2), np.float32))
+        model.layers(config, lambda: np.zeros((8, 2), np.float32))
 
 
 def test_the_arguments_of_a_whole_model_are_checked():
@@ -418,30 +423,30 @@ def test_the_arguments_of_a_whole_model_are_checked():
         ({"rngs": 1}, "is given by jpipe"),
     ):
         with pytest.raises(jpipe.InputError, match=message):
-            model.layers(ModelConfig(target="own_parts:Net", arguments=arguments), 8, None, None, lambda: np.zeros((8, 2), np.float32))
+            model.layers(of_model("own_parts:Net", arguments), lambda: np.zeros((8, 2), np.float32))
 
 
 def test_a_loss_takes_its_arguments():
     outputs, labels = np.full((2, 1), 3.0, np.float32), np.zeros((2, 1), np.float32)
     for arguments, total in (({}, 18), ({"power": 1}, 6)):
-        loss = model.loss(LossConfig(target="own_parts:loss", arguments=arguments))
+        loss = model.loss(Config(loss={"target": "own_parts:loss", "arguments": arguments}))
         with jax.numpy_dtype_promotion("standard"):
             assert tuple(map(float, loss(outputs, labels))) == (total, 2)
     with pytest.raises(jpipe.InputError, match=r"loss\.arguments: 'own_parts:loss' has no argument 'powr'; .* first: power"):
-        model.loss(LossConfig(target="own_parts:loss", arguments={"powr": 1}))
+        model.loss(Config(loss={"target": "own_parts:loss", "arguments": {"powr": 1}}))
     with pytest.raises(jpipe.InputError, match=r"loss\.arguments: 'labels' of 'own_parts:loss' is given by jpipe"):
-        model.loss(LossConfig(target="own_parts:loss", arguments={"labels": 1}))
+        model.loss(Config(loss={"target": "own_parts:loss", "arguments": {"labels": 1}}))
 
 
 def test_a_loss_and_a_metric_may_take_a_random_key():
     key, (x, y) = jax.random.key(3), np.ones((2, 2, 1), np.float32)
-    loss = model.loss(LossConfig(target="tests.train.metrics:drawn", arguments={"scale": 2.0}))
+    loss = model.loss(Config(loss={"target": "tests.train.metrics:drawn", "arguments": {"scale": 2.0}}))
     metric = metrics(EvalConfig(metrics={"drawn": "tests.train.metrics:drawn"}))["drawn"]
     assert (random_parameter(loss), random_parameter(metric)) == ("key", "key")
     draws = [float(call_with_randomness(function, x, y, key)[0]) for function in (loss, metric)]
     assert draws[0] == 2 * draws[1] == 2 * float(jax.random.uniform(key))
     with pytest.raises(jpipe.InputError, match=r"loss\.arguments: 'key' of 'tests.train.metrics:drawn' is given by jpipe; leave it out"):
-        model.loss(LossConfig(target="tests.train.metrics:drawn", arguments={"key": 1}))
+        model.loss(Config(loss={"target": "tests.train.metrics:drawn", "arguments": {"key": 1}}))
 
 
 @pytest.mark.parametrize(

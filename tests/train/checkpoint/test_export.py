@@ -58,7 +58,7 @@ def loaded(home, file, mode="strict", **sections):
     config = changed(home.data, warm_start={"file": str(file), "mode": mode}, **sections)
     pipe, batches = build.build(config, Reporter(1, 1, "", Console(quiet=True)))
     messages: list[str] = []
-    params = warm_start.load(config.warm_start, pipe, batches.train[0], Together(None), messages.append)
+    params = warm_start.load(config, pipe, batches.train[0], Together(None), messages.append)
     return params, messages
 
 

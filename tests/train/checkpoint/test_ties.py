@@ -75,7 +75,7 @@ def test_it_is_resumed_exported_and_begins_another(config, tmp_path, monkeypatch
         fields = config | {"plan": {"schedule": "gpipe", "num_stages": 3, "microbatches": 2}}
         started = changed(fields, warm_start={"file": str(tmp_path / source), "mode": "strict"})
         pipe, batches = build(started, Reporter(1, 1, "bytes"))
-        initial = warm_start.load(started.warm_start, pipe, batches.train[0], Together(None), messages.append)
+        initial = warm_start.load(started, pipe, batches.train[0], Together(None), messages.append)
         params = pipe.params(pipe.init(jax.random.key(3), batches.train[0], initial))
         check_equal(np.asarray(params["embed"]["embedding"][...]), newest["embed/embedding"])
         check_equal(np.asarray(params["head"]["table"]["embedding"][...]), newest["embed/embedding"])

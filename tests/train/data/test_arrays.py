@@ -23,7 +23,7 @@ from jpipe import InputError
 from jpipe_train import cli
 from jpipe_train.assemble import model
 from jpipe_train.assemble.labels import check_labels
-from jpipe_train.config.config import Config, LossConfig
+from jpipe_train.config.config import Config
 from jpipe_train.data import data
 from jpipe_train.data.arrays import reading
 from jpipe_train.data.files import streams
@@ -37,6 +37,8 @@ X = np.random.default_rng(0).normal(size=(90, 3)).astype(np.float32).astype(np.f
 Y = np.arange(90) % 4
 ROWS = [{"inputs": x.tolist(), "targets": int(y)} for x, y in zip(X, Y, strict=True)]
 CELLS = [dict(zip("abc", row["inputs"], strict=True)) | {"targets": row["targets"]} for row in ROWS]
+ARRAYS = {"format": "arrays", "path": "a"}
+OWN = {"model": {"target": "a:b"}, "data": ARRAYS}
 MODEL = {"model": {"target": "a:b"}, "plan": {"microbatches": 2}}
 
 
@@ -515,12 +517,12 @@ def test_folders_without_the_arrays_are_errors(tiny, tmp_path):
     [
         ({"model": {}}, "data.format arrays is for a model of your own, .* set model.target"),
         ({"data": {"format": "arrays"}}, "path is missing, which format arrays needs; name files with rows of numbers"),
-        ({"data": {"inputs_key": "a"}}, "inputs_key has no effect with format bytes: it is for arrays"),
+        ({"data": {"inputs_key": "a"}}, "inputs_key has no effect with format auto: it is for arrays"),
         ({"data": {"format": "arrays", "path": "a", "inputs_key": ["a", "a"]}}, "expected each column once, found 'a' twice"),
-        ({"data": {"inputs_key": [0, 1]}}, r"data\.inputs_key\n.* expected names of columns as text, found 0; write '0'"),
-        ({"data": {"targets_key": None}}, r"data\.targets_key\n.* expected names of columns as text, found None; quotes in YAML"),
-        ({"data": {"inputs_key": []}}, r"data\.inputs_key\n.* expected the name of a column, or a list of 1 to 100,000 names, found 0"),
-        ({"data": {"inputs_key": ""}}, r"data\.inputs_key\n.* expected names of columns of 1 to 256 characters, found ''"),
+        ({"data": ARRAYS | {"inputs_key": [0, 1]}}, r"inputs_key\n.* expected names of columns as text, found 0; write '0'"),
+        ({"data": ARRAYS | {"targets_key": None}}, r"targets_key\n.* expected names of columns as text, found None; quotes in YAML"),
+        ({"data": ARRAYS | {"inputs_key": []}}, r"inputs_key\n.* expected the name of a column, or a list of 1 to 100,000 names, found 0"),
+        ({"data": ARRAYS | {"inputs_key": ""}}, r"inputs_key\n.* expected names of columns of 1 to 256 characters, found ''"),
         ({"model": {"target": "a:b", "seq_len": 8}}, "model.seq_len has no effect with model.target and data.format arrays"),
         ({"loss": {"name": "squared_error", "target": "a:b"}}, "name has no effect with 'a:b', found squared_error"),
         ({"model": {}, "data": {}, "loss": {"name": "squared_error"}}, "loss.name has no effect without model.target"),
@@ -528,11 +530,11 @@ def test_folders_without_the_arrays_are_errors(tiny, tmp_path):
 )
 def test_keys_that_do_not_fit_are_errors(sections, message):
     with pytest.raises(pydantic.ValidationError, match=message):
-        Config.model_validate({"model": {"target": "a:b"}, "data": {"format": "arrays", "path": "a"}} | sections)
+        Config.model_validate(OWN | sections)
 
 
 def test_the_squared_error_is_the_mean_over_all_numbers():
-    loss = model.loss(LossConfig(name="squared_error"))
+    loss = model.loss(Config.model_validate(OWN | {"loss": {"name": "squared_error"}}))
     outputs, targets = jnp.asarray([[1.0], [3.0]]), jnp.asarray([0.0, 1.0])
     np.testing.assert_array_equal(loss(outputs, targets), (5, 2))
     np.testing.assert_array_equal(loss(outputs, jnp.asarray([[0], [1]])), (5, 2))
@@ -540,11 +542,11 @@ def test_the_squared_error_is_the_mean_over_all_numbers():
         InputError, match=r"loss\.name: squared_error: expected outputs of the shape of the targets, \[2\], found \[2, 2\]; "
     ):
         loss(jnp.ones((2, 2)), targets)
-    assert model.loss(LossConfig(name="cross_entropy")) is model.loss(LossConfig())
+    assert model.loss(Config.model_validate(OWN | {"loss": {"name": "cross_entropy"}})) is model.loss(Config.model_validate(OWN))
     with pytest.raises(
         InputError, match=r"loss: cross_entropy: expected outputs with one more dim than the labels, \[2, 1\], found \[2, 3\]; "
     ):
-        model.loss(LossConfig())(jnp.ones((2, 3)), jnp.ones((2, 1), jnp.int32))
+        model.loss(Config.model_validate(OWN))(jnp.ones((2, 3)), jnp.ones((2, 1), jnp.int32))
 
 
 def test_classes_that_the_model_does_not_have_are_errors(tiny, tmp_path, monkeypatch):

@@ -67,7 +67,7 @@ def at_once(run: Path, rows, step: int, weights="newest") -> Result:
     config = config_file.load_resolved(run / "config.yaml")
     stored_layers = checkpoint_files.read_layers(run, step)
     arrays = export.by_name(stored_layers if weights == "newest" else export.with_ema(stored_layers, step))
-    stack, params = layers.layers(config.model, config.logits_chunk), {}
+    stack, params = layers.layers(config.model), {}
     for layer_id, shared in stack.ties.shared.items():
         arrays |= {f"{layer_id}/{path}": arrays["/".join(stack.ties.first[name])] for path, name in shared.items()}
     for name, array in arrays.items():

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe_lm.config.model_config import ModelConfig
-from jpipe_lm.models.lora import is_of_adapter, widths_of
+from jpipe_lm.config.tune_config import LoraConfig, TuneConfig, is_of_adapter
+from jpipe_lm.models.lora import widths_of
 from jpipe_lm.models.quantized import Kind, dequantize, quantize
 from jpipe_train.checkpoint.sources.source import Names, Source, Spec
-from jpipe_train.config.tune_config import LoraConfig, TuneConfig
 
 _CODES, _SCALE = "/codes", "/scale"
 _KERNEL = "/kernel"

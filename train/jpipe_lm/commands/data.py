@@ -4,11 +4,9 @@ from typing import Annotated, Literal
 
 import tyro
 
+from jpipe_train.commands.group import Group
 from jpipe_train.console import interrupt
 from jpipe_train.console.options import Count, OptionalFile, Overrides
-
-app = tyro.extras.SubcommandApp()
-app.__doc__ = "Make a tokenizer, write text as files of tokens to train on, or show what is learned of conversations."
 
 Source = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[SOURCE …]", help_behavior_hint="")]
 Form = Annotated[Literal["auto", "text", "prompts", "chat"], tyro.conf.arg(name="format")]
@@ -17,7 +15,6 @@ Key = Annotated[str, tyro.conf.arg(metavar="KEY")]
 TextKey = Annotated[str, tyro.conf.arg(metavar="KEY|none")]
 
 
-@app.command
 def prepare(
     source: Source = (),
     *,
@@ -63,7 +60,6 @@ def prepare(
     return 0
 
 
-@app.command(name="tokenizer")
 def make_tokenizer(
     source: Source = (),
     *,
@@ -100,7 +96,6 @@ def make_tokenizer(
     return 0
 
 
-@app.command
 def show(
     config: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")],
     overrides: Overrides = (),
@@ -124,3 +119,10 @@ def show(
     for line in showing.lines(config_file.load(config, overrides, allow_code=True), count, bold=sys.stdout.isatty()):
         print(line)
     return 0
+
+
+GROUP = Group(
+    "Make a tokenizer, write text as files of tokens to train on, or show what is learned of conversations.",
+    {"prepare": prepare, "tokenizer": make_tokenizer, "show": show},
+)
+"""The commands of `jpipe data`."""

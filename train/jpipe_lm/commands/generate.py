@@ -8,6 +8,7 @@ from jpipe_train.console.options import ALONE, Fields, Process
 def generate(request: Fields[Request], process: Fields[Process] = ALONE) -> int:
     """Continue texts with a trained model, or chat with it. What it writes goes to standard output."""
     with interrupt.importing():
+        from jpipe_lm.generate import command
         from jpipe_train.run import job
 
-    return job.generate(request, process)
+    return job.run_process(lambda connect: command.run(request, connect, process.connect_limit, process.wait_limit), process)

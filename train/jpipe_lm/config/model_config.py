@@ -2,17 +2,24 @@
 
 import reprlib
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from jpipe import InputError
 from jpipe.errors import nearest
+from jpipe_lm.config.data_config import BYTES, DataConfig
 from jpipe_lm.config.model import heads
 from jpipe_lm.config.model.experts import ExpertsConfig, replace_all_mlps
 from jpipe_lm.config.model.presets import PRESETS
 from jpipe_lm.config.model.rope import RopeScaling
-from jpipe_train.config.section import Count, TargetSection
+from jpipe_lm.config.tune_config import TuneConfig
+from jpipe_train.config.model_section import ModelSection
+from jpipe_train.config.section import Count
+from jpipe_train.config.tune_section import TuneSection, matches_any
+
+if TYPE_CHECKING:
+    import jpipe_train.config.config
 
 LOWER = "lower one"
 """What to change about sizes that are too large together."""
@@ -34,15 +41,14 @@ Pattern = Annotated[list[bool], Field(min_length=1, max_length=1000)]
 Scale = Annotated[float, Field(gt=0, le=10**6)]
 
 
-class ModelConfig(TargetSection):
+class ModelConfig(ModelSection):
     """A language model: `depth` blocks of `width` with `heads` heads over sequences of `seq_len` tokens.
 
     Parameters are float32 regardless of `compute_dtype`. The default is a GPT over bytes; a `preset` gives the other keys, and explicit
-    keys override it. A `target` is a function: `target(**arguments)` returns a model or a `jpipe.LayerStack`; or it is the class of an NNX
-    module; its constructor gets `rngs` and `arguments`. `seq_len` then only applies to the text.
+    keys override it.
     """
 
-    keeps_meaning: ClassVar[frozenset[str]] = TargetSection.keeps_meaning | {"seq_len"}
+    tune_section: ClassVar[type[TuneSection]] = TuneConfig
 
     preset: str | None = None
     kind: Literal["decoder", "bert"] = "decoder"
@@ -55,7 +61,6 @@ class ModelConfig(TargetSection):
     kv_heads: Count | None = None
     head_size: Annotated[int, Field(ge=1, le=10**6)] | None = None
     mlp_width: Annotated[int, Field(ge=1, le=10**7)] | None = None
-    seq_len: Count = 128
     positions: Literal["learned", "rope", "none"] = "learned"
     max_positions: Count | None = None
     rope_base: Annotated[float, Field(gt=1, le=10**12)] = 10000.0
@@ -99,6 +104,21 @@ class ModelConfig(TargetSection):
         return 4 * self.width if self.mlp_width is None else self.mlp_width
 
     @property
+    def loss_name(self) -> str:
+        """The name of the loss, which follows from the head."""
+        return "squared_error" if self.head == "regression" else "cross_entropy"
+
+    @property
+    def loss_unit(self) -> str | None:
+        """The unit of the loss: per label, and of the routers; None: the one of the data."""
+        return " nats" if self.has_router_loss else None
+
+    @property
+    def computes_in(self) -> str:
+        """The dtype that it computes in, where `precision` says nothing of it."""
+        return self.compute_dtype
+
+    @property
     def label_count(self) -> int | None:
         """The number of labels, if the head distinguishes labels."""
         return len(self.labels) if isinstance(self.labels, list) else self.labels
@@ -139,6 +159,54 @@ class ModelConfig(TargetSection):
             decided |= {"experts": None}
         return self.model_copy(update=decided)
 
+    def check_config(self, config: "jpipe_train.config.config.Config") -> None:
+        """Check that the section fits the other ones of a config.
+
+        Raises:
+            ValueError: it does not.
+        """
+        computes = config.precision.computes
+        if computes is not None and self.compute_dtype not in ("float32", computes):
+            raise ValueError(f"model.compute_dtype is {self.compute_dtype} and precision.compute {computes}; leave out model.compute_dtype")
+        if self.attention == "cudnn" and config.computes == "float32":
+            raise ValueError("model.attention cudnn computes in bfloat16 or float16, found float32; set model.compute_dtype to bfloat16")
+        if config.data.format == "arrays":
+            raise ValueError(
+                "data.format arrays is for a model of your own, which gets the arrays as they are, found none; set model.target, or read "
+                "texts with another format"
+            )
+        if isinstance(config.data, DataConfig) and config.data.read_as == "bytes" and self.vocab_size < BYTES:
+            raise ValueError(f"model.vocab_size {self.vocab_size} is less than the {BYTES} bytes of a text; raise it, or leave it out")
+        if self.head != "language":
+            self._check_head(config)
+        if config.loss.name is not None:
+            raise ValueError(
+                f"loss.name has no effect without model.target: the loss of a built-in model follows from model.head, found "
+                f"{config.loss.name}; leave it out"
+            )
+
+    def _check_head(self, config: "jpipe_train.config.config.Config") -> None:
+        """Check that a head that judges whole texts fits the other sections of a config."""
+        if isinstance(data := config.data, DataConfig) and data.format != "labels":
+            raise ValueError(f"model.head {self.head} learns from data.format labels, found {data.format}; change one of them")
+        if self.head != "multiple_choice" and isinstance(data, DataConfig) and data.is_changed("choices_key"):
+            raise ValueError(f"data.choices_key has no effect with model.head {self.head}; leave it out, or use multiple_choice")
+        if (
+            isinstance(config.tune, TuneConfig)
+            and config.tune.lora is not None
+            and not matches_any("head/score/kernel", config.tune.train_only)
+        ):
+            raise ValueError(f"tune.lora alone would leave the fresh model.head {self.head} as it is; add tune.train_only: [head]")
+        if config.loss.chunk not in ("auto", None):
+            raise ValueError(f"loss.chunk has no effect with model.head {self.head}, which has few logits; leave it out")
+
+    @classmethod
+    def with_overrides(cls, keys: dict[str, Any], overridden: frozenset[str]) -> dict[str, Any]:
+        """Drop the file's own keys of the model, except those in `OF_THE_RUN`, if `preset` is overridden."""
+        if "preset" not in overridden or keys["preset"] is None:
+            return keys
+        return {key: value for key, value in keys.items() if key in overridden | OF_THE_RUN}
+
     @field_validator("preset")
     @classmethod
     def _known_preset(cls, name: str | None) -> str | None:
@@ -150,7 +218,7 @@ class ModelConfig(TargetSection):
     @classmethod
     def _merge_preset(cls, data: Any) -> Any:
         """Merge the explicit keys over the preset's; BERT is tied by default."""
-        if not isinstance(data, dict) or data.get("target") is not None:
+        if not isinstance(data, dict):
             return data
         name = data.get("preset")
         preset = dict(PRESETS.get(name, {})) if isinstance(name, str) else {}
@@ -163,14 +231,11 @@ class ModelConfig(TargetSection):
 
     @model_validator(mode="after")
     def _labels_fit_the_head(self) -> "ModelConfig":
-        if self.target is None:
-            heads.check(self.head, self.labels)
+        heads.check(self.head, self.labels)
         return self
 
     @model_validator(mode="after")
     def _heads_fit(self, info: Any) -> "ModelConfig":
-        if self.target is not None:
-            return self
         width, heads, kv_heads = (_shown(info, key) for key in ("width", "heads", "kv_heads"))
         if self.head_size is None and self.width % self.heads:
             raise InputError(f"{width} {self.width} is not divisible by {heads} {self.heads}", change="change one of them")
@@ -187,8 +252,6 @@ class ModelConfig(TargetSection):
 
     @model_validator(mode="after")
     def _positions_fit(self, info: Any) -> "ModelConfig":
-        if self.target is not None:
-            return self
         longest, most = self.max_positions_used, _shown(info, "max_positions")
         if self.seq_len > longest:
             raise InputError(f"seq_len {self.seq_len} is more than {most} {longest}", change="change one of them")
@@ -202,7 +265,7 @@ class ModelConfig(TargetSection):
 
     @model_validator(mode="after")
     def _experts_fit(self, info: Any) -> "ModelConfig":
-        if self.target is not None or self.experts is None:
+        if self.experts is None:
             return self
         layers = [_at(self.experts.layers, i) for i in range(self.depth)]
         if not any(layers):
@@ -223,8 +286,6 @@ class ModelConfig(TargetSection):
 
     @model_validator(mode="after")
     def _no_key_is_without_effect(self) -> "ModelConfig":
-        if self.target is not None:
-            return self
         fields = type(self).model_fields
         given = [name for name in fields if getattr(self, name) != fields[name].default]
         unused = [name for name in given if self.positions != "rope" and name in _OF_ROPE]
@@ -237,8 +298,6 @@ class ModelConfig(TargetSection):
 
     @model_validator(mode="after")
     def _attention_is_possible(self) -> "ModelConfig":
-        if self.target is not None:
-            return self
         scaling, pairs = self.rope_scaling, self.rotary_size // 2
         for key in ("short_factors", "long_factors"):
             if scaling is not None and (factors := getattr(scaling, key)) is not None and len(factors) != pairs:
@@ -254,7 +313,7 @@ class ModelConfig(TargetSection):
 
     @model_validator(mode="after")
     def _keys_fit_the_kind(self) -> "ModelConfig":
-        if self.target is not None or self.kind != "bert":
+        if self.kind != "bert":
             return self
         for key, required in _ENCODER.items():
             if (value := getattr(self, key)) != required:

@@ -1,10 +1,13 @@
 """Make rows of documents and batch them: windows of a running text, packed examples, or masked windows."""
 
 from jpipe import InputError
-from jpipe_lm.data import masked, windows
+from jpipe_lm.config.model_config import ModelConfig
+from jpipe_lm.config.sections import data_of
+from jpipe_lm.data import masked, splits, windows
 from jpipe_lm.data.splits import Split
 from jpipe_train.config.config import Config
 from jpipe_train.console.terminal import count
+from jpipe_train.data.data import Data
 from jpipe_train.data.order import ordered, seed_of
 from jpipe_train.data.rows import BatchesOfRows
 
@@ -12,11 +15,63 @@ Rows = windows.Windows | windows.Examples | masked.Masked
 AnyRows = Rows | windows.Filled
 
 
+def load(config: Config) -> Data:
+    """Read documents and batch their rows.
+
+    Raises:
+        InputError: they cannot be read, are too few, or do not fit the model.
+    """
+    check_objective(config)
+    split = splits.read(config)
+    check_vocabulary(config, split.train.vocab_size)
+    apart = keeps_apart(config, split)
+    rows = [rows_of(config, split, part, apart=apart) for part in (0, 1)]
+    check_amount(config, split, *rows)
+    held_out = rows[1] if isinstance(rows[1], masked.Masked) else windows.Filled(rows[1], config.train.batch_size)
+    batches = batches_of(config, rows[0], 0, apart=apart), batches_of(config, held_out, 1, apart=apart)
+    remarks = *remarks_of(split, *rows), *few_rows(config, *rows)
+    return Data(*batches, split.source, amount_of(split, *rows), split.digest, remarks, rows=len(rows[0]))
+
+
+def load_held_out(config: Config, path: str | None) -> Data:
+    """Read all documents that are held out, and batch their rows, which may fill no batch.
+
+    Args:
+        config: of the run.
+        path: other data in their place, of the same format, all of it.
+
+    Raises:
+        InputError: as `load`; there is no row.
+    """
+    check_objective(config)
+    split = splits.read(config) if path is None else splits.read_whole(config, path)
+    if path is not None:
+        config = config.model_copy(update={"data": config.data.model_copy(update={"path": path})})
+    check_vocabulary(config, split.train.vocab_size)
+    apart = keeps_apart(config, split)
+    rows = rows_of(config, split, 1, apart=apart)
+    check_some(config, split, rows)
+    batches = batches_of(config, rows, 1, apart=apart)
+    return Data(batches, batches, split.source, f"{split.validation.size:,} tokens", split.digest, remarks_of(split, rows))
+
+
+def check_files(config: Config, path: str | None) -> None:
+    """Check the files of text, the tokenizer and the chat template, without reading any data; `path` is as for `load_held_out`.
+
+    Raises:
+        InputError: they cannot be read, or do not fit the model.
+    """
+    if config.data.has_tokens:
+        check_objective(config)
+    if (symbols := splits.check_files(config, path)) is not None:
+        check_vocabulary(config, symbols)
+
+
 def check_objective(config: Config) -> None:
     """Check that the built-in model and loss support the objective."""
-    if config.model.target is not None or config.loss.target is not None:
+    if not isinstance(config.model, ModelConfig) or config.loss.target is not None:
         return
-    kind, objective = config.model.kind, config.data.objective
+    kind, objective = config.model.kind, data_of(config).objective
     if kind == "bert" and objective != "masked":
         raise InputError(
             f"data.objective: expected masked, which model.kind bert learns, found {objective}; set it to masked, with data.format text "
@@ -28,27 +83,27 @@ def check_objective(config: Config) -> None:
 
 def check_vocabulary(config: Config, need: int) -> None:
     """Check that the built-in model has a symbol for every token."""
-    if config.model.target is None and need > (have := config.model.vocab_size):
+    if isinstance(config.model, ModelConfig) and need > (have := config.model.vocab_size):
         of_folder = f"the tokens of '{config.data.path}'"
-        name = {"bytes": "bytes", "tokens": of_folder}.get(config.data.read_as, f"the tokens of '{config.data.tokenizer}'")
+        name = {"bytes": "bytes", "tokens": of_folder}.get(data_of(config).read_as, f"the tokens of '{data_of(config).tokenizer}'")
         raise InputError(f"model.vocab_size: expected at least {need}, for {name}, found {have}; set model.vocab_size to {need}")
 
 
 def keeps_apart(config: Config, split: Split) -> bool:
     """Return whether the documents in a row are separate segments."""
     known = split.train.have_ends and split.validation.have_ends
-    if config.data.boundaries == "keep" and not known:
+    if data_of(config).boundaries == "keep" and not known:
         raise InputError(
             f"data.boundaries: expected '{config.data.path}' to say where documents end, for keep, found a tokens.json that does not; "
             "prepare it again, or ignore them"
         )
-    default = "ignore" if config.data.read_as == "bytes" or config.data.objective == "masked" else "keep"
-    return split.train.have_answers or ((config.data.boundaries or default) == "keep" and known)
+    default = "ignore" if data_of(config).read_as == "bytes" or data_of(config).objective == "masked" else "keep"
+    return split.train.have_answers or ((data_of(config).boundaries or default) == "keep" and known)
 
 
 def rows_of(config: Config, split: Split, part: int, *, apart: bool) -> Rows:
     """Return the rows of one part, each once."""
-    documents, data, seq_len = (split.train, split.validation)[part], config.data, config.model.seq_len
+    documents, data, seq_len = (split.train, split.validation)[part], data_of(config), config.model.seq_len
     if split.train.have_answers or data.format in ("prompts", "chat"):
         if data.objective == "masked":
             raise InputError("data.objective: masked: expected text, found prompts with answers; leave it out")
@@ -62,8 +117,9 @@ def rows_of(config: Config, split: Split, part: int, *, apart: bool) -> Rows:
 def batches_of(config: Config, rows: AnyRows, part: int, *, apart: bool) -> BatchesOfRows:
     """Batch the rows of one part."""
     seq_len = config.model.seq_len
-    spec = masked.row_spec(seq_len) if config.data.objective == "masked" else windows.row_spec(seq_len, segments=apart)
-    return BatchesOfRows(ordered(config, rows, part), config.train.batch_size, spec)
+    spec = masked.row_spec(seq_len) if data_of(config).objective == "masked" else windows.row_spec(seq_len, segments=apart)
+    elements = masked.Drawn(rows, epochs=part == 0) if isinstance(rows, masked.Masked) else ordered(config, rows, part)
+    return BatchesOfRows(elements, config.train.batch_size, spec)
 
 
 def check_amount(config: Config, split: Split, train: Rows, validation: Rows) -> None:
@@ -83,8 +139,8 @@ def check_amount(config: Config, split: Split, train: Rows, validation: Rows) ->
         each = seq_len - masked.SPECIAL
         need = batch_size * each
         why = f"train.batch_size {batch_size} windows of {each} tokens, model.seq_len {seq_len} without special tokens"
-    more = "prepare more" if config.data.format == "tokens" else "give more text"
-    if config.data.format != "tokens" and config.data.validation_path is None:
+    more = "prepare more" if data_of(config).format == "tokens" else "give more text"
+    if data_of(config).format != "tokens" and data_of(config).validation_path is None:
         more += ", raise data.validation_fraction"
     raise InputError(
         where="data.path",

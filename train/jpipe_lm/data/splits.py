@@ -14,6 +14,8 @@ from jaxtyping import UInt8
 from jpipe import InputError
 from jpipe.errors import shortened
 from jpipe.files import expanded
+from jpipe_lm.config.data_config import BYTES, DataConfig
+from jpipe_lm.config.sections import data_of
 from jpipe_lm.data import texts
 from jpipe_lm.data import tokenizer as tokenizers
 from jpipe_lm.data.chat import reading, template
@@ -23,14 +25,13 @@ from jpipe_lm.data.document_files import read as read_documents
 from jpipe_lm.data.documents import Documents, Shard
 from jpipe_lm.data.files import token_files
 from jpipe_train.config.config import Config
-from jpipe_train.config.data_config import DataConfig
 from jpipe_train.config.section import AUTO
 from jpipe_train.data import sources
-from jpipe_train.data.files import arrow, kinds, streams
+from jpipe_train.data.files import kinds
 from jpipe_train.data.files.file_array import FileArray
 from jpipe_train.data.files.wrong_lines import Place as FilePlace
+from jpipe_train.data.sources import DataPath, parts_of
 
-BYTES = 256  # symbols of a text that is read as bytes
 _MOST_IN_MEMORY = 2**28  # bytes; files that have more are read where they are needed
 Place = Callable[[int], str] | None
 
@@ -68,11 +69,11 @@ def read(config: Config) -> Split:
     """
     with sources.readable():
         split = _read(config)
-        return replace(split, remarks=(*split.remarks, *sources.left_out(config.data.path, config.data.validation_path)))
+        return replace(split, remarks=(*split.remarks, *sources.left_out(data_of(config).path, data_of(config).validation_path)))
 
 
 def _read(config: Config) -> Split:
-    data = config.data
+    data = data_of(config)
     if data.read_as == "bytes":
         if data.format == AUTO:
             _check_kinds(data)
@@ -93,7 +94,8 @@ def check_files(config: Config, other: str | None = None) -> int | None:
     Raises:
         InputError: there is no such file, no library reads it, or the tokenizer or the chat template cannot be used.
     """
-    data = config.data if other is None else config.data.model_copy(update={"path": other, "validation_path": None})
+    data = data_of(config)
+    data = data if other is None else data.model_copy(update={"path": other, "validation_path": None})
     if data.read_as == "bytes":
         if data.format == AUTO:
             _check_kinds(data)
@@ -104,11 +106,7 @@ def check_files(config: Config, other: str | None = None) -> int | None:
         return BYTES
     if data.format == "tokens" and token_files.is_folder(str(data.path)):
         return token_files.read_index(str(data.path), "data.path")[1].vocab_size
-    for path, _, where in parts_of(data) if other is None else [DataPath(other, 0.0, "data.path")]:
-        with sources.readable(where):
-            _, files = sources.find_files(path, where, content="numbers" if data.format == "arrays" else "text")
-            if (kind := kinds.rows_in(files[0])) is not None and kind.reader in arrow.NAMES:
-                streams.pyarrow(files[0], arrow.NAMES[kind.reader])
+    sources.check_rows(data, other)
     if data.tokenizer is None:
         return None
     check_beside_weights(config)
@@ -122,37 +120,6 @@ def check_files(config: Config, other: str | None = None) -> int | None:
             except Failure:  # reported with the first conversation
                 pass
     return tokenizer.vocab_size
-
-
-class DataPath(NamedTuple):
-    """Data at a path; a share of it, or all, is held out for validation.
-
-    Attributes:
-        path: a file, a folder or a glob.
-        share: the share to hold out; 1: all.
-        where: the key that names the path, for messages.
-    """
-
-    path: str | None
-    share: float
-    where: str
-
-
-def parts_of(data: DataConfig) -> list[DataPath]:
-    """Return the data to read, and the share to hold out; a saved `DatasetDict` has a training and usually a validation split.
-
-    Raises:
-        InputError: a `DatasetDict` has no split for training.
-    """
-    with sources.readable():
-        train, validation = sources.with_validation(data.path, "data.path")
-    if data.validation_path is not None:
-        with sources.readable("data.validation_path"):
-            own, split = sources.with_validation(data.validation_path, "data.validation_path")
-        return [DataPath(train, 0.0, "data.path"), DataPath(split or own, 1.0, "data.validation_path")]
-    if validation is not None:
-        return [DataPath(train, 0.0, "data.path"), DataPath(validation, 1.0, "data.path")]
-    return [DataPath(train, data.validation_fraction, "data.path")]
 
 
 def _check_kinds(data: DataConfig) -> None:
@@ -194,7 +161,7 @@ def check_beside_weights(config: Config) -> None:
     beside = None if file is None else expanded(file, "warm_start.file") / tokenizers.FILE
     if ours is None or beside is None or config.warm_start.mode == "partial" or not (ours.is_file() and beside.is_file()):
         return
-    key = "data.path" if config.data.format == "tokens" else "data.tokenizer"
+    key = "data.path" if data_of(config).format == "tokens" else "data.tokenizer"
     our_tokenizer, their_tokenizer = (tokenizers.load(path, where, None) for path, where in ((ours, key), (beside, "warm_start.file")))
     if our_tokenizer.sha256 != their_tokenizer.sha256 and (wrong := our_tokenizer.differing(their_tokenizer)):
         number, tokens = wrong[0]
@@ -238,15 +205,15 @@ def read_whole(config: Config, path: str) -> Split:
 
 
 def _read_whole(config: Config, path: str) -> Split:
-    if config.data.read_as == "bytes":
-        if config.data.format == AUTO:
-            _check_kinds(config.data.model_copy(update={"path": path, "validation_path": None}))
+    if data_of(config).read_as == "bytes":
+        if data_of(config).format == AUTO:
+            _check_kinds(data_of(config).model_copy(update={"path": path, "validation_path": None}))
         files = _files_of_bytes(path, "data.path")[1]
         documents = _documents_of_bytes(files)
         source = sources.named(path) if len(files) == 1 else f"{sources.named(path)} ({len(files)} files)"
         digest = functools.partial(_digest, "", documents)
         return Split(documents, documents, source, digest, unit="bytes", remarks=sources.left_out(path))
-    if config.data.format == "tokens" and token_files.is_folder(path):
+    if data_of(config).format == "tokens" and token_files.is_folder(path):
         return _whole_folder(config, path)
     split = _of_files(config, [DataPath(path, 0.0, "data.path")])
     remarks = *split.remarks, *sources.left_out(path)
@@ -299,11 +266,13 @@ def _documents_of_bytes(files: Sequence[_Bytes]) -> Documents:
 def _whole_folder(config: Config, path: str) -> Split:
     """Read all documents of a folder of tokens, for training and for validation."""
     folder, index = token_files.read_index(path, "data.path")
-    if token_files.is_folder(str(config.data.path)) and os.path.exists(str(config.data.path)):  # otherwise its tokenizer is not known
-        its = token_files.read_index(str(config.data.path), "data.path")[1]
-        _check_same_tokenizer(its, index, str(config.data.path), "data.path")
+    if token_files.is_folder(str(data_of(config).path)) and os.path.exists(
+        str(data_of(config).path)
+    ):  # otherwise its tokenizer is not known
+        its = token_files.read_index(str(data_of(config).path), "data.path")[1]
+        _check_same_tokenizer(its, index, str(data_of(config).path), "data.path")
     documents = token_files.documents(folder, index, [*index.train, *index.validation])
-    tokenizer = _tokenizer(folder, index) if config.data.objective == "masked" else None
+    tokenizer = _tokenizer(folder, index) if data_of(config).objective == "masked" else None
     return Split(documents, documents, f"'{path}'", functools.partial(token_files.digest, folder, index), tokenizer)
 
 
@@ -351,15 +320,15 @@ def _tokenizer(folder: Path, index: token_files.Index) -> tokenizers.Tokenizer:
 
 def _of_token_files(config: Config) -> Split:
     """Read a folder that `jpipe data prepare` wrote."""
-    path = str(config.data.path)
+    path = str(data_of(config).path)
     for key in ("validation_fraction", "tokens_key"):
         if getattr(config.data, key) != DataConfig.model_fields[key].default:
             raise InputError(f"data.{key} has no effect with '{path}', which is a folder of tokens and not rows of them; leave it out")
     folder, index = token_files.read_index(path, "data.path")
     train, held_out = token_files.documents(folder, index, index.train), (folder, index, index.validation)
     digests = [functools.partial(token_files.digest, folder, index)]
-    if config.data.validation_path is not None:
-        other, its = token_files.read_index(config.data.validation_path, "data.validation_path")
+    if (validation_path := data_of(config).validation_path) is not None:
+        other, its = token_files.read_index(validation_path, "data.validation_path")
         _check_same_tokenizer(index, its, path, "data.validation_path")
         held_out = other, its, [*its.train, *its.validation]
         digests.append(functools.partial(token_files.digest, other, its))
@@ -369,7 +338,7 @@ def _of_token_files(config: Config) -> Split:
             where="data.path",
             change="name a folder that does, as validation_path, or prepare it with --validation-fraction",
         )
-    tokenizer = _tokenizer(folder, index) if config.data.objective == "masked" else None
+    tokenizer = _tokenizer(folder, index) if data_of(config).objective == "masked" else None
     return Split(train, token_files.documents(*held_out), f"'{path}'", lambda: "".join(each() for each in digests), tokenizer)
 
 
@@ -418,7 +387,7 @@ def _of_files(config: Config, parts: Sequence[DataPath]) -> Split:
         config: what they are.
         parts: what is read.
     """
-    data = config.data
+    data = data_of(config)
     form = data.format if data.format in ("prompts", "chat", "tokens") else "text"
     if form == "tokens" and data.objective == "masked":
         raise InputError(

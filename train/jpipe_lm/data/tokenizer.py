@@ -16,6 +16,7 @@ from jaxtyping import Int64, UInt32
 from jpipe import InputError
 from jpipe.errors import nearest
 from jpipe.files import expanded, read_bytes
+from jpipe_lm.config.data_config import DataConfig
 from jpipe_lm.data.files import tokenizer_limits
 from jpipe_train.config.section import AUTO
 from jpipe_train.console.terminal import first_line
@@ -255,9 +256,11 @@ def load(path: str | Path, where: str, end_of_text: str | None = AUTO) -> Tokeni
 
 def file_of(config: Any) -> Path | None:
     """Return the tokenizer.json of a run with this config, or None if it reads bytes or has a `data.target`."""
-    if config.data.target is None and config.data.format == "tokens":
-        return expanded(config.data.first_path, "data.path") / FILE
-    return None if config.data.tokenizer is None else expanded(config.data.tokenizer, "data.tokenizer")
+    if not isinstance(data := config.data, DataConfig):
+        return None
+    if data.format == "tokens":
+        return expanded(str(data.first_path), "data.path") / FILE
+    return None if data.tokenizer is None else expanded(data.tokenizer, "data.tokenizer")
 
 
 def _with_end(tokenizer: Tokenizer, after: tuple[int, ...], end_of_text: str | None) -> Tokenizer:

@@ -17,7 +17,10 @@ from jpipe.files import resolved
 from jpipe_lm.checkpoint import huggingface
 from jpipe_lm.checkpoint.adapters import merged
 from jpipe_lm.config import huggingface as config_json
+from jpipe_lm.config.data_config import DataConfig
 from jpipe_lm.config.model_config import ModelConfig
+from jpipe_lm.config.sections import data_of, tune_of
+from jpipe_lm.config.tune_config import LoraConfig, TuneConfig
 from jpipe_lm.data import tokenizer
 from jpipe_lm.data.files import token_files
 from jpipe_lm.generate import token_text
@@ -29,7 +32,6 @@ from jpipe_train.checkpoint.best import Step
 from jpipe_train.checkpoint.export import Weights, by_name, check_steps, step_of, with_ema
 from jpipe_train.config import config_file
 from jpipe_train.config.config import AUTO, Config
-from jpipe_train.config.tune_config import LoraConfig, TuneConfig
 
 _SETTINGS = ("config.json", "generation_config.json")  # files of Hugging Face's layout that may name the tokens that end a text
 
@@ -126,12 +128,13 @@ def _find_in_run(
 ) -> Origin:
     check_steps(folder, step, "generate")
     config = config_file.load_resolved(folder / "config.yaml")
-    if config.model.target is not None:
+    if not isinstance(model := config.model, ModelConfig):
+        found = f"'{model.kind}' (model.kind)" if model.target is None else f"'{model.target}' (model.target)"
         raise InputError(
-            f"generate: expected a model of jpipe's own, found '{config.model.target}' (model.target), where it is not known how to go "
-            "on from one token to the next; write a loop of your own around its layers (jpipe.checkpoints reads the weights)"
+            f"generate: expected a model of jpipe's own, found {found}, where it is not known how to go on from one token to the next; "
+            "write a loop of your own around its layers (jpipe.checkpoints reads the weights)"
         )
-    _check_decodes(config.model, source)
+    _check_decodes(model, source)
     chosen = step_of(folder, step, "generate", report)  # reads checkpoints, which can take long
     if step is not None:  # the newest complete one is already verified
         checkpoint_files.verify(folder, chosen)
@@ -142,25 +145,25 @@ def _find_in_run(
         names = [layer_id, *(name for name, place in entries.items() if place[0] == layer_id)]
         read = checkpoint_files.read_layers(folder, chosen, names, verified=True)
         arrays = by_name(read if weights == "newest" else with_ema(read, chosen))
-        return _strip_layer_id(layer_id, merged(arrays, config.model, config.tune))
+        return _strip_layer_id(layer_id, merged(arrays, model, tune_of(config)))
 
     def find_words() -> Conversion:
         if tokens_of is not None:
             return _chosen_words(tokens_of)
         file = tokenizer.file_of(config)
-        if config.data.target is None and file is None:
+        if isinstance(config.data, DataConfig) and file is None:
             return token_text.of_bytes()
         if file is None:
             raise InputError(
                 f"generate: expected to know what the tokens of '{source}' mean, found that it was trained on data of your own "
                 "(data.target); give --tokenizer FILE, or --tokenizer bytes"
             )
-        loaded = _load_tokenizer(file, f"generate: the tokenizer of '{source}'", config.data.end_of_text)
-        return token_text.of_tokenizer(loaded, ends=_end_tokens(config), chat_template=config.data.chat_template)
+        loaded = _load_tokenizer(file, f"generate: the tokenizer of '{source}'", data_of(config).end_of_text)
+        return token_text.of_tokenizer(loaded, ends=_end_tokens(config), chat_template=data_of(config).chat_template)
 
-    computes = dtype or config.precision.computes or config.model.compute_dtype
+    computes = dtype or config.computes
     averaged = "" if weights == "newest" else ", moving average of the weights"
-    return Origin(f"{source}, step {chosen}{averaged}", _with_compute_dtype(config.model, computes), read, find_words, config.compile_cache)
+    return Origin(f"{source}, step {chosen}{averaged}", _with_compute_dtype(model, computes), read, find_words, config.compile_cache)
 
 
 def _find_in_folder(folder: Path, source: str, tokens_of: str | None, dtype: str | None, adapters: str | None) -> Origin:
@@ -236,7 +239,7 @@ def _load_tokenizer(file: Path, where: str, end: str | None = AUTO) -> tokenizer
 
 def _end_tokens(config: Config) -> tuple[int, ...]:
     """Return the token that ends each document in a folder of tokens; nothing if the folder no longer exists."""
-    if config.data.target is None and config.data.format == "tokens" and config.data.first_path is not None:
+    if isinstance(config.data, DataConfig) and config.data.format == "tokens" and config.data.first_path is not None:
         with contextlib.suppress(InputError):
             end = token_files.read_index(config.data.first_path, "data.path")[1].end_of_text
             return () if end is None else (end,)

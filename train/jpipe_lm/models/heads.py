@@ -9,11 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jpipe import InputError
 from jpipe_lm.config.model_config import ModelConfig
 from jpipe_lm.models import transformer
 from jpipe_lm.models.transformer import Stream
-from jpipe_train.losses.cross_entropy import wider, with_router_loss
 
 
 class Head(nnx.Module):
@@ -58,24 +56,3 @@ def last(x: Float[Array, "r s w"], segments: Int[Array, "r s"] | None) -> Float[
         return x[:, -1]
     at = jnp.max(jnp.where(segments > 0, jnp.arange(x.shape[1], dtype=jnp.int32)[None], 0), axis=1)
     return jnp.take_along_axis(x, at[:, None, None], axis=1)[:, 0]
-
-
-def squared_error(outputs: Any, labels: Any) -> tuple[Any, Any]:
-    """Sum the squared errors, in float32 at least, and count the numbers; add the router loss as in `cross_entropy.loss`.
-
-    Outputs may have a last dim of 1 that the labels have not.
-
-    Raises:
-        InputError: there is not one output for each label.
-    """
-    scores, number = outputs["tokens"] if isinstance(outputs, dict) else outputs, jnp.asarray(labels.size, jnp.float32)
-    if scores.shape == (*labels.shape, 1):
-        scores = scores[..., 0]
-    if scores.shape != labels.shape:
-        raise InputError(
-            f"loss.name: squared_error: expected outputs of the shape of the targets, {list(labels.shape)}, found {list(scores.shape)}; "
-            "change the last layer of the model, or the targets"
-        )
-    wide = wider(scores.dtype)
-    errors = scores.astype(wide) - labels.astype(wide)
-    return with_router_loss((errors**2).sum(), number, outputs), number

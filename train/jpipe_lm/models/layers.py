@@ -7,9 +7,9 @@ from flax import nnx
 
 import jpipe
 from jpipe_lm.config.model_config import ModelConfig
+from jpipe_lm.config.tune_config import TuneConfig
 from jpipe_lm.models import bert, heads, transformer
 from jpipe_lm.models.lora import tuned
-from jpipe_train.config.tune_config import TuneConfig
 
 
 def layers(config: ModelConfig, chunk: int | None = None, tune: TuneConfig | None = None) -> jpipe.LayerStack:

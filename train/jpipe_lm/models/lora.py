@@ -13,9 +13,10 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jpipe_lm.config.model_config import ModelConfig
+from jpipe_lm.config.tune_config import PARTS, LoraConfig, TuneConfig
 from jpipe_lm.models.metadata import named
 from jpipe_lm.models.quantized import Kind, multiply, quantize
-from jpipe_train.config.tune_config import PARTS, TARGETS, LoraConfig, TuneConfig, matches_any
+from jpipe_train.config.tune_section import matches_any
 
 _EMBEDDING, _TIED = "embed/token/embedding", "head/token/embedding"  # the places of a tied embedding; the first is its name
 _UNIFORM = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")  # as PEFT: up to 1 / sqrt(inputs)
@@ -118,12 +119,6 @@ def _tuned(layer_id: str, make: Callable[..., nnx.Module], config: ModelConfig, 
         return module
 
     return tuned
-
-
-def is_of_adapter(name: str) -> bool:
-    """Return whether a name such as "block_0/qkv/lora/q_proj/a" names a parameter of an adapter."""
-    parts = name.split("/")
-    return len(parts) >= 5 and parts[-3] == "lora" and parts[-2] in TARGETS
 
 
 def is_quantized(name: str) -> bool:

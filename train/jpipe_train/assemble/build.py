@@ -16,9 +16,9 @@ from jpipe.files import expanded, read_text
 from jpipe.plan import excluded
 from jpipe_planner.machine.local import host_memory, usable_cores
 from jpipe_planner.search.balance import balance
-from jpipe_train.assemble import labels, meshes, model
+from jpipe_train.assemble import labels, model
 from jpipe_train.assemble.delay import words_by_stage
-from jpipe_train.assemble.frozen import part_of, trained, trains_part
+from jpipe_train.assemble.frozen import part_of, trains_part
 from jpipe_train.assemble.metrics import metrics
 from jpipe_train.assemble.optimizer import checked_arguments, optimizer
 from jpipe_train.config.config import AUTO, MOST_MICROBATCHES, MOST_PLAN_BYTES, Config, OptimizerConfig, PlanConfig, PrecisionConfig
@@ -50,23 +50,16 @@ def build(
             return (load or data.load)(config)
 
     with errors_name_config_keys(config.plan.file):
-        computes, chunk = config.precision.computes, config.logits_chunk
-        stack = model.layers(config.model, config.train.batch_size, computes, chunk, lambda: read().like[0], config.tune)
-        loss = model.loss(config.loss, config.model.head)
+        stack, loss = model.layers(config, lambda: read().like[0]), model.loss(config)
         plan = plan or make_plan(config.plan, stack.ids)
         check_plan(config, plan)
         plan.check_layers(stack.ids)
         batches = read()
-        for remark in batches.remarks:
+        for remark in (*batches.remarks, *config.model.remarks(config)):
             reporter.say(remark)
         steps = batches.steps or config.train.length
         if remark := last_agreement(plan, steps):
             reporter.say(remark)
-        if config.loss.target is not None and config.model.has_router_loss:
-            reporter.say(
-                f"loss.target: {config.loss.target} decides whether router losses count (model.experts: balance_loss, z_loss); it gets "
-                'them as outputs["experts"].loss()'
-            )
         params = stack.ties.without_seconds(param_specs(stack, plan, batches.like))
         rule = trains_part(optimizer(config.optimizer, steps, params), config.tune, params)
         options = config.optimizer.of_pipeline | {"precision": precision(config.precision, reporter)}
@@ -85,14 +78,14 @@ def check_by_reading(config: Config, path: str | None = None) -> None:
         jpipe.InputError: a file is missing, or no library reads it; a function does not exist or has other arguments; sizes do not divide.
     """
     metrics(config.eval, config.model)
-    model.loss(config.loss, config.model.head)
+    model.loss(config)
     checked_arguments(config.optimizer, config.train.length)
     with errors_name_config_keys(config.plan.file):
         plan = None if config.plan.file in (None, AUTO) else read_plan(config.plan.file)
         if config.model.target is not None:
             model.check_target(config.model)
         else:
-            stack = model.layers(config.model, config.train.batch_size, config.precision.computes, config.logits_chunk, None, config.tune)
+            stack = model.layers(config)
             plan = make_plan(config.plan, stack.ids) if config.plan.file is None else plan
             if plan is not None:
                 plan.check_layers(stack.ids)
@@ -112,7 +105,7 @@ def check_plan(config: Config, plan: jpipe.Plan) -> None:
     if problem := excluded(plan, **config.optimizer.of_plans):
         raise jpipe.InputError(problem)
     check_per_stage(plan, config.optimizer.per_stage)
-    meshes.check_heads(config.model, plan)
+    config.model.check_plan(plan)
 
 
 def check(config: Config, pipe: jpipe.Pipeline, batches: data.Data) -> data.Data:
@@ -128,7 +121,7 @@ def check(config: Config, pipe: jpipe.Pipeline, batches: data.Data) -> data.Data
     with errors_name_config_keys(config.plan.file):
         layers = layer_specs(pipe.stack, pipe.plan, batch)
         params = pipe.stack.ties.without_seconds({layer_id: layer.params for layer_id, layer in layers.items()})
-        devices, is_trained = started_devices(pipe), trained(config.tune)
+        devices, is_trained = started_devices(pipe), config.tune.trained()
         check_memory(params, pipe.optimizer, pipe.plan, devices, pipe.precision.has_masters, is_trained)
         functions = metrics(config.eval, config.model)
         pipe.check(batch, functions if functions or len(batches.validation) else None)

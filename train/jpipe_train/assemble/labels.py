@@ -1,6 +1,6 @@
 """Check the labels and tokens of the built-in losses and models, which would silently turn the loss into NaN."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -10,13 +10,12 @@ import numpy as np
 
 from jpipe import InputError
 from jpipe_train.config.config import Config
+from jpipe_train.config.model_section import Limit
 from jpipe_train.data import data
 from jpipe_train.data.position import Position
 from jpipe_train.data.rows import Batch, Rows
 from jpipe_train.losses import cross_entropy
 
-Limit = tuple[int, int, str]
-"""The smallest and the largest legal value, and the reason."""
 _NEVER_COUNTED = -(2**31)
 
 
@@ -32,7 +31,7 @@ class CheckedBatches:
 
     batches: Any
     name: str
-    limits: tuple[dict[str, Limit], dict[str, Limit]]
+    limits: tuple[Mapping[str, Limit], Mapping[str, Limit]]
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -60,7 +59,7 @@ class CheckedBatches:
         )
         return inputs, labels
 
-    def _with_check(self, index: int, what: str, limits: dict[str, Limit], path: Any, rows: Rows) -> Rows:
+    def _with_check(self, index: int, what: str, limits: Mapping[str, Limit], path: Any, rows: Rows) -> Rows:
         key = jax.tree_util.keystr(path, simple=True, separator="/")
         if key not in limits:
             return rows
@@ -93,7 +92,7 @@ def check_labels(config: Config, batches: data.Data, outputs: Any) -> data.Data:
     """
     if batches.vocab_size is not None:
         _check_outputs(batches.vocab_size, batches, outputs)
-    limits = _input_limits(config), _label_limits(config, outputs)
+    limits = ({}, {}) if config.model.knows(config.data) else (config.model.input_limits(), _label_limits(config, outputs))
     if not any(limits):
         return batches
     if limits[1]:
@@ -136,18 +135,9 @@ def _check_outputs(need: int, batches: data.Data, outputs: Any) -> None:
         )
 
 
-def _input_limits(config: Config) -> dict[str, Limit]:
-    """Return the limits of tokens and sentence types, if a built-in model reads data other than bytes."""
-    if config.data.target is None or config.model.target is not None:
-        return {}
-    symbols = 0, config.model.vocab_size - 1, f"the built-in model has {config.model.vocab_size} symbols, model.vocab_size"
-    return {"": symbols, "tokens": symbols, "types": (0, 1, "there are two sentences")}
-
-
 def _label_limits(config: Config, outputs: Any) -> dict[str, Limit]:
-    """Return the limits of labels, if the built-in loss reads labels that it does not make itself; negative labels are ignored."""
-    has_own_labels = config.model.target is None and config.data.target is None
-    if has_own_labels or config.loss.name_for(config.model.head) != "cross_entropy":
+    """Return the limits of labels for the cross-entropy; labels below zero are not counted."""
+    if config.loss_name != "cross_entropy":
         return {}
     count = cross_entropy.vocab_size(outputs)
     symbols = _NEVER_COUNTED, count - 1, f"the model has {count} outputs for each"

@@ -16,27 +16,26 @@ import jax
 import jax.numpy as jnp
 
 from jpipe import InputError
-from jpipe_lm.config.model_config import ModelConfig
-from jpipe_lm.models import heads
 from jpipe_train.config.config import BestConfig, Config, EvalConfig, Mode, StopConfig
 from jpipe_train.config.functions import entry_point
-from jpipe_train.losses import cross_entropy
+from jpipe_train.config.model_section import ModelSection
+from jpipe_train.losses import cross_entropy, squared_error
 
 Pair = tuple[jax.Array, jax.Array]
 
 
-def metrics(config: EvalConfig, model: ModelConfig | None = None) -> dict[str, Any]:
+def metrics(config: EvalConfig, model: ModelSection | None = None) -> dict[str, Any]:
     """Return functions of an evaluation by name, `(outputs, labels) -> (sum, weight)`; `combined` computes the metrics from them.
 
     Args:
         config: the section `eval`.
-        model: the section `model`, for the number of its classes, and for the metrics of its experts if it has any.
+        model: the section `model`, for the number of its classes, and for metrics of its own.
 
     Raises:
         InputError: a target does not exist.
     """
-    has_experts = model is not None and model.target is None and model.experts is not None
-    functions: dict[str, Any] = dict(_OF_EXPERTS) if has_experts else {}
+    functions: dict[str, Any] = {} if model is None else dict(model.extra_metrics())
+    has_more = bool(functions)
     classes = None if model is None else model.label_count
     for name, metric in config.metrics.items():
         if metric in _IN_PARTS:
@@ -45,14 +44,13 @@ def metrics(config: EvalConfig, model: ModelConfig | None = None) -> dict[str, A
         elif metric in _MEANS:
             functions[name] = _MEANS[metric]
         else:
-            functions[name] = _LogitsMetric(entry_point.load(metric, f"eval.metrics.{name}"), has_experts)
+            functions[name] = _LogitsMetric(entry_point.load(metric, f"eval.metrics.{name}"), has_more)
     return functions
 
 
 def results(config: Config) -> dict[str, Mode]:
     """Return the results of a validation by their names in a log row; each with "min" if lower values are better, else "max"."""
-    has_experts = config.model.target is None and config.model.experts is not None
-    named = {name: name for name in (_OF_EXPERTS if has_experts else ())} | config.eval.metrics
+    named = dict.fromkeys(config.model.extra_metrics(), "loss") | config.eval.metrics
     sources: dict[str, Mode] = {f"val_loss_{source.name}": "min" for source in config.data.sources or ()}
     return results_of(named, has_average=config.optimizer.ema_decay is not None) | sources
 
@@ -154,18 +152,18 @@ class _LogitsMetric:
 
     Attributes:
         metric: the function.
-        has_experts: whether the outputs have the choices of routers beside the logits.
+        has_more: whether the outputs have something beside the logits, which are their "tokens" then.
     """
 
     metric: Any
-    has_experts: bool
+    has_more: bool
 
     @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.metric)  # it may ask for random numbers
 
     def __call__(self, outputs: Any, labels: Any, **random: Any) -> Any:
-        return self.metric(cross_entropy.all_logits(outputs["tokens"] if self.has_experts else outputs), labels, **random)
+        return self.metric(cross_entropy.all_logits(outputs["tokens"] if self.has_more else outputs), labels, **random)
 
 
 # Means -------------------------------------------------------------------------------------------------------------------
@@ -195,7 +193,7 @@ def _squared_error(outputs: Any, labels: Any) -> Pair:
     """Return the summed squares of the errors, whatever the loss is, and the number of labels."""
     outputs = _without_experts(outputs)
     _check_numbers("squared_error", outputs, labels)
-    return heads.squared_error(outputs, labels)
+    return squared_error.loss(outputs, labels)
 
 
 # Metrics in parts --------------------------------------------------------------------------------------------------------
@@ -252,11 +250,7 @@ def _pearson(means: Sequence[float]) -> float:
     return (xy - x * y) / math.sqrt(of_x * of_y) if of_x > _ROUNDING * xx and of_y > _ROUNDING * yy else math.nan
 
 
-_OF_EXPERTS: Mapping[str, Any] = {
-    "busiest_expert": lambda outputs, labels: outputs["experts"].busiest(),
-    "unused_experts": lambda outputs, labels: outputs["experts"].unused(),
-}
-_LOWER_IS_BETTER = frozenset({"loss", "cross_entropy", "squared_error", *_OF_EXPERTS})
+_LOWER_IS_BETTER = frozenset({"loss", "cross_entropy", "squared_error"})
 _MEANS: dict[str, Any] = {"accuracy": _accuracy, "top5": _top5, "cross_entropy": _cross_entropy, "squared_error": _squared_error}
 _IN_PARTS = {
     "f1_binary": _InParts(lambda _: 2, _binary_counts, _f1),

@@ -9,51 +9,37 @@ import jax
 
 import jpipe
 from jpipe import InputError
-from jpipe_lm.config.model_config import ModelConfig
-from jpipe_lm.models import heads
-from jpipe_lm.models import layers as built_in
-from jpipe_train.config.config import LossConfig
+from jpipe_train import registry
+from jpipe_train.config.config import Config
 from jpipe_train.config.functions import entry_point
 from jpipe_train.config.functions.arguments import check_names, parameters_of
-from jpipe_train.config.tune_config import TuneConfig
-from jpipe_train.losses import cross_entropy
+from jpipe_train.config.model_section import ModelSection
 
 
-def layers(
-    config: ModelConfig,
-    batch_size: int,
-    computes: str | None = None,
-    chunk: int | None = None,
-    inputs: Callable[[], Any] | None = None,
-    tune: TuneConfig | None = None,
-) -> jpipe.LayerStack:
-    """Return the layers of the built-in model or of `model.target`, which returns a LayerStack or a whole model.
+def layers(config: Config, inputs: Callable[[], Any] | None = None) -> jpipe.LayerStack:
+    """Return the layers of the model's kind or of `model.target`, which returns a LayerStack or a whole model.
 
     Args:
-        config: the section `model`.
-        batch_size: rows of a batch.
-        computes: the dtype in which the built-in model computes, if other than `compute_dtype`.
-        chunk: for how many positions the built-in loss computes logits at a time; None if the model computes all of them.
+        config: of the run.
         inputs: returns the inputs of a batch, or their shapes and dtypes. A whole model is cut for these, so that the same layers result
             whatever the plan is. None: whole models are rejected.
-        tune: the section `tune`, for adapters in the built-in model; None: without.
 
     Raises:
         InputError: the target does not exist, fails, or returns no model; its model cannot be cut.
     """
-    if config.target is None:
-        return built_in.layers(config if computes is None else config.model_copy(update={"compute_dtype": computes}), chunk, tune)
-    model = _of_target(config.target, config.arguments, batch_size)
+    if (target := config.model.target) is None:
+        return config.model.build_layers(config, inputs)
+    model = _of_target(target, config.model.arguments, config.train.batch_size)
     if isinstance(model, jpipe.LayerStack):
         return model
     if inputs is None or not _is_whole(model):
-        raise InputError(f"model.target: expected '{config.target}' to return a model or a jpipe.LayerStack, found {_describe(model)}")
+        raise InputError(f"model.target: expected '{target}' to return a model or a jpipe.LayerStack, found {_describe(model)}")
     batch = jax.tree.map(_spec, inputs())
     arguments = batch if isinstance(batch, tuple) else (batch,)
     return jpipe.LayerStack.from_model(model, *arguments)
 
 
-def check_target(config: ModelConfig) -> None:
+def check_target(config: ModelSection) -> None:
     """Check that `model.target` exists and takes its arguments, without calling it.
 
     Raises:
@@ -88,26 +74,22 @@ def _spec(rows: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(rows.shape), jax.dtypes.canonicalize_dtype(rows.dtype))
 
 
-def loss(config: LossConfig, head: str = "language") -> Any:
-    """Return the loss, `(outputs, labels) -> (sum, weight)`: `loss.name`, the loss of the head, or `loss.target` with its arguments.
-
-    Args:
-        config: the section `loss`.
-        head: the head of the model; the loss of regression is the squared error, of other heads the cross-entropy.
+def loss(config: Config) -> Any:
+    """Return the loss, `(outputs, labels) -> (sum, weight)`: a loss by its name, or `loss.target` with its arguments.
 
     Raises:
-        InputError: the target does not exist, or has other arguments.
+        InputError: the target does not exist, or has other arguments; the package that adds the loss cannot be imported.
     """
-    if (name := config.name_for(head)) is not None:
-        return {"squared_error": heads.squared_error, "cross_entropy": cross_entropy.loss}[name]
-    target = str(config.target)
+    if (name := config.loss_name) is not None:
+        return registry.find("losses", name)
+    target = str(config.loss.target)
     function = entry_point.load(target, "loss.target")
     first_two, remaining = list(parameters_of(function).values())[:2], list(parameters_of(function).values())[2:]
     random = [p for p in remaining if p.name in ("rngs", "key") and p.default in (None, p.empty)]
     filled = dict.fromkeys([p.name for p in (*first_two, *random)], "is given by jpipe")
     with entry_point.errors_about("loss.arguments"):
-        check_names(function, target, config.arguments, filled)
-    return partial(function, **config.arguments)
+        check_names(function, target, config.loss.arguments, filled)
+    return partial(function, **config.loss.arguments)
 
 
 def _describe(value: Any) -> str:

@@ -16,18 +16,14 @@ from jpipe.checkpoints import files as checkpoint_files
 from jpipe.checkpoints import layers_to_read
 from jpipe.checkpoints.records import describe
 from jpipe.files import resolved, shown
-from jpipe_lm.checkpoint import huggingface
-from jpipe_lm.checkpoint.adapters import for_adapters, whole_names
-from jpipe_lm.config.huggingface import read as read_description
-from jpipe_lm.config.huggingface import read_adapters
-from jpipe_lm.models.lora import is_of_adapter
+from jpipe_train import registry
 from jpipe_train.assemble.build import param_specs
 from jpipe_train.checkpoint.export import by_name, by_path, state_name, step_of
 from jpipe_train.checkpoint.sources import orbax_checkpoint
 from jpipe_train.checkpoint.sources.name_map import of_whole_model, renamed
 from jpipe_train.checkpoint.sources.safetensors_file import TensorsFile, tensors_file
-from jpipe_train.checkpoint.sources.source import Names, Source, Spec
-from jpipe_train.config.config import TuneConfig, WarmStartConfig
+from jpipe_train.checkpoint.sources.source import Format, Names, Source, Spec
+from jpipe_train.config.config import Config
 from jpipe_train.console.terminal import count
 from jpipe_train.launch.together import Together
 
@@ -41,24 +37,20 @@ Model = Mapping[str, Mapping[str, Spec]]
 
 
 def load(
-    config: WarmStartConfig,
+    config: Config,
     pipe: jpipe.Pipeline,
     batch: Any,
     together: Together,
     say: Callable[[str], None],
-    tune: TuneConfig | None = None,
-    head: str = "language",
 ) -> dict[str, dict[str, np.ndarray]]:
     """Read the parameters of this process's layers for `Pipeline.init`; all processes call this.
 
     Args:
-        config: the section `warm_start`, with a file.
+        config: of the run, with a `warm_start.file`.
         pipe: the pipeline that begins.
         batch: a batch of its data.
         together: the processes of the run.
         say: gets a line about the layers that are used.
-        tune: the section `tune`; adapters that the file does not have are fresh.
-        head: `model.head`; where a folder of Hugging Face's layout holds a language model, another head is fresh.
 
     Returns:
         The parameters by layer id and path.
@@ -66,8 +58,7 @@ def load(
     Raises:
         InputError: the file cannot be read, does not match the model, or is not the same for all processes.
     """
-    assert config.file is not None
-    path, strict = resolved(config.file, "warm_start.file"), config.mode == "strict"
+    path, strict = resolved(str(config.warm_start.file), "warm_start.file"), config.warm_start.mode == "strict"
     specs = pipe.stack.ties.without_seconds(param_specs(pipe.stack, pipe.plan, batch))
     model = {
         layer_id: {f"{layer_id}/{name}": Spec(leaf.shape, str(leaf.dtype)) for name, leaf in by_path(tree).items()}
@@ -75,12 +66,9 @@ def load(
     }
 
     def find() -> tuple[Source, set[str]]:
-        source = _source(path, strict, head, lambda line: say(f"warm start: {line}"))
         by_name = {name: spec for specs in model.values() for name, spec in specs.items()}
-        if config.adapters is not None:
-            base = read_description(path)
-            source = huggingface.with_adapters(source, resolved(config.adapters, "warm_start.adapters"), base, head, by_name)
-        source = _by_name(source, config, pipe, by_name, tune)
+        source = _source(path, config, by_name, lambda line: say(f"warm start: {line}"))
+        source = _by_name(source, config, pipe, by_name)
         return source, fitting(source, model, strict=strict)
 
     def read() -> dict[str, dict[str, np.ndarray]]:
@@ -96,32 +84,27 @@ def load(
 
     source, matching = together.run_on_all(find)
     together.agree(lambda: {"warm_start.file": source.digest()})
-    say(_summary(source, model, matching))
+    say(_summary(source, model, matching, config.tune.adds))
     return together.run_on_all(read)
 
 
-def check_files(config: WarmStartConfig, head: str = "language") -> None:
-    """Check by their headers alone that the file or folder and the adapters can be read; the arguments are as for `load`.
+def check_files(config: Config) -> None:
+    """Check that the files that `warm_start` names can be read, by their headers alone.
 
     Raises:
         InputError: they cannot.
     """
-    path = resolved(str(config.file), "warm_start.file")
-    _source(path, config.mode == "strict", head, lambda _: None)
-    if config.adapters is not None:
-        read_adapters(resolved(config.adapters, "warm_start.adapters"), read_description(path))
+    _source(resolved(str(config.warm_start.file), "warm_start.file"), config, None, lambda _: None)
 
 
-def _by_name(source: Source, config: WarmStartConfig, pipe: jpipe.Pipeline, model: Mapping[str, Spec], tune: TuneConfig | None) -> Source:
+def _by_name(source: Source, config: Config, pipe: jpipe.Pipeline, model: dict[str, Spec]) -> Source:
     """Return the source with the names of the model's parameters."""
-    if config.names and huggingface.is_meant(resolved(str(config.file), "warm_start.file")):
-        raise InputError("warm_start.names has no effect for a folder of Hugging Face's layout, where the names are known; leave it out")
-    sources = [renamed(source, config.names, whole_names(list(model))) if config.names else source]
+    names = config.warm_start.names
+    sources = [renamed(source, names, config.tune.whole_names(list(model))) if names else source]
     if pipe.stack.traced is not None:
         places = pipe.stack.traced.places()
-        sources += [of_whole_model(source, places, config.names, separator) for separator in "/."]
-    source = max(sources, key=lambda source: len(source.specs.keys() & model.keys()))
-    return source if tune is None else for_adapters(source, model, tune)
+        sources += [of_whole_model(source, places, names, separator) for separator in "/."]
+    return config.tune.source_for(max(sources, key=lambda source: len(source.specs.keys() & model.keys())), model)
 
 
 def fitting(source: Source, model: Model, *, strict: bool, hint: str = _HINT) -> set[str]:
@@ -170,13 +153,16 @@ def _check_equal(source: Source, wanted: Mapping[str, Spec], ignored: tuple[str,
             raise InputError(where=source.where, expected="only parameters of the model", found=f"'{name}', {spec}", change=hint)
 
 
-def _source(path: Path, strict: bool, head: str, report: Callable[[str], None]) -> Source:
+def _source(path: Path, config: Config, specs: Mapping[str, Spec] | None, report: Callable[[str], None]) -> Source:
+    formats: list[Format] = [registry.find("sources", name) for name in registry.names("sources")]
+    if (found := next((form for form in formats if form.opens(path)), None)) is not None:
+        return found.open_source(path, config.warm_start, config.model, specs)
+    if config.warm_start.adapters is not None:
+        raise InputError(
+            f"warm_start.adapters: expected warm_start.file to be a folder of the model that they are for, found '{shown(path)}'; give it"
+        )
     if not os.path.isdir(path):
-        huggingface.reject_file(path)
         return _of_file(path)
-    huggingface.reject_adapters(path, "warm_start.file", "warm_start.adapters")
-    if huggingface.is_meant(path):
-        return huggingface.source(path, head=head, strict=strict)
     if orbax_checkpoint.is_meant(path):
         return orbax_checkpoint.source(path)
     return _of_run(path, report)
@@ -222,10 +208,10 @@ def _of_run(folder: Path, report: Callable[[str], None]) -> Source:
     return Source(f"warm_start.file: '{shown(folder)}', step {step}", specs, read, lambda: checkpoint_files.digest(folder, step))
 
 
-def _summary(source: Source, model: Model, matching: Collection[str]) -> str:
+def _summary(source: Source, model: Model, matching: Collection[str], adds: Callable[[str], bool]) -> str:
     """Describe how many layers are used completely, and why the first incomplete ones are not."""
     incomplete = []
-    fresh = {name for specs in model.values() for name in specs if is_of_adapter(name) and name not in matching}
+    fresh = {name for specs in model.values() for name in specs if adds(name) and name not in matching}
     for layer_id, specs in model.items():
         if missing := [name for name in specs if name not in matching and name not in fresh]:
             stored = source.specs.get(missing[0])

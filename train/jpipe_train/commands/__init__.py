@@ -1,15 +1,18 @@
 """The commands of `jpipe`, one module each."""
 
+import functools
 import logging
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import tyro
+
 import jpipe
-from jpipe_lm.commands import data, generate
+from jpipe_train import registry
 from jpipe_train.commands import completion, configs, evaluate, export, launch, plan, simulate, train
+from jpipe_train.commands.group import Group
 from jpipe_train.commands.machine import doctor, target
-from jpipe_train.commands.parsing import app
 from jpipe_train.commands.runs import compare, listing, sweep
 from jpipe_train.console.exit_codes import failed
 from jpipe_train.console.terminal import LINES, fail, printable
@@ -19,7 +22,6 @@ COMMANDS: Mapping[str, Any] = {
     "plan": plan.plan,
     "export": export.export,
     "evaluate": evaluate.evaluate,
-    "generate": generate.generate,
     "launch": launch.launch,
     "runs": listing.runs,
     "compare": compare.compare,
@@ -27,13 +29,10 @@ COMMANDS: Mapping[str, Any] = {
     "simulate": simulate.simulate,
     "target": target.target,
     "doctor": doctor.doctor,
-    "data": data.app,
     "configs": configs.configs,
     "completion": completion.completion,
 }
-"""The function or the application of each command, in the order of `jpipe --help`."""
-GROUPS: Mapping[str, tuple[str, ...]] = {"data": ("prepare", "tokenizer", "show")}
-"""The commands that have commands of their own, with those."""
+"""The function of each command of this package, in the order of `jpipe --help`; those that other packages add come after them."""
 ABOUT = """Pipeline-parallel training for JAX and Flax. Three commands do most of the work:
 
   jpipe train CONFIG         train a model through a pipeline
@@ -45,19 +44,35 @@ Begin with a copy of a config: jpipe configs copy
 Describe a command: jpipe COMMAND --help. Print the version: jpipe --version."""
 """The text at the top of `jpipe --help`."""
 
-for _name, _command in COMMANDS.items():
-    app.command(name=_name)(_command)
-
 
 def names(group: str | None = None) -> tuple[str, ...]:
     """Return the names of all commands, or of a group."""
-    return tuple(COMMANDS) if group is None else GROUPS[group]
+    return (*COMMANDS, *registry.names("commands")) if group is None else groups()[group]
+
+
+def groups() -> dict[str, tuple[str, ...]]:
+    """Return the commands that have commands of their own, with those."""
+    return {name: tuple(found.commands) for name, found in _added().items() if isinstance(found, Group)}
+
+
+@functools.cache
+def _added() -> Mapping[str, Any]:
+    """Return the commands that other packages add.
+
+    Raises:
+        InputError: one cannot be imported, or has the name of another.
+    """
+    if twice := next((name for name in registry.names("commands") if name in COMMANDS), None):
+        raise jpipe.InputError(
+            f"{registry.described(registry.entries('commands')[twice])} adds the command {twice}, which jpipe has; uninstall it"
+        )
+    return {name: registry.find("commands", name) for name in registry.names("commands")}
 
 
 def unknown(arguments: Sequence[str]) -> str | None:
     """Return the error message for a command or option that does not exist, or None."""
     group, words = None, list(arguments)
-    if words and words[0] in GROUPS:
+    if words and words[0] not in COMMANDS and words[0] in groups():
         group = words.pop(0)
     if words and words[0].replace("_", "-").startswith("--tyro-"):  # tyro answers a mistake in its own options with a traceback
         return f"unknown option {words[0]}; jpipe completion SHELL prints a script for a shell"
@@ -69,17 +84,28 @@ def unknown(arguments: Sequence[str]) -> str | None:
     return f"{where}unknown command {short(words[0])}; {nearest(words[0], names(group))}"
 
 
+def application(command: str | None) -> tyro.extras.SubcommandApp:
+    """Return the application with all commands, or with the commands of this package alone if `command` needs no others."""
+    app = tyro.extras.SubcommandApp()
+    needs_all = command not in COMMANDS or command == "completion"
+    for name, found in {**COMMANDS, **(_added() if needs_all else {})}.items():
+        command_or_group: Any = found.application() if isinstance(found, Group) else found
+        app.command(name=name)(command_or_group)
+    return app
+
+
 def run(arguments: Sequence[str] | None) -> int:
     """Run the command line `arguments` and return the exit code.
 
     Raises:
         SystemExit: the command line is wrong, or asks for help.
     """
-    if message := unknown(sys.argv[1:] if arguments is None else arguments):
-        sys.exit(fail(printable(message), 2))
+    words = list(sys.argv[1:] if arguments is None else arguments)
     logging.getLogger("jpipe").addHandler(LINES)  # a logger keeps one handler once, even if this function runs again
     try:
-        code: int = app.cli(prog="jpipe", description=ABOUT, args=arguments)
+        if message := unknown(words):
+            sys.exit(fail(printable(message), 2))
+        code: int = application(words[0] if words else None).cli(prog="jpipe", description=ABOUT, args=words)
     except ValueError as error:
         if not isinstance(error, jpipe.InputError):
             raise

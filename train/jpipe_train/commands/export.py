@@ -1,11 +1,12 @@
 """`jpipe export RUN`: write the weights of a run for inference."""
 
 import os
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
 import jpipe
+from jpipe_train import registry
 from jpipe_train.console import interrupt
 from jpipe_train.console.options import OptionalStep, Overrides, Weights
 from jpipe_train.console.terminal import printable
@@ -17,7 +18,7 @@ def export(
     out: Annotated[str | None, tyro.conf.arg(metavar="FILE.safetensors|FOLDER")] = None,
     step: OptionalStep = None,
     weights: Weights = "newest",
-    layout: Literal["jpipe", "orbax", "model", "huggingface", "peft"] = "jpipe",
+    layout: Annotated[str, tyro.conf.arg(metavar=f"{{{','.join(registry.names('layouts'))}}}")] = "jpipe",
     overrides: Overrides = (),
 ) -> int:
     """Write the weights of a run into one file, for inference or for another run to begin with; or as transformers loads them.
@@ -36,18 +37,12 @@ def export(
         overrides: Replace one key of a config, such as model.preset=gpt2-124m.
     """
     with interrupt.importing():
-        import jpipe_train.checkpoint.export as exporting
-        from jpipe_lm.checkpoint.huggingface import peft, writing
+        from jpipe_train.checkpoint.export import Request
 
+        write = registry.find("layouts", layout)
     if (to is None) == (out is None):
         raise jpipe.InputError("export: expected the file or folder to write, once, such as --out gpt.safetensors")
     if overrides and not os.path.isfile(folder):
         raise jpipe.InputError(f"--set {overrides[0]} has no effect for a run; leave it out")
-    place, report = to or out or "", lambda line: print(printable(line))
-    if layout == "huggingface":
-        writing.main(folder, place, step, report, weights, overrides)
-    elif layout == "peft":
-        peft.main(folder, place, step, report, weights)
-    else:
-        exporting.main(folder, place, step, report, weights, layout)
+    write(Request(folder, to or out or "", step, lambda line: print(printable(line)), weights, overrides))
     return 0

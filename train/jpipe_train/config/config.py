@@ -6,26 +6,26 @@ import reprlib
 import warnings
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, field_validator, model_validator
 
 import jpipe
 from jpipe.errors import nearest
 from jpipe.plan import excluded
-from jpipe_lm.config.model_config import ModelConfig as ModelConfig
-from jpipe_train.config.data_config import DataConfig as DataConfig
+from jpipe_train import registry
+from jpipe_train.config.data_section import DataSection
 from jpipe_train.config.functions import entry_point, optax_names
+from jpipe_train.config.model_section import KIND, ModelSection
 from jpipe_train.config.plan_config import MOST_MICROBATCHES as MOST_MICROBATCHES
 from jpipe_train.config.plan_config import PlanConfig as PlanConfig
 from jpipe_train.config.section import AUTO as AUTO
-from jpipe_train.config.section import Arguments, Count, FilePath, Section, TargetSection
+from jpipe_train.config.section import Arguments, Count, FilePath, Section, TargetSection, without_others
 from jpipe_train.config.train_config import BestConfig as BestConfig
 from jpipe_train.config.train_config import CheckpointConfig as CheckpointConfig
 from jpipe_train.config.train_config import Mode as Mode
 from jpipe_train.config.train_config import ProfileConfig as ProfileConfig
 from jpipe_train.config.train_config import StopConfig as StopConfig
 from jpipe_train.config.train_config import TrainConfig as TrainConfig
-from jpipe_train.config.tune_config import TuneConfig as TuneConfig
-from jpipe_train.config.tune_config import matches_any
+from jpipe_train.config.tune_section import TuneSection
 
 MOST_PLAN_BYTES = 2**22  # ten thousand stages take a third of that
 FEW_SYMBOLS, CHUNK = 8192, 1024  # up to this many symbols, all logits are computed at once; beyond, this many positions at a time
@@ -134,9 +134,9 @@ class PrecisionConfig(Section):
 class LossConfig(TargetSection):
     """The mean cross-entropy of integer labels, the mean squared error, or a function of the user's.
 
-    `name` chooses between the first two for a `model.target`; null means the cross-entropy, or with `model.head: regression` the squared
-    error. `target(outputs, labels, **arguments)` returns (sum of the losses, weight). The logits of built-in models are computed `chunk`
-    positions at a time, and again in the backward, so that they are never all in memory; null: all at once; "auto": all at once for small
+    `name` is one of the first two, or of a loss that an installed package adds; null means the loss of the model, mostly the cross-entropy.
+    `target(outputs, labels, **arguments)` returns (sum of the losses, weight). The logits of built-in models are computed `chunk` positions
+    at a time, and again in the backward, so that they are never all in memory; null: all at once; "auto": all at once for small
     vocabularies.
     """
 
@@ -145,20 +145,21 @@ class LossConfig(TargetSection):
         "name",
     }  # so that a target can override a file that has all keys
 
-    name: Literal["cross_entropy", "squared_error"] | None = None
+    name: str | None = None
     chunk: Count | Literal["auto"] | None = "auto"
+
+    @field_validator("name")
+    @classmethod
+    def _known_loss(cls, name: str | None) -> str | None:
+        if name is not None and name not in (known := registry.names("losses")):
+            raise ValueError(f"unknown loss {name!r}; {nearest(name, known)}")
+        return name
 
     @model_validator(mode="after")
     def _named_or_of_the_user(self) -> "LossConfig":
         if self.name is not None and self.target is not None:
             raise ValueError(f"name has no effect with '{self.target}', found {self.name}; leave one of them out")
         return self
-
-    def name_for(self, head: str) -> Literal["cross_entropy", "squared_error"] | None:
-        """Return the name of the loss of a model with this `model.head`; None if it is a function of the user's."""
-        if self.target is not None:
-            return None
-        return self.name or ("squared_error" if head == "regression" else "cross_entropy")
 
     def chunk_for(self, symbols: int) -> int | None:
         """Return for how many positions logits are computed at a time, or None for all.
@@ -263,18 +264,59 @@ def _known_logs(names: list[str]) -> list[str]:
 LogNames = Annotated[list[str], AfterValidator(_known_logs)]
 
 
+def model_class(keys: Any) -> type[ModelSection]:
+    """Return the class of a section `model` with these keys: the one of its kind.
+
+    Raises:
+        InputError: no package adds the kind.
+    """
+    kind = keys.get("kind", KIND) if isinstance(keys, dict) and keys.get("target") is None else None
+    found: type[ModelSection] = registry.find("models", kind) if isinstance(kind, str) else ModelSection
+    return found
+
+
+def data_class(keys: Any) -> type[DataSection]:
+    """Return the class of a section `data` with these keys: the one of its format.
+
+    Raises:
+        InputError: no package adds the format.
+    """
+    form = keys.get("format", AUTO) if isinstance(keys, dict) and keys.get("target") is None else None
+    found: type[DataSection] = registry.find("formats", form) if isinstance(form, str) else DataSection
+    return found
+
+
+def _with_known_keys(keys: dict[str, Any], own: type[DataSection]) -> dict[str, Any]:
+    """Return the keys of a section `data` without the defaults of other formats' keys, or raise ValueError for another one of these."""
+    if keys.get("target") is not None or keys.keys() <= own.model_fields.keys():
+        return keys
+    classes = {name: registry.find("formats", name) for name in registry.names("formats")}
+    keys = without_others(keys, own, classes.values())
+    for key in keys.keys() - own.model_fields.keys():
+        formats = {
+            name: None for name, other in classes.items() for name in other.formats_of.get(key, (name,)) if key in other.model_fields
+        }
+        if formats:
+            form = keys.get("format", AUTO)
+            raise ValueError(f"{key} has no effect with format {form}: it is for {' and '.join(formats)}; leave it out")
+    return keys
+
+
 class Config(Section):
-    """The whole config of a run. `jpipe_train.config.config_file` reads it from YAML and writes it back."""
+    """The whole config of a run. `jpipe_train.config.config_file` reads it from YAML and writes it back.
+
+    The kind of `model` and the format of `data` have the classes of these sections.
+    """
 
     seed: Seed = 0
     compile_cache: FilePath | None = AUTO
     log: LogNames = ["tensorboard"]
     run: RunConfig = RunConfig()
-    data: DataConfig = DataConfig()
+    data: SerializeAsAny[DataSection] = Field(default={}, validate_default=True)
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
-    model: ModelConfig = ModelConfig()
-    tune: TuneConfig = TuneConfig()
+    model: SerializeAsAny[ModelSection] = Field(default={}, validate_default=True)
+    tune: SerializeAsAny[TuneSection] = Field(default={}, validate_default=True)
     precision: PrecisionConfig = PrecisionConfig()
     loss: LossConfig = LossConfig()
     plan: PlanConfig = PlanConfig()
@@ -290,6 +332,42 @@ class Config(Section):
         if not isinstance(data, dict):
             return data
         return {key: {} if value is None and key not in ("seed", "compile_cache", "log") else value for key, value in data.items()}
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _of_its_kind(cls, keys: Any) -> ModelSection:
+        return keys if isinstance(keys, ModelSection) else model_class(keys).model_validate(keys)
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _of_its_format(cls, keys: Any) -> DataSection:
+        own = data_class(keys)
+        return (
+            keys if isinstance(keys, DataSection) else own.model_validate(_with_known_keys(keys, own) if isinstance(keys, dict) else keys)
+        )
+
+    @field_validator("tune", mode="before")
+    @classmethod
+    def _of_the_models_kind(cls, keys: Any, info: Any) -> TuneSection:
+        model = info.data.get("model")
+        if model is None or isinstance(keys, TuneSection):
+            return keys if isinstance(keys, TuneSection) else TuneSection()  # what is wrong with the model is reported
+        own: type[TuneSection] = model.tune_section
+        if not isinstance(keys, dict) or keys.keys() <= own.model_fields.keys():
+            return own.model_validate(keys)
+        of_kinds: type[TuneSection] = registry.find("models", KIND).tune_section
+        keys = without_others(keys, own, [of_kinds])
+        if model.target is not None and (foreign := sorted(keys.keys() & of_kinds.model_fields.keys() - own.model_fields.keys())):
+            raise ValueError(
+                f"{foreign[0]} is for built-in models, found model.target; leave it out, or name what is trained in tune.train_only"
+            )
+        return own.model_validate(keys)
+
+    @model_validator(mode="after")
+    def _sections_fit_the_others(self) -> "Config":
+        self.model.check_config(self)
+        self.data.check_config(self)
+        return self
 
     @model_validator(mode="after")
     def _microbatches_divide_batch(self) -> "Config":
@@ -308,57 +386,6 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _one_dtype_is_computed_in(self) -> "Config":
-        model_dtype, computes = self.model.compute_dtype, self.precision.computes
-        if self.model.target is None and computes is not None and model_dtype not in ("float32", computes):
-            raise ValueError(f"model.compute_dtype is {model_dtype} and precision.compute {computes}; leave out model.compute_dtype")
-        return self
-
-    @model_validator(mode="after")
-    def _adapters_are_in_built_in_models(self) -> "Config":
-        if self.tune.lora is not None and self.model.target is not None:
-            raise ValueError(
-                "tune.lora is for built-in models, found model.target; leave it out, or name what is trained in tune.train_only"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _attention_has_its_dtype(self) -> "Config":
-        computes = self.precision.computes or self.model.compute_dtype
-        if self.model.target is None and self.model.attention == "cudnn" and computes == "float32":
-            raise ValueError("model.attention cudnn computes in bfloat16 or float16, found float32; set model.compute_dtype to bfloat16")
-        return self
-
-    @model_validator(mode="after")
-    def _all_bytes_are_symbols(self) -> "Config":
-        if self.model.target is None and self.data.reads_bytes and self.model.vocab_size < 256:
-            raise ValueError(f"model.vocab_size {self.model.vocab_size} is less than the 256 bytes of a text; raise it, or leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _head_fits_the_data(self) -> "Config":
-        built_in, has_labels = self.model.target is None and self.model.head != "language", self.data.format == "labels"
-        if has_labels and not built_in:
-            raise ValueError(
-                "data.format labels is for the built-in models with model.head classification, regression or multiple_choice; set it, or "
-                "use data.target"
-            )
-        if self.data.format == "arrays" and self.model.target is None:
-            raise ValueError(
-                "data.format arrays is for a model of your own, which gets the arrays as they are, found none; set model.target, or read "
-                "texts with another format"
-            )
-        if built_in and self.data.target is None and not has_labels:
-            raise ValueError(f"model.head {self.model.head} learns from data.format labels, found {self.data.format}; change one of them")
-        if built_in and self.tune.lora is not None and not matches_any("head/score/kernel", self.tune.train_only):
-            raise ValueError(f"tune.lora alone would leave the fresh model.head {self.model.head} as it is; add tune.train_only: [head]")
-        if has_labels and self.model.head != "multiple_choice" and self.data.choices_key != DataConfig.model_fields["choices_key"].default:
-            raise ValueError(f"data.choices_key has no effect with model.head {self.model.head}; leave it out, or use multiple_choice")
-        if built_in and self.loss.chunk not in ("auto", None):
-            raise ValueError(f"loss.chunk has no effect with model.head {self.model.head}, which has few logits; leave it out")
-        return self
-
-    @model_validator(mode="after")
     def _sources_fit_the_run(self) -> "Config":
         sources = self.data.sources or []
         if sources and self.train.epochs is not None:
@@ -372,17 +399,8 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _loss_fits_the_model(self) -> "Config":
-        if self.loss.name is not None and self.model.target is None:
-            raise ValueError(
-                f"loss.name has no effect without model.target: the loss of a built-in model follows from model.head, found "
-                f"{self.loss.name}; leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _f1_has_classes(self) -> "Config":
-        self.eval.check_classes(None if self.model.target is not None else self.model.label_count)
+        self.eval.check_classes(self.model.label_count)
         return self
 
     @model_validator(mode="after")
@@ -394,17 +412,20 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _seq_len_is_for_something(self) -> "Config":
-        has_tokens = self.data.target is None and not self.data.has_examples
-        if self.model.target and not has_tokens and "seq_len" in self.model.model_fields_set:
+        if self.model.target and not self.data.has_tokens and "seq_len" in self.model.model_fields_set:
             beside = "data.target" if self.data.target is not None else f"data.format {self.data.format}"
             raise ValueError(f"model.seq_len has no effect with model.target and {beside}; leave it out")
         return self
 
     @property
-    def logits_chunk(self) -> int | None:
-        """For how many positions the built-in loss computes logits at a time; None if the model computes all of them."""
-        has_symbols = self.model.target is None and self.model.head == "language"
-        return self.loss.chunk_for(self.model.vocab_size) if has_symbols else None
+    def loss_name(self) -> str | None:
+        """The name of the loss; None if it is a function of the user's."""
+        return None if self.loss.target is not None else self.loss.name or self.model.loss_name
+
+    @property
+    def computes(self) -> str:
+        """The dtype that the model computes in."""
+        return self.precision.computes or self.model.computes_in
 
     @property
     def skips_nonfinite(self) -> bool:

@@ -1,5 +1,6 @@
 """Read a config from YAML with `--set key=value` overrides, and write it back."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,10 @@ import pydantic
 
 from jpipe import InputError
 from jpipe.errors import explain
-from jpipe.files import expanded, read_text, resolved
-from jpipe_lm.config import huggingface
-from jpipe_lm.config.model_config import OF_THE_RUN
+from jpipe.files import expanded, read_text
 from jpipe_planner.machine.plain_yaml import dump, parse
-from jpipe_train.config.config import Config
+from jpipe_train import registry
+from jpipe_train.config.config import Config, data_class, model_class
 from jpipe_train.config.functions.entry_point import IN_PYTHON
 from jpipe_train.config.section import AUTO
 
@@ -24,9 +24,8 @@ def load(
 ) -> Config:
     """Read the YAML file at `path`, apply the overrides and validate the result.
 
-    An override of `model.preset` replaces the shape of the model that the file gives, one of `train.epochs` its `train.steps`, and one of
-    `train.steps` its `train.epochs`. If `warm_start.file` is a folder in Hugging Face's
-    layout, the keys of `model` that its `config.json` decides are added, and the keys of `tune.lora` that `warm_start.adapters` decides.
+    An override of `train.epochs` replaces the file's `train.steps`, and one of `train.steps` its `train.epochs`; a kind of models may have
+    such keys, too. Keys that `warm_start.file` decides are added, if a package that reads it knows some.
 
     Args:
         path: the YAML file.
@@ -35,8 +34,8 @@ def load(
         sections: whole sections that replace the file's before the overrides apply.
 
     Raises:
-        InputError: the file cannot be read or parsed; a key is unknown, has a wrong type or value; code is not allowed; `config.json`
-            describes no model of jpipe's, or a key contradicts it.
+        InputError: the file cannot be read or parsed; a key is unknown, has a wrong type or value; code is not allowed; a key contradicts
+            `warm_start.file`.
     """
     data = _read(path)
     if str(data.get("format")).startswith("jpipe-plan/"):
@@ -45,15 +44,12 @@ def load(
     overridden: list[str] = []
     for override in overrides:
         _override(data, override, overridden)
-    _let_preset_decide(data, overridden)
+    _let_overrides_decide_model(data, overridden)
     _let_override_decide_length(data, overridden)
     where = " ".join([str(path), *(f"--set {override}" for override in overrides)])
-    _fill_model(data, where)
-    _fill_lora(data, where)
-    try:
-        config = Config.model_validate(data)
-    except pydantic.ValidationError as error:
-        raise explain(error, Config, where) from None
+    for name in registry.names("sources") if _has_file(data) else ():
+        registry.find("sources", name).fill_config(data, where)
+    config = _validated(data, where)
     if config.plan.file is not None:
         for override, key in zip(overrides, overridden, strict=True):
             kept = _beside_plan_file(config.plan.file)
@@ -87,10 +83,20 @@ def load_resolved(path: Path) -> Config:
     Raises:
         InputError: the file cannot be read, or is no such config.
     """
+    return _validated(_read(path), str(path))
+
+
+def _validated(data: dict[Any, Any], where: str) -> Config:
+    """Return the config, or raise an InputError that compares unknown keys with the keys of its kind and format."""
     try:
-        return Config.model_validate(_read(path))
+        return Config.model_validate(data)
     except pydantic.ValidationError as error:
-        raise explain(error, Config, str(path)) from None
+        keys: type[Config] = Config
+        with contextlib.suppress(InputError):  # an unknown kind or format, which is one of the mistakes
+            model = model_class(data.get("model") or {})
+            fields: Any = {"data": data_class(data.get("data") or {}), "model": model, "tune": model.tune_section}
+            keys = pydantic.create_model("Config", __base__=Config, **fields)
+        raise explain(error, keys, where) from None
 
 
 def to_yaml(config: Config) -> str:
@@ -127,12 +133,13 @@ def _read(path: str | Path) -> dict[Any, Any]:
     return data
 
 
-def _let_preset_decide(data: dict[Any, Any], overridden: Sequence[str]) -> None:
-    """Drop the file's own keys of the model, except those in `OF_THE_RUN`, if `model.preset` is overridden."""
+def _let_overrides_decide_model(data: dict[Any, Any], overridden: Sequence[str]) -> None:
+    """Drop the file's own keys of the model that no longer count, because the command line changes others."""
     model = data.get("model")
-    if "model.preset" in overridden and isinstance(model, dict) and model["preset"] is not None:
-        keys = {key.split(".")[1] for key in overridden if key.startswith("model.")}
-        data["model"] = {key: value for key, value in model.items() if key in keys | OF_THE_RUN}
+    keys = frozenset(key.split(".")[1] for key in overridden if key.startswith("model."))
+    if isinstance(model, dict) and keys:
+        with contextlib.suppress(InputError):  # an unknown kind, which is reported with the other mistakes
+            data["model"] = model_class(model).with_overrides(model, keys)
 
 
 def _let_override_decide_length(data: dict[Any, Any], overridden: Sequence[str]) -> None:
@@ -144,30 +151,10 @@ def _let_override_decide_length(data: dict[Any, Any], overridden: Sequence[str])
             train.pop(other, None)
 
 
-def _fill_model(data: dict[Any, Any], where: str) -> None:
-    """Add the keys of `model` that `config.json` decides to `data`, if the run starts from a folder in Hugging Face's layout."""
-    warm_start, model = data.get("warm_start"), data.get("model")
-    warm_start = warm_start if isinstance(warm_start, dict) else {}
-    file = warm_start.get("file")
-    if isinstance(file, str) and huggingface.is_folder(file) and isinstance(model, dict | None):
-        data["model"] = huggingface.fill_section(model or {}, resolved(file, "warm_start.file"), where, warm_start.get("mode") == "partial")
-
-
-def _fill_lora(data: dict[Any, Any], where: str) -> None:
-    """Add the keys of `tune.lora` that the folder of adapters decides to `data`, if the run starts from one."""
-    warm_start, tune = data.get("warm_start"), data.get("tune")
-    file, adapters = (warm_start.get(key) for key in ("file", "adapters")) if isinstance(warm_start, dict) else (None, None)
-    if not isinstance(file, str) or not isinstance(adapters, str) or not huggingface.has_adapters(adapters):
-        return  # reported when a run begins with them
-    if not huggingface.is_folder(file):
-        raise InputError(
-            f"{where}: warm_start.adapters: expected warm_start.file to be a folder in Hugging Face's layout, found '{file}'; give the "
-            "folder of the model that the adapters are for"
-        )
-    lora = tune.get("lora") if isinstance(tune, dict) else None
-    if isinstance(tune, dict | None) and isinstance(lora, dict | None):
-        base, folder = huggingface.read(resolved(file, "warm_start.file")), resolved(adapters, "warm_start.adapters")
-        data["tune"] = {**(tune or {}), "lora": huggingface.fill_lora(lora or {}, folder, base, where)}
+def _has_file(data: Mapping[Any, Any]) -> bool:
+    """Return whether the run begins with the parameters of a file."""
+    warm_start = data.get("warm_start")
+    return isinstance(warm_start, dict) and isinstance(warm_start.get("file"), str)
 
 
 def _override(data: dict[Any, Any], override: str, overridden: list[str]) -> None:

@@ -1,6 +1,6 @@
 """Base classes for the sections of a config, and types of keys that several sections share."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final
 
@@ -92,16 +92,35 @@ class TargetSection(Section):
             )
         return None if target is None else entry_point.check_form(target)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _no_key_is_ignored(cls, keys: Any) -> Any:
+        if not isinstance(keys, dict) or (target := keys.get("target")) is None:
+            return keys
+        if ignored := sorted(str(key) for key in keys.keys() - cls.keeps_meaning):
+            verb = "has" if len(ignored) == 1 else "have"
+            raise ValueError(f"{', '.join(ignored)} {verb} no effect with '{target}'; leave it out, or give it in arguments")
+        return keys
+
     @model_validator(mode="after")
-    def _no_key_is_ignored(self) -> "TargetSection":
+    def _arguments_have_a_target(self) -> "TargetSection":
         if self.arguments and self.target is None:
             raise ValueError("arguments are for a target, and there is none; name one as module:function, or leave them out")
-        if self.target is not None and (ignored := sorted(self.model_fields_set - self.keeps_meaning)):
-            verb = "has" if len(ignored) == 1 else "have"
-            raise ValueError(f"{', '.join(ignored)} {verb} no effect with '{self.target}'; leave it out, or give it in arguments")
         return self
 
     @model_serializer(mode="wrap")
     def _leave_out_ignored_keys(self, write: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         written = {"target", "arguments", *self.model_fields_set} if self.target is not None else set(type(self).model_fields)
         return {key: value for key, value in write(self).items() if key in written}
+
+
+def without_others(keys: Mapping[str, Any], own: type[Section], others: Iterable[type[Section]]) -> dict[str, Any]:
+    """Return keys of a section without the ones that only other classes have, where they have their defaults there.
+
+    Earlier versions wrote the keys of all kinds and formats into `config.yaml`.
+    """
+    unknown = keys.keys() - own.model_fields.keys()
+    if not unknown:
+        return dict(keys)
+    defaults = {key: other.model_fields[key].get_default() for other in others for key in unknown & other.model_fields.keys()}
+    return {key: value for key, value in keys.items() if key not in defaults or value != defaults[key]}

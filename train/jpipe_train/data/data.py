@@ -14,16 +14,15 @@ import jax
 import numpy as np
 
 from jpipe import InputError
-from jpipe_lm.data import labelled, masked, of_documents, splits, windows
 from jpipe_train.config.config import Config
-from jpipe_train.config.data_config import SourceConfig
+from jpipe_train.config.data_section import SourceConfig
 from jpipe_train.config.functions import entry_point
 from jpipe_train.config.section import MOST_ROWS
 from jpipe_train.console.terminal import count
-from jpipe_train.data import arrays, mixture, position, target_data
+from jpipe_train.data import mixture, position, target_data
 from jpipe_train.data.order import ordered
 from jpipe_train.data.position import Ordered, Position
-from jpipe_train.data.rows import Batch, BatchesOfRows, Divisible
+from jpipe_train.data.rows import Batch, BatchesOfRows, Divisible, Elements
 
 
 @runtime_checkable
@@ -41,6 +40,37 @@ class HeldOut(NamedTuple):
     batch: Batch
     copies: int = 1
     source: SourceConfig | None = None
+
+
+@runtime_checkable
+class ElementsOfOneShape(Elements, Protocol):
+    """Pairs of (inputs, labels) by their number, all of one shape."""
+
+    @property
+    def spec(self) -> Batch:
+        """Shapes and dtypes of a pair."""
+        ...
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Rows for training and for validation, each in an order of its own, as a format of data reads them.
+
+    Attributes:
+        train: to learn from.
+        validation: rows that are held out.
+        source: a phrase that says where they come from.
+        digest: its result is the same in two processes only if their rows are.
+        remarks: lines that say what was cut or left out.
+        largest_class: the largest label and the name of its row, where labels are classes and it is known.
+    """
+
+    train: ElementsOfOneShape
+    validation: ElementsOfOneShape
+    source: str
+    digest: Callable[[], str]
+    remarks: tuple[str, ...] = ()
+    largest_class: tuple[int, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -167,16 +197,9 @@ def _with_epochs(config: Config, epochs: float, data: Data) -> Data:
     steps = position.steps_until(end, first, config.train.batch_size)
     if steps > MOST_ROWS:
         raise InputError(f"train.epochs: expected at most {MOST_ROWS:,} steps, found {steps:,} of {data.rows:,} rows an epoch; lower it")
-    if isinstance(train, BatchesOfRows) and _may_be_padded(config):
+    if isinstance(train, BatchesOfRows) and config.data.may_be_padded and config.loss_name == "cross_entropy":
         train = replace(train, end=end)
     return replace(data, train=train, steps=steps)
-
-
-def _may_be_padded(config: Config) -> bool:
-    """Return whether the loss ignores rows with labels below zero."""
-    if config.data.target is not None or config.data.objective == "masked":
-        return False
-    return config.loss.name_for(config.model.head) == "cross_entropy"
 
 
 def _read(config: Config) -> Data:
@@ -184,18 +207,8 @@ def _read(config: Config) -> Data:
         return _from_target(config)
     if config.data.sources is not None:
         return _mixture(config, config.data.sources, _read)
-    if config.data.has_examples:
-        return _of_examples(config)
-    of_documents.check_objective(config)
-    split = splits.read(config)
-    of_documents.check_vocabulary(config, split.train.vocab_size)
-    apart = of_documents.keeps_apart(config, split)
-    rows = [of_documents.rows_of(config, split, part, apart=apart) for part in (0, 1)]
-    of_documents.check_amount(config, split, *rows)
-    held_out = rows[1] if isinstance(rows[1], masked.Masked) else windows.Filled(rows[1], config.train.batch_size)
-    batches = of_documents.batches_of(config, rows[0], 0, apart=apart), of_documents.batches_of(config, held_out, 1, apart=apart)
-    remarks = *of_documents.remarks_of(split, *rows), *of_documents.few_rows(config, *rows)
-    return Data(*batches, split.source, of_documents.amount_of(split, *rows), split.digest, remarks, rows=len(rows[0]))
+    loaded = config.data.load_batches(config)
+    return _of_examples(config, config.data.read_examples(config)) if loaded is None else loaded
 
 
 @_memory_errors_reported()
@@ -216,18 +229,8 @@ def held_out(config: Config, path: str | None = None) -> Data:
         return _mixture(config, config.data.sources, held_out)
     if config.data.sources is not None:
         config = _of_source(config, config.data.sources[0])
-    if config.data.has_examples:
-        return _held_out_examples(config, path)
-    of_documents.check_objective(config)
-    split = splits.read(config) if path is None else splits.read_whole(config, path)
-    if path is not None:
-        config = config.model_copy(update={"data": config.data.model_copy(update={"path": path})})
-    of_documents.check_vocabulary(config, split.train.vocab_size)
-    apart = of_documents.keeps_apart(config, split)
-    rows = of_documents.rows_of(config, split, 1, apart=apart)
-    of_documents.check_some(config, split, rows)
-    batches = of_documents.batches_of(config, rows, 1, apart=apart)
-    return Data(batches, batches, split.source, f"{split.validation.size:,} tokens", split.digest, of_documents.remarks_of(split, rows))
+    loaded = config.data.load_held_out(config, path)
+    return _held_out_examples(config, config.data.read_examples(config, path)) if loaded is None else loaded
 
 
 def _check_has_path(config: Config, path: str | None) -> None:
@@ -250,8 +253,7 @@ def _mixture(config: Config, sources: Sequence[SourceConfig], read: Callable[[Co
     Raises:
         InputError: as `read`; the rows of the sources differ in form or tokenizer.
     """
-    if config.data.format == "tokens":
-        splits.check_tokenizers([source.path for source in sources])
+    config.data.check_sources()
     parts = []
     for number, source in enumerate(sources):
         with _errors_name_source(number):
@@ -277,7 +279,7 @@ def _mixture(config: Config, sources: Sequence[SourceConfig], read: Callable[[Co
 def _differing(config: Config, path: str, first: Batch, other: Batch) -> str:
     """Describe how the rows of a source differ from those at `path`, the first source, and what to change."""
     expected = f"expected rows like in '{path}', found"
-    if not config.data.has_examples:
+    if config.data.has_tokens:
         return f"{expected} that only one of the two says where documents end; set data.boundaries: ignore, or prepare both in the same way"
     one, two = (" and ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(spec)) for spec in (first, other))
     return f"{expected} inputs and targets {two} in place of {one}; make both alike"
@@ -335,10 +337,7 @@ def check_files(config: Config, path: str | None = None) -> None:
             with _errors_name_source(number):
                 check_files(_of_source(config, source, number))
     else:
-        if not data.has_examples:
-            of_documents.check_objective(config)
-        if (symbols := splits.check_files(config, path)) is not None:
-            of_documents.check_vocabulary(config, symbols)
+        data.check_files(config, path)
 
 
 def unread(config: Config) -> Data:
@@ -352,34 +351,23 @@ def unread(config: Config) -> Data:
 
 def portion(config: Config) -> tuple[int, str]:
     """Return how much a step processes, and the unit: tokens for text, samples for other data."""
-    if config.data.target is None and not config.data.has_examples:
-        return config.train.batch_size * config.model.seq_len, "tokens"
-    return config.train.batch_size, "samples"
+    return config.data.amount_of_step(config)
 
 
 def loss_unit(config: Config) -> str:
     """Return the unit that follows a loss in messages, or "" if it is unknown."""
-    if config.loss.name_for(config.model.head) != "cross_entropy":
-        return ""
-    if config.model.has_router_loss:
-        return " nats"  # per label, and of the routers
-    if config.data.target is not None or config.data.has_examples:
-        return " nats per label"
-    if config.data.objective == "masked":
-        return " nats"  # the sum of two means: per masked token, and per row
-    return " nats per byte" if config.data.read_as == "bytes" else " nats per token"
+    return (config.model.loss_unit or config.data.loss_unit) if config.loss_name == "cross_entropy" else ""
 
 
-def _of_examples(config: Config) -> Data:
-    """Read texts with labels, or arrays.
+def _of_examples(config: Config, read: Examples) -> Data:
+    """Batch rows for training and for validation.
 
     Raises:
-        InputError: as `load`.
+        InputError: there are too few.
     """
-    read = _examples(config)
     have, need = (len(read.train), len(read.validation)), config.train.batch_size
     expected = f"expected at least {need} examples for training (train.batch_size) and 1 for validation"
-    if config.data.format == "arrays" and config.data.validation_path is None and 0 in have and sum(have) > need:
+    if config.data.content == "numbers" and config.data.validation_path is None and 0 in have and sum(have) > need:
         raise InputError(
             f"{expected}, found {have[0]:,} and {have[1]:,} in {read.source}",
             where="data.path",
@@ -395,34 +383,18 @@ def _of_examples(config: Config) -> Data:
     if not have[1]:
         more = "" if config.data.validation_path is not None else ", or raise data.validation_fraction"
         raise InputError(f"{expected}, found {have[0]:,} and none in {read.source}", where="data.path", change=f"give more{more}")
-    batches = [_batches_of_examples(config, part, number) for number, part in enumerate((read.train, read.validation))]
+    train, validation = _batched(config, read.train, 0), _batched(config, read.validation, 1)
     amount = f"{have[0]:,} examples for training, {have[1]:,} for validation"
-    most = _largest_class(read)
-    return Data(batches[0], batches[1], read.source, amount, read.digest, read.remarks, rows=have[0], largest_class=most)
+    return Data(train, validation, read.source, amount, read.digest, read.remarks, rows=have[0], largest_class=read.largest_class)
 
 
-def _held_out_examples(config: Config, path: str | None) -> Data:
-    """Read all texts with labels, or rows of arrays, that are held out."""
-    read = _examples(config, path)
+def _held_out_examples(config: Config, read: Examples) -> Data:
+    """Batch all rows that are held out."""
     if not len(read.validation):
         raise InputError(where="data.path", expected="at least 1 example", found=f"none in {read.source}", change="give more")
-    batches = _batches_of_examples(config, read.validation, 1)
-    amount, most = count(len(read.validation), "example"), _largest_class(read)
-    return Data(batches, batches, read.source, amount, read.digest, read.remarks, largest_class=most)
+    batches, amount = _batched(config, read.validation, 1), count(len(read.validation), "example")
+    return Data(batches, batches, read.source, amount, read.digest, read.remarks, largest_class=read.largest_class)
 
 
-def _largest_class(read: labelled.Labelled | arrays.Arrays) -> tuple[int, str] | None:
-    return read.largest_class if isinstance(read, arrays.Arrays) else None
-
-
-def _examples(config: Config, path: str | None = None) -> labelled.Labelled | arrays.Arrays:
-    """Read what the config names, or what is at `path`."""
-    if config.data.format == "arrays":
-        return arrays.read(config, path)
-    read = labelled.read(config, path)
-    of_documents.check_vocabulary(config, read.vocab_size)
-    return read
-
-
-def _batches_of_examples(config: Config, examples: labelled.Examples | arrays.RowsOfArrays, part: int) -> BatchesOfRows:
+def _batched(config: Config, examples: ElementsOfOneShape, part: int) -> BatchesOfRows:
     return BatchesOfRows(ordered(config, examples, part), config.train.batch_size, examples.spec)

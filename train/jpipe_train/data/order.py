@@ -2,7 +2,6 @@
 
 import grain
 
-from jpipe_lm.data import masked
 from jpipe_train.config.config import Config
 from jpipe_train.data.rows import Elements
 
@@ -13,10 +12,8 @@ def shuffled(rows: Elements, seed: int, *, epochs: bool) -> Elements:
     return order.repeat() if epochs else order
 
 
-def ordered(config: Config, rows: Elements | masked.Masked, part: int) -> Elements:
+def ordered(config: Config, rows: Elements, part: int) -> Elements:
     """Return the rows in the order of their batches, endlessly for training."""
-    if isinstance(rows, masked.Masked):
-        return masked.Drawn(rows, epochs=part == 0)
     return shuffled(rows, seed_of(config, part), epochs=part == 0)
 
 

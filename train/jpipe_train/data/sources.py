@@ -9,12 +9,14 @@ import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from jpipe import InputError
 from jpipe.errors import shortened
 from jpipe.files import expanded
-from jpipe_train.data.files import saved_datasets
-from jpipe_train.data.files.kinds import kind_of
+from jpipe_train.config.data_section import DataSection
+from jpipe_train.data.files import arrow, saved_datasets, streams
+from jpipe_train.data.files.kinds import kind_of, rows_in
 
 
 def named(path: str | None) -> str:
@@ -140,6 +142,54 @@ def with_validation(path: str | None, where: str) -> tuple[str | None, str | Non
             named = {match[1] for name in _walk(root) if (match := _OF_SPLIT.fullmatch(Path(name).name))}
         splits = {name: f"{glob.escape(str(root))}/**/{name}[-.]*" for name in named} if "train" in named else {}
     return splits.get("train", path), next((splits[name] for name in saved_datasets.VALIDATION if name in splits), None)
+
+
+class DataPath(NamedTuple):
+    """Data at a path; all or a share are held out for validation.
+
+    Attributes:
+        path: a file, a folder or a glob.
+        share: to hold out; 1: all.
+        where: the key that names the path, for messages.
+    """
+
+    path: str | None
+    share: float
+    where: str
+
+
+def parts_of(data: DataSection) -> list[DataPath]:
+    """Return what is read, and which share of it is held out; a saved `DatasetDict` has a split for training and mostly one for validation.
+
+    Raises:
+        InputError: a `DatasetDict` has no split for training.
+    """
+    with readable():
+        train, validation = with_validation(data.path, "data.path")
+    if data.validation_path is not None:
+        with readable("data.validation_path"):
+            own, split = with_validation(data.validation_path, "data.validation_path")
+        return [DataPath(train, 0.0, "data.path"), DataPath(split or own, 1.0, "data.validation_path")]
+    if validation is not None:
+        return [DataPath(train, 0.0, "data.path"), DataPath(validation, 1.0, "data.path")]
+    return [DataPath(train, data.validation_fraction, "data.path")]
+
+
+def check_rows(data: DataSection, path: str | None = None) -> None:
+    """Check that the files with rows exist, and that a library is there that reads them, without reading any.
+
+    Args:
+        data: the section that names them.
+        path: other files in their place.
+
+    Raises:
+        InputError: there is no such file, or no library reads it.
+    """
+    for file, _, where in parts_of(data) if path is None else [DataPath(path, 0.0, "data.path")]:
+        with readable(where):
+            _, files = find_files(file, where, content=data.content)
+            if (kind := rows_in(files[0])) is not None and kind.reader in arrow.NAMES:
+                streams.pyarrow(files[0], arrow.NAMES[kind.reader])
 
 
 def _in_folder(path: str, root: Path, where: str) -> tuple[list[str], list[Path]]:

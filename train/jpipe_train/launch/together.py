@@ -5,6 +5,7 @@ import functools
 import hashlib
 import importlib.machinery
 import importlib.metadata
+import importlib.util
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ from typing import TypeVar, cast
 import jax
 
 import jpipe
-import jpipe_planner
+from jpipe_train import registry
 from jpipe_train.assemble.build import start_devices
 from jpipe_train.config import config_file
 from jpipe_train.config.config import Config
@@ -255,13 +256,11 @@ def _digest_of_module(module: str) -> str:
 
 @functools.cache
 def _digest_of_jpipe() -> str:
-    """Return a digest of the source of jpipe, of its planner, of this application and of its language models."""
+    """Return a digest of the source of jpipe, of its planner, and of the packages that add to the application, this one included."""
     digest = hashlib.sha256()
-    for package in (
-        Path(jpipe.__file__).parent,
-        Path(jpipe_planner.__file__).parent,
-        *(Path(__file__).parents[2] / name for name in ("jpipe_train", "jpipe_lm")),
-    ):
-        for file in sorted(package.rglob("*.py")):
-            digest.update(f"{file.relative_to(package)}\0".encode() + file.read_bytes())
+    for package in ("jpipe", "jpipe_planner", *registry.packages()):
+        spec = importlib.util.find_spec(package)
+        for folder in map(Path, (spec and spec.submodule_search_locations) or ()):
+            for file in sorted(folder.rglob("*.py")):
+                digest.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes())
     return digest.hexdigest()[:12]

@@ -59,7 +59,7 @@ def loss(outputs: Outputs, labels: Labels) -> tuple[Float[Array, ""], Float[Arra
 
     With labels of tokens and of the next sentence (BERT) the mean of the latter over the rows comes on top of the mean of the former:
     (n / rows) of its sum, for n counted tokens. The mean over several microbatches is exact if each has the same n. The
-    router loss of a microbatch (see `jpipe_lm.models.experts.Routing`) counts n times as well.
+    loss of the routers of a microbatch, `outputs["experts"].loss()`, counts n times as well.
 
     Returns:
         The sum, and the number of labels that count.

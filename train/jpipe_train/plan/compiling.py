@@ -59,7 +59,7 @@ def compiled_words(config: Config, compiling: Compiling) -> str:
     instead = f"compiled for this machine ({compiling.kind}), because {compiling.missing}"
     if compiling.devices[0].platform != "cpu":
         return f"{instead}; the scratch memory of other devices may differ"
-    computes = config.precision.computes or config.model.compute_dtype
+    computes = config.computes
     target, in_16_bits, otherwise = RATIOS[compiling.instead_of or "cuda"]
     if not (ratio := in_16_bits if "16" in computes else otherwise):
         return f"{instead}; the scratch memory of {target} programs may differ, by how much is not known in {computes}"

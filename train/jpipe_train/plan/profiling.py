@@ -51,9 +51,8 @@ class Parts:
             with reporter.phase("reading the data"):
                 return jax.tree.map(_spec, data.unread(config).like)
 
-        computes, chunk = config.precision.computes, config.logits_chunk
-        stack = model.layers(config.model, config.train.batch_size, computes, chunk, lambda: read()[0], config.tune)
-        loss, batch = model.loss(config.loss, config.model.head), read()
+        stack = model.layers(config, lambda: read()[0])
+        loss, batch = model.loss(config), read()
         params = stack.ties.without_seconds({layer_id: spec.params for layer_id, spec in stack.specs(batch[0]).items()})
         rule = trains_part(optimizer(same_at_all_stages(config.optimizer), config.train.length, params), config.tune, params)
         return cls(stack, loss, rule, batch, config, precision(config.precision, reporter))

@@ -10,7 +10,7 @@ from jpipe.files import shown
 from jpipe_train.assemble.metrics import centred, combined
 from jpipe_train.checkpoint.history import History
 from jpipe_train.checkpoint.run_folder import METRICS, FolderChanged, RunFolder
-from jpipe_train.config.data_config import SourceConfig
+from jpipe_train.config.data_section import SourceConfig
 from jpipe_train.config.run_settings import RunSettings
 from jpipe_train.console.progress import Reporter
 from jpipe_train.launch.together import Together

@@ -21,7 +21,7 @@ from jpipe_train.checkpoint import resume
 from jpipe_train.checkpoint.export import check_steps, step_of
 from jpipe_train.config import config_file
 from jpipe_train.config.config import Config, OptimizerConfig, ResumeConfig
-from jpipe_train.config.data_config import SourceConfig
+from jpipe_train.config.data_section import SourceConfig
 from jpipe_train.console import interrupt
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count

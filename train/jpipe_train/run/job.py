@@ -7,8 +7,6 @@ import traceback
 from collections.abc import Callable
 
 from jpipe import InputError, PeerLost, keep_freed_memory
-from jpipe_lm.generate import command
-from jpipe_lm.generate.request import Request as Generation
 from jpipe_train.checkpoint import run_folder
 from jpipe_train.config import config_file
 from jpipe_train.console import interrupt
@@ -35,7 +33,7 @@ def train(request: TrainRequest, process: Process) -> int:
         limits = process.connect_limit, process.wait_limit
         return _code_of(loop.main(config, connect(), *limits, request.resume, request.from_checkpoint, request.elastic))
 
-    return _run(work, process)
+    return run_process(work, process)
 
 
 def evaluate(request: EvaluateRequest, process: Process) -> int:
@@ -50,16 +48,7 @@ def evaluate(request: EvaluateRequest, process: Process) -> int:
             raise
         return 0
 
-    return _run(work, process)
-
-
-def generate(request: Generation, process: Process) -> int:
-    """Generate text, print a line if that fails, and return the exit code."""
-
-    def work(connect: Callable[[], int]) -> int:
-        return command.run(request, connect, process.connect_limit, process.wait_limit)
-
-    return _run(work, process)
+    return run_process(work, process)
 
 
 def plan(find: Callable[[Callable[[], int]], None], process: Process, *, alone: bool) -> int:
@@ -78,7 +67,7 @@ def plan(find: Callable[[Callable[[], int]], None], process: Process, *, alone: 
         find(connect)
         return 0
 
-    return _run(work, process)
+    return run_process(work, process)
 
 
 def doctor(request: Examination, process: Process) -> int:
@@ -88,10 +77,10 @@ def doctor(request: Examination, process: Process) -> int:
         member = distributed.membership(process.coordinator, process.num_processes, process.process_id, process.connect_limit)
         return examine(request, member, connect, process.connect_limit, process.wait_limit)
 
-    return _run(work, process)
+    return run_process(work, process)
 
 
-def _run(work: Callable[[Callable[[], int]], int], process: Process) -> int:
+def run_process(work: Callable[[Callable[[], int]], int], process: Process) -> int:
     """Run `work`, print a line if it fails, and return the exit code.
 
     In a job of one process, an exception that is not jpipe's own propagates to `jpipe_train.cli`.

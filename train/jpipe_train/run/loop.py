@@ -211,7 +211,7 @@ def check_early(config: Config, settings: RunSettings, together: Together, resum
         if config.warm_start.file is not None:
             from jpipe_train.checkpoint import warm_start
 
-            warm_start.check_files(config.warm_start, config.model.head)
+            warm_start.check_files(config)
         if together.is_first:
             check_folder(settings, anew=resume == "auto")
 

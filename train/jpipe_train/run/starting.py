@@ -55,7 +55,7 @@ def initial_params(
         return None
     from jpipe_train.checkpoint import warm_start
 
-    return warm_start.load(config.warm_start, pipe, batches.like, together, reporter.say, config.tune, config.model.head)
+    return warm_start.load(config, pipe, batches.like, together, reporter.say)
 
 
 def make_folder(settings: RunSettings, plan: jpipe.Plan, resume: Resume, resumed: Resumed | None, reporter: Reporter) -> RunFolder:

@@ -19,7 +19,7 @@ from jpipe_train.checkpoint.sources import orbax_checkpoint
 from jpipe_train.checkpoint.sources.name_map import name_in_file, renamed
 from jpipe_train.checkpoint.sources.source import Spec
 from jpipe_train.checkpoint.warm_start import fitting
-from jpipe_train.config.config import Config, WarmStartConfig
+from jpipe_train.config.config import Config
 from jpipe_train.console.progress import Reporter
 from jpipe_train.launch.together import Together
 from tests.train.conftest import changed
@@ -193,8 +193,8 @@ def test_a_run_begins_with_parameters_of_other_names(kind, tiny, tmp_path):
         file = tmp_path / "file.safetensors"
         save_file(arrays, file)
     messages = []
-    section = WarmStartConfig(file=str(file), names=renaming)
-    params = warm_start.load(section, pipe, batches.train[0], Together(None), messages.append)
+    config = Config(warm_start={"file": str(file), "names": renaming})
+    params = warm_start.load(config, pipe, batches.train[0], Together(None), messages.append)
     for i, name in enumerate(names):
         layer_id, _, path = name.partition("/")
         assert (params[layer_id][path] == i).all()

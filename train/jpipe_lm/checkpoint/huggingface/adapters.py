@@ -16,9 +16,9 @@ from jpipe_lm.checkpoint.huggingface.names import Layout, Row, Shape, layout
 from jpipe_lm.config import huggingface
 from jpipe_lm.config.huggingface import Adapters, Description
 from jpipe_lm.config.model_config import ModelConfig
-from jpipe_lm.models.lora import is_of_adapter, widths_of
+from jpipe_lm.config.tune_config import PARTS, is_of_adapter
+from jpipe_lm.models.lora import widths_of
 from jpipe_train.checkpoint.sources.source import FLOATS, Names, Source, Spec
-from jpipe_train.config.tune_config import PARTS
 
 BEFORE = "base_model.model."  # of the names of modules, as PEFT wraps them
 _OTHER_RANK = "jpipe's adapters have one rank and alpha; take others, or merge them with PEFT"

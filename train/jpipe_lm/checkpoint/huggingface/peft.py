@@ -15,9 +15,11 @@ from jpipe_lm.checkpoint.huggingface.folder import ADAPTER_WEIGHTS
 from jpipe_lm.checkpoint.huggingface.names import Row
 from jpipe_lm.checkpoint.huggingface.writing import Model, of_run
 from jpipe_lm.config.huggingface import ADAPTER_CONFIG
+from jpipe_lm.config.sections import model_of, tune_of
+from jpipe_lm.config.tune_config import LoraConfig
 from jpipe_train.checkpoint.best import Step
 from jpipe_train.checkpoint.export import Weights
-from jpipe_train.config.tune_config import LoraConfig, matches_any
+from jpipe_train.config.tune_section import matches_any
 from jpipe_train.console.terminal import count
 
 _JUDGED = ("classification", "regression")  # heads that PEFT calls SEQ_CLS
@@ -39,14 +41,14 @@ def main(run: str, out: str, step: Step, report: Callable[[str], None], weights:
     path = unused(out, "--out")
     jax.config.update("jax_platforms", "cpu")  # Orbax starts JAX's devices; a GPU may be another program's, and none is needed
     model = of_run(run, step, report, weights, merge=False)
-    lora = model.config.tune.lora
+    lora = tune_of(model.config).lora
     if lora is None:
         raise InputError(f"--layout: expected a run with adapters (tune.lora) for peft, found none in '{run}'; give huggingface")
     tensors: dict[str, np.ndarray] = {}
     modules: dict[str, Module] = {}
     saved: list[str] = []
     for layer_id, rows in model.names.rows.items():
-        of_layer = [module for row in rows for module in modules_of(row, model.specs, model.config.model)]
+        of_layer = [module for row in rows for module in modules_of(row, model.specs, model_of(model.config))]
         modules |= {module.name: module for module in of_layer}
         whole = _saved(rows, model, modules)
         saved += whole
@@ -97,7 +99,7 @@ def _described(model: Model, lora: LoraConfig, modules: Mapping[str, Module], sa
     """Return the content of `adapter_config.json`."""
     every = list(dict.fromkeys(_module(name) for row in model.names for name in row.theirs))
     several = {name: module.number for name, module in modules.items() if module.number > 1}
-    kind, head = model.config.model.kind, model.config.model.head
+    kind, head = model_of(model.config).kind, model_of(model.config).head
     task = "SEQ_CLS" if head in _JUDGED else "CAUSAL_LM" if kind == "decoder" and head == "language" else None
     return {
         "peft_type": "LORA",

@@ -17,6 +17,8 @@ from jpipe_lm.checkpoint.adapters import merged, merged_specs
 from jpipe_lm.checkpoint.huggingface.names import Layout, layout
 from jpipe_lm.checkpoint.huggingface.tensors_file import write_tensors
 from jpipe_lm.config import huggingface
+from jpipe_lm.config.data_config import DataConfig
+from jpipe_lm.config.sections import data_of, model_of, tune_of
 from jpipe_lm.data import tokenizer
 from jpipe_lm.data.chat import template
 from jpipe_lm.data.chat.renderer import Renderer
@@ -118,10 +120,10 @@ def of_run(run: str, step: Step, report: Callable[[str], None], weights: Weights
         names = [layer_id, *(name for name, first in firsts.items() if first == layer_id)]
         layers = checkpoint_files.read_layers(folder, chosen, names, verified=True)
         arrays = by_name(layers if weights == "newest" else with_ema(layers, chosen))
-        return merged(arrays, config.model, config.tune) if merge else arrays
+        return merged(arrays, model_of(config), tune_of(config)) if merge else arrays
 
     specs = {name: Spec(leaf.shape, str(leaf.dtype)) for name, leaf in by_name(entries).items()}
-    specs = merged_specs(specs, config.tune) if merge else specs
+    specs = merged_specs(specs, tune_of(config)) if merge else specs
     return Model(config, described, layout(huggingface.parse(described)), specs, read, f"step {chosen} of {run}")
 
 
@@ -133,8 +135,8 @@ def _of_config(file: str, overrides: Sequence[str]) -> Model:
         raise InputError(
             f"export: expected a config of a run with fresh weights, found warm_start.file '{config.warm_start.file}'; leave it out"
         )
-    stack = model.layers(config.model, config.train.batch_size)
-    rows = config.model.label_count or 1 if config.model.head == "multiple_choice" else 1
+    stack = model.layers(config)
+    rows = config.model.label_count or 1 if model_of(config).head == "multiple_choice" else 1
     inputs = stack.specs(jax.ShapeDtypeStruct((rows, config.model.seq_len), np.dtype("int32")))
     key = jax.random.key(config.seed)
 
@@ -207,12 +209,12 @@ def _original(config: Config) -> dict[str, Any]:
 
 def _end_of_text(config: Config) -> int | None:
     """Return the token that ends a text in the run's data, if it is known."""
-    data = config.data
+    if not isinstance(data := config.data, DataConfig):
+        return None
     with contextlib.suppress(InputError):
-        if data.target is None and data.format == "tokens":
-            assert data.first_path is not None
-            return token_files.read_index(data.first_path, "data.path")[1].end_of_text
-        if data.target is None and data.tokenizer is not None:
+        if data.format == "tokens":
+            return token_files.read_index(str(data.first_path), "data.path")[1].end_of_text
+        if data.tokenizer is not None:
             loaded = tokenizer.load(data.tokenizer, "data.tokenizer", data.end_of_text)
             return loaded.end if data.format != "chat" else _end_of_turn(loaded, data.chat_template)
     return None
@@ -226,7 +228,7 @@ def _end_of_turn(loaded: tokenizer.Tokenizer, chosen: str | None) -> int | None:
 def _padding(config: Config) -> int | None:
     """Return the token that fills rows, if it is known."""
     with contextlib.suppress(InputError):
-        return tokenizer.load(str(config.data.tokenizer), "data.tokenizer").padding
+        return tokenizer.load(str(data_of(config).tokenizer), "data.tokenizer").padding
     return None
 
 
@@ -248,10 +250,11 @@ def _copy_tokenizer(config: Config, to: Path, say: Callable[[str], None]) -> str
     write_atomically(to / tokenizer.FILE, content)
     # Otherwise transformers builds the default tokenizer of the architecture.
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    has_template = config.data.format == "tokens" and (path.parent / template.SETTINGS).is_file()
-    if config.data.target is None and (config.data.format == "chat" or has_template):
+    data = data_of(config)
+    has_template = data.format == "tokens" and (path.parent / template.SETTINGS).is_file()
+    if data.format == "chat" or has_template:
         try:
-            found = template.find(tokenizer.load(path, "data.tokenizer"), config.data.chat_template)
+            found = template.find(tokenizer.load(path, "data.tokenizer"), data.chat_template)
         except InputError as error:
             say(f"without the chat template of the run: {error}")
         else:

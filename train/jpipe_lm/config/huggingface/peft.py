@@ -12,7 +12,7 @@ from jpipe.errors import short
 from jpipe.files import expanded, shown
 from jpipe_lm.config.huggingface.families import ARCHITECTURES
 from jpipe_lm.config.huggingface.reading import MOST_BYTES, Description, inside, load_json, validated
-from jpipe_train.config.tune_config import PARTS, TARGETS
+from jpipe_lm.config.tune_config import PARTS, TARGETS
 
 ADAPTER_CONFIG = "adapter_config.json"
 _HINT = "jpipe has no such adapters; take others, or merge them with PEFT"

@@ -18,8 +18,7 @@ from jpipe_lm.config.huggingface.families import ARCHITECTURES, IGNORED
 from jpipe_lm.config.huggingface.parts import HINT, in_json
 from jpipe_lm.config.model.experts import replace_all_mlps
 from jpipe_lm.config.model.rope import RopeScaling
-from jpipe_lm.config.model_config import LOWER
-from jpipe_train.config.config import ModelConfig
+from jpipe_lm.config.model_config import LOWER, ModelConfig
 
 CONFIG = "config.json"
 MOST_BYTES = 2**20  # hundreds of times the usual size of a `config.json`

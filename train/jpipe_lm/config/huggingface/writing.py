@@ -12,12 +12,13 @@ from jpipe_lm.config.huggingface.experts import without_losses
 from jpipe_lm.config.huggingface.families import ARCHITECTURES, FAMILIES, Family
 from jpipe_lm.config.huggingface.parts import Keys
 from jpipe_lm.config.model_config import ModelConfig
+from jpipe_train.config.model_section import ModelSection
 
 _HEADS = {"classification": "classification", "regression": "classification", "multiple_choice": "multiple_choice"}  # in `Family.judges`
 _SHOWN = 3  # families that a message compares with the model
 
 
-def to_json_keys(model: ModelConfig, preferred: str | None = None) -> dict[str, Any]:
+def to_json_keys(model: ModelSection, preferred: str | None = None) -> dict[str, Any]:
     """Return the content of `config.json` for a model, without the dtype.
 
     A family can express a model if it reads back the same model from what it has written.
@@ -29,8 +30,9 @@ def to_json_keys(model: ModelConfig, preferred: str | None = None) -> dict[str, 
     Raises:
         InputError: no architecture can express the model; the message names the keys that differ.
     """
-    if model.target is not None:
-        raise InputError(f"--layout huggingface: expected a built-in model, found one of '{model.target}'; leave out --layout")
+    if not isinstance(model, ModelConfig):
+        found = f"model.kind {model.kind}" if model.target is None else f"one of '{model.target}'"
+        raise InputError(f"--layout huggingface: expected a built-in model, found {found}; leave out --layout")
     keys = model.model_dump()
     keys = canonical(keys | {"max_positions": model.max_positions_used})
     first = ARCHITECTURES.get(preferred or "")

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from jpipe import InputError
+from jpipe_lm.config.data_config import DataConfig
 from jpipe_lm.data import tokenizer as tokenizers
 from jpipe_lm.data.chat import reading, template
 from jpipe_lm.data.chat.renderer import TRAINING_TIME, Renderer
@@ -27,7 +28,7 @@ def lines(config: Config, most: int, *, bold: bool) -> Iterator[str]:
         InputError: the config has no conversations, or they cannot be read.
     """
     data = config.data
-    if data.target is not None or data.format != "chat":
+    if not isinstance(data, DataConfig) or data.format != "chat":
         found = data.format if data.target is None else f"data.target {data.target}"
         raise InputError(f"data show: expected a config with data.format chat, found {found}; it shows what is learned of conversations")
     if most < 1:

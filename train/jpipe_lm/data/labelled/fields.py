@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jpipe.errors import short
+from jpipe_lm.config.sections import data_of, model_of
 from jpipe_train.config.config import Config
 from jpipe_train.data.files.arrow import Column
 from jpipe_train.data.files.kinds import is_number
@@ -53,24 +54,24 @@ def read(files: Sequence[Path], config: Config, share: float, where: str) -> Ite
 
 def _columns(config: Config) -> list[Column]:
     """Return the columns that are read."""
-    data, labels = config.data, config.model.labels
+    data, labels = data_of(config), model_of(config).labels
     names = tuple(labels) if isinstance(labels, list) else ()
     columns = [Column(str(data.text_key), "text_key", "text"), Column(data.label_key, "label_key", "label", labels=names)]
     if data.second_key is not None:
         columns.append(Column(data.second_key, "second_key", "text"))
-    if config.model.head == "multiple_choice":
+    if model_of(config).head == "multiple_choice":
         columns.append(Column(data.choices_key, "choices_key"))
     return columns
 
 
 def _rows(record: Mapping[str, Any], config: Config) -> tuple[str | tuple[str, str], ...]:
     """Return the texts of an example."""
-    data = config.data
+    data = data_of(config)
     text = text_of(value_of(record, str(data.text_key)), str(data.text_key))
     second = None if data.second_key is None else text_of(value_of(record, data.second_key), data.second_key)
-    if config.model.head != "multiple_choice":
+    if model_of(config).head != "multiple_choice":
         return (text,) if second is None else ((text, second),)
-    choices, expected = value_of(record, data.choices_key), config.model.label_count
+    choices, expected = value_of(record, data.choices_key), model_of(config).label_count
     if not isinstance(choices, list) or len(choices) != expected:
         found = f"{len(choices)} of them" if isinstance(choices, list) else type(choices).__name__
         raise WrongLine(f"expected a list of {expected} choices (model.labels) in {data.choices_key!r}, found {found}")
@@ -80,14 +81,16 @@ def _rows(record: Mapping[str, Any], config: Config) -> tuple[str | tuple[str, s
 
 def _numbers_of_labels(config: Config) -> dict[str, int]:
     """Return the number of each label by name and by number; only by name if names are numbers."""
-    names = config.model.labels if isinstance(config.model.labels, list) else []
-    by_number = {} if any(name.isdecimal() for name in names) else {str(i): i for i in range(config.model.label_count or 0)}
+    model = model_of(config)
+    names = model.labels if isinstance(model.labels, list) else []
+    by_number = {} if any(name.isdecimal() for name in names) else {str(i): i for i in range(model.label_count or 0)}
     return by_number | {name: i for i, name in enumerate(names)}
 
 
 def _label(record: Mapping[str, Any], config: Config, numbers: Mapping[str, int]) -> int | float:
-    label, key = value_of(record, config.data.label_key), config.data.label_key
-    if config.model.head == "regression":
+    key = data_of(config).label_key
+    label = value_of(record, key)
+    if model_of(config).head == "regression":
         return _number(label, key)
     if isinstance(label, int | str):
         name = str(label).lower() if isinstance(label, bool) else str(label).strip()
@@ -97,7 +100,7 @@ def _label(record: Mapping[str, Any], config: Config, numbers: Mapping[str, int]
 
 
 def _described(config: Config) -> str:
-    labels = config.model.labels
+    labels = model_of(config).labels
     return short(labels[:10]) if isinstance(labels, list) else f"0 to {(labels or 1) - 1}"
 
 

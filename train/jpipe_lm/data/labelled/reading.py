@@ -2,21 +2,22 @@
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from jpipe import InputError
-from jpipe_lm.data import splits
+from jpipe_lm.config.sections import data_of, model_of
+from jpipe_lm.data import of_documents, splits
 from jpipe_lm.data import tokenizer as tokenizers
 from jpipe_lm.data.labelled import fields
 from jpipe_lm.data.labelled.fields import Example
-from jpipe_lm.data.labelled.rows import Examples
+from jpipe_lm.data.labelled.rows import LabelledRows
 from jpipe_train.config.config import Config
 from jpipe_train.console.terminal import count
 from jpipe_train.data import sources
+from jpipe_train.data.data import Examples
 from jpipe_train.data.files.records import Row
 from jpipe_train.data.files.wrong_lines import Place, WrongLine, WrongLines
 
@@ -24,28 +25,7 @@ _AT_ONCE = 2000  # rows that go to the tokenizer together
 _MOST_TYPES = 2  # texts that BERT tells apart
 
 
-@dataclass(frozen=True)
-class Labelled:
-    """Examples for training and for validation.
-
-    Attributes:
-        train: the examples for training.
-        validation: examples that are held out.
-        source: a phrase that says where they come from.
-        vocab_size: every token is below this.
-        digest: its result is the same in two processes only if their examples are.
-        remarks: lines that say what was cut or left out.
-    """
-
-    train: Examples
-    validation: Examples
-    source: str
-    vocab_size: int
-    digest: Callable[[], str]
-    remarks: tuple[str, ...]
-
-
-def read(config: Config, path: str | None = None) -> Labelled:
+def read(config: Config, path: str | None = None) -> Examples:
     """Read the examples that `config.data` names.
 
     Args:
@@ -55,11 +35,12 @@ def read(config: Config, path: str | None = None) -> Labelled:
     Raises:
         InputError: they cannot be read, or are too long; the tokenizer does not fit the model.
     """
-    data = config.data
+    data = data_of(config)
     splits.check_beside_weights(config)
     tokenizer = tokenizers.load(str(data.tokenizer), "data.tokenizer")
+    of_documents.check_vocabulary(config, tokenizer.vocab_size)
     rows = _Rows(config, tokenizer)
-    parts = splits.parts_of(data) if path is None else [splits.DataPath(path, 1.0, "data.path")]
+    parts = sources.parts_of(data) if path is None else [sources.DataPath(path, 1.0, "data.path")]
     for file, share, where in parts:
         with sources.readable(where):
             _, files = sources.find_files(file, where)
@@ -70,7 +51,7 @@ def read(config: Config, path: str | None = None) -> Labelled:
         return hashlib.sha256(" ".join([tokenizer.sha256, train.digest(), validation.digest()]).encode()).hexdigest()
 
     remarks = *rows.remarks(), *sources.left_out(*((data.path, data.validation_path) if path is None else (path,)))
-    return Labelled(train, validation, sources.named(path or data.path), tokenizer.vocab_size, digest, remarks)
+    return Examples(train, validation, sources.named(path or data.path), digest, remarks)
 
 
 class _Rows:
@@ -79,6 +60,7 @@ class _Rows:
     def __init__(self, config: Config, tokenizer: tokenizers.Tokenizer) -> None:
         self._config, self._tokenizer = config, tokenizer
         self._most, self._cut = config.model.seq_len, 0
+        self._cuts = data_of(config).too_long == "cut"
         self._dtype: np.dtype[Any] = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
         # For training and for validation:
         self._tokens: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
@@ -90,7 +72,7 @@ class _Rows:
         too_long = WrongLines(where, "raise model.seq_len, or cut such texts with data.too_long: cut")
         for batch in tokenizers.batched(examples, lambda example: len(example.value.rows), _AT_ONCE):
             texts = [row for example in batch for row in example.value.rows]
-            tokenized = iter(self._tokenizer.whole(texts, self._most if self._config.data.too_long == "cut" else None))
+            tokenized = iter(self._tokenizer.whole(texts, self._most if self._cuts else None))
             for example in batch:
                 for row in itertools.islice(tokenized, len(example.value.rows)):
                     self._check(row, example.place, where)
@@ -103,9 +85,9 @@ class _Rows:
                 self._labels[example.held_out].append(example.value.label)
         too_long.check()
 
-    def examples(self) -> list[Examples]:
+    def examples(self) -> list[LabelledRows]:
         """Return the examples for training and for validation."""
-        model = self._config.model
+        model = model_of(self._config)
         rest: dict[str, Any] = {
             "seq_len": model.seq_len,
             "choices": model.label_count if model.head == "multiple_choice" else None,
@@ -113,7 +95,7 @@ class _Rows:
             "has_types": model.kind == "bert",
         }
         return [
-            Examples(
+            LabelledRows(
                 np.concatenate([np.zeros(0, self._dtype), *tokens]),
                 np.concatenate([np.zeros(0, np.uint8), *types]),
                 np.cumsum(np.asarray([each.size for each in tokens], np.int64), dtype=np.int64),
@@ -130,7 +112,7 @@ class _Rows:
     def _check(self, row: tokenizers.Row, place: Place, where: str) -> None:
         if not row.tokens.size:
             raise InputError(where=where, key=place, expected="text", found="none that has a token", change="leave the example out")
-        if self._config.model.kind == "bert" and (types := 1 + int(row.types.max())) > _MOST_TYPES:
+        if model_of(self._config).kind == "bert" and (types := 1 + int(row.types.max())) > _MOST_TYPES:
             raise InputError(
                 where=self._tokenizer.where,
                 expected=f"a tokenizer that tells {_MOST_TYPES} texts apart, as BERT does",

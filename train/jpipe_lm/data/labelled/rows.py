@@ -11,7 +11,7 @@ from jpipe_train.data.rows import Tree
 
 
 @dataclass(frozen=True)
-class Examples:
+class LabelledRows:
     """Examples with `choices` rows each, or one row if `choices` is None.
 
     Attributes:

@@ -2,7 +2,11 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from jpipe_train.config.config import WarmStartConfig
+from jpipe_train.config.model_section import ModelSection
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # in safetensors; parameters have no other dtypes
 
@@ -46,3 +50,42 @@ class Source:
     converts: bool = False
     optional: frozenset[str] = frozenset()
     in_file: Mapping[str, str] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Format(Protocol):
+    """A kind of files or folders of other programs that a run can begin with: a module with these functions, which a package adds."""
+
+    def opens(self, path: Path) -> bool:
+        """Return whether a file or folder is of this kind.
+
+        Raises:
+            InputError: it is a part of one, and cannot be opened alone.
+        """
+        ...
+
+    def open_source(self, path: Path, config: WarmStartConfig, model: ModelSection, specs: Mapping[str, Spec] | None) -> Source:
+        """Return the parameters in it.
+
+        Args:
+            path: of the file or folder.
+            config: the section `warm_start`.
+            model: the section `model`.
+            specs: of the parameters of the model, by name; None if they are not known yet.
+
+        Raises:
+            InputError: it cannot be read, or does not match the model.
+        """
+        ...
+
+    def fill_config(self, data: dict[Any, Any], where: str) -> None:
+        """Add the keys of a config that its `warm_start.file` decides, if that is of this kind.
+
+        Args:
+            data: the config, as it was read.
+            where: its name, for messages.
+
+        Raises:
+            InputError: a key contradicts the file.
+        """
+        ...

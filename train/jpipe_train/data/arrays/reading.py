@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -10,13 +9,14 @@ from typing import Any, Literal
 import numpy as np
 
 from jpipe import InputError
-from jpipe_lm.data import splits
 from jpipe_train.config.config import Config
 from jpipe_train.data import sources
 from jpipe_train.data.arrays import numpy_files
 from jpipe_train.data.arrays.blocks import arrays_of
 from jpipe_train.data.arrays.numbers import Key, array_of, first_not_integer, fitted, result_type
 from jpipe_train.data.arrays.rows import Chosen, Memory, RowsOfArrays, Stored
+from jpipe_train.data.arrays.section import ArraysConfig
+from jpipe_train.data.data import Examples
 from jpipe_train.data.files import kinds
 from jpipe_train.data.files.arrow import Column
 from jpipe_train.data.files.records import records
@@ -26,28 +26,7 @@ _Rows = tuple[Stored, np.ndarray | None]
 """What is stored, and the numbers of the rows that are chosen; None: all."""
 
 
-@dataclass(frozen=True)
-class Arrays:
-    """Rows for training and for validation.
-
-    Attributes:
-        train: the rows for training.
-        validation: rows that are held out.
-        source: a phrase that says where they come from.
-        digest: its result is the same in two processes only if their rows are, up to a sample of NumPy's files.
-        remarks: lines that say what was left out.
-        largest_class: the largest target and the name of its row, where targets are classes and it is known.
-    """
-
-    train: RowsOfArrays
-    validation: RowsOfArrays
-    source: str
-    digest: Callable[[], str]
-    remarks: tuple[str, ...]
-    largest_class: tuple[int, str] | None = None
-
-
-def read(config: Config, path: str | None = None) -> Arrays:
+def read(config: Config, path: str | None = None) -> Examples:
     """Read the arrays that `config.data` names.
 
     Args:
@@ -57,9 +36,10 @@ def read(config: Config, path: str | None = None) -> Arrays:
     Raises:
         InputError: they cannot be read, have rows of different shapes, or are no classes where the loss needs these.
     """
-    data, classes = config.data, config.loss.name_for(config.model.head) == "cross_entropy"
+    data, classes = config.data, config.loss_name == "cross_entropy"
+    assert isinstance(data, ArraysConfig)
     both = _Array(data.inputs_key, "inputs_key"), _Array(data.targets_key, "targets_key", is_target=True, has_classes=classes)
-    parts = splits.parts_of(data) if path is None else [splits.DataPath(path, 1.0, "data.path")]
+    parts = sources.parts_of(data) if path is None else [sources.DataPath(path, 1.0, "data.path")]
     stored: list[list[list[_Rows]]] = []
     largest: list[tuple[int, str] | None] = []
     for part in parts:
@@ -86,7 +66,7 @@ def read(config: Config, path: str | None = None) -> Arrays:
 
     remarks = sources.left_out(*((data.path, data.validation_path) if path is None else (path,)))
     most = max((each for each in largest if each is not None), key=lambda each: each[0], default=None)
-    return Arrays(train, validation, sources.named(path or data.path), digest, remarks, most)
+    return Examples(train, validation, sources.named(path or data.path), digest, remarks, most)
 
 
 class _Array:
@@ -179,7 +159,7 @@ class _Array:
         return repr(self.key) if isinstance(self.key, str) else ", ".join(map(repr, self.key[:3])) + (", …" if len(self.key) > 3 else "")
 
 
-def _of_numpy(opened: Sequence[numpy_files.FileRows], both: Sequence[_Array], part: splits.DataPath) -> list[list[_Rows]]:
+def _of_numpy(opened: Sequence[numpy_files.FileRows], both: Sequence[_Array], part: sources.DataPath) -> list[list[_Rows]]:
     """Return the rows of NumPy's files for training and the held-out ones, chosen by their hashed numbers."""
     for array, file in zip(both, opened, strict=True):
         try:
@@ -196,7 +176,7 @@ def _example(file: numpy_files.FileRows) -> str:
     return f"{file[0].flat[0]} ({file.dtype})" if len(file) else str(file.dtype)
 
 
-def _of_rows(files: Sequence[Path], both: Sequence[_Array], part: splits.DataPath) -> list[list[_Rows]]:
+def _of_rows(files: Sequence[Path], both: Sequence[_Array], part: sources.DataPath) -> list[list[_Rows]]:
     """Read rows into memory, and return the rows for training and the held-out ones, chosen by their hashed inputs."""
     wrong, memory = WrongLines(part.where), [[Memory() for _ in both] for _ in (False, True)]
     columns = {column.name: column for array in both for column in array.columns}

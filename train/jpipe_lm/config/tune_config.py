@@ -1,13 +1,13 @@
-"""The section `tune` of a config: adapters, and the parameters that training leaves as they are."""
+"""The section `tune` of a config for language models: adapters, and frozen weights in fewer bits."""
 
-from collections.abc import Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable
 from typing import Annotated, Final, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from jpipe.errors import nearest
 from jpipe_train.config.section import Section
+from jpipe_train.config.tune_section import TuneSection, matches_any
 
 PARTS: Final = {
     "qkv": ("q_proj", "k_proj", "v_proj"),
@@ -19,13 +19,6 @@ PARTS: Final = {
 """The linear layers of a block, and the names of their parts in adapters, as for Llama in transformers."""
 
 TARGETS: Final = tuple(name for names in PARTS.values() for name in names)
-Pattern = Annotated[str, Field(min_length=1, max_length=256)]
-Patterns = Annotated[list[Pattern], Field(max_length=256)]
-
-
-def matches_any(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether a pattern names a parameter, or the layer or part of a layer that has it."""
-    return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}/*") for pattern in patterns)
 
 
 class LoraConfig(Section):
@@ -57,26 +50,22 @@ class LoraConfig(Section):
         return names
 
 
-class TuneConfig(Section):
+class TuneConfig(TuneSection):
     """Train some parameters only: adapters (`lora`), or those that the name patterns of `freeze` and `train_only` select.
 
-    A pattern such as `block_*/qkv/kernel` is a name of a parameter, of a layer (`embed`) or of a part of one, in which * matches anything,
-    / too. Parameters that `freeze` names, or that `train_only` does not name, stay as they are, and cost no gradients and no optimizer
-    state. With `lora` adapters are trained, and what `train_only` names. The other parameters are kept in `base_dtype`, and the kernels of
-    the blocks, if `quantize` is set, as integers of 8 bits or as the 16 numbers of NF4.
+    With `lora` adapters are trained, and what `train_only` names. The other parameters are kept in `base_dtype`, and the kernels of the
+    blocks, if `quantize` is set, as integers of 8 bits or as the 16 numbers of NF4.
     """
 
     lora: LoraConfig | None = None
-    freeze: Patterns = []
-    train_only: Patterns = []
     base_dtype: Literal["float32", "bfloat16"] = "float32"
     quantize: Literal["int8", "nf4"] | None = None
 
-    @model_validator(mode="after")
-    def _one_choice(self) -> "TuneConfig":
-        if self.freeze and self.train_only:
-            raise ValueError("freeze and train_only: expected one of them, found both; keep one of them")
-        return self
+    def trained(self) -> Callable[[str], bool] | None:
+        """Return a function that says of the name of a parameter whether it is trained; None if all are."""
+        if self.lora is None:
+            return super().trained()
+        return lambda name: matches_any(name, self.train_only) or (is_of_adapter(name) and not matches_any(name, self.freeze))
 
     @model_validator(mode="after")
     def _base_is_frozen(self) -> "TuneConfig":
@@ -85,3 +74,9 @@ class TuneConfig(Section):
                 if getattr(self, key) != type(self).model_fields[key].default:
                     raise ValueError(f"{key} has no effect without lora, which freezes the base weights; leave it out, or set lora")
         return self
+
+
+def is_of_adapter(name: str) -> bool:
+    """Return whether a name such as "block_0/qkv/lora/q_proj/a" names a parameter of an adapter."""
+    parts = name.split("/")
+    return len(parts) >= 5 and parts[-3] == "lora" and parts[-2] in TARGETS

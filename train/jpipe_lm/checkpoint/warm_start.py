@@ -1,0 +1,77 @@
+"""Runs that begin with a folder in Hugging Face's layout, and with adapters in PEFT's: a `jpipe_train.checkpoint.sources.source.Format`."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jpipe import InputError
+from jpipe.files import resolved
+from jpipe_lm.checkpoint import huggingface
+from jpipe_lm.config import huggingface as description
+from jpipe_lm.config.model_config import ModelConfig
+from jpipe_train.checkpoint.sources.source import Source, Spec
+from jpipe_train.config.config import WarmStartConfig
+from jpipe_train.config.model_section import ModelSection
+
+_FILE, _ADAPTERS = "warm_start.file", "warm_start.adapters"
+
+
+def opens(path: Path) -> bool:
+    """Return whether a folder is in Hugging Face's layout.
+
+    Raises:
+        InputError: it is one of adapters alone, or a pickle, or a file of such a folder.
+    """
+    if not os.path.isdir(path):
+        huggingface.reject_file(path)
+        return False
+    huggingface.reject_adapters(path, _FILE, _ADAPTERS)
+    return huggingface.is_meant(path)
+
+
+def open_source(path: Path, config: WarmStartConfig, model: ModelSection, specs: Mapping[str, Spec] | None) -> Source:
+    """Return the parameters of a folder, as `jpipe_train.checkpoint.sources.source.Format` says; another head than its own is fresh.
+
+    Raises:
+        InputError: it cannot be read, or does not match the model.
+    """
+    head = model.head if isinstance(model, ModelConfig) else "language"
+    source = huggingface.source(path, head=head, strict=config.mode == "strict")
+    if config.names:
+        raise InputError("warm_start.names has no effect for a folder of Hugging Face's layout, where the names are known; leave it out")
+    if config.adapters is None:
+        return source
+    base, adapters = description.read(path), resolved(config.adapters, _ADAPTERS)
+    if specs is None:
+        description.read_adapters(adapters, base)
+        return source
+    return huggingface.with_adapters(source, adapters, base, head, specs)
+
+
+def fill_config(data: dict[Any, Any], where: str) -> None:
+    """Add the keys of `model` that `config.json` decides, and the keys of `tune.lora` that a folder of adapters decides.
+
+    Args:
+        data: a config, with a `warm_start.file`.
+        where: its name, for messages.
+
+    Raises:
+        InputError: a key contradicts a folder, or the adapters are for no folder in Hugging Face's layout.
+    """
+    warm_start, model = data["warm_start"], data.get("model")
+    file, adapters = warm_start["file"], warm_start.get("adapters")
+    if (is_folder := description.is_folder(file)) and isinstance(model, dict | None):
+        data["model"] = description.fill_section(model or {}, resolved(file, _FILE), where, warm_start.get("mode") == "partial")
+    if not isinstance(adapters, str) or not description.has_adapters(adapters):
+        return  # reported when a run begins with them
+    if not is_folder:
+        raise InputError(
+            f"{where}: warm_start.adapters: expected warm_start.file to be a folder in Hugging Face's layout, found '{file}'; give the "
+            "folder of the model that the adapters are for"
+        )
+    tune = data.get("tune")
+    lora = tune.get("lora") if isinstance(tune, dict) else None
+    if isinstance(tune, dict | None) and isinstance(lora, dict | None):
+        base, folder = description.read(resolved(file, _FILE)), resolved(adapters, _ADAPTERS)
+        data["tune"] = {**(tune or {}), "lora": description.fill_lora(lora or {}, folder, base, where)}

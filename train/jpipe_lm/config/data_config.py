@@ -1,0 +1,125 @@
+"""The keys of the section `data` of a config for text: bytes, documents, conversations and texts with labels."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from jpipe_train.config.data_section import DataSection
+from jpipe_train.config.section import AUTO, FilePath, Fraction
+
+if TYPE_CHECKING:
+    import jpipe_train.config.config
+
+BYTES = 256  # symbols of a text that is read as bytes
+_Word = Annotated[str, Field(min_length=1, max_length=256)]
+_FORMATS_OF = MappingProxyType(
+    {  # the formats that a key applies to; with any other it is an error
+        "tokenizer": ("text", "prompts", "chat", "labels"),
+        "end_of_text": ("text", "prompts"),
+        "boundaries": ("bytes", "text", "tokens"),
+        "objective": ("text", "tokens"),
+        "too_long": ("tokens", "prompts", "chat", "labels"),
+        "prompt_key": ("prompts",),
+        "answer_key": ("prompts",),
+        "chat_template": ("chat",),
+        "text_key": ("text", "labels"),
+        "second_key": ("labels",),
+        "choices_key": ("labels",),
+        "label_key": ("labels",),
+        "tokens_key": ("tokens",),
+    }
+)
+
+_PATHS = {  # what the path of a format names that has no default
+    "tokens": "a folder that jpipe data prepare wrote, or files with rows of token ids",
+    "prompts": "files with prompts and answers, such as JSON lines or Parquet",
+    "chat": "files with conversations, such as JSON lines or Parquet",
+    "labels": "files with texts and labels, such as JSON lines, CSV or Parquet",
+}
+
+
+class DataConfig(DataSection):
+    """Text: `path` is a file, folder or glob; null means the source code of the running Python's standard library.
+
+    The `format` is bytes, text (which needs a `tokenizer`), tokens (a folder that `jpipe data prepare` wrote, or rows of token ids),
+    prompts (rows with a prompt and an answer), chat (rows with conversations) or labels (rows with texts and a label); auto means bytes,
+    and rejects files that are known not to be text. Rows are in JSON lines, CSV, TSV, Parquet or Arrow files, and `…_key` names a column of
+    them; with `text_key: null` text is whole files, even of rows.
+    """
+
+    formats_of: ClassVar[Mapping[str, tuple[str, ...]]] = _FORMATS_OF
+
+    format: Literal["auto", "bytes", "text", "tokens", "prompts", "chat", "labels"] = AUTO
+    tokenizer: FilePath | None = None
+    end_of_text: _Word | None = AUTO
+    boundaries: Literal["keep", "ignore"] | None = None
+    objective: Literal["next", "masked"] = "next"
+    masked_fraction: Fraction = 0.15
+    prompt_key: _Word = "prompt"
+    answer_key: _Word = "answer"
+    chat_template: FilePath | None = None
+    text_key: _Word | None = "text"
+    second_key: _Word | None = None
+    choices_key: _Word = "choices"
+    label_key: _Word = "label"
+    tokens_key: _Word = "input_ids"
+    too_long: Literal["refuse", "cut"] = "refuse"
+
+    @property
+    def read_as(self) -> Literal["bytes", "text", "tokens", "prompts", "chat", "labels"]:
+        """The format, with bytes in place of auto."""
+        return "bytes" if self.format == AUTO else self.format
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the rows are windows of a text; texts with labels are examples."""
+        return self.format != "labels"
+
+    @property
+    def may_be_padded(self) -> bool:
+        """Whether a row with labels below zero does not count; of masked windows it does."""
+        return self.objective != "masked"
+
+    @property
+    def loss_unit(self) -> str:
+        """The unit of the cross-entropy."""
+        if self.format == "labels":
+            return " nats per label"
+        if self.objective == "masked":
+            return " nats"  # the sum of two means: per masked token, and per row
+        return " nats per byte" if self.read_as == "bytes" else " nats per token"
+
+    def check_config(self, config: "jpipe_train.config.config.Config") -> None:
+        """Check that the section fits the other ones of a config.
+
+        Raises:
+            ValueError: it does not.
+        """
+        if self.format == "labels" and getattr(config.model, "head", "language") == "language":
+            raise ValueError(
+                "data.format labels is for the built-in models with model.head classification, regression or multiple_choice; set it, or "
+                "use data.target"
+            )
+
+    @model_validator(mode="after")
+    def _keys_fit_the_format(self) -> "DataConfig":
+        for key, formats in _FORMATS_OF.items():
+            if self.is_changed(key) and self.read_as not in formats:
+                raise ValueError(f"{key} has no effect with format {self.read_as}: it is for {' and '.join(formats)}; leave it out")
+        if self.format == "labels" and self.text_key is None:
+            raise ValueError("text_key: expected a column for format labels, found null; name one")
+        if self.first_path is None and self.format in _PATHS:
+            raise ValueError(f"path is missing, which format {self.format} needs; name {_PATHS[self.format]}")
+        if self.tokenizer is None and self.format in _FORMATS_OF["tokenizer"]:
+            raise ValueError(f"tokenizer is missing, which format {self.format} needs; name a tokenizer.json (see jpipe data tokenizer)")
+        return self
+
+    @model_validator(mode="after")
+    def _keys_fit_each_other(self) -> "DataConfig":
+        if self.objective == "masked" and self.boundaries == "keep":
+            raise ValueError("boundaries keep has no effect with objective masked: its rows are full; leave it out")
+        if self.objective != "masked" and self.is_changed("masked_fraction"):
+            raise ValueError("masked_fraction has no effect with objective next; leave it out, or use objective masked")
+        return self

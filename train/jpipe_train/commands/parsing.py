@@ -1,5 +1,0 @@
-"""The command-line application."""
-
-import tyro
-
-app = tyro.extras.SubcommandApp()

@@ -1,0 +1,96 @@
+"""What packages add to jpipe, by name: kinds of models, formats of data, losses, commands.
+
+A package lists what it adds in its `pyproject.toml`, as Python's entry points; jpipe's own packages do so, too:
+
+    [project.entry-points."jpipe.models"]
+    conv = "my_package.conv:Conv"
+
+Then `model.kind: conv` in a config means the class `Conv` of the module `my_package.conv`. `GROUPS` lists what a package can add. Nothing
+is imported before a config or a command line names it.
+"""
+
+import functools
+import tomllib
+import traceback
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from jpipe import InputError
+from jpipe.errors import nearest
+
+GROUPS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "models": "model.kind",  # a subclass of `jpipe_train.config.model_section.ModelSection`
+        "formats": "data.format",  # a subclass of `jpipe_train.config.data_section.DataSection`
+        "losses": "loss.name",  # a function (outputs, labels) -> (sum, weight)
+        "sources": "warm_start.file",  # an object with the functions of `jpipe_train.checkpoint.sources.source.Format`
+        "layouts": "--layout",  # a function that takes a `jpipe_train.checkpoint.export.Request`
+        "commands": "jpipe",  # a function for tyro, or a `tyro.extras.SubcommandApp`
+    }
+)
+"""The groups of entry points, without the `jpipe.` before their names, and what names their members: a key, an option or the command."""
+
+
+_CLONE, _OURS = Path(__file__).parents[2] / "pyproject.toml", "jpipe-train"
+
+
+@functools.cache
+def entries(group: str) -> Mapping[str, EntryPoint]:
+    """Return what the installed packages add to a group, by name.
+
+    Raises:
+        InputError: two packages add something of the same name.
+    """
+    found: dict[str, EntryPoint] = {}
+    installed = [entry for entry in entry_points(group=f"jpipe.{group}") if not _clone() or entry.dist is None or entry.dist.name != _OURS]
+    for entry in [*installed, *(EntryPoint(name, value, "") for name, value in _clone().get(f"jpipe.{group}", {}).items())]:
+        other = found.setdefault(entry.name, entry)
+        if other.value != entry.value:
+            raise InputError(
+                f"{GROUPS[group]} {entry.name}: expected one package that adds it, found {described(other)} and {described(entry)}; "
+                "uninstall one of them"
+            )
+    return MappingProxyType(dict(sorted(found.items())))
+
+
+@functools.cache
+def _clone() -> Mapping[str, Mapping[str, str]]:
+    """Return jpipe's own entry points as a clone lists them, which may be newer than its installed metadata; none outside a clone."""
+    project = tomllib.loads(_CLONE.read_text(encoding="utf-8")).get("project", {}) if _CLONE.is_file() else {}
+    found: Mapping[str, Mapping[str, str]] = project.get("entry-points", {}) if project.get("name") == _OURS else {}
+    return found
+
+
+def names(group: str) -> tuple[str, ...]:
+    """Return the names of what the installed packages add to a group."""
+    return tuple(entries(group))
+
+
+def find(group: str, name: str) -> Any:
+    """Import what a package adds to a group under a name.
+
+    Raises:
+        InputError: no package adds it, or its module cannot be imported.
+    """
+    known = entries(group)
+    if name not in known:
+        hint = nearest(name, known) if known else "no installed package adds any; install jpipe-train again"
+        raise InputError(f"unknown {GROUPS[group].rpartition('.')[2].removeprefix('--')} {name!r}; {hint}")
+    try:
+        return known[name].load()
+    except Exception as error:
+        line = traceback.format_exception_only(error)[-1].strip().partition("\n")[0]
+        raise InputError(f"{described(known[name])} cannot be imported: {line}; correct it, or uninstall the package") from None
+
+
+def packages() -> tuple[str, ...]:
+    """Return the import names of the packages that add something, in order."""
+    return tuple(sorted({entry.module.partition(".")[0] for group in GROUPS for entry in entries(group).values()}))
+
+
+def described(entry: EntryPoint) -> str:
+    """Name an entry point and its package for messages."""
+    return f"{entry.value} of the package {_OURS if entry.dist is None else entry.dist.name}"
