@@ -253,6 +253,8 @@ def test_rows_of_token_ids_are_documents_as_they_are(tiny, tokenizer, written, t
     whole = splits.read(config(tiny, path, None, "tokens"))
     tokens = [part.read(0, part.size) for part in (whole.train, whole.validation)]
     assert sorted(np.concatenate(tokens).tolist()) == sorted(number for row in IDS for number in row["input_ids"])
+    empty = written("a.jsonl", lines([*IDS, {"input_ids": []}]))
+    assert data.load(config(tiny, empty, None, "tokens")).remarks[0] == f"1 empty document left out, the first is '{empty}', line 81"
 
 
 def test_a_splits_folder_trains_on_train_and_validates_on_validation(tiny, tokenizer, written, tmp_path, capsys):

@@ -10,7 +10,7 @@ import pytest
 from jpipe import InputError
 from jpipe_lm.data import tokenizer as tokenizers
 from jpipe_lm.data.chat import template
-from jpipe_lm.data.chat.renderer import Rendered, Renderer
+from jpipe_lm.data.chat.renderer import Ended, Rendered, Renderer
 from jpipe_lm.data.chat.tokens import tokenized
 from jpipe_train import cli
 from jpipe_train.data import data
@@ -260,3 +260,18 @@ def test_show_prints_the_text_with_what_is_learned(chat_folders, tmp_path, capsy
     ):
         assert cli.main(["data", "show", str(tmp_path / "c.yaml"), *arguments]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_nothing_is_read_after_a_conversation_that_ends_the_process_of_the_template(tiny, chat_folders, tmp_path, monkeypatch):
+    path = written(tmp_path / "a.jsonl", [{"messages": CONVERSATIONS["short"][0]}] * 3)
+    rendered = []
+
+    def answers(self, messages, tools):
+        rendered.append(messages)
+        raise Ended("the template needs more than 10 s")
+
+    monkeypatch.setattr(Renderer, "answers", answers)
+    message = r"^data\.path: '.*a\.jsonl', line 1: the template needs more than 10 s; leave it out, or change the template$"
+    with pytest.raises(InputError, match=message):
+        data.load(configured(tiny, chat_folders["qwen"], path))
+    assert len(rendered) == 1
