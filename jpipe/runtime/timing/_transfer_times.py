@@ -63,8 +63,8 @@ class Moved:
         reader = min((key for key in self.readers if key in starts), key=starts.__getitem__, default=None)
         used, read = (math.nan, math.inf) if reader is None else (starts[reader], ends[reader])
         end = used if math.isnan(self.arrived) else min(self.arrived, read)
-        if self.lasts and reader is not None and end <= start:
-            end = read
+        if self.lasts and end <= start:
+            end = math.nextafter(start, math.inf) if reader is None else read  # without a reader nothing else is known of its end
         ranks = tuple(w if w == HOST else plan.rank_of[w] for w in self.workers)
         return Transfer(self.what, ranks, self.number, start, end, end, self.size)
 

@@ -19,7 +19,7 @@ from jpipe.programs._instructions import Compute, Receive, Send
 from jpipe.runtime import Event, WorkerState, join_transfers
 from jpipe.runtime._transport import PendingTransfer
 from jpipe.runtime.state import WeightVersions
-from jpipe.runtime.timing._transfer_times import TransferWatcher
+from jpipe.runtime.timing._transfer_times import Moved, TransferWatcher
 from tests.grid import parse_grid
 from tests.jpipe import models
 
@@ -96,6 +96,14 @@ def test_changes_that_nobody_saw_arrive_end_where_their_result_is_read():
     updates, readers = [(w, "U", 0, 0) for w in range(2)], [(0, "F", 2, 0), (1, "F", 3, 0)]
     starts, ends = dict(zip(readers, (6.0, 5.0), strict=True)), dict(zip([*updates, *readers], (3.5, 4.0, 8.0, 8.0), strict=True))
     assert watcher.transfers(starts, ends) == (Transfer("changes", (0, 1), 0, 4.0, 5.0, 5.0, 0.0),)
+
+
+def test_changes_that_are_never_read_stay_in_the_trace_where_the_end_of_an_update_was_noted_late():
+    plan = Plan.even("ab", 1, "gpipe", 2, replicas=2, agree={"every": 2, "delay": 1})
+    moved = Moved("changes", (0, 1), 0, [(0, "U", 0, 0)], lasts=True, posted=1.0, arrived=2.0)
+    (transfer,) = join_transfers([moved.transfer(plan, {}, {(0, "U", 0, 0): 3.0})])
+    assert transfer[:3] == ("changes", (0, 1), 0)
+    assert 3.0 == transfer.start < transfer.end == pytest.approx(3.0)
 
 
 class Done:
