@@ -13,7 +13,7 @@ PACKAGES = "jpipe", "jpipe_planner", "jpipe_train", "jpipe_lm"
 
 def rooms(package: str) -> tuple[dict[str, int], dict[str, set[str]]]:
     """Return the children of a package with the number of modules of each, and which others each of them imports."""
-    graph = grimp.build_graph(package)
+    graph = grimp.build_graph(package, exclude_type_checking_imports=True)
     children = sorted(graph.find_children(package))
     sizes = {child: sum(not graph.find_children(module) for module in {child, *graph.find_descendants(child)}) for child in children}
     imports = {child: {other for other in children if other != child and _imports(graph, child, other)} for child in children}
