@@ -61,6 +61,7 @@ def records(file: Path) -> list:
 
 def read_runs(folder: Path) -> list[dict]:
     """Return what each part of a run wrote to disk, in order: its id, names, config, rows by step and exit codes."""
+    sys.modules["wandb"].teardown()  # as where Python ends: until then rows may wait in wandb's process
     runs = []
     for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb"), key=lambda file: file.stat().st_mtime_ns):
         file_records = records(file)
@@ -200,6 +201,7 @@ def test_a_service_that_hangs_holds_up_nothing(tmp_path, messages, hanging):
 LATE = """
 import atexit, sys, time
 from jpipe_train.report.loggers import sender
+from jpipe_train.console.options import Process
 from jpipe_train.run import job
 
 def begin(about, tell):
@@ -211,7 +213,7 @@ def work(connect):
         pass
     return 3
 
-sys.exit(job._run(work, job.Process()))
+sys.exit(job.run_process(work, Process()))
 """
 
 
