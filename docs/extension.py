@@ -20,8 +20,8 @@ from sphinx.pycode import ModuleAnalyzer
 from docs import annotations, api
 
 ROOT = Path(__file__).parents[1]
-FOREIGN_NAMES = [("py:.*", r"(?!jpipe).*")]
-"""Names without a page here, of Python, JAX and other libraries."""
+FOREIGN_NAMES = [("py:.*", r"(?!jpipe).*"), ("py:class", r"jpipe_train\.(config|data)\.\w+\.\w+")]
+"""Names without a page here: of Python, JAX and other libraries, and the types of a config and its data that sections get."""
 _LINK_OUT = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<path>(?:\.\./)+[^)#\s]*)(?:#[^)\s]*)?\)")  # relative, above the page's folder
 _LINE = 76  # characters of code that fit beside the contents of a page in a window of 1,280 pixels
 _GOOGLE = Config(napoleon_use_rtype=False, napoleon_attr_annotations=False)

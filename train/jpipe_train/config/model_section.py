@@ -22,10 +22,7 @@ class ModelSection(TargetSection):
 
     A kind is a subclass, which has keys of its own and a method `build_layers`. A `target` is a function: `target(**arguments)` returns a
     model or a `jpipe.LayerStack`; or it is the class of an NNX module; its constructor gets `rngs` and `arguments`. `seq_len` is the number
-    of tokens in a row, where the data are text.
-
-    Attributes:
-        tune_section: the class of the section `tune` for such models.
+    of tokens in a row, where the data are text. `tune_section` is the class of the section `tune` for such models.
     """
 
     keeps_meaning: ClassVar[frozenset[str]] = TargetSection.keeps_meaning | {"seq_len"}
