@@ -315,3 +315,15 @@ def test_the_schedule_that_is_used_where_none_is_named_flushes():
     assert set(names) == {"pipedream_flush"}
     assert jpipe.schedules.SCHEDULES[names[0]].flushes
     assert jpipe.Plan.even("abcd", 2).microbatches == PlanConfig().microbatches
+
+
+def test_arrays_with_the_default_keys_of_text_are_read_and_other_values_are_refused():
+    """As `config.yaml` of a run of version 0.4 has it, with the keys of every format."""
+    own = {"format": "arrays", "path": "rows.csv"}
+    text = {"tokenizer": None, "prompt_key": "prompt", "chat_template": None, "too_long": "refuse", "end_of_text": "auto"}
+    config = {"model": {"target": "my_model:net"}, "loss": {"name": "squared_error"}}
+    data = Config.model_validate(config | {"data": text | own}).data
+    assert {name: getattr(data, name) for name in own} == own
+    assert not text.keys() & data.model_dump().keys()
+    with pytest.raises(ValueError, match="prompt_key has no effect with format arrays"):
+        Config.model_validate(config | {"data": text | own | {"prompt_key": "question"}})
