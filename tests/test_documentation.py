@@ -68,7 +68,7 @@ def registry() -> Iterator[None]:
 
 
 LONG = "any-model.md", "does-not-fit.md", "which-schedule.md"  # those with whole trainings
-CHANGES_JPIPE = "write-a-capability.md"  # has a test of its own
+TESTED_ELSEWHERE = "write-a-capability.md", "compare-runs.md"  # the first changes jpipe, the second needs Optuna
 SNIPPET = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 
 
@@ -77,7 +77,7 @@ SNIPPET = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.M
     [
         pytest.param(page, marks=pytest.mark.exhaustive if page.name in LONG else pytest.mark.slow, id=page.name)
         for page in PAGES
-        if page.name != CHANGES_JPIPE
+        if page.name not in TESTED_ELSEWHERE
     ],
 )
 def test_snippets_of_a_page_print_what_it_shows(page, tmp_path, monkeypatch, registry):

@@ -55,8 +55,8 @@ def not_compared(monkeypatch):
     monkeypatch.setattr(sweeping.comparing, "compare", lambda *_: None)
 
 
-def names_of(*grid: str, **options) -> list[str]:
-    return [combination.name for combination in combinations(Request("tiny.yaml", grid, **options))]
+def names_of(*grid: str) -> list[str]:
+    return [combination.name for combination in combinations(Request("tiny.yaml", grid))]
 
 
 @pytest.mark.parametrize(
@@ -83,42 +83,22 @@ def test_values_may_have_commas_and_any_character():
 
 
 @pytest.mark.parametrize(
-    ("grid", "options", "message"),
+    ("grid", "message"),
     [
-        ((), {}, "sweep: expected at least one --grid KEY=VALUE,VALUE, such as "),
-        (("train.steps",), {}, "--grid train.steps: expected KEY=VALUE,VALUE, such as "),
-        (("train.steps=1,,2",), {}, "expected a value between all commas, found none; write null for no value"),
-        (("train.steps=1", "train.steps=2"), {}, "the key occurs twice; put all its values into one --grid, with commas"),
-        (("run.dir=a,b",), {}, "a sweep chooses the folder of each run; leave it out, or name their folder with --dir"),
-        (("a=[1",), {}, "--grid a=[1, line 1, column 3: this YAML cannot be read"),
-        (("a=.inf",), {}, "--grid a=.inf: .inf is no value of a config"),
-        (("a=log:1:10",), {}, "--grid a: a range has no list of values to try; add --sample N, which draws N of them"),
-        (("a=log:0:10",), {"sample": 1}, "expected log:LOW:HIGH with two numbers above 0, the smaller one first"),
-        (("a=uniform:2:1",), {"sample": 1}, "expected uniform:LOW:HIGH with two numbers, the smaller one first"),
-        (("a=1",), {"sample": 0}, "sweep: expected 1 to 10,000 runs, found --sample of 0; give fewer values, or --sample N"),
-        (tuple(f"{key}={','.join(map(str, range(30)))}" for key in "abc"), {}, "found the grid of 27,000; give fewer values"),
+        ((), "sweep: expected at least one --grid KEY=VALUE,VALUE, such as "),
+        (("train.steps",), "--grid train.steps: expected KEY=VALUE,VALUE, such as "),
+        (("train.steps=1,,2",), "write null for no value"),
+        (("train.steps=1", "train.steps=2"), "the key occurs twice; put all its values into one --grid, with commas"),
+        (("run.dir=a,b",), "a sweep chooses the folder of each run; leave it out, or name their folder with --dir"),
+        (("a=[1",), "--grid a=[1, line 1, column 5: this YAML cannot be read"),
+        (("a=.inf",), "--grid a=.inf: expected values of a config, found .inf"),
+        (tuple(f"{key}={','.join(map(str, range(30)))}" for key in "abc"), "found a grid of 27,000; give fewer values"),
     ],
 )
-def test_a_grid_that_cannot_be_read_is_reported(grid, options, message):
+def test_a_grid_that_cannot_be_read_is_reported(grid, message):
     with pytest.raises(InputError) as raised:
-        names_of(*grid, **options)
+        names_of(*grid)
     assert message in str(raised.value)
-
-
-def test_a_larger_sample_has_the_runs_of_a_smaller_one():
-    grid = "a=1,2,3,4,5", "b=x,y"
-    whole = names_of(*grid, sample=100, seed=3)
-    assert sorted(whole) == sorted(names_of(*grid))
-    assert names_of(*grid, sample=4, seed=3) == whole[:4]
-    assert names_of(*grid, sample=4, seed=4) != whole[:4]
-    ranges = "a=log:1e-4:1e-2", "b=uniform:0:0.5", "c=x,y"
-    drawn = combinations(Request("c", ranges, sample=20))
-    assert names_of(*ranges, sample=5) == [combination.name for combination in drawn[:5]]
-    rates, shares = ([float(combination.values[key]) for combination in drawn] for key in "ab")
-    assert all(1e-4 <= rate <= 1e-2 for rate in rates)
-    assert 5 < sum(rate < 1e-3 for rate in rates) < 15
-    assert all(0 <= share <= 0.5 for share in shares)
-    assert {combination.values["c"] for combination in drawn} == {'"x"', '"y"'}
 
 
 def test_a_sweep_trains_every_run_compares_them_and_skips_them_the_next_time(config, trained, tmp_path, capsys):

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import tyro
 
-from jpipe_train.console.options import Flag, OptionalCount, Overrides
+from jpipe_train.console.options import Flag, Overrides
 
 
 @dataclass(frozen=True)
@@ -15,11 +15,8 @@ class Request:
     Attributes:
         config: The YAML file.
         grid: A key and its values, such as optimizer.learning_rate=1e-3,3e-3; may be given several times, for every combination.
-            With --sample also a range: log:1e-4:1e-2, uniform:0:0.5.
         overrides: Replace one key of the file in all runs, such as train.steps=100.
         folder: The folder of the runs; by default sweeps/ and the name of the config.
-        sample: Train only N combinations, drawn at random; a larger N adds runs.
-        seed: Seed of these draws.
         allow_code: Import and run the functions that the file names, as in train.
     """
 
@@ -27,6 +24,4 @@ class Request:
     grid: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE,VALUE")] = ()
     overrides: Overrides = ()
     folder: Annotated[str | None, tyro.conf.arg(name="dir", metavar="FOLDER")] = None
-    sample: OptionalCount = None
-    seed: Annotated[int, tyro.conf.arg(metavar="N")] = 0
     allow_code: Flag = False

@@ -94,7 +94,6 @@ def slurm_script(request: Request, task: int | None = None) -> str:
     words += [word for item in request.grid for word in ("--grid", item)]
     words += [word for item in request.overrides for word in ("--set", item)]
     words += [] if request.folder is None else ["--dir", request.folder]
-    words += [] if request.sample is None else ["--sample", str(request.sample), "--seed", str(request.seed)]
     words += ["--allow-code"] if request.allow_code else []
     command = shlex.join(words)
     return f"""#!/bin/bash
