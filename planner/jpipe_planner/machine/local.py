@@ -1,4 +1,4 @@
-"""Provide this machine as a topology: its devices, the links between them, measured beside a computation, and overlap."""
+"""Provide this machine as a topology: its devices, the links between them, and what overlaps, both measured."""
 
 import math
 import os
@@ -23,7 +23,7 @@ _LARGE_MOVE = 2**22  # elements of float32: 17 MB
 _MOVES = 7
 _SHORTEST = 1e-6  # seconds that many elements take longer than few
 _FREE = 1e15  # bytes per second between a device and itself
-_Times = Mapping[jpipe.runtime.Moved, jpipe.runtime.OverlapTimes] | None
+_Seconds = Mapping[jpipe.runtime.Moved, float]
 
 
 def local_topology(
@@ -31,8 +31,8 @@ def local_topology(
 ) -> Topology:
     """Measure the links between the devices of this run, other processes' included, and what overlaps; all processes call it.
 
-    The link to host memory is measured, too. A link is as fast as the slower one of a transfer and a sum while the first device
-    computes.
+    The link to host memory is measured, too. A link is as fast as the slower one of a transfer and a sum: on accelerators while the first
+    device computes, on CPUs alone, because a transfer that shares its core with a computation takes as long as the computation.
 
     Args:
         count: the number of devices of the topology; by default all.
@@ -50,6 +50,7 @@ def local_topology(
     is_cpu, overlap = device.platform == "cpu", usual_overlap(device.platform)
     most = LARGE if is_cpu else LARGE_OF_ACCELERATORS
     small, large = (jpipe.runtime.time_overlap(devices[:count], elements) for elements in (SMALL, most))
+    moves = [{name: each.moved if is_cpu else each.beside for name, each in (times or {}).items()} for times in (small, large)]
     if large is not None and not is_cpu:
         overlap = overlap_of(large)
         report(overlap_words(large))
@@ -61,7 +62,7 @@ def local_topology(
     host = _measured_host(local[0], shared / len(local) if math.isfinite(shared) else None)
     return Topology(
         name="local",
-        levels=({"count": count, **_link(ends, most, small, large)},),
+        levels=({"count": count, **_link(ends, most, *moves)},),
         device={
             "name": device.device_kind,
             "memory": memory if memory and math.isfinite(memory) else None,
@@ -72,22 +73,22 @@ def local_topology(
     )
 
 
-def _link(ends: int, most: int, small: _Times, large: _Times) -> dict[str, float]:
-    """Return bandwidth and latency of the slower one of transfers and sums, from times beside a computation; without any it is free.
+def _link(ends: int, most: int, small: _Seconds, large: _Seconds) -> dict[str, float]:
+    """Return bandwidth and latency of the slower one of transfers and sums; without any it is free.
 
     Args:
         ends: the number of devices that they were between: a transfer comes to all and goes back, a sum goes round a ring.
         most: the number of elements of the large ones.
-        small, large: the times with `SMALL` elements and with as many.
+        small, large: the seconds with `SMALL` elements and with as many.
     """
-    if small is None or large is None:
+    if not small:
         return {"bandwidth": _FREE}
     hops, bandwidths = 2 * (ends - 1), []
     shares_of: Mapping[jpipe.runtime.Moved, int] = {"transfer": 1, "sum": ends}
     for name, shares in shares_of.items():
-        seconds = max(large[name].beside - small[name].beside, _SHORTEST)
+        seconds = max(large[name] - small[name], _SHORTEST)
         bandwidths.append(hops / shares * 4 * (most - SMALL) / seconds)
-    return {"bandwidth": min(bandwidths), "latency": max(each.beside for each in small.values()) / hops}
+    return {"bandwidth": min(bandwidths), "latency": max(small.values()) / hops}
 
 
 def host_memory() -> float:

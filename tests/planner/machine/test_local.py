@@ -24,23 +24,28 @@ def test_the_devices_here_and_their_links():
     assert local.local_topology(1).levels[0].latency == 0
 
 
-def machine(monkeypatch, transfer, sums, ends=2, processes=1, latency=3e-5):
-    """Replace the measurements by a machine's with these bandwidths of transfers and sums, between devices of so many processes."""
+def machine(monkeypatch, transfer, sums, ends=2, processes=1, latency=3e-5, platform="cpu"):
+    """Replace the measurements by a machine's with these bandwidths of transfers and sums, between devices of so many processes.
+
+    They are those that count on the platform: alone on CPUs, beside a computation elsewhere.
+    """
 
     def time_overlap(devices, elements):
         hops, bytes_ = 2 * (ends - 1), 4 * elements
         moved = {"transfer": hops * (latency + bytes_ / transfer), "sum": hops * (latency + bytes_ / ends / sums)}
-        return {name: OverlapTimes(9.0, 1.0, 9.0, seconds) for name, seconds in moved.items()}
+        fields = ("moved", "beside") if platform == "cpu" else ("beside", "moved")
+        return {name: OverlapTimes(9.0, 1.0, 9.0, 1.0)._replace(**{fields[0]: seconds, fields[1]: 7.0}) for name, seconds in moved.items()}
 
     monkeypatch.setattr(local.jpipe.runtime, "time_overlap", time_overlap)
-    facts = {"platform": "cpu", "device_kind": "cpu", "memory_stats": lambda: None}
+    facts = {"platform": platform, "device_kind": platform, "memory_stats": lambda: None}
     devices = [SimpleNamespace(**facts, process_index=n if processes > 1 else 0) for n in range(max(processes, 2))]
     monkeypatch.setattr(local.jax, "devices", lambda: devices)
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize(("transfer", "sums", "ends"), [(2e9, 5e9, 2), (5e9, 2e9, 2), (2e9, 2e9, 4), (5e9, 2e9, 8)])
-def test_a_link_is_as_fast_as_the_slower_one_of_transfers_and_sums_beside_a_computation(monkeypatch, transfer, sums, ends):
-    machine(monkeypatch, transfer, sums, ends, processes=ends if ends > 2 else 1)
+def test_a_link_is_as_fast_as_the_slower_one_of_transfers_and_sums(monkeypatch, transfer, sums, ends, platform):
+    machine(monkeypatch, transfer, sums, ends, processes=ends if ends > 2 else 1, platform=platform)
     level = local.local_topology().levels[0]
     assert level.bandwidth == pytest.approx(2e9, rel=1e-6)
     assert level.latency == pytest.approx(3e-5, rel=1e-3)  # and 4 bytes
