@@ -61,7 +61,7 @@ class Channel:
         self._index, self._count, self._limits, self._take, self._beat = index, count, limits, take, beat
         self.coordinator = Coordinator(count)  # of process 0 alone
         self._peers: dict[int, asyncio.StreamWriter] = {}  # in process 0: all other processes; elsewhere: process 0
-        self._talks: set[asyncio.Task[None]] = set()  # of process 0, one with each other process
+        self._talks: set[asyncio.Task[None]] = set()  # one for each of them
         self._silent: dict[int, int] = {}  # beats since the last message of each of them
         self._ready: Future[None] = Future()  # messages posted earlier would be lost
         self._parting = False
@@ -81,10 +81,12 @@ class Channel:
             NotConnected: processes did not connect (the message names them).
             OSError: the thread cannot start.
         """
+        listener = None
         if self._index == 0:
-            talk = self._serve(rendezvous.open(), rendezvous, limit, secret)
+            listener = rendezvous.open()
         else:
-            talk = self._join(connect(rendezvous, limit, secret))
+            rendezvous.find(limit)
+        talk = self._run(rendezvous, listener, limit, secret)
         # With a factory of its own the loop does not become the event loop of the caller's thread.
         runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self._loop = runner.get_loop()
@@ -130,33 +132,23 @@ class Channel:
         while self._index == 0 and self._peers and time.monotonic() < end:
             time.sleep(0.005)
 
-    async def _serve(self, listener: socket.socket, rendezvous: Rendezvous, limit: float, secret: bytes | None) -> None:
-        """Connect with the other processes in process 0, and send heartbeats."""
-        callers = await Host(rendezvous, secret).gathered(listener, limit)
-        for caller in callers:
-            caller.link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else a line waits 40 ms for the acknowledgement before
-            reader, self._peers[caller.index] = await asyncio.open_connection(sock=caller.link, limit=LONGEST_LINE)
-            self._talks.add(asyncio.create_task(self._talk_with(caller.index, reader)))
+    async def _run(self, rendezvous: Rendezvous, listener: socket.socket | None, limit: float, secret: bytes | None) -> None:
+        """Connect with process 0, or in process 0 with all others, which call at `listener`; then send heartbeats until the end."""
+        callers = [] if listener is None else await Host(rendezvous, secret).gathered(listener, limit)
+        links = {caller.index: caller.link for caller in callers}
+        if listener is None:
+            links[0] = await connect(rendezvous, limit, secret)
+        for peer, link in links.items():
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else a line waits 40 ms for the acknowledgement before
+            reader, self._peers[peer] = await asyncio.open_connection(sock=link, limit=LONGEST_LINE)
+            self._talks.add(asyncio.create_task(self._listen(reader, peer)))
         for caller in callers:  # only now: what one of them posts goes to all
             caller.answer("go")
         self._ready.set_result(None)
         await self._keep_beating()
-
-    async def _talk_with(self, peer: int, reader: asyncio.StreamReader) -> None:
-        try:
-            await self._listen(reader, peer)
-        finally:
-            self._peers.pop(peer).close()
-
-    async def _join(self, connection: socket.socket) -> None:
-        """Listen and send heartbeats, in any other process."""
-        reader, writer = await asyncio.open_connection(sock=connection, limit=LONGEST_LINE)
-        self._peers[0] = writer
-        self._ready.set_result(None)
-        listening = asyncio.create_task(self._listen(reader, 0))
-        await self._keep_beating()
-        writer.close()
-        await listening
+        for writer in self._peers.values():
+            writer.close()
+        await asyncio.gather(*self._talks)
 
     async def _keep_beating(self) -> None:
         """Send heartbeats and count missed ones; ignore the time in which this process was suspended."""
@@ -172,6 +164,7 @@ class Channel:
                 await asyncio.wait_for(self._closing.wait(), self._limits.beat)
 
     async def _listen(self, reader: asyncio.StreamReader, peer: int) -> None:
+        """Handle what a process says until its connection ends."""
         with contextlib.suppress(OSError, ValueError):  # a reset, a line without end: an end like any other
             while (line := await reader.readline()).endswith(b"\n"):
                 self._silent[peer] = 0
@@ -182,6 +175,7 @@ class Channel:
         if not self._parting:
             how = f"process {peer} disconnected unexpectedly: it was killed or crashed, see its own output"
             self._lose(how, at_once=peer == 0)
+        self._peers.pop(peer).close()
 
     def _send(self, message: Message) -> None:
         if self._index == 0:

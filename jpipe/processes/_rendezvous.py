@@ -131,7 +131,7 @@ class JaxStore(Rendezvous):
         except RuntimeError as error:
             listener.close()
             raise InputError(
-                f"process 0 cannot leave word of where it can be reached ({_status(error)}): somebody else has written there; "
+                f"process 0 cannot publish its address ({_status(error)}): the key exists already; "
                 "start the run again, on a network that strangers cannot reach"
             ) from None
         return listener
@@ -155,62 +155,56 @@ class JaxStore(Rendezvous):
         self.address, self.token = Address(host, port), token
 
 
-def connect(at: Rendezvous, limit: float, secret: bytes | None) -> socket.socket:
+async def connect(at: Rendezvous, limit: float, secret: bytes | None) -> socket.socket:
     """Connect to process 0 from any other process, and return when it lets this one continue, because all have connected.
 
     Raises:
         InputError: nobody listens there, or another program does, or process 0 has another secret, does not answer, or refuses.
     """
-    deadline = time.monotonic() + limit
-    at.find(limit)
-    reason = "no answer"
+    deadline, key, reason = time.monotonic() + limit, handshake.key(secret, at.token), "no answer"
     while (remaining := deadline - time.monotonic()) > 0:
         try:
-            link = socket.create_connection(at.address, timeout=min(remaining, ANSWER_LIMIT))
+            link = await asyncio.to_thread(socket.create_connection, at.address, timeout=min(remaining, ANSWER_LIMIT))
         except OSError as error:
             reason = (error.strerror or str(error) or type(error).__name__).lower()
         else:
-            word, _, refusal = (_ask(link, at, limit, secret) or "").partition(" ")
+            link.setblocking(False)
+            word = ""
+            try:
+                async with asyncio.timeout(limit + ANSWER_LIMIT):
+                    word, _, refusal = (await handshake.call(link, key, at.index, at.count)).partition(" ")
+            except (TimeoutError, handshake.OtherSecret, handshake.OtherProgram) as error:
+                raise InputError(_problem(error, at, limit)) from None
+            finally:
+                if word != "go":
+                    link.close()
             if word == "go":
-                link.settimeout(None)
                 return link
-            link.close()
             if word:
                 raise (NotConnected if word == "late" else InputError)(refusal)
             reason = "it closed the connection"
         if not at.retries:
             break
-        time.sleep(_RETRY)
+        await asyncio.sleep(_RETRY)
     raise NotConnected(
         f"process {at.index} cannot reach the coordinator, process 0, at {at.address} within {limit:g} s ({reason}); check that "
         f"process 0 was started there, that the address is right and that no firewall is between; {at.longer}"
     )
 
 
-def _ask(link: socket.socket, at: Rendezvous, limit: float, secret: bytes | None) -> str | None:
-    """Return the answer of process 0, or None where it closes the connection before."""
-    try:
-        return handshake.call(link, handshake.key(secret, at.token), at.index, at.count, limit + ANSWER_LIMIT)
-    except TimeoutError:
-        problem = (
-            f"process {at.index} had no answer from {at.address} within {limit + ANSWER_LIMIT:g} s; if process 0 runs there, it "
-            "still waits for other processes: give all the same "
-            "--connect-limit; if another program uses that port, choose another one"
+def _problem(error: Exception, at: Rendezvous, limit: float) -> str:
+    """Describe why the program at the address of process 0 does not let this process continue."""
+    if isinstance(error, TimeoutError):
+        return (
+            f"process {at.index} had no answer from {at.address} within {limit + ANSWER_LIMIT:g} s; if process 0 runs there, it still "
+            "waits for other processes: give all the same --connect-limit; if another program uses that port, choose another one"
         )
-    except handshake.UnknownHere:
-        problem = (
+    if isinstance(error, handshake.OtherSecret):
+        return (
             f"process {at.index} and process 0 at {at.address} have different secrets; give all processes of the run the same "
             f"{handshake.VARIABLE} or --secret-file, or none of them any"
         )
-    except handshake.NotOfThisRun:
-        problem = (
-            f"{at.address}: expected process 0 of this run, found another program at that port; choose another port, or end that program"
-        )
-    except BaseException:
-        link.close()
-        raise
-    link.close()
-    raise InputError(problem)
+    return f"{at.address}: expected process 0 of this run, found another program at that port; choose another port, or end that program"
 
 
 class Host:
@@ -226,7 +220,6 @@ class Host:
         self._unproved: dict[asyncio.Task[None], None] = {}  # in the order of arrival
         self._dropped: Counter[str] = Counter()
         self._present: dict[int, Caller] = {}
-        self._waits: set[asyncio.Task[None]] = set()  # one for each of these
         self._mistake = ""  # of the user, for which all end
         self._changed = asyncio.Event()
 
@@ -237,23 +230,22 @@ class Host:
             InputError: some did not connect; with a secret also: two have the same number, or counts differ. All that have connected are
                 told why.
         """
-        accepting = asyncio.create_task(self._accept(listener))
+        tasks: set[asyncio.Task[None]] = set()
+        tasks.add(asyncio.create_task(self._accept(listener, tasks)))
         try:
             async with asyncio.timeout(limit):
                 while len(self._present) < self._at.count - 1 and not self._mistake:
                     await self._changed.wait()
                     self._changed.clear()
+            reason = InputError(self._mistake) if self._mistake else None
         except TimeoutError:
-            self._mistake = "; ".join(filter(None, [self._missing(limit), self._summary()]))
-            reason: InputError = NotConnected(self._mistake)
-        else:
-            reason = InputError(self._mistake)
+            reason = NotConnected("; ".join(filter(None, [self._missing(limit), self._summary()])))
         finally:
-            for task in (accepting, *self._waits, *self._unproved):
+            for task in tasks:
                 task.cancel("that said nothing in time")
-            await asyncio.gather(accepting, *self._waits, *self._unproved, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             listener.close()
-        if self._mistake:
+        if reason is not None:
             for caller in self._present.values():
                 caller.answer(f"{'late' if isinstance(reason, NotConnected) else 'no'} {reason}")
                 caller.link.close()
@@ -262,7 +254,7 @@ class Host:
             os.write(2, f"jpipe: {summary} while the processes connected\n".encode())
         return list(self._present.values())
 
-    async def _accept(self, listener: socket.socket) -> None:
+    async def _accept(self, listener: socket.socket, tasks: set[asyncio.Task[None]]) -> None:
         listener.setblocking(False)
         while True:
             try:
@@ -274,7 +266,10 @@ class Host:
             link.setblocking(False)
             if len(self._unproved) >= _MOST:
                 self._drop_oldest()
-            self._unproved[asyncio.create_task(self._hear(link))] = None
+            task = asyncio.create_task(self._receive(link))
+            self._unproved[task] = None
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
             await asyncio.sleep(0)  # it begins before it may be cancelled
 
     def _drop_oldest(self) -> None:
@@ -283,50 +278,45 @@ class Host:
             del self._unproved[oldest]
             oldest.cancel("beyond the most at a time")
 
-    async def _hear(self, link: socket.socket) -> None:
-        """Admit a caller, or drop it."""
-        reason = "that closed early"
+    async def _receive(self, link: socket.socket) -> None:
+        """Drop a stranger, or count a process as present until it leaves: it may be started again."""
+        reason = ""
         try:
             async with asyncio.timeout(_PATIENCE):
                 caller = await handshake.hear(link, self._key)
-            self._admit(caller)
-            return
         except (handshake.Refused, asyncio.CancelledError) as refused:
             reason = str(refused)
         except TimeoutError:
             reason = "that said nothing in time"
         except OSError:
-            pass
+            reason = "that closed early"
         finally:
             self._unproved.pop(asyncio.current_task(), None)  # type: ignore[arg-type]  # there is one
-        self._dropped[reason] += 1
-        link.close()
-
-    def _admit(self, caller: Caller) -> None:
-        count = self._at.count
-        if caller.count != count:
-            mistake = f"--num-processes: process {caller.index} was started with {caller.count}, process 0 with {count}; give all the same"
-        elif caller.index in self._present or not 0 < caller.index < count:
-            mistake = f"--process-id: two processes were started with {caller.index}; give each its own, from 0 to {count - 1}"
+        if reason:
+            self._dropped[reason] += 1
+        elif mistake := self._mistake_of(caller):
+            caller.answer(f"no {mistake}")
+            if self._secret is None:
+                self._dropped[f"as process {caller.index} of {caller.count}"] += 1
+            else:
+                self._mistake = mistake
         else:
             self._present[caller.index] = caller
-            self._waits.add(asyncio.create_task(self._forget_when_gone(caller)))
             self._changed.set()
-            return
-        caller.answer(f"no {mistake}")
-        caller.link.close()
-        if self._secret is None:
-            self._dropped[f"as process {caller.index} of {caller.count}"] += 1
-        else:
-            self._mistake = mistake
-            self._changed.set()
+            with contextlib.suppress(OSError):
+                await asyncio.get_running_loop().sock_recv(link, 1)  # the end, or data that no process of a run sends
+            del self._present[caller.index]
+        self._changed.set()
+        link.close()
 
-    async def _forget_when_gone(self, caller: Caller) -> None:
-        """Forget a process that ends while it waits: it may be started again."""
-        with contextlib.suppress(OSError):
-            await asyncio.get_running_loop().sock_recv(caller.link, 1)  # the end, or data that no process of a run sends
-        del self._present[caller.index]
-        caller.link.close()
+    def _mistake_of(self, caller: Caller) -> str:
+        """Return what is wrong with the numbers of a process, or an empty string."""
+        count = self._at.count
+        if caller.count != count:
+            return f"--num-processes: process {caller.index} was started with {caller.count}, process 0 with {count}; give all the same"
+        if caller.index in self._present or not 0 < caller.index < count:
+            return f"--process-id: two processes were started with {caller.index}; give each its own, from 0 to {count - 1}"
+        return ""
 
     def _summary(self) -> str:
         """Describe the dropped connections, or return an empty string."""

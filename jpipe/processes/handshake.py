@@ -7,8 +7,8 @@ The end that connects speaks first, in lines of text:
     caller:    PROOF
     listener:  PROOF ANSWER, or the word `unknown`
 
-A proof is an HMAC over its author, INDEX, COUNT, both nonces, and the answer if there is one. So it is good for one connection only, and
-in one direction. What follows on the connection is neither signed nor encrypted.
+A proof is an HMAC over its author, the first two lines, and the answer if there is one. So it is good for one connection only, and in one
+direction. What follows on the connection is neither signed nor encrypted.
 
 Nothing here needs JAX.
 """
@@ -22,9 +22,9 @@ import re
 import secrets
 import socket
 import stat
-import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from jpipe.errors import InputError
 from jpipe.files import open_to_read
@@ -32,9 +32,9 @@ from jpipe.files import open_to_read
 __all__ = [
     "VARIABLE",
     "Caller",
-    "NotOfThisRun",
+    "OtherProgram",
+    "OtherSecret",
     "Refused",
-    "UnknownHere",
     "call",
     "find_secret",
     "hear",
@@ -51,12 +51,16 @@ _LONGEST_LINE = 128  # bytes of a line of a caller: none of the lines above is l
 _UNKNOWN = b"unknown\n"
 
 
-class UnknownHere(Exception):
+class OtherSecret(Exception):
     """The listener does not accept the proof: it has another secret."""
 
 
-class NotOfThisRun(Exception):
+class OtherProgram(Exception):
     """The listener is another program, or does not prove that it has the secret."""
+
+
+class Refused(Exception):
+    """A stranger called, who is dropped for this reason."""
 
 
 def find_secret(file: str | None = None) -> bytes | None:
@@ -68,14 +72,11 @@ def find_secret(file: str | None = None) -> bytes | None:
     Raises:
         InputError: a secret of less than 16 bytes, a file that others may read or that cannot be read.
     """
-    if file is not None:
-        where = f"secret file '{file}'"
-        text = _read(file, where)
-    elif VARIABLE in os.environ:
-        where, text = VARIABLE, os.fsencode(os.environ[VARIABLE])
-    else:
+    if file is None and VARIABLE not in os.environ:
         return None
-    if len(text := text.strip()) < SHORTEST:
+    where = VARIABLE if file is None else f"secret file '{file}'"
+    text = (os.fsencode(os.environ[VARIABLE]) if file is None else _read(file, where)).strip()
+    if len(text) < SHORTEST:
         raise InputError(f"{where}: expected a secret of {SHORTEST} bytes or more, found {len(text)}; make one with: openssl rand -hex 32")
     return text
 
@@ -90,65 +91,54 @@ def key(secret: bytes | None, token: str = "") -> bytes:
     return hmac.digest(secret or b"", f"jpipe {token}".encode(), "sha256")
 
 
-@dataclass(frozen=True)
-class _Connection:
-    """The facts that both ends know of a connection before any proof."""
+class _Proofs(NamedTuple):
+    """What makes the proofs on one connection: the key, and the hello and the nonce of the listener, which both ends know."""
 
     key: bytes
-    index: int
-    count: int
-    of_caller: bytes
-    of_listener: bytes
+    hello: bytes
+    nonce: bytes
 
-    def proof(self, role: str, text: str = "") -> bytes:
-        parts = (role, self.index, self.count, self.of_caller.decode(), self.of_listener.decode(), text)
-        return hmac.new(self.key, " ".join(map(str, parts)).encode(), hashlib.sha256).hexdigest().encode()
+    def of(self, role: str, text: str = "") -> bytes:
+        """Return the proof of the `caller`, or of the `listener` with its answer."""
+        return hmac.new(self.key, b" ".join((role.encode(), self.hello, self.nonce, text.encode())), hashlib.sha256).hexdigest().encode()
 
 
-def call(link: socket.socket, key: bytes, index: int, count: int, limit: float) -> str | None:
-    """Introduce this process to the listener and return its answer, or None where the other end closes the connection before.
+async def call(link: socket.socket, key: bytes, index: int, count: int) -> str:
+    """Introduce this process to the listener and return its answer, or "" where the other end closes the connection before.
 
     Args:
-        link: just connected; nothing that follows the answer is read from it.
+        link: just connected, does not block; nothing that follows the answer is read from it.
         key: as the listener has it.
         index: the index of this process.
         count: the number of processes, as the caller knows it.
-        limit: seconds to wait for the answer.
 
     Raises:
-        TimeoutError: the answer did not come in time.
-        UnknownHere: the listener has another secret.
-        NotOfThisRun: the listener is another program, or does not prove that it has the secret.
+        OtherSecret: the listener has another secret.
+        OtherProgram: the listener is another program, or does not prove that it has the secret.
     """
-    end = time.monotonic() + limit
+    hello = b"jpipe %d %d %s\n" % (index, count, secrets.token_hex(16).encode())
     try:
-        nonce = secrets.token_hex(16).encode()
-        link.sendall(b"jpipe %d %d %s\n" % (index, count, nonce))
-        if not (line := _line(link, end)):
-            return None
-        if not _NONCE.fullmatch(line):
-            raise NotOfThisRun
-        connection = _Connection(key, index, count, nonce, line.strip())
-        link.sendall(connection.proof("caller") + b"\n")
-        if not (line := _line(link, end)):
-            return None
-    except TimeoutError:  # an OSError too, but the caller handles it in another way
-        raise
+        link.sendall(hello)
+        if not (nonce := await _line(link, _LONGEST)):
+            return ""
+        if not _NONCE.fullmatch(nonce):
+            raise OtherProgram
+        proofs = _Proofs(key, hello, nonce)
+        link.sendall(proofs.of("caller") + b"\n")
+        if not (line := await _line(link, _LONGEST)):
+            return ""
     except OSError:
-        return None
+        return ""
     if line == _UNKNOWN:
-        raise UnknownHere
+        raise OtherSecret
     proof, _, answer = line.removesuffix(b"\n").partition(b" ")
     text = answer.decode(errors="replace")
-    if not hmac.compare_digest(proof, connection.proof("listener", text)):
-        raise NotOfThisRun
+    if not hmac.compare_digest(proof, proofs.of("listener", text)):
+        raise OtherProgram
     return text
 
 
-class Refused(Exception):
-    """A stranger called, who is dropped for this reason."""
-
-
+@dataclass(frozen=True)
 class Caller:
     """A caller that has connected and proved to know the secret.
 
@@ -158,13 +148,15 @@ class Caller:
         count: the number of processes, as the caller knows it.
     """
 
-    def __init__(self, link: socket.socket, connection: _Connection) -> None:
-        self.link, self.index, self.count, self._connection = link, connection.index, connection.count, connection
+    link: socket.socket
+    index: int
+    count: int
+    _proofs: _Proofs
 
     def answer(self, text: str) -> None:
         """Send the one answer, a line; a caller that has just left is noticed soon enough."""
         with contextlib.suppress(OSError):
-            self.link.sendall(self._connection.proof("listener", text) + f" {text}\n".encode())
+            self.link.sendall(self._proofs.of("listener", text) + f" {text}\n".encode())
 
 
 async def hear(link: socket.socket, key: bytes) -> Caller:
@@ -178,33 +170,25 @@ async def hear(link: socket.socket, key: bytes) -> Caller:
         Refused: the caller is a stranger.
         OSError: the connection is broken.
     """
-    if (hello := _HELLO.fullmatch(await _heard(link))) is None:
+    if not (hello := await _line(link, _LONGEST_LINE)):
+        raise Refused("that closed early")
+    if (match := _HELLO.fullmatch(hello)) is None:
         raise Refused("without a hello of jpipe's")
-    nonce = secrets.token_hex(16).encode()
-    connection = _Connection(key, int(hello[1]), int(hello[2]), hello[3], nonce)
-    link.sendall(nonce + b"\n")
-    if not hmac.compare_digest(await _heard(link), connection.proof("caller") + b"\n"):
+    proofs = _Proofs(key, hello, secrets.token_hex(16).encode() + b"\n")
+    link.sendall(proofs.nonce)
+    if not (proof := await _line(link, _LONGEST_LINE)):
+        raise Refused("that closed early")
+    if not hmac.compare_digest(proof, proofs.of("caller") + b"\n"):
         link.sendall(_UNKNOWN)
         raise Refused("with another secret")
-    return Caller(link, connection)
+    return Caller(link, int(match[1]), int(match[2]), proofs)
 
 
-async def _heard(link: socket.socket) -> bytes:
-    """Return a line of a caller, who says no more before the answer, or the beginning of one that is too long."""
+async def _line(link: socket.socket, longest: int) -> bytes:
+    """Read a line with its end, and no byte more, or the beginning of one that is too long; nothing if the other end closes."""
     line = b""
-    while not line.endswith(b"\n") and len(line) <= _LONGEST_LINE:
-        if not (data := await asyncio.get_running_loop().sock_recv(link, _LONGEST_LINE)):
-            raise Refused("that closed early")
-        line += data
-    return line
-
-
-def _line(link: socket.socket, end: float) -> bytes:
-    """Read a line with its end, and no byte more; return nothing if the other end closes the connection."""
-    line = b""
-    while not line.endswith(b"\n") and len(line) <= _LONGEST:
-        link.settimeout(max(end - time.monotonic(), 0.001))
-        if not (byte := link.recv(1)):
+    while not line.endswith(b"\n") and len(line) <= longest:
+        if not (byte := await asyncio.get_running_loop().sock_recv(link, 1)):
             return b""
         line += byte
     return line

@@ -1,5 +1,6 @@
 """Real processes agree, exchange numbers, and exit with a message when one of them is killed, stopped, hangs or fails."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -103,8 +104,10 @@ def test_foreign_connections_are_dropped(tmp_path):
         for text in ("\n", '{"stop": "all"}\n', f"{token} 2\n", "\0\n", "jpipe 2 3\n"):
             assert say(text.encode()).recv(1) == b""  # dropped
         for key, number, count in (b"another", 2, 3), (handshake.key(None, token), 0, 3), (handshake.key(None, token), 2, 4):
-            with contextlib.suppress(handshake.UnknownHere):
-                assert handshake.call(say(b""), key, number, count, 30.0).startswith("no --")
+            link = say(b"")
+            link.setblocking(False)
+            with contextlib.suppress(handshake.OtherSecret):
+                assert asyncio.run(handshake.call(link, key, number, count)).startswith("no --")
         say(b""), say(token.encode())  # these may still want to say something
         processes[2].send_signal(signal.SIGCONT)
         ready(processes)
@@ -307,11 +310,11 @@ def test_a_received_part_has_its_declared_size():
 
 
 def test_a_sending_thread_that_cannot_start_is_reported(monkeypatch):
-    async def fails(channel, listener, *_):
+    async def fails(channel, rendezvous, listener, *_):
         listener.close()
         raise OSError("too many open files")
 
-    monkeypatch.setattr(Channel, "_serve", fails)
+    monkeypatch.setattr(Channel, "_run", fails)
     with pytest.raises(OSError, match="too many open files"):
         Processes.join(rendezvous=Rendezvous(Address("127.0.0.1", free_port()), 0, 2))
 

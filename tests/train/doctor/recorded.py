@@ -5,22 +5,17 @@ from typing import Any
 
 GB = 10**9
 FACTS: dict[str, dict[str, Any]] = {
-    "process": {"host": "node07", "index": 0, "count": 1, "coordinator": None, "devices": None},
+    "process": {"host": "node07", "index": 0, "count": 1, "coordinator": None},
     "versions": {
         **{"python": "3.13.1", "jpipe": "0.3.0", "jax": "0.12.1", "jaxlib": "0.12.1", "flax": "0.13.0", "optax": "0.3.0"},
-        **{"orbax-checkpoint": "0.12.0", "numpy": "2.4.0", "kubernetes": ""},
+        **{"orbax-checkpoint": "0.12.0", "numpy": "2.4.0"},
     },
     "code": {"code of jpipe": "0.3.0 abc", "version of jax": "0.12.1", "jax_enable_x64": "False"},
     "devices": {"platform": "gpu", "kinds": ["NVIDIA H100"], "count": 4, "memory": 64 * GB},
     "gpus": {"count": 4},
-    "cores": {"machine": 64, "usable": 32, "limit": None},
-    "memory": {"total": 540 * GB, "available": 480 * GB, "limit": None},
-    "shared memory": {"total": 270 * GB, "available": 270 * GB},
-    "folder": {
-        **{"path": "/shared/runs", "existing": "/shared/runs", "exists": True, "filesystem": "nfs4"},
-        **{"available": 900 * GB, "bytes_per_second": 400e6},
-    },
-    "compile cache": {"folder": "/home/me/.cache/jpipe/compiled-1", "problem": None},
+    "memory": {"total": 540 * GB, "available": 480 * GB},
+    "shared memory": {"available": 270 * GB},
+    "folder": {"path": "/shared/runs", "existing": "/shared/runs", "available": 900 * GB, "bytes_per_second": 400e6},
     "environment": {},
 }
 

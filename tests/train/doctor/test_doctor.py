@@ -13,8 +13,8 @@ import yaml
 from jpipe import InputError
 from jpipe.processes import Address
 from jpipe_train import cli
-from jpipe_train.doctor import doctor, local
-from jpipe_train.doctor.doctor import Request
+from jpipe_train.doctor import doctor, facts
+from jpipe_train.doctor.request import Request
 from jpipe_train.launch.distributed import Membership
 from tests.train.doctor.recorded import recorded
 
@@ -27,11 +27,11 @@ def alone() -> int:
     return 1
 
 
-@pytest.mark.parametrize(("changes", "code"), [({}, 0), ({"memory": {"available": 0}}, 1), ({"cores": {"usable": 1}}, 0)])
+@pytest.mark.parametrize(("changes", "code"), [({}, 0), ({"memory": {"available": 0}}, 1), ({"folder": {"bytes_per_second": 1e6}}, 0)])
 def test_the_exit_code_is_1_with_a_problem(changes, code, capsys):
     assert doctor.main(Request(), None, alone, gather=lambda config, member: recorded(**changes)) == code
     *rows, last = capsys.readouterr().out.splitlines()
-    assert last == f"{code} problem{'s' * (not code)}, {int('cores' in changes)} note{'s' * ('cores' not in changes)}"
+    assert last == f"{code} problem{'s' * (not code)}, {int('folder' in changes)} note{'s' * ('folder' not in changes)}"
     assert rows[0].startswith("ok ")
 
 
@@ -68,12 +68,12 @@ def test_processes_that_do_not_connect_are_one_row_of_process_0(process_id, caps
         raise InputError("process 1 of 2 did not connect")
 
     member = Membership(Address("10.0.0.1", 80), 2, process_id)
-    facts = recorded(process={"count": 2, "index": process_id, "coordinator": "10.0.0.1"})
+    own = recorded(process={"count": 2, "index": process_id, "coordinator": "10.0.0.1"})
     if process_id:
         with pytest.raises(InputError):
-            doctor.main(Request(), member, late, gather=lambda config, member: facts)
+            doctor.main(Request(), member, late, gather=lambda config, member: own)
         return
-    assert doctor.main(Request(), member, late, gather=lambda config, member: facts) == 1
+    assert doctor.main(Request(), member, late, gather=lambda config, member: own) == 1
     out = capsys.readouterr().out
     assert out.startswith("problem  processes      process 1 of 2 did not connect\n")
     assert "\nok       memory " in out, "the rest is known, too"
@@ -91,10 +91,10 @@ def test_overrides_without_a_config_are_bad_input(capsys):
 
 def test_devices_of_different_kinds_are_not_started_together():
     one, other, broken = recorded(), recorded(devices={"kinds": ["A100"]}), recorded(devices={"error": "none"})
-    assert doctor._are_alike([one, one])
-    assert not doctor._are_alike([one, other])
-    assert not doctor._are_alike([one, broken])
-    assert not doctor._are_alike([broken, broken])
+    assert doctor.are_alike([one, one])
+    assert not doctor.are_alike([one, other])
+    assert not doctor.are_alike([one, broken])
+    assert not doctor.are_alike([broken, broken])
 
 
 @pytest.mark.slow  # each process starts JAX twice
@@ -148,8 +148,7 @@ def slurm_variables():
 def test_facts_can_be_sent(monkeypatch, tmp_path):
     """All facts are plain data, those of this machine, too."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(local.compile_cache, "use", lambda setting: None)
-    facts = local.gather(None, Membership(Address("10.0.0.1", 80), 2, 1, [1]), lambda: recorded()["devices"])
-    assert json.loads(json.dumps(facts)) == facts
-    assert facts["process"]["index"] == 1
-    assert set(recorded()) == set(facts)
+    found = facts.gather(None, Membership(Address("10.0.0.1", 80), 2, 1, [1]), lambda: recorded()["devices"])
+    assert json.loads(json.dumps(found)) == found
+    assert found["process"]["index"] == 1
+    assert set(recorded()) == set(found)

@@ -9,6 +9,7 @@ import pytest
 from jpipe.processes import Processes
 from jpipe.processes._rendezvous import JaxStore
 from jpipe_train.doctor import doctor
+from jpipe_train.launch.together import Together
 
 LIMIT = 60.0  # seconds, for what takes one
 
@@ -36,7 +37,7 @@ def in_all(function, count=3):
     def of_one(index):
         processes = Processes.join(rendezvous=JaxStore(Meeting(index, count, values)), limit=LIMIT)
         try:
-            return function(processes)
+            return function(Together(processes))
         finally:
             processes.close()
 
@@ -48,13 +49,13 @@ def test_a_folder_of_another_host_is_recognized(tmp_path):
     (tmp_path / "shared").mkdir()
     (tmp_path / "other").mkdir()
     folders = {0: tmp_path / "shared", 1: tmp_path / "shared", 2: tmp_path / "other"}
-    assert in_all(lambda processes: doctor.see_same_folder(processes, folders[processes.index], limit=0.3)) == [True, True, False]
+    assert in_all(lambda all_: doctor.see_same_folder(all_, folders[all_.index], limit=0.3)) == [True, True, False]
     assert [*(tmp_path / "shared").iterdir()] == [], "the file is removed"
 
 
 @pytest.mark.parametrize("folder", [None, "missing"])
 def test_where_process_0_cannot_write_nothing_is_known(folder, tmp_path):
-    found = in_all(lambda processes: doctor.see_same_folder(processes, None if folder is None else tmp_path / folder, limit=0.3), 2)
+    found = in_all(lambda all_: doctor.see_same_folder(all_, None if folder is None else tmp_path / folder, limit=0.3), 2)
     assert found == [None, None]
 
 

@@ -1,5 +1,6 @@
 """Attacks on the ports of a run's processes are harmless."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -126,6 +127,12 @@ class ByStore(Meeting):
         self.place = host, port
 
 
+def call(link: socket.socket, key: bytes, index: int, count: int) -> str:
+    """Introduce a process to the listener at the other end of a connection, and return its answer."""
+    link.setblocking(False)
+    return asyncio.run(asyncio.wait_for(handshake.call(link, key, index, count), LIMIT))
+
+
 def send_and_read(place, *texts: bytes) -> bytes:
     """Send these bytes from a foreign connection, and return the answer until the connection is dropped."""
     with socket.create_connection(place, LIMIT) as stranger:
@@ -146,8 +153,8 @@ def garbage(run):
 
 def another_secret(run):
     for key in handshake.key(None), handshake.key(b"another"), handshake.key(None, "token"):
-        with socket.create_connection(run.place, LIMIT) as link, pytest.raises(handshake.UnknownHere):
-            handshake.call(link, key, 1, COUNT, LIMIT)
+        with socket.create_connection(run.place, LIMIT) as link, pytest.raises(handshake.OtherSecret):
+            call(link, key, 1, COUNT)
     return {"with another secret": 3}
 
 
@@ -156,12 +163,12 @@ def replay(run):
     messages, nonce = [], b"0" * 32
     ours, theirs = socket.socketpair()
     with ours, theirs, ThreadPoolExecutor() as pool:
-        calling = pool.submit(handshake.call, theirs, run.key, 1, COUNT, LIMIT)
+        calling = pool.submit(call, theirs, run.key, 1, COUNT)
         messages.append(ours.recv(1000))
         ours.sendall(nonce + b"\n")
         messages.append(ours.recv(1000))
         ours.close()
-        assert calling.result(LIMIT) is None
+        assert calling.result(LIMIT) == ""
     reply = send_in_turn(run.place, messages)
     assert reply.endswith(b"\nunknown\n")
     return {"with another secret": 1}
@@ -231,10 +238,10 @@ def test_foreign_connections_are_dropped_and_counted(place, attack, monkeypatch,
 def test_a_process_that_leaves_early_may_join_again(place):
     run = place(SECRET)
     ours = socket.create_connection(run.place, LIMIT)
-    calling = run.pool.submit(handshake.call, ours, run.key, 1, COUNT, LIMIT)
+    calling = run.pool.submit(call, ours, run.key, 1, COUNT)
     time.sleep(0.2)  # it is counted in, and waits
     ours.shutdown(socket.SHUT_RDWR)
-    assert calling.result(LIMIT) is None
+    assert calling.result(LIMIT) == ""
     ours.close()
     time.sleep(0.1)
     run.all_join()
@@ -244,7 +251,7 @@ def test_a_process_that_leaves_early_may_join_again(place):
 def test_without_a_secret_a_forged_hello_ends_only_its_sender(number, count, capfd):
     run = AtAddress(None)
     with socket.create_connection(run.place, LIMIT) as link:
-        assert handshake.call(link, run.key, number, count, LIMIT).startswith("no --")
+        assert call(link, run.key, number, count).startswith("no --")
     run.all_join()
     assert f"1 as process {number} of {count}" in capfd.readouterr().err
 
@@ -254,7 +261,7 @@ def test_without_a_secret_the_first_of_two_equal_process_ids_stays(capfd):
     with socket.create_connection(run.place, LIMIT) as second:
         first = run.pool.submit(run.join, 1)
         time.sleep(0.2)
-        answer = handshake.call(second, run.key, 1, COUNT, LIMIT)
+        answer = call(second, run.key, 1, COUNT)
         assert answer == "no --process-id: two processes were started with 1; give each its own, from 0 to 2"
     channels = [run.join(2), first.result(LIMIT), run.hosting.result(LIMIT)]
     for channel in channels:
@@ -268,7 +275,7 @@ def test_without_a_secret_the_first_of_two_equal_process_ids_stays(capfd):
 def test_a_process_with_another_secret_fails_at_once_and_the_others_continue(secret, capfd):
     run = AtAddress(SECRET)
     with pytest.raises(InputError) as caught:
-        connect(run.place_of(1), LIMIT, secret)
+        asyncio.run(connect(run.place_of(1), LIMIT, secret))
     assert str(caught.value) == (
         f"process 1 and process 0 at {run.address} have different secrets; give all processes of the run the same JPIPE_SECRET or "
         "--secret-file, or none of them any"
@@ -283,7 +290,7 @@ def test_a_timeout_reports_the_dropped_connections():
     with ThreadPoolExecutor() as pool:
         hosting = pool.submit(Processes.join, rendezvous=Rendezvous(address, 0, 2), limit=0.5, secret=SECRET)
         with pytest.raises(InputError):
-            connect(Rendezvous(address, 1, 2), LIMIT, b"another of these")
+            asyncio.run(connect(Rendezvous(address, 1, 2), LIMIT, b"another of these"))
         assert str(hosting.exception(LIMIT)).endswith("--connect-limit waits longer; 1 connection was dropped (1 with another secret)")
 
 
@@ -302,16 +309,16 @@ def test_nobody_else_can_be_process_0(answer):
 
         pretending = pool.submit(pretend)
         with pytest.raises(InputError, match="found another program at that port"):
-            connect(Rendezvous(address, 1, 2), LIMIT, SECRET)
+            asyncio.run(connect(Rendezvous(address, 1, 2), LIMIT, SECRET))
         pretending.result(LIMIT)
 
 
 def test_the_contents_of_jaxs_store_do_not_replace_the_secret():
-    for secret, raises in (SECRET, pytest.raises(handshake.UnknownHere)), (None, contextlib.nullcontext()):
+    for secret, raises in (SECRET, pytest.raises(handshake.OtherSecret)), (None, contextlib.nullcontext()):
         run = ByStore(secret)
         assert SECRET.decode() not in run.left.value
         with raises, socket.create_connection(run.place, LIMIT) as link:
-            handshake.call(link, handshake.key(None, run.token), 7, COUNT, LIMIT)
+            call(link, handshake.key(None, run.token), 7, COUNT)
         run.all_join()
 
 
@@ -329,7 +336,7 @@ def test_a_key_of_jaxs_store_that_is_in_use_is_reported():
             raise jax.errors.JaxRuntimeError("ALREADY_EXISTS: Config key jpipe/processes/0 already exists.\nmore")
 
     state = types.SimpleNamespace(process_id=0, num_processes=2, coordinator_address="127.0.0.1:1", client=FullClient())
-    with pytest.raises(InputError, match=r"process 0 cannot leave word of where it can be reached \(ALREADY_EXISTS\)"):
+    with pytest.raises(InputError, match=r"process 0 cannot publish its address \(ALREADY_EXISTS\)"):
         JaxStore(state).open()
 
 

@@ -30,16 +30,12 @@ def find(limit: float = LIMIT) -> dict[str, Any]:
         )
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"JAX did not start its devices within {limit:g} s") from None
-    if done.returncode < 0:
-        raise RuntimeError(f"JAX was ended by signal {-done.returncode} while it started its devices: {_last_line(done.stderr)}")
-    if done.returncode > 0:
-        raise RuntimeError(_last_line(done.stderr))
+    if done.returncode:
+        last = next((line.strip() for line in reversed(done.stderr.splitlines()) if line.strip()), "without a message")
+        by_signal = f"JAX was ended by signal {-done.returncode} while it started its devices: " if done.returncode < 0 else ""
+        raise RuntimeError(by_signal + last)
     devices: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return devices
-
-
-def _last_line(text: str) -> str:
-    return ([line.strip() for line in text.splitlines() if line.strip()] or ["without a message"])[-1]
 
 
 def _print_devices() -> None:
@@ -49,14 +45,9 @@ def _print_devices() -> None:
     devices = jax.local_devices()
     computed = float(jnp.arange(4.0, device=devices[0]).sum())
     assert computed == 6.0, f"{devices[0]} adds 0, 1, 2 and 3 to {computed}"
-    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
-    found = {
-        "platform": devices[0].platform,
-        "kinds": sorted({device.device_kind for device in devices}),
-        "count": len(devices),
-        "memory": min((limit for limit in limits if limit), default=None),
-    }
-    print(json.dumps(found))
+    limits = [limit for device in devices if (limit := (device.memory_stats() or {}).get("bytes_limit"))]
+    kinds = sorted({device.device_kind for device in devices})
+    print(json.dumps({"platform": devices[0].platform, "kinds": kinds, "count": len(devices), "memory": min(limits, default=None)}))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import jpipe
 from jpipe import InputError
@@ -16,32 +15,17 @@ from jpipe_planner import local_topology
 from jpipe_train.assemble.build import start_devices
 from jpipe_train.config import config_file
 from jpipe_train.config.config import Config
-from jpipe_train.doctor import local
-from jpipe_train.doctor.findings import Finding, table
-from jpipe_train.doctor.judge import judge
-from jpipe_train.doctor.local import Facts
-from jpipe_train.doctor.system import temporary_name
+from jpipe_train.doctor import facts
+from jpipe_train.doctor.checks import Finding, judge, table
+from jpipe_train.doctor.facts import Facts, temporary_name
+from jpipe_train.doctor.request import Request
 from jpipe_train.launch.distributed import Membership
 from jpipe_train.launch.together import Together, joined
 
 FORMAT = "jpipe-doctor/1"
-_ARRIVE = 600.0  # seconds: a process may look at its host that much longer than another one
+_ARRIVE = 600.0  # seconds that links may take
 _APPEARS = 15.0  # seconds after which a file of another host has to be seen; network file systems remember for some that there was none
 _LOOK = 0.2  # seconds between two looks
-
-
-class Request(NamedTuple):
-    """What to look at.
-
-    Attributes:
-        config: the file of a run's config; without one, what runs by default is looked at.
-        overrides: `key=value` for the config.
-        as_json: whether to print JSON in place of the table.
-    """
-
-    config: str | None = None
-    overrides: tuple[str, ...] = ()
-    as_json: bool = False
 
 
 def main(
@@ -50,7 +34,7 @@ def main(
     connect: Callable[[], int],
     connect_limit: float = 300.0,
     wait_limit: float = 45.0,
-    gather: Callable[[Config | None, Membership | None], Facts] = local.gather,
+    gather: Callable[[Config | None, Membership | None], Facts] = facts.gather,
 ) -> int:
     """Look at this host and, with several processes, at all hosts and the links between them; process 0 prints.
 
@@ -69,57 +53,56 @@ def main(
         InputError: there are overrides without a config; in other processes than the first also: the processes cannot connect.
         jpipe.PeerLost: in other processes than the first: another process died, hung or stopped.
     """
-    config, problems = _config(request)
-    facts = gather(config, member)
-    is_first = member is None or member.process_id == 0
+    if request.overrides and request.config is None:
+        raise InputError(where="doctor --set", expected="a config to replace keys of", found="none", change="add --config CONFIG")
+    config, problems = None, []
+    try:
+        if request.config is not None:
+            config = config_file.load(request.config, request.overrides, allow_code=True)  # code that it names is not imported
+    except InputError as error:
+        problems.append(Finding("problem", "config", str(error), "correct it; the rows below are about a run with the defaults"))
+    own = gather(config, member)
     try:
         with joined(connect(), connect_limit, wait_limit) as together:
-            return _look(request, together, facts, problems)
+            everyone = [own] if together.processes is None else _compared(together, together.processes, own)
+            findings = judge(everyone, problems)
+            code = int(together.from_first("the exit code", lambda: str(_code_of(findings))))
+            if together.is_first:
+                _print(request, everyone, findings)
+            return code
     except (InputError, jpipe.PeerLost) as error:
-        if not is_first:
+        if member is not None and member.process_id:
             raise
         advice = "see docs/how-to/troubleshooting/processes.md, and docs/how-to/security.md for ports and secrets"
-        return _finish(request, [facts], [*problems, Finding("problem", "processes", str(error), advice)])
+        findings = judge([own], [*problems, Finding("problem", "processes", str(error), advice)])
+        _print(request, [own], findings)
+        return _code_of(findings)
 
 
-def _config(request: Request) -> tuple[Config | None, list[Finding]]:
-    """Return the config, and a finding if it cannot be read. Code that it names is not imported.
-
-    Raises:
-        InputError: there are overrides and no config.
-    """
-    if request.config is None:
-        if request.overrides:
-            raise InputError(where="doctor --set", expected="a config to replace keys of", found="none", change="add --config CONFIG")
-        return None, []
-    try:
-        return config_file.load(request.config, request.overrides, allow_code=True), []
-    except InputError as error:
-        return None, [Finding("problem", "config", str(error), "correct it; the rows below are about a run with the defaults")]
-
-
-def _look(request: Request, together: Together, facts: Facts, problems: list[Finding]) -> int:
-    """Compare the processes, print in process 0, and return the exit code in all."""
-    processes = together.processes
-    if processes is None:
-        return _finish(request, [facts], problems)
-    processes.barrier("the facts of each host", _ARRIVE)
-    facts["process"]["connected"] = True
-    folder = facts["folder"].get("existing")
-    facts["sees folder"] = see_same_folder(processes, None if folder is None else Path(folder))
-    everyone = [json.loads(text) for text in processes.gather("facts", json.dumps(facts).encode())]
-    if _are_alike(everyone):
-        everyone[0]["links"] = _measured_links(together)
-    if together.is_first:
-        processes.broadcast("exit code", str(_finish(request, everyone, problems)).encode())
-    return int(processes.receive("exit code", 0))
+def _compared(together: Together, processes: jpipe.processes.Processes, own: Facts) -> list[Facts]:
+    """Return the facts of all processes, with what they find out together."""
+    own["process"]["connected"] = True
+    folder = own["folder"].get("existing")
+    own["sees folder"] = see_same_folder(together, None if folder is None else Path(folder))
+    everyone: list[Facts] = [json.loads(text) for text in processes.gather("facts", json.dumps(own).encode())]
+    if are_alike(everyone):
+        try:
+            with processes.waiting("the links between the processes", limit=_ARRIVE), _prints_on_standard_error():
+                start_devices()
+                level = local_topology().levels[0]
+            everyone[0]["links"] = {"latency": level.latency, "bandwidth": level.bandwidth}  # in seconds, and bytes per second
+        except (InputError, RuntimeError, jpipe.PeerLost) as error:
+            if not together.is_first:
+                raise
+            everyone[0]["links"] = {"error": " ".join(str(error).split())}
+    return everyone
 
 
-def see_same_folder(processes: jpipe.processes.Processes, folder: Path | None, limit: float = _APPEARS) -> bool | None:
+def see_same_folder(together: Together, folder: Path | None, limit: float = _APPEARS) -> bool | None:
     """Return whether this process sees in a folder a file that process 0 writes there; all call it.
 
     Args:
-        processes: the processes of the job.
+        together: the processes of the job.
         folder: an existing folder, which has the same path in all processes; None where this process has none.
         limit: seconds that the file may take to appear.
 
@@ -130,19 +113,22 @@ def see_same_folder(processes: jpipe.processes.Processes, folder: Path | None, l
         jpipe.PeerLost: the job is lost.
     """
     with contextlib.ExitStack() as files:
-        if processes.index == 0:
-            name = temporary_name() if folder is not None else ""
+
+        def write() -> str:
+            name = temporary_name()
             try:
-                if folder is not None:
-                    with create(folder / name) as file:
-                        file.write(name.encode())
-                    files.callback((folder / name).unlink, missing_ok=True)
+                if folder is None:
+                    return ""
+                with create(folder / name) as file:
+                    file.write(name.encode())
             except OSError:
-                name = ""
-            processes.broadcast("name of the shared file", name.encode())
-        name = processes.receive("name of the shared file", 0).decode()
+                return ""
+            files.callback((folder / name).unlink, missing_ok=True)
+            return name
+
+        name = together.from_first("the name of the shared file", write)
         seen = None if not name else folder is not None and _appears(folder / name, limit)
-        processes.barrier("the shared file")
+        together.meet("the shared file")
     return seen
 
 
@@ -157,24 +143,10 @@ def _appears(file: Path, limit: float) -> bool:
         time.sleep(_LOOK)
 
 
-def _are_alike(everyone: list[Facts]) -> bool:
+def are_alike(everyone: list[Facts]) -> bool:
     """Return whether JAX can start the devices of all processes together, and move arrays between them."""
-    kinds = [(facts["devices"].get("platform"), tuple(facts["devices"].get("kinds", ()))) for facts in everyone]
-    return len(set(kinds)) == 1 and all("error" not in facts["devices"] for facts in everyone)
-
-
-def _measured_links(together: Together) -> dict[str, float | str]:
-    """Return latency (seconds) and bandwidth (bytes per second) between neighbouring processes, or an `error`; all call it."""
-    assert together.processes is not None
-    try:
-        with together.processes.waiting("the links between the processes", limit=_ARRIVE), _prints_on_standard_error():
-            start_devices()
-            level = local_topology().levels[0]
-    except (InputError, RuntimeError, jpipe.PeerLost) as error:
-        if not together.is_first:
-            raise
-        return {"error": " ".join(str(error).split())}
-    return {"latency": level.latency, "bandwidth": level.bandwidth}
+    kinds = {str((facts["devices"].get("platform"), facts["devices"].get("kinds"))) for facts in everyone}
+    return len(kinds) == 1 and all("error" not in facts["devices"] for facts in everyone)
 
 
 @contextlib.contextmanager
@@ -190,11 +162,13 @@ def _prints_on_standard_error() -> Iterator[None]:
         os.close(output)
 
 
-def _finish(request: Request, everyone: list[Facts], problems: list[Finding]) -> int:
-    findings = judge(everyone, problems)
+def _code_of(findings: list[Finding]) -> int:
+    return int(any(finding.level == "problem" for finding in findings))
+
+
+def _print(request: Request, everyone: list[Facts], findings: list[Finding]) -> None:
     if request.as_json:
         rows = [{name: getattr(finding, name) for name in ("level", "what", "found", "advice")} for finding in findings]
         print(json.dumps({"format": FORMAT, "findings": rows, "processes": everyone}, indent=2), flush=True)
     else:
         print("\n".join(table(findings)), flush=True)
-    return int(any(finding.level == "problem" for finding in findings))

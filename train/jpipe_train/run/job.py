@@ -13,8 +13,8 @@ from jpipe_train.console import interrupt
 from jpipe_train.console.exit_codes import failed
 from jpipe_train.console.options import Process
 from jpipe_train.console.terminal import fail, printable
-from jpipe_train.doctor.doctor import Request as Examination
-from jpipe_train.doctor.doctor import main as examine
+from jpipe_train.doctor import doctor as examination
+from jpipe_train.doctor.request import Request as Examination
 from jpipe_train.launch import distributed, together
 from jpipe_train.report.loggers import sender
 from jpipe_train.report.metrics_log import RunStopped
@@ -75,7 +75,7 @@ def doctor(request: Examination, process: Process) -> int:
 
     def work(connect: Callable[[], int]) -> int:
         member = distributed.membership(process.coordinator, process.num_processes, process.process_id, process.connect_limit)
-        return examine(request, member, connect, process.connect_limit, process.wait_limit)
+        return examination.main(request, member, connect, process.connect_limit, process.wait_limit)
 
     return run_process(work, process)
 

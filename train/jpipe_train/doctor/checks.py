@@ -1,0 +1,275 @@
+"""What is in order in the facts of all processes, what to know, and what to change."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+from jpipe_train.console.terminal import align, count, printable
+from jpipe_train.doctor.facts import LIBRARIES, PROXIES, Facts
+
+Level = Literal["ok", "note", "problem"]
+
+_GB = 1e9
+_MUST_AGREE = ("jax", "jaxlib", "flax", "optax", "numpy")  # the processes of a run compare them, and end if they differ
+_CHANGES_NUMBERS = (
+    *("JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION", "JAX_DEFAULT_PRNG_IMPL", "JAX_THREEFRY_PARTITIONABLE", "JAX_DEFAULT_DTYPE_BITS"),
+    *("JAX_NUMPY_DTYPE_PROMOTION", "NVIDIA_TF32_OVERRIDE", "LIBTPU_INIT_ARGS", "XLA_FLAGS"),
+)
+_SLOWS = ("JAX_DISABLE_JIT", "JAX_DEBUG_NANS", "JAX_DEBUG_INFS", "JAX_CHECK_TRACER_LEAKS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
+
+
+class Finding(NamedTuple):
+    """One row of the table.
+
+    Attributes:
+        level: whether it is as it should be (`ok`), worth knowing (`note`), or keeps a job from running or from its speed (`problem`).
+        what: what was looked at.
+        found: what is there.
+        advice: what to do about it; empty if nothing is to be done.
+        measured: numbers that no two processes measure equally, which follow `found`.
+        least: the one of these numbers by which the worst of several processes is chosen.
+    """
+
+    level: Level
+    what: str
+    found: str
+    advice: str = ""
+    measured: str = ""
+    least: float = 0.0
+
+
+def judge(everyone: Sequence[Facts], problems: Sequence[Finding] = ()) -> list[Finding]:
+    """Return the findings, in the order of the table.
+
+    Args:
+        everyone: the facts of each process, as `jpipe_train.doctor.facts.gather` returns them; with several processes also `sees folder`,
+            and in process 0 `links`.
+        problems: what went wrong while the facts were gathered.
+    """
+    return [
+        *problems,
+        _processes(everyone),
+        *_versions(everyone),
+        *(row for what in _CHECKS for row in merged([[*_check(what, facts)] for facts in everyone])),
+        *_links(everyone[0].get("links")),
+    ]
+
+
+def _check(what: str, facts: Facts) -> Iterator[Finding]:
+    """Yield the findings of one check in one process, or that its facts could not be found."""
+    section, check, level, advice = _CHECKS[what]
+    if "error" in facts[section]:
+        yield Finding(level, what, facts[section]["error"], advice)
+    else:
+        yield from check(what, facts, facts[section])
+
+
+def _first(what: str, found: str, *rules: tuple[bool, Level, str], measured: str = "", least: float = 0.0) -> Finding:
+    """Return a finding by the first of the rules (whether it holds, level, advice) that holds; if none does, it is as it should be."""
+    level, advice = next(((level, advice) for holds, level, advice in rules if holds), ("ok", ""))
+    return Finding(level, what, found, advice, measured, least)
+
+
+def _processes(everyone: Sequence[Facts]) -> Finding:
+    hosts: dict[str, list[int]] = {}
+    for index, facts in enumerate(everyone):
+        hosts.setdefault(facts["process"].get("host", "an unknown host"), []).append(index)
+    expected, first = everyone[0]["process"].get("count", 1), next(iter(hosts))
+    if expected == 1:
+        return Finding("ok", "processes", f"one, on {first}")
+    if len(everyone) == expected:
+        shown = "; ".join(f"{host} has {processes(indices)}" for host, indices in hosts.items())
+        return Finding("ok", "processes", f"{expected} connected: {shown}")
+    return Finding("note", "processes", f"{expected} were expected; the rows below are about this one alone, on {first}")
+
+
+def _versions(everyone: Sequence[Facts]) -> Iterator[Finding]:
+    """Yield what differs of the versions, and of what else the processes of a run compare at its start: config, code and settings."""
+    versions, code = ([facts[section] for facts in everyone] for section in ("versions", "code"))
+    if failed := [each["error"] for each in versions if "error" in each]:
+        yield Finding("problem", "versions", failed[0])
+        return
+    for name in versions[0]:
+        if different := _differing([each[name] for each in versions]):
+            level: Level = "problem" if name in _MUST_AGREE else "note"
+            advice = "install the same version on all hosts" + ("; processes of a run end where it differs" if level == "problem" else "")
+            yield Finding(level, "versions", f"{name} differs: {different}", advice)
+    if missing := [name for name in LIBRARIES if any(each[name] == "not installed" for each in versions)]:
+        yield Finding("problem", "versions", f"{', '.join(missing)} not installed", "install jpipe with its requirements: pip install .")
+    else:
+        yield Finding("ok", "versions", ", ".join(f"{name} {version}" for name, version in versions[0].items()))
+    for name in dict.fromkeys(name for each in code for name in each if not name.startswith("version of ")):
+        if different := _differing([each.get(name, "") for each in code]):
+            advice = "give all processes the same; processes of a run end where it differs"
+            yield Finding("problem", "settings", f"{name} differs: {different}", advice)
+
+
+def _devices(what: str, facts: Facts, devices: Any) -> Iterator[Finding]:
+    gpus, kinds, on_cpu = facts["gpus"].get("count", 0), devices["kinds"], devices["platform"] == "cpu"
+    count = "the CPU" if on_cpu else f"{devices['count']} × {' and '.join(kinds)}"
+    hidden = f", and this host has {gpus} NVIDIA GPUs" if on_cpu and gpus else ""
+    memory = f", {devices['memory'] / _GB:.1f} GB each for JAX" if devices["memory"] else ""
+    extra = "install jpipe with the extra cuda13 or cuda12, and check JAX_PLATFORMS and CUDA_VISIBLE_DEVICES below"
+    one_kind = "select devices of one kind, with CUDA_VISIBLE_DEVICES or JAX_LOCAL_DEVICE_IDS"
+    yield _first(what, count + hidden + memory, (bool(hidden), "problem", extra), (len(kinds) > 1, "problem", one_kind))
+
+
+def _memory(what: str, facts: Facts, memory: Any) -> Iterator[Finding]:
+    free = memory["available"]
+    yield _first(
+        what,
+        f"{memory['total'] / _GB:.1f} GB",
+        (free < _GB, "problem", "ask for more (sbatch --mem, resources.limits.memory), or end what else runs there"),
+        (free < 4 * _GB, "note", "each process needs about 1 GB besides data, state in host memory and checkpoints"),
+        measured=f"{free / _GB:.1f} GB free",
+        least=free,
+    )
+
+
+def _shared_memory(what: str, facts: Facts, shared: Any) -> Iterator[Finding]:
+    devices, free = facts["devices"], shared["available"]
+    has_gpus = devices.get("platform") == "gpu" and max(devices["count"], facts["gpus"].get("count", 0)) > 1
+    advice = "NCCL needs it between the GPUs of a host: docker --shm-size=2g; on Kubernetes a volume at /dev/shm, emptyDir.medium: Memory"
+    little = has_gpus and free < _GB  # Docker gives 64 MB
+    yield _first(what, "/dev/shm", (little, "problem", advice), measured=f"{free / _GB:.2f} GB free", least=free)  # noqa: S108 - a name
+
+
+def _folder(what: str, facts: Facts, folder: Any) -> Iterator[Finding]:
+    free, speed = folder["available"], folder["bytes_per_second"]
+    small = "jpipe simulate shows the bytes of a checkpoint; keep few (checkpoint.keep) and write them rarely (checkpoint.every)"
+    yield _first(
+        what,
+        folder["path"] + ("" if folder["existing"] == folder["path"] else f", not yet there; tried in {folder['existing']}"),
+        (free < _GB, "problem", "free space, or choose another run.dir: a checkpoint is written before an old one goes"),
+        (free < 20 * _GB or speed < 50e6, "note", small),
+        measured=f"{free / _GB:.1f} GB free, {speed / 1e6:.0f} MB/s to disk",
+        least=speed,
+    )
+    if facts.get("sees folder") is False:
+        advice = "choose a run.dir that all hosts share, such as NFS or Lustre: all processes write their part of a checkpoint there"
+        yield Finding("problem", what, f"a file that process 0 writes in {folder['existing']} does not appear", advice)
+
+
+def _variables(what: str, facts: Facts, values: Any) -> Iterator[Finding]:
+    """Yield the variables that change results, hide devices or keep processes from connecting."""
+    gpus, devices, process = facts["gpus"].get("count", 0), facts["devices"], facts["process"]
+    findings = []
+    for name, value in values.items():
+        level: Level = "note"
+        match name:
+            case "JAX_PLATFORMS" if gpus and not {"cuda", "gpu", ""} & {*value.split(",")}:
+                level, does, advice = "problem", f"leaves out the {gpus} GPUs of this host", f"unset {name}"
+            case "CUDA_VISIBLE_DEVICES" if gpus and value.split(",")[0].strip().lower() in ("", "-1", "none", "void", "nodevfiles"):
+                level, does, advice = "problem", "hides all GPUs", f"unset {name}"
+            case "CUDA_VISIBLE_DEVICES" if gpus:
+                does, advice = f"hides the other GPUs of {gpus}", ""
+            case "LD_LIBRARY_PATH" if devices.get("platform") == "gpu" and "cuda" in value.lower():
+                does = "names a folder of CUDA, so its libraries are found before JAX's"
+                advice = "unset it if JAX reports a version of CUDA, cuDNN or NCCL that does not fit: its wheels bring their own"
+            case "SLURM_LOCALID" if _misses_its_gpu(value, values, devices):
+                level, does = "problem", f"makes the task take GPU {value}, and {devices['count']} are visible to it"
+                advice = "use --gpus-per-node in place of --gpus-per-task, or export JAX_LOCAL_DEVICE_IDS=0"
+            case "KUBERNETES_SERVICE_HOST" if process.get("count", 1) == 1 and "JAX_NUM_PROCESSES" not in values:
+                does = "is set in a pod of Kubernetes, and JAX_NUM_PROCESSES is not: it trains alone"
+                advice = "for several pods set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID (examples/clusters)"
+            case _ if name in PROXIES and _is_caught(process, values):
+                does = f"may catch the connection to the coordinator {process['coordinator']}"
+                advice = f"add the coordinator to no_proxy, or unset {name}"
+            case _ if name in _CHANGES_NUMBERS and value:
+                does, advice = "may change results", "set it in all processes, or in none"
+            case _ if name in _SLOWS and value.lower() not in ("", "0", "false", "no", "off"):
+                does, advice = "makes steps slow", f"unset {name} except to look for a mistake"
+            case _:
+                continue
+        findings.append(Finding(level, what, f"{name}={value} {does}", advice))
+    yield from findings or [Finding("ok", what, "none that changes results or hides devices")]
+
+
+def _misses_its_gpu(local: str, values: Facts, devices: Facts) -> bool:
+    """Return whether JAX takes the GPU of a SLURM task by its number on the host, which is none of the GPUs that the task sees."""
+    is_selected = values.get("JAX_LOCAL_DEVICE_IDS") or values.get("JAX_COORDINATOR_ADDRESS")
+    return devices.get("platform") == "gpu" and local.isdecimal() and not is_selected and int(local) >= devices["count"]
+
+
+def _is_caught(process: Facts, values: Facts) -> bool:
+    """Return whether a proxy would be used for the coordinator, to which this process has not connected."""
+    host, exceptions = process.get("coordinator"), values.get("no_grpc_proxy") or values.get("no_proxy", "")
+    ends = [entry.strip().removeprefix("*") for entry in exceptions.split(",") if entry.strip()]
+    return host is not None and not process.get("connected") and not host.endswith(tuple(ends))
+
+
+_DRIVERS = "try JAX alone: python -c 'import jax; print(jax.devices())'; see docs/how-to/install.md for drivers and extras"
+_CHECKS: dict[str, tuple[str, Callable[[str, Facts, Any], Iterator[Finding]], Level, str]] = {
+    # name: facts to look at, the check, and if these facts could not be found: how bad that is, and what to do
+    "devices": ("devices", _devices, "problem", _DRIVERS),
+    "memory": ("memory", _memory, "note", ""),
+    "shared memory": ("shared memory", _shared_memory, "note", ""),
+    "run folder": ("folder", _folder, "problem", "choose another run.dir, or make the folder and its owner: mkdir, chown"),
+    "variables": ("environment", _variables, "note", ""),
+}
+
+
+def _links(links: dict[str, Any] | None) -> Iterator[Finding]:
+    if links is not None and "error" in links:
+        advice = "the processes cannot exchange arrays as a run does; see docs/how-to/troubleshooting/processes.md"
+        yield Finding("problem", "links", links["error"], advice)
+    elif links is not None:
+        latency, bandwidth = links["latency"], links["bandwidth"]
+        is_slow = latency > 5e-3 or bandwidth < 100e6  # as between hosts of different places
+        advice = "check that the fast network is used (NCCL_SOCKET_IFNAME on GPUs); else try plan.extra_in_flight and plan.links"
+        found = f"an array takes {latency * 1e3:.2f} ms to the next process, and 1 MB goes at {bandwidth / 1e6:.0f} MB/s"
+        yield _first("links", found, (is_slow, "note", advice))
+
+
+def merged(of_processes: Sequence[Sequence[Finding]]) -> list[Finding]:
+    """Merge the findings of all processes; a finding of only some processes names them.
+
+    Of findings that differ only in their measurement, the one with the least is shown.
+
+    Args:
+        of_processes: the findings of each process, in order.
+    """
+    having: dict[Finding, list[tuple[float, int, str]]] = {}
+    for index, findings in enumerate(of_processes):
+        for finding in findings:
+            equal = finding._replace(measured="", least=0.0)
+            having.setdefault(equal, []).append((finding.least, index, finding.measured))
+    rows = []
+    for finding, members in having.items():
+        _, worst, measured = min(members)
+        text = finding.found + (f", {measured}" if measured else "")
+        if len({each for *_, each in members}) > 1:
+            text += f" (the least, in process {worst})"
+        only = "" if len(members) == len(of_processes) else f"{processes([index for _, index, _ in members])}: "
+        rows.append(finding._replace(found=only + text))
+    return rows
+
+
+def processes(indices: Sequence[int]) -> str:
+    """Return a text such as `process 3` or `processes 0-3, 6`."""
+    parts: list[list[int]] = []
+    for index in sorted(indices):
+        if parts and parts[-1][1] == index - 1:
+            parts[-1][1] = index
+        else:
+            parts.append([index, index])
+    shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+    return f"process{'' if len(indices) == 1 else 'es'} {shown}"
+
+
+def _differing(values: Sequence[str]) -> str:
+    """Describe which processes have which value, such as `0.12 in processes 0-2; 0.10 in process 3`; empty if all have the same."""
+    groups: dict[str, list[int]] = {}
+    for index, value in enumerate(values):
+        groups.setdefault(value, []).append(index)
+    return "; ".join(f"{value or 'nothing'} in {processes(indices)}" for value, indices in groups.items()) if len(groups) > 1 else ""
+
+
+def table(findings: Sequence[Finding]) -> list[str]:
+    """Return the findings as lines: level, what, and what was found; below, indented, what to do."""
+    rows = align([[finding.level, finding.what, printable(finding.found)] for finding in findings])
+    indent = " " * sum(2 + max(len(cell) for cell in column) for column in zip(*(finding[:2] for finding in findings), strict=True))
+    lines = []
+    for finding, row in zip(findings, rows, strict=True):
+        lines += [row, *([f"{indent}→ {printable(finding.advice)}"] if finding.advice else [])]
+    numbers = [sum(finding.level == level for finding in findings) for level in ("problem", "note")]
+    return [*lines, f"{count(numbers[0], 'problem')}, {count(numbers[1], 'note')}"]
