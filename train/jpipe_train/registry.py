@@ -27,7 +27,7 @@ GROUPS: Final[Mapping[str, str]] = MappingProxyType(
         "formats": "data.format",  # a subclass of `jpipe_train.config.data_section.DataSection`
         "losses": "loss.name",  # a function (outputs, labels) -> (sum, weight)
         "sources": "warm_start.file",  # an object with the functions of `jpipe_train.checkpoint.sources.source.Format`
-        "layouts": "--layout",  # a function that takes a `jpipe_train.checkpoint.export.Request`
+        "layouts": "--layout",  # a function that takes an `ExportRequest` of `jpipe_train.checkpoint`, and a function that prints a line
         "commands": "jpipe",  # a function for tyro, or a `tyro.extras.SubcommandApp`
     }
 )

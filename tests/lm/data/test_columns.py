@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jpipe import InputError
-from jpipe_lm.data import prepare, splits
+from jpipe_lm.data import splits
 from jpipe_lm.data.chat import reading
 from jpipe_lm.data.chat.conversations import conversation
 from jpipe_lm.data.document_files import Files
@@ -31,6 +31,7 @@ from jpipe_train.data.files.arrow import Column
 from jpipe_train.data.files.records import records
 from jpipe_train.data.files.wrong_lines import WrongLines
 from tests.lm.data.conftest import SENTENCES, quiet, same
+from tests.lm.data.prepared import prepare_files
 from tests.train.conftest import changed
 
 ROOT = Path(__file__).parents[3]
@@ -241,7 +242,7 @@ def test_rows_of_token_ids_are_documents_as_they_are(tiny, tokenizer, written, t
         assert equal(expected, loaded)
         assert loaded.digest() == expected.digest()
     files = Files([str(tmp_path / "a")], "tokens")
-    prepare.prepare(files, tokenizer, str(tmp_path / "tokens"), quiet(), 0.3)
+    prepare_files(files, tokenizer, str(tmp_path / "tokens"), quiet(), 0.3)
     folder = changed(
         tiny
         | {

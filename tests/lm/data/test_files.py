@@ -13,7 +13,7 @@ from PIL import Image
 
 from examples.papers.data import captions, image_rows, images, npz_file
 from jpipe import InputError
-from jpipe_lm.data import prepare, splits, texts
+from jpipe_lm.data import splits, texts
 from jpipe_lm.data import tokenizer as tokenizers
 from jpipe_lm.data.document_files import Files
 from jpipe_lm.data.documents import Documents, Shard
@@ -22,6 +22,7 @@ from jpipe_train.config.config import Config
 from jpipe_train.data import data, sources
 from jpipe_train.data.files.file_array import FileArray
 from tests.lm.data.conftest import quiet, whole
+from tests.lm.data.prepared import prepare_files
 
 SPECIAL = {"fifo": os.mkfifo, "folder": os.mkdir, "link": lambda path: os.symlink("nowhere", path)}
 
@@ -166,7 +167,7 @@ def test_features_with_false_headers_are_reported(changes, message, tmp_path):
 
 def test_tokens_that_are_cut_off_while_they_are_read_are_reported(documents, tokenizer, tmp_path):
     """A memory map would end this process with SIGBUS."""
-    prepare.prepare(Files([str(documents)]), tokenizer, str(tmp_path / "tokens"), quiet(), 0.3)
+    prepare_files(Files([str(documents)]), tokenizer, str(tmp_path / "tokens"), quiet(), 0.3)
     folder, index = token_files.read_index(str(tmp_path / "tokens"), "data.path")
     reader = token_files.documents(folder, index, index.train)
     reader.read(0, 8)

@@ -10,13 +10,14 @@ import pytest
 import tokenizers as library
 
 from jpipe import InputError
-from jpipe_lm.data import masked, prepare
+from jpipe_lm.data import masked
 from jpipe_lm.data import tokenizer as tokenizers
 from jpipe_lm.data.document_files import Files
 from jpipe_lm.data.documents import Documents
 from jpipe_lm.data.files import token_files
 from jpipe_train.data import data
 from tests.lm.data.conftest import quiet, same, whole
+from tests.lm.data.prepared import prepare_files
 from tests.train.conftest import changed
 
 MODEL = {"vocab_size": 300, "seq_len": 16}
@@ -25,7 +26,7 @@ MODEL = {"vocab_size": 300, "seq_len": 16}
 @pytest.fixture
 def tokens(documents, tokenizer, tmp_path) -> Path:
     """Return a folder of several shards as `jpipe data prepare` writes it."""
-    prepare.prepare(Files([str(documents)]), tokenizer, str(tmp_path / "tokens"), quiet(), 0.3, 200)
+    prepare_files(Files([str(documents)]), tokenizer, str(tmp_path / "tokens"), quiet(), 0.3, 200)
     return tmp_path / "tokens"
 
 
@@ -91,7 +92,7 @@ def test_text_and_its_tokens_in_files_give_the_same_batches(tiny, documents, tok
 
 
 def test_prompts_and_their_tokens_in_files_give_the_same_batches(tiny, prompts, tokenizer, tmp_path):
-    prepare.prepare(Files([str(prompts)], "prompts"), tokenizer, str(tmp_path / "tokens"), quiet(), 0.3, 200)
+    prepare_files(Files([str(prompts)], "prompts"), tokenizer, str(tmp_path / "tokens"), quiet(), 0.3, 200)
     fields = {"format": "prompts", "path": str(prompts), "tokenizer": tokenizer, "validation_fraction": 0.3}
     one = data.load(configured(tiny, fields))
     other = data.load(configured(tiny, {"format": "tokens", "path": str(tmp_path / "tokens")}, model={"seq_len": 40}))

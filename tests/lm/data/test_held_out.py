@@ -12,6 +12,7 @@ from jpipe_lm.data import prepare, splits
 from jpipe_train.data import data
 from jpipe_train.data.rows import AllRows, like_a_batch
 from tests.lm.data.conftest import quiet, same
+from tests.lm.data.prepared import prepare_files
 from tests.train.conftest import SENTENCE, changed
 
 
@@ -32,7 +33,7 @@ def keys_of(tokenizer, tokenizer_files, documents, prompts, tmp_path):
 
     def of(form):
         if form == "tokens":
-            prepare.prepare(prepare.Files([str(documents)]), tokenizer, str(tmp_path / "tokens"), quiet(), 0.4)
+            prepare_files(prepare.Files([str(documents)]), tokenizer, str(tmp_path / "tokens"), quiet(), 0.4)
             return {"format": "tokens", "path": str(tmp_path / "tokens")}
         path = {"prompts": prompts}.get(form, documents)
         keys = {"format": "text" if form == "masked" else form, "path": str(path), "validation_fraction": 0.4}
@@ -112,7 +113,7 @@ def test_data_without_a_row_are_reported(tiny, keys_of, tmp_path, form, content,
 
 def test_tokens_of_another_tokenizer_are_refused_where_that_can_be_seen(tiny, keys_of, tokenizer_files, documents, tmp_path):
     other = str(tmp_path / "others")
-    prepare.prepare(prepare.Files([str(documents)]), str(tokenizer_files["bert"]), other, quiet(), 0.3)
+    prepare_files(prepare.Files([str(documents)]), str(tokenizer_files["bert"]), other, quiet(), 0.3)
     config = configured(tiny, keys_of("tokens"))
     with pytest.raises(InputError, match=r"data\.path: expected text of the same tokenizer as in '.*', found text of another"):
         data.held_out(config, other)

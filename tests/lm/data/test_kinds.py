@@ -26,6 +26,7 @@ from jpipe_train.config.config import Config
 from jpipe_train.data import data
 from jpipe_train.data.files import kinds
 from tests.lm.data.conftest import quiet
+from tests.lm.data.prepared import prepare_files
 
 ROWS = [{"prompt": f"what is {i}, or {i + 1}?", "answer": f'the "number"\nis {i}', "n": i} for i in range(40)]
 
@@ -231,7 +232,7 @@ def test_bytes_without_a_known_form_may_be_learned(tiny, tmp_path):
 
 
 def test_a_folder_of_tokens_is_recognized(tiny, documents, tokenizer, tmp_path):
-    prepare.prepare(Files([str(documents)]), tokenizer, str(tmp_path / "tokens"), quiet(), 0.3)
+    prepare_files(Files([str(documents)]), tokenizer, str(tmp_path / "tokens"), quiet(), 0.3)
     with pytest.raises(InputError, match=r"data\.path: '.*/tokens' is a folder of tokens, .*; set data\.format: tokens, or set data"):
         data.load(configured(tiny, tmp_path / "tokens"))
 
@@ -256,13 +257,13 @@ def test_only_text_and_rows_are_prepared_unless_requested(tokenizer, tmp_path):
         ),
     ):
         for make in (
-            lambda files: prepare.prepare(files, tokenizer, str(tmp_path / "out"), quiet(), 0.0),
+            lambda files: prepare_files(files, tokenizer, str(tmp_path / "out"), quiet(), 0.0),
             lambda files: prepare.make_tokenizer(files, 300, str(tmp_path / "t.json"), quiet()),
         ):
             with pytest.raises(InputError, match=rf"^SOURCE: {message}"):
                 make(files)
     as_text = Files([str(tmp_path / "a.jsonl")], "text", Keys(None))
-    assert prepare.prepare(as_text, tokenizer, str(tmp_path / "out"), quiet(), 0.0).kind == "text"
+    assert prepare_files(as_text, tokenizer, str(tmp_path / "out"), quiet(), 0.0).kind == "text"
 
 
 JSON = {
@@ -289,7 +290,7 @@ def test_json_in_another_form_than_lines_is_no_text_unless_requested(form, tiny,
             data.load(configured(tiny | model, path, **keys))
     assert data.load(configured(tiny | model, tmp_path / "a", text_key=None, **keys)).rows
     with pytest.raises(InputError, match=r"^SOURCE: expected text, or rows with it, .* or set --text-key to none to read it as text$"):
-        prepare.prepare(Files([str(tmp_path / "a")], "text"), tokenizer, str(tmp_path / "out"), quiet(), 0.0)
+        prepare_files(Files([str(tmp_path / "a")], "text"), tokenizer, str(tmp_path / "out"), quiet(), 0.0)
 
 
 def test_files_with_the_name_of_rows_are_not_learned_as_bytes(tiny, tmp_path):

@@ -22,6 +22,7 @@ from jpipe_train.report.metrics_log import mean_of
 from jpipe_train.run import evaluate, loop
 from jpipe_train.run.requests import EvaluateRequest
 from tests.lm.data.conftest import SENTENCES, quiet, same
+from tests.lm.data.prepared import prepare_files
 from tests.train.checkpoint.test_resume import Killed, run_in_two, stop_before, weights_of
 from tests.train.conftest import changed
 from tests.train.run.test_loop import rows_of
@@ -239,7 +240,7 @@ def test_a_source_that_cannot_be_read_is_named(mixed, tmp_path):
 def test_folders_of_tokens_of_different_tokenizers_are_an_error(tiny, tokenizer_files, tmp_path):
     (tmp_path / "text.txt").write_text("\n".join(SENTENCES * 20))
     for kind, path in tokenizer_files.items():
-        prepare.prepare(prepare.Files([str(tmp_path / "text.txt")]), str(path), str(tmp_path / kind), quiet(), 0.2)
+        prepare_files(prepare.Files([str(tmp_path / "text.txt")]), str(path), str(tmp_path / kind), quiet(), 0.2)
     sources = [{"path": str(tmp_path / kind)} for kind in tokenizer_files]
     config = changed(tiny | {"data": {"format": "tokens", "sources": sources}}, model={"vocab_size": 300})
     with pytest.raises(jpipe.InputError, match=r"data\.sources\.1\.path: expected tokens of the same tokenizer as in '.*decoder', found"):

@@ -23,6 +23,7 @@ from jpipe_lm.data.texts import Keys
 from jpipe_lm.data.tokenizer import batched
 from jpipe_train import cli
 from tests.lm.data.conftest import SENTENCES, quiet
+from tests.lm.data.prepared import prepare_files
 
 ROOT = Path(__file__).parents[3]
 
@@ -63,7 +64,7 @@ def test_json_lines_of_texts_and_of_prompts_make_folders(tokenizer, tmp_path):
     rules = library.Tokenizer.from_file(tokenizer)
     for form in ("text", "prompts"):
         files = Files([str(tmp_path / "a.jsonl")], form, Keys("q", "q", "a"))
-        index = prepare.prepare(files, tokenizer, str(tmp_path / form), quiet(), 0.3)
+        index = prepare_files(files, tokenizer, str(tmp_path / form), quiet(), 0.3)
         assert sum(shard.documents for shard in (*index.train, *index.validation)) == 50
         read = token_files.documents(tmp_path / form, index, index.train)
         assert index.validation
@@ -81,7 +82,7 @@ def test_a_large_vocabulary_takes_four_bytes_a_token(tokenizer, tmp_path):
     content["model"]["vocab"]["<|far|>"] = 70_000
     (tmp_path / "large.json").write_text(json.dumps(content))
     (tmp_path / "a.txt").write_text("one <|far|> two\nand three\n")
-    index = prepare.prepare(Files([str(tmp_path / "a.txt")]), str(tmp_path / "large.json"), str(tmp_path / "out"), quiet(), 0.0)
+    index = prepare_files(Files([str(tmp_path / "a.txt")]), str(tmp_path / "large.json"), str(tmp_path / "out"), quiet(), 0.0)
     assert (index.dtype, index.vocab_size, index.validation) == ("uint32", 70_001, [])
     assert 70_000 in token_files.documents(tmp_path / "out", index, index.train).read(0, 5)
 
@@ -94,7 +95,7 @@ def test_an_unfinished_folder_leaves_nothing(error, at, documents, tokenizer, tm
 
     monkeypatch.setattr(prepare._Shards, at, fail)
     with pytest.raises(BaseException) as caught:  # noqa: PT011 - whatever is raised
-        prepare.prepare(Files([str(documents)]), tokenizer, str(tmp_path / "out"), quiet())
+        prepare_files(Files([str(documents)]), tokenizer, str(tmp_path / "out"), quiet())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["documents"]
     if isinstance(error, OSError):
         assert "--out: cannot write" in str(caught.value)
@@ -182,7 +183,7 @@ def test_memory_does_not_grow_with_the_text(tokenizer, tmp_path, monkeypatch):
 
     monkeypatch.setattr(texts, "tokenized", counted)
     (tmp_path / "a.txt").write_text("some words\n" * 50_000)
-    prepare.prepare(Files([str(tmp_path / "a.txt")]), tokenizer, str(tmp_path / "out"), quiet())
+    prepare_files(Files([str(tmp_path / "a.txt")]), tokenizer, str(tmp_path / "out"), quiet())
     assert most < 10_000
 
 
@@ -191,7 +192,7 @@ def test_sources_may_have_the_same_names_or_no_letters(tokenizer, tmp_path):
     for path in paths:
         Path(path).parent.mkdir()
         Path(path).write_text("some words")
-    index = prepare.prepare(Files(paths), tokenizer, str(tmp_path / "out"), quiet())
+    index = prepare_files(Files(paths), tokenizer, str(tmp_path / "out"), quiet())
     assert [sum(shard.documents for shard in part) for part in (index.train, index.validation)] == [1, 1]
     assert index.source.endswith("/?/x.txt")
 
@@ -208,14 +209,14 @@ def test_a_file_in_several_sources_is_read_once(documents, tokenizer, tmp_path, 
 def test_a_folder_is_written_where_a_link_to_its_parent_leads(documents, tokenizer, tmp_path):
     (tmp_path / "real").mkdir()
     os.symlink(tmp_path / "real", tmp_path / "link")
-    prepare.prepare(Files([str(documents)]), tokenizer, str(tmp_path / "link" / "out"), quiet())
+    prepare_files(Files([str(documents)]), tokenizer, str(tmp_path / "link" / "out"), quiet())
     assert (tmp_path / "real" / "out" / "tokens.json").is_file()
 
 
 def test_links_are_not_followed_when_a_folder_is_written(documents, tokenizer, tmp_path):
     os.symlink(tmp_path / "elsewhere", tmp_path / "out")
     with pytest.raises(InputError, match="already exists"):
-        prepare.prepare(Files([str(documents)]), tokenizer, str(tmp_path / "out"), quiet())
+        prepare_files(Files([str(documents)]), tokenizer, str(tmp_path / "out"), quiet())
     assert not (tmp_path / "elsewhere").exists()
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import jax
 import pytest
 
-from jpipe_lm.data import prepare
 from jpipe_lm.data.document_files import Files
 from jpipe_lm.data.documents import Documents
 from jpipe_lm.data.files import token_files
 from jpipe_train.data import data
 from tests.lm.data.conftest import quiet
+from tests.lm.data.prepared import prepare_files
 from tests.train.conftest import changed
 
 
@@ -45,7 +45,7 @@ def sliced(batch, rows: slice) -> None:
 
 
 def test_a_batch_far_into_a_run_is_reached_at_once_and_only_its_rows_are_read(tiny, documents, tokenizer, tmp_path, reads):
-    index = prepare.prepare(Files([str(documents)]), tokenizer, str(tmp_path / "tokens"), quiet(), 0.3, 100)
+    index = prepare_files(Files([str(documents)]), tokenizer, str(tmp_path / "tokens"), quiet(), 0.3, 100)
     dataset = load(tiny, tmp_path / "tokens", seq_len=8)
     assert reads == {"spans": [], "files": []}, "what is in the files is not read before it is needed"
     batch = dataset.train[10**12]
@@ -60,7 +60,7 @@ def test_a_batch_far_into_a_run_is_reached_at_once_and_only_its_rows_are_read(ti
 
 
 def test_the_rows_of_two_processes_are_together_those_of_one(tiny, documents, tokenizer, tmp_path, reads):
-    prepare.prepare(Files([str(documents)]), tokenizer, str(tmp_path / "tokens"), quiet(), 0.3, 100)
+    prepare_files(Files([str(documents)]), tokenizer, str(tmp_path / "tokens"), quiet(), 0.3, 100)
     spans = []
     for rows in (slice(0, 4), slice(0, 2), slice(2, 4)):  # each asks data of its own, as processes do
         reads["spans"].clear()
@@ -74,7 +74,7 @@ def test_examples_and_masked_rows_are_read_alone(tiny, documents, tokenizer_file
     lines = [{"prompt": f"what is {i}?", "answer": f"{i} is {i}"} for i in range(80)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
     prompts = Files([str(tmp_path / "a.jsonl")], "prompts")
-    prepare.prepare(prompts, str(tokenizer_files["decoder"]), str(tmp_path / "prompts"), quiet(), 0.3, 100)
+    prepare_files(prompts, str(tokenizer_files["decoder"]), str(tmp_path / "prompts"), quiet(), 0.3, 100)
     dataset = load(tiny, tmp_path / "prompts", seq_len=64)
     assert reads["spans"] == []
     inputs, labels = dataset.train[10**9]
@@ -82,7 +82,7 @@ def test_examples_and_masked_rows_are_read_alone(tiny, documents, tokenizer_file
     assert len(reads["spans"]) == inputs["segments"][2:3].max(), "as many as there are examples in the row"
     assert sum(stop - start - 1 for start, stop in reads["spans"]) == (inputs["segments"][2:3] > 0).sum()
 
-    prepare.prepare(Files([str(documents)]), str(tokenizer_files["bert"]), str(tmp_path / "masked"), quiet(), 0.3, 100)
+    prepare_files(Files([str(documents)]), str(tokenizer_files["bert"]), str(tmp_path / "masked"), quiet(), 0.3, 100)
     dataset = load(tiny, tmp_path / "masked", seq_len=19, objective="masked")
     reads["spans"].clear()
     sliced(dataset.train[10**9], slice(2, 4))

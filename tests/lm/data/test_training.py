@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jpipe_lm.data import prepare
 from jpipe_lm.data.document_files import Files
 from jpipe_train import cli
 from jpipe_train.config.config import Config
@@ -18,6 +17,7 @@ from jpipe_train.data import data
 from jpipe_train.report.metrics_log import repeatable
 from jpipe_train.run import loop
 from tests.lm.data.conftest import SENTENCES, quiet
+from tests.lm.data.prepared import prepare_files
 from tests.train.conftest import changed
 
 pytestmark = pytest.mark.usefixtures("no_report")
@@ -40,7 +40,7 @@ def of_format(tiny, documents, lines, tokenizer_files, tmp_path):
     text = {"format": "text", "path": str(documents), "tokenizer": str(tokenizer_files["decoder"]), "validation_fraction": 0.3}
 
     def folder(kind: str) -> dict:
-        prepare.prepare(Files([str(documents)]), str(tokenizer_files[kind]), str(tmp_path / "tokens"), quiet(), 0.3, 200)
+        prepare_files(Files([str(documents)]), str(tokenizer_files[kind]), str(tmp_path / "tokens"), quiet(), 0.3, 200)
         return {"format": "tokens", "path": str(tmp_path / "tokens")}
 
     def config(kind: str, **sections) -> Config:

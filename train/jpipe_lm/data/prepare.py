@@ -23,7 +23,7 @@ from jpipe_lm.data.chat.tokens import end_of_turn
 from jpipe_lm.data.document_files import Answers, Assembler, Files, Tokens
 from jpipe_lm.data.files import token_files
 from jpipe_lm.data.files.token_files import Index, ShardFacts
-from jpipe_train.config.section import AUTO
+from jpipe_lm.data.prepare_request import PrepareRequest
 from jpipe_train.console import interrupt
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count, first_line
@@ -38,25 +38,12 @@ _BYTES = 256
 _Piece = TypeVar("_Piece", texts.Piece, Tokens)
 
 
-def prepare(
-    files: Files,
-    tokenizer: str,
-    out: str,
-    reporter: Reporter,
-    validation_fraction: float = 0.05,
-    shard_tokens: int = 10**8,
-    end_of_text: str | None = AUTO,
-) -> Index:
+def prepare(request: PrepareRequest, reporter: Reporter) -> Index:
     """Tokenize files into a new folder, which appears complete or not at all.
 
     Args:
-        files: what to read.
-        tokenizer: path of a tokenizer.json.
-        out: the folder.
+        request: what to read and to write.
         reporter: prints the progress, and what was written.
-        validation_fraction: share for validation; 0: nothing.
-        shard_tokens: a shard ends with the document that fills it.
-        end_of_text: see `jpipe_lm.data.tokenizer.load`.
 
     Returns:
         What was written into its tokens.json.
@@ -64,14 +51,17 @@ def prepare(
     Raises:
         InputError: something cannot be read or written, or is not what it should be.
     """
-    if not 0 <= validation_fraction < 1:
-        raise InputError(f"--validation-fraction: expected a number from 0 to less than 1, found {validation_fraction}; 0 is for none")
-    if shard_tokens < 1:
-        raise InputError(where="--shard-tokens", expected="at least 1", found=shard_tokens, change="the default is a hundred million")
-    target = unused(out, "--out")
-    loaded = tokenizers.load(tokenizer, "--tokenizer", end_of_text)
+    if not 0 <= (fraction := request.validation_fraction) < 1:
+        raise InputError(f"--validation-fraction: expected a number from 0 to less than 1, found {fraction}; 0 is for none")
+    if (size := request.shard_tokens) < 1:
+        raise InputError(where="--shard-tokens", expected="at least 1", found=size, change="the default is a hundred million")
+    text_key = None if request.text_key == "none" else request.text_key
+    keys = texts.Keys(text_key, request.prompt_key, request.answer_key, request.tokens_key)
+    files = Files(request.source, request.form, keys, request.chat_template)
+    target, out = unused(request.out, "--out"), request.out
+    loaded = tokenizers.load(request.tokenizer, "--tokenizer", None if request.end_of_text == "none" else request.end_of_text)
     with _interrupt_reported(out), new_folder(target, "--out") as place:
-        index, assembler = _written(place, files, loaded, validation_fraction, shard_tokens, reporter)
+        index, assembler = _written(place, files, loaded, fraction, size, reporter)
     for line in assembler.remarks():
         reporter.say(line)
     for line in described(out, index):

@@ -2,9 +2,9 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -17,45 +17,26 @@ from jpipe.checkpoints import files as checkpoint_files
 from jpipe.checkpoints.orbax_item import write_tree
 from jpipe.files import expanded, new_folder, resolved, shown, unused, write_atomically, writing
 from jpipe_train.checkpoint.best import Step, best_step
+from jpipe_train.checkpoint.export_request import ExportRequest
 from jpipe_train.console.terminal import count
 
 ENDING = ".safetensors"
 Weights = Literal["newest", "ema"]
 
 
-class Request(NamedTuple):
-    """What to export, as the function of a layout gets it.
-
-    Attributes:
-        source: the folder of a run, or a config.
-        out: the file or folder to write, a new one.
-        step: of the checkpoint, or "best"; None: the newest that is whole.
-        report: gets lines for what was written, and for checkpoints that are damaged.
-        weights: the newest parameters, or their moving average.
-        overrides: replacements of keys of a config.
-    """
-
-    source: str
-    out: str
-    step: Step
-    report: Callable[[str], None]
-    weights: Weights = "newest"
-    overrides: Sequence[str] = ()
-
-
-def write_file(request: Request) -> None:
+def write_file(request: ExportRequest, report: Callable[[str], None]) -> None:
     """Write a safetensors file, as `main` does."""
-    main(*request[:5])
+    main(request.source, request.path, request.step, report, request.weights)
 
 
-def write_orbax(request: Request) -> None:
+def write_orbax(request: ExportRequest, report: Callable[[str], None]) -> None:
     """Write an Orbax item with the names of arrays in an export."""
-    main(*request[:5], "orbax")
+    main(request.source, request.path, request.step, report, request.weights, "orbax")
 
 
-def write_model(request: Request) -> None:
+def write_model(request: ExportRequest, report: Callable[[str], None]) -> None:
     """Write an Orbax item with the names of arrays in the whole model from which the layers were cut."""
-    main(*request[:5], "model")
+    main(request.source, request.path, request.step, report, request.weights, "model")
 
 
 def main(
