@@ -7,9 +7,9 @@ import shutil
 import numpy as np
 import pytest
 
+import jpipe.checkpoints
 from benchmarks.faults import damage, kills
 from benchmarks.faults.runs import EVERY, KINDS, config_of, difference, end_of
-from jpipe.checkpoints import files as checkpoint_files
 from jpipe_train.checkpoint.resume import find
 from jpipe_train.config.config import Config
 from jpipe_train.launch.together import Together
@@ -35,7 +35,10 @@ def copied_run(stopped, tmp_path):
 @pytest.mark.slow
 def test_any_damaged_file_is_named_and_the_previous_checkpoint_used(copied_run, stopped):
     place, before = damage.newest(stopped), damage.STOPPED - EVERY
-    expected, config = checkpoint_files.read_layers(stopped, before), Config.model_validate(config_of(copied_run, damage.PLAN, damage.END))
+    expected, config = (
+        jpipe.checkpoints.Checkpoint(stopped, before).read(),
+        Config.model_validate(config_of(copied_run, damage.PLAN, damage.END)),
+    )
     names = {path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_file()}
     assert {"checkpoint.json", "process-0.json"} < names
     tried = set()
@@ -46,7 +49,7 @@ def test_any_damaged_file_is_named_and_the_previous_checkpoint_used(copied_run, 
         resumed = find(config.run.dir, "auto", Together(None), messages.append)
         assert resumed.step == before
         assert file.name in messages[0]
-        assert difference(checkpoint_files.read_layers(resumed.folder, before), expected) is None
+        assert difference(jpipe.checkpoints.Checkpoint(resumed.folder, before).read(), expected) is None
         shutil.copy(place / name, file)
         tried.add((name, how))
     assert tried == set(itertools.product(names, damage.HOW))
@@ -66,7 +69,7 @@ def test_a_run_with_a_damaged_checkpoint_ends_with_equal_results(copied_run, tmp
 def test_replicas_that_save_within_a_round_write_every_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr("jpipe_train.run.loop.write_report", lambda *_: None)
     loop.main(Config.model_validate(config_of(tmp_path, KINDS["2-1-1"], EVERY + 1)))
-    assert checkpoint_files.steps(tmp_path / "run") == [EVERY, EVERY + 1]
+    assert jpipe.checkpoints.steps(tmp_path / "run") == [EVERY, EVERY + 1]
 
 
 def test_differences_between_ends_are_found():

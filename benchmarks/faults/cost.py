@@ -12,9 +12,9 @@ import jax
 from rich.console import Console
 
 import jpipe
+import jpipe.checkpoints
 from benchmarks.faults.runs import ROOT
 from benchmarks.planner.markdown import print_table
-from jpipe.checkpoints import files as checkpoint_files
 from jpipe_train.assemble.build import prepare_devices
 from jpipe_train.checkpoint.checkpoints import Checkpoints
 from jpipe_train.checkpoint.resume import find
@@ -64,7 +64,7 @@ class _Training:
         self._pipe, self._batches, reporter = _ready(config)
         self._state = starting.begin(config.seed, self._pipe, self._batches, None)
         self._folder = Path(config.run.dir or "")
-        checkpoint_files.begin(self._folder, None)
+        jpipe.checkpoints.folders.begin(self._folder, None)
         devices = jax.device_count()
         facts = {"config": to_yaml(config), "plan": self._pipe.plan.to_json(), "devices": devices, "val_loss_before": 0.0}
         self._checkpoints = Checkpoints(config.checkpoint, self._pipe, self._folder, config.train.length, ALONE, facts, bytes, reporter.say)
@@ -102,7 +102,7 @@ class _Training:
 
     def bytes_written(self) -> dict[str, int]:
         """Return the bytes of the newest checkpoint, and those that the workers hold: versions, optimizer state and layer state."""
-        place = self._folder / "checkpoints" / str(checkpoint_files.steps(self._folder)[-1])
+        place = self._folder / "checkpoints" / str(jpipe.checkpoints.steps(self._folder)[-1])
         state = [(worker.weights, worker.optimizer, worker.layer_state) for worker in self._state.workers]
         return {
             "files": sum(path.stat().st_size for path in place.rglob("*") if path.is_file()),

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.faults.runs import EVERY, KINDS, End, config_of, difference, end_of
 from benchmarks.planner.markdown import print_table
-from jpipe.checkpoints.files import steps
+from jpipe.checkpoints import steps
 from jpipe_train.config.config import Config
 from jpipe_train.run import loop
 

@@ -14,9 +14,9 @@ import numpy as np
 from rich.console import Console
 
 import jpipe
+import jpipe.checkpoints
 from benchmarks.faults.runs import KINDS, LIMIT, config_of, difference, end_of, last_words, launched
 from benchmarks.planner.markdown import print_table
-from jpipe.checkpoints import files as checkpoint_files
 from jpipe_train.checkpoint.resume import find
 from jpipe_train.config.config import Config
 from jpipe_train.console.progress import Reporter
@@ -66,7 +66,7 @@ def outcome(folder: Path, plan: Mapping[str, Any]) -> str | None:
         if layers is None:
             return damaged
         state = starting.begin(config.seed, pipe, batches, resumed, layers)
-        saved = checkpoint_files.read_layers(folder / "run", STEPS)
+        saved = jpipe.checkpoints.Checkpoint(folder / "run", STEPS).read()
         if wrong := difference(_newest(state), {layer_id: _leaves(saved[layer_id]) for layer_id in pipe.stack.ids}, "restored"):
             return wrong
         losses: dict[int, Any] = {}

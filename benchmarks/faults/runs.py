@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jpipe.checkpoints import files as checkpoint_files
+import jpipe.checkpoints
 from jpipe_train.report.metrics_log import repeatable
 
 ROOT = Path(__file__).parents[2]
@@ -112,7 +112,7 @@ def last_words(folder: Path) -> str:
 def end_of(run: Path) -> End:
     """Return the result of the run in the folder `run`, after checking the hashes of its checkpoint."""
     rows = [repeatable(json.loads(line)) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return End(rows, checkpoint_files.read_layers(run, checkpoint_files.steps(run)[-1]))
+    return End(rows, jpipe.checkpoints.Checkpoint(run, jpipe.checkpoints.steps(run)[-1]).read())
 
 
 def difference(actual: Any, expected: Any, where: str = "") -> str | None:

@@ -7,7 +7,6 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,13 +18,13 @@ import jpipe
 from examples.papers.data import sentences, translation
 from examples.papers.models.gnmt import gnmt
 from jpipe import InputError
-from jpipe.checkpoints import files as checkpoint_files
 from jpipe.files import expanded, read_text, resolved
 from jpipe_lm.data.tokenizer import Tokenizer
-from jpipe_train.checkpoint.export import Weights, by_name, step_of, with_ema
+from jpipe_train.checkpoint.weights import SavedWeights, choose
 from jpipe_train.config import config_file
 from jpipe_train.console import interrupt
 from jpipe_train.console.exit_codes import failed
+from jpipe_train.console.options import Weights
 from jpipe_train.console.terminal import count, printable
 
 ROWS = 64  # sentences at a time
@@ -69,7 +68,7 @@ def translate(request: Request, write: Callable[[str], None], say: Callable[[str
             there are references; a sentence is empty or too long.
     """
     folder = resolved(request.run, "translate")
-    step = step_of(folder, request.step, "translate", say)
+    checkpoint = choose(folder, request.step, "translate", say)
     config = config_file.load_resolved(folder / "config.yaml")
     if (config.model.target, config.data.target) != (MODEL, DATA):
         other = config.model.target or f"model.kind {config.model.kind}"
@@ -80,9 +79,7 @@ def translate(request: Request, write: Callable[[str], None], say: Callable[[str
     lines, name, references = _texts(request, folder_of_text)
     bleu = None if references is None else _bleu()
     rows = _rows(source_length, tokenizer, lines, name)
-    if request.step is not None:  # or else it is verified already
-        checkpoint_files.verify(folder, step)
-    params = _params(folder, step, request.weights)
+    params = {name: np.asarray(array) for name, array in SavedWeights(checkpoint, request.weights).read().items()}
     stack = gnmt(**config.model.arguments)
     translations: list[str] = []
     decode = jax.jit(lambda params, row: greedy(stack, params, row, target_length, int(tokenizer.end or 0)))
@@ -95,7 +92,7 @@ def translate(request: Request, write: Callable[[str], None], say: Callable[[str
             ends = np.flatnonzero(sentence == tokenizer.end)
             translations.append(tokenizer.decoded(sentence[: ends[0] if ends.size else None].tolist()).strip())
             write(f"{translations[-1]}\n")
-    say(f"{request.run}, step {step}: {count(len(translations), 'sentence')} of {name}")
+    say(f"{request.run}, step {checkpoint.step}: {count(len(translations), 'sentence')} of {name}")
     if bleu is None:
         return None
     score = bleu(translations, references)
@@ -184,12 +181,6 @@ def _rows(length: int, tokenizer: Tokenizer, lines: list[str], name: str) -> lis
     rows = [translation.source_row(each, tokenizer.end, length) for each in tokens]
     rows += [rows[-1]] * (-len(rows) % ROWS)
     return [jax.tree.map(lambda *same: np.stack(same), *rows[first : first + ROWS]) for first in range(0, len(rows), ROWS)]
-
-
-def _params(folder: Path, step: int, weights: Weights) -> dict[str, np.ndarray]:
-    """Read the weights of a checkpoint, named "layer id/path"."""
-    layers = checkpoint_files.read_layers(folder, step, verified=True)
-    return {name: np.asarray(array) for name, array in by_name(layers if weights == "newest" else with_ema(layers, step)).items()}
 
 
 def _placed(layer_id: str, arrays: dict[str, np.ndarray], specs: Any, stack: jpipe.LayerStack) -> Any:

@@ -1,7 +1,7 @@
 """Write checkpoints of a run while it continues, and restore them under any plan; `jpipe train` uses these functions.
 
-It is a separate public module, because it imports Orbax, which `import jpipe` does not. `jpipe.checkpoints.files` describes the files of a
-checkpoint.
+It is a separate public module, because it imports Orbax, which `import jpipe` does not. `jpipe.checkpoints.writing` describes the files of
+a checkpoint, `Checkpoint` reads them.
 """
 
 import errno
@@ -16,8 +16,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jpipe.checkpoints import files, folders
-from jpipe.checkpoints.files import prune, steps
+from jpipe.checkpoints import folders, writing
+from jpipe.checkpoints.checkpoint import Checkpoint, run_folder
+from jpipe.checkpoints.folders import at, newest, prune, steps
 from jpipe.errors import InputError
 from jpipe.pipeline import Pipeline
 from jpipe.processes._coordinator import named
@@ -28,7 +29,7 @@ from jpipe.runtime._snapshot import CopiesDiffer, Copy, Snapshot, layer_of
 from jpipe.runtime.state import State
 from jpipe.stages._batch import Batch
 
-__all__ = ["layers_to_read", "load", "prune", "read", "save", "stand_ins", "steps"]
+__all__ = ["Checkpoint", "at", "layers_to_read", "load", "newest", "prune", "read", "save", "stand_ins", "steps"]
 
 _PATIENCE = 5.0  # seconds without any progress until the processes are named that have not called `save`
 
@@ -51,8 +52,8 @@ def save(
     Args:
         folder: the folder of the run, which all processes share.
         snapshot: a complete snapshot from `Pipeline.snapshot`.
-        facts: facts of any JSON types, for `files.read_facts`.
-        rows: a function that returns the metrics so far, for `files.read_metrics`; process 0 calls it once the parts are written.
+        facts: facts of any JSON types, for `Checkpoint.facts`.
+        rows: a function that returns the metrics so far, for `Checkpoint.rows`; process 0 calls it once the parts are written.
         keep: the number of newest checkpoints to keep; older ones are removed. None keeps all. `prune` has other rules.
         limit: seconds that process 0 waits for the other processes.
         processes: the processes of the run; by default from `jpipe.join_processes`.
@@ -67,12 +68,12 @@ def save(
     """
     _check(snapshot, keep)
     processes = processes or join_processes()
-    run, step, index = folders.run_folder(folder), snapshot.batch, 0 if processes is None else processes.index
+    run, step, index = run_folder(folder), snapshot.batch, 0 if processes is None else processes.index
     if processes is not None and index > 0:
         processes.broadcast(_begun(step, index), b"")
     problem: OSError | None = None
     try:
-        files.write_layers(run, step, snapshot.layers(), index)
+        writing.write_layers(run, step, snapshot.layers(), index)
     except OSError as error:
         problem = error
     copies = snapshot.copies()
@@ -120,16 +121,14 @@ def load(
     """
     if not isinstance(pipe, Pipeline):
         raise InputError(where="pipe", expected="a jpipe.Pipeline", found=type(pipe).__name__)
-    run = folders.run_folder(folder)
-    chosen = files.newest_good(run, lambda damaged: None) if step is None else step
+    run = run_folder(folder)
+    chosen = newest(run, lambda damaged: None) if step is None else at(run, step)
     if chosen is None:
         if steps(run):
             raise InputError(f"{run}: none of its checkpoints is whole; choose another folder, or remove them to begin anew")
         return None
-    if chosen not in steps(run):
-        raise InputError(f"step: expected one of {', '.join(map(str, steps(run))) or 'none at all'}, those in '{run}', found {chosen}")
-    pipe.check_layers(batch, stand_ins(pipe, run, chosen), chosen)
-    return pipe.restore(key, batch, read(pipe, run, chosen), chosen, buckets=buckets)
+    pipe.check_layers(batch, _stand_ins(pipe, chosen), chosen.step)
+    return pipe.restore(key, batch, chosen.read(_local_names(pipe, chosen)), chosen.step, buckets=buckets)
 
 
 def read(pipe: Pipeline, folder: Path, step: int) -> dict[str, Plain]:
@@ -143,7 +142,8 @@ def read(pipe: Pipeline, folder: Path, step: int) -> dict[str, Plain]:
     Raises:
         InputError: a layer is missing from the checkpoint, or a file is damaged.
     """
-    return files.read_layers(folder, step, _local_names(pipe, files.layers_in(folder, step), str(folder), step))
+    checkpoint = Checkpoint(folder, step)
+    return checkpoint.read(_local_names(pipe, checkpoint))
 
 
 def stand_ins(pipe: Pipeline, folder: Path, step: int) -> dict[str, Plain]:
@@ -151,9 +151,13 @@ def stand_ins(pipe: Pipeline, folder: Path, step: int) -> dict[str, Plain]:
 
     Arguments and errors are as for `read`; the contents of files are not compared.
     """
-    specs = files.layer_specs(folder, step)
-    names = _local_names(pipe, files.layers_in(folder, step), str(folder), step)
-    return jax.tree.map(lambda spec: np.broadcast_to(np.zeros((), spec.dtype), spec.shape), {name: specs[name] for name in names})
+    return _stand_ins(pipe, Checkpoint(folder, step))
+
+
+def _stand_ins(pipe: Pipeline, checkpoint: Checkpoint) -> dict[str, Plain]:
+    specs = checkpoint.specs()
+    local = {name: specs[name] for name in _local_names(pipe, checkpoint)}
+    return jax.tree.map(lambda spec: np.broadcast_to(np.zeros((), spec.dtype), spec.shape), local)
 
 
 def layers_to_read(pipe: Pipeline) -> list[str]:
@@ -168,9 +172,10 @@ def _local_layers(pipe: Pipeline) -> list[str]:
     return [layer_id for s in sorted(stages) for layer_id in pipe.plan.stages[s].layers]
 
 
-def _local_names(pipe: Pipeline, names: Sequence[str], where: str, step: int) -> list[str]:
-    """Return the names in a checkpoint, among `names`, of the layers of this process's workers."""
+def _local_names(pipe: Pipeline, checkpoint: Checkpoint) -> list[str]:
+    """Return the names in a checkpoint of the layers of this process's workers."""
     local, everything = pipe.stack.ties.entries(_local_layers(pipe)), pipe.stack.ties.entries(pipe.stack.ids)
+    names, where, step = checkpoint.layers, checkpoint.folder, checkpoint.step
     if missing := [layer_id for layer_id in everything if layer_id not in names]:
         raise InputError(f"{where}: the checkpoint of step {step} lacks layer '{missing[0]}'; is it of another model?")
     if unknown := [name for name in names if layer_of(name, everything) is None]:
@@ -232,18 +237,18 @@ def _complete(
             time.sleep(0.02)
         reports = {k: json.loads(processes.receive(name, k)) for k, name in names.items() if processes.has_message(name)}
     failed = {k for k, (well, _) in reports.items() if not well} | ({0} if problem is not None else set())
-    without = files.gather(place, step, count, max(end - time.monotonic(), 0.0), lambda: failed)
+    writing.await_parts(place, step, sorted({*range(count)} - failed), max(end - time.monotonic(), 0.0))
     if silent := sorted({*range(1, count)} - reports.keys()):
         raise TimeoutError(f"{place}: waited {limit:g} s for {named(silent)} to say that the part of step {step} is written")
     try:
         if problem is not None:
             raise problem
-        if without:
-            raise OSError(errno.EIO, f"process {without[0]} could not write its part")
+        if failed:
+            raise OSError(errno.EIO, f"process {min(failed)} could not write its part")
         for _, of_process in reports.values():
             copies = copies + [Copy(*copy) for copy in of_process]
         _check_copies(snapshot, copies)
-        files.complete(place, step, count, facts, rows())
+        writing.complete(place, step, count, facts, rows())
     except (OSError, CopiesDiffer):
         folders.discard(place, step)
         raise

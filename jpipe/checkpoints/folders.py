@@ -1,4 +1,4 @@
-"""The folders of a run's checkpoints: their names, and how they are kept, renamed and removed.
+"""The folders of a run's checkpoints: how they are listed, chosen, kept, renamed and removed.
 
 A checkpoint after 40 batches is the folder `checkpoints/40` of the run, as `ocp.CheckpointManager` names it. Until it is complete its files
 are in `checkpoints/40.orbax-checkpoint-tmp`, which Orbax takes for unfinished, too.
@@ -10,15 +10,18 @@ import itertools
 import os
 import re
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 from jpipe import InputError
 from jpipe._numbers import is_int
+from jpipe.checkpoints.checkpoint import Checkpoint, run_folder
 from jpipe.checkpoints.orbax_item import ITEM
-from jpipe.checkpoints.records import FORMAT_1, MARKER, files_in, of_other_format, read_marker, read_parts, read_rows, verify_files
-from jpipe.files import make_folder, resolved, to_disk
+from jpipe.checkpoints.records import FORMAT_1, MARKER, Damaged, of_other_format
+from jpipe.files import make_folder, shown, to_disk
+
+__all__ = ["at", "begin", "newest", "prune", "steps"]
 
 STEP_METADATA = "_CHECKPOINT_METADATA"
 """A file of a step that tells Orbax what is in it."""
@@ -28,17 +31,6 @@ COMPLETE = "complete"
 
 _UNFINISHED = ".orbax-checkpoint-tmp"
 _OF_FORMAT_1 = re.compile(r"0\d{7}")  # the name of a folder, such as 00000040
-
-
-def run_folder(folder: str | Path) -> Path:
-    """Return the folder of a run as an absolute path.
-
-    Raises:
-        InputError: it is no path, or one that no folder can have.
-    """
-    if not isinstance(folder, str | Path):
-        raise InputError(where="folder", expected="the path of a run's folder", found=type(folder).__name__)
-    return resolved(str(folder), "folder")
 
 
 def steps(folder: str | Path) -> list[int]:
@@ -68,9 +60,48 @@ def step_folders(folder: Path) -> list[tuple[int, Path]]:
     return found
 
 
-def step_folder(folder: Path, step: int) -> Path:
-    """Return the folder of the complete checkpoint of a step, whether it exists or not."""
-    return folder / "checkpoints" / str(step)
+def at(folder: str | Path, step: int, where: str = "step") -> Checkpoint:
+    """Return the complete checkpoint of a step; nothing of it is read.
+
+    Args:
+        folder: the run's.
+        step: the batches that the weights have seen.
+        where: what names the step, for messages.
+
+    Raises:
+        InputError: there is none.
+    """
+    if step not in (known := steps(folder)):
+        expected = f"one of {', '.join(map(str, known)) or 'none at all'}, the checkpoints in '{shown(run_folder(folder))}'"
+        raise InputError(where=where, expected=expected, found=step)
+    return Checkpoint(folder, step)
+
+
+def newest(folder: str | Path, report: Callable[[Damaged], None], before: int | None = None) -> Checkpoint | None:
+    """Return the newest checkpoint of a run that is undamaged and can be read, if any.
+
+    Args:
+        folder: the run's.
+        report: gets an error for each newer one that is damaged or unfinished; they are left in place.
+        before: only consider checkpoints of earlier steps than this; None: all.
+
+    Raises:
+        InputError: the newest is of another format.
+    """
+    for step, path in reversed(step_folders(run_folder(folder))):
+        if before is not None and step >= before:
+            continue
+        try:
+            if path.name != str(step):
+                raise Damaged(path, f"has no {MARKER}, was not finished")
+            checkpoint = Checkpoint(folder, step)
+            checkpoint.verify()
+            checkpoint.specs()
+        except Damaged as damaged:
+            report(damaged)
+        else:
+            return checkpoint
+    return None
 
 
 def unfinished_folder(folder: Path, step: int) -> Path:
@@ -84,7 +115,8 @@ def publish(folder: Path, step: int) -> None:
     Raises:
         OSError: an earlier one is in the way and cannot be removed, or the system fails.
     """
-    unfinished, path = unfinished_folder(folder, step), step_folder(folder, step)
+    unfinished = unfinished_folder(folder, step)
+    path = unfinished.with_name(str(step))
     if os.path.lexists(path):
         remove(path)
     os.rename(unfinished / COMPLETE, path)
@@ -167,25 +199,13 @@ def prune(
     check_keep(keep)
     folder = run_folder(folder)
     complete = steps(folder)
-    if not complete or not has_all_files(folder, complete[-1]):
+    if not complete or not Checkpoint(folder, complete[-1]).has_all_files():
         return
     to_keep = _steps_to_keep(folder, complete, keep, keep_every, keep_hours).union(also)
     for step, path in step_folders(folder):
-        is_wanted = _is_complete(path) and (step in to_keep or not has_all_files(folder, step))
+        is_wanted = _is_complete(path) and (step in to_keep or not Checkpoint(folder, step).has_all_files())
         if step < complete[-1] and not is_wanted and _not_ours(path) is None:
             remove(path)
-
-
-def has_all_files(folder: Path, step: int) -> bool:
-    """Return whether a checkpoint is complete and its files have their sizes; the contents of large files are not read."""
-    path = step_folder(folder, step)
-    try:
-        marker = read_marker(path, step)
-        verify_files(path / ITEM, files_in(path, read_parts(path, marker)), contents=False)
-        read_rows(path, marker)
-    except InputError:
-        return False
-    return True
 
 
 def remove(path: Path) -> None:
@@ -217,7 +237,7 @@ def remove_part(path: Path, process: int) -> None:
 
 def _steps_to_keep(folder: Path, complete: list[int], keep: int, keep_every: int | None, keep_hours: float | None) -> set[int]:
     """Return the steps that `prune` keeps, among those that are complete."""
-    whole = itertools.islice((step for step in reversed(complete) if has_all_files(folder, step)), keep)
+    whole = itertools.islice((step for step in reversed(complete) if Checkpoint(folder, step).has_all_files()), keep)
     oldest = min(whole)  # the newest is whole
     to_keep = {step for step in complete if step >= oldest}
     if keep_every is not None:
@@ -225,7 +245,7 @@ def _steps_to_keep(folder: Path, complete: list[int], keep: int, keep_every: int
     if keep_hours is not None:
         last = float("-inf")
         for step in complete:
-            written = (step_folder(folder, step) / MARKER).stat().st_mtime
+            written = (Checkpoint(folder, step).path / MARKER).stat().st_mtime
             if written - last >= 3600 * keep_hours:
                 to_keep.add(step)
                 last = written

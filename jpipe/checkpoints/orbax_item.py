@@ -1,4 +1,8 @@
-"""Writing of Orbax items in parts, one for each process, and reading of their arrays with TensorStore."""
+"""Writing of Orbax items in parts, one for each process, and reading of their arrays with TensorStore.
+
+Orbax's handlers write exports, the metadata of items, and their joined indices. They write no arrays of other processes than 0, and parse
+the metadata of a whole item whenever a layer is read. So TensorStore writes the arrays of parts, and reads all arrays.
+"""
 
 import contextlib
 import errno
@@ -8,7 +12,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -118,14 +122,12 @@ def item_specs(path: Path) -> dict[str, Tree]:
     return unescape_names({layer: parts for layer, parts in specs.items() if layer != _NO_LAYER})
 
 
-def read_item(path: Path, ids: Collection[str]) -> dict[str, Tree]:
+def read_item(path: Path, specs: Mapping[str, Tree]) -> dict[str, Tree]:
     """Read some layers of an item of jpipe's, without waiting for other processes.
-
-    The item may come from a stranger: arrays that declare more bytes than its files hold are not read.
 
     Args:
         path: the item.
-        ids: the layers to read; it has them all.
+        specs: of these layers, from `item_specs`, which finds arrays that declare more bytes than the item's files hold.
 
     Returns:
         `{layer id: nested dicts of NumPy arrays}`, which may be read-only.
@@ -133,8 +135,7 @@ def read_item(path: Path, ids: Collection[str]) -> dict[str, Tree]:
     Raises:
         Exception: of any kind, if it is not an item that `join_parts` has written.
     """
-    specs = item_specs(path)
-    return unescape_names(read_tree(path, escape_names({layer: specs[layer] for layer in ids})))
+    return unescape_names(read_tree(path, escape_names(dict(specs))))
 
 
 def tree_specs(path: Path) -> Tree:

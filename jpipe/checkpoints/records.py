@@ -1,6 +1,6 @@
 """The JSON files of a checkpoint, and the comparison of its other files with the sizes and hashes in them.
 
-`jpipe.checkpoints.files` shows the folder.
+`jpipe.checkpoints.writing` shows the folder.
 """
 
 import contextlib

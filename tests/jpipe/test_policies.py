@@ -84,7 +84,7 @@ def test_modules_of_rooms_are_private_except_the_named_ones():
     public = {str(path.relative_to(ROOT)) for path in FILES if not path.name.startswith("_") and "capabilities" not in path.parts}
     files = [f"schedules/{name}.py" for name in jpipe.schedules.SCHEDULES]
     schedules = {file if (ROOT / file).exists() else file.replace("schedules/", "schedules/zero_bubble/") for file in files}
-    checkpoints = {f"checkpoints/{name}.py" for name in ("files", "folders", "records", "orbax_item")}
+    checkpoints = {f"checkpoints/{name}.py" for name in ("checkpoint", "folders", "orbax_item", "records", "writing")}
     assert (
         public
         == {

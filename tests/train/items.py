@@ -20,7 +20,8 @@ def main(address: str, index: int, folder: Path) -> None:
     import jax
     import numpy as np
 
-    from jpipe.checkpoints.files import complete, gather, read_layers, steps, write_layers
+    from jpipe.checkpoints import Checkpoint, steps
+    from jpipe.checkpoints.writing import await_parts, complete, write_layers
 
     jax.distributed.initialize(address, num_processes=2, process_id=index)
     assert jax.process_count() == 2
@@ -32,11 +33,11 @@ def main(address: str, index: int, folder: Path) -> None:
     writing.join()
     (folder / f"{index} has written").touch()
     if index == 0:
-        assert gather(folder, STEP, processes=2, limit=30.0) == []
+        await_parts(folder, STEP, range(2), limit=30.0)
         complete(folder, STEP, processes=2, facts={})
     while steps(folder) != [STEP]:
         time.sleep(0.01)
-    layers = read_layers(folder, STEP)
+    layers = Checkpoint(folder, STEP).read()
     assert set(layers) == {"layer 0", "layer 1"}
     np.savez(folder / f"{index}.npz", **{f"{layer} w": tree["weights"]["w"] for layer, tree in layers.items()})
 

@@ -17,7 +17,6 @@ from jpipe_train.config.model_section import Limit
 from jpipe_train.config.tune_section import TuneSection, matches_any
 
 if TYPE_CHECKING:
-    import jpipe_train.checkpoint.export_request
     import jpipe_train.checkpoint.sources.source
     import jpipe_train.data.data
 
@@ -169,17 +168,3 @@ class Text(DataConfig):
     def amount_of_step(self, config: Config) -> tuple[int, str]:
         """Return the tokens of a step, or the samples of texts with labels."""
         return (config.train.batch_size * config.model.seq_len, "tokens") if self.has_tokens else super().amount_of_step(config)
-
-
-def write_huggingface(request: "jpipe_train.checkpoint.export_request.ExportRequest", report: Callable[[str], None]) -> None:
-    """Write the weights of a run, or those that the run of a config begins with, as a folder in Hugging Face's layout."""
-    from jpipe_lm.checkpoint.huggingface import writing
-
-    writing.main(request.source, request.path, request.step, report, request.weights, request.overrides)
-
-
-def write_peft(request: "jpipe_train.checkpoint.export_request.ExportRequest", report: Callable[[str], None]) -> None:
-    """Write the adapters of a run as a folder in PEFT's layout."""
-    from jpipe_lm.checkpoint.huggingface import peft
-
-    peft.main(request.source, request.path, request.step, report, request.weights)

@@ -10,7 +10,7 @@ import tensorstore as ts
 from flax import nnx
 
 from jpipe import InputError, LayerStack, PeerLost, Pipeline, Plan, Tie, checkpoints
-from jpipe.checkpoints import files
+from jpipe.checkpoints import writing
 from jpipe.processes import Processes
 from jpipe.processes._channel import Limits
 from jpipe.runtime import CopiesDiffer
@@ -51,7 +51,7 @@ def test_a_stopped_loop_resumes_with_equal_results(tmp_path):
     assert resumed == {t: loss for t, loss in losses.items() if t >= last}
     check_equal(resumed_params, params)
     assert len(checkpoints.steps(tmp_path / "parts")) == 2
-    assert files.read_facts(tmp_path / "parts", last)["note"] >= last - 1
+    assert checkpoints.Checkpoint(tmp_path / "parts", last).facts["note"] >= last - 1
 
 
 def test_a_checkpoint_with_the_activations_that_version_0_4_remembered_is_read_without_them(tmp_path):
@@ -60,8 +60,8 @@ def test_a_checkpoint_with_the_activations_that_version_0_4_remembered_is_read_w
     state, _ = pipe.step(state, batches[0], observe=snapshot)
     layers = snapshot.layers()
     layers[pipe.plan.stages[1].layers[0]]["remembered"] = {"received": {"0": np.ones((4, 3), np.float32)}}
-    files.write_layers(tmp_path, 1, layers, 0)
-    files.complete(tmp_path, 1, 1, {})
+    writing.write_layers(tmp_path, 1, layers, 0)
+    writing.complete(tmp_path, 1, 1, {})
     loaded = checkpoints.load(pipe, tmp_path, jax.random.key(KEY), batches[0])
     check_equal(pipe.params(loaded), pipe.params(state))
 
@@ -73,7 +73,7 @@ def test_a_checkpoint_resumes_under_another_plan(tmp_path):
     step, other = checkpoints.steps(tmp_path)[0], pipeline("gpipe", 2)
     state = checkpoints.load(other, tmp_path, jax.random.key(KEY), batches[0], step)
     assert state.batch == step
-    newest = {name: plain["params"]["0"] for name, plain in files.read_layers(tmp_path, step).items()}
+    newest = {name: plain["params"]["0"] for name, plain in checkpoints.Checkpoint(tmp_path, step).read().items()}
     check_equal(jax.tree.map(np.asarray, other.params(state)), newest)
 
 
@@ -90,7 +90,7 @@ def test_invalid_arguments_of_save_and_load_are_refused(tmp_path):
         checkpoints.save(tmp_path, pipe.snapshot(2))
     train(pipe, batches, tmp_path, 4)
     (step,) = checkpoints.steps(tmp_path)
-    with pytest.raises(InputError, match=rf"step: expected one of {step}, those in '.*', found 7"):
+    with pytest.raises(InputError, match=rf"step: expected one of {step}, the checkpoints in '.*', found 7"):
         checkpoints.load(pipe, tmp_path, key, batches[0], 7)
     other = models.plain_stack()
     with pytest.raises(InputError, match=r"the checkpoint of step \d lacks layer 'layer0'; is it of another model\?"):
@@ -204,7 +204,7 @@ def test_a_checkpoint_manager_restores_a_run(tmp_path):
     train(pipe, batches, tmp_path, 4)
     with ocp.CheckpointManager(tmp_path / "checkpoints") as manager:
         (step,) = manager.all_steps()
-        assert manager.restore(step).keys() == files.read_layers(tmp_path, step).keys()
+        assert manager.restore(step).keys() == checkpoints.Checkpoint(tmp_path, step).read().keys()
 
 
 def test_however_many_arrays_a_checkpoint_has_its_index_is_read_once(tmp_path):
@@ -212,8 +212,8 @@ def test_however_many_arrays_a_checkpoint_has_its_index_is_read_once(tmp_path):
         metrics = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
         return sum(value["value"] for metric in metrics for value in metric["values"])
 
-    files.write_layers(tmp_path, 1, {f"layer {n}": {"params": {"0": {"w": np.ones(4, np.float32)}}} for n in range(100)}, 0)
-    files.complete(tmp_path, 1, 1, None)
+    writing.write_layers(tmp_path, 1, {f"layer {n}": {"params": {"0": {"w": np.ones(4, np.float32)}}} for n in range(100)}, 0)
+    writing.complete(tmp_path, 1, 1, None)
     before, size = bytes_read(), sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
-    assert len(files.layer_specs(tmp_path, 1)) == 100
+    assert len(checkpoints.Checkpoint(tmp_path, 1).specs()) == 100
     assert bytes_read() - before < size

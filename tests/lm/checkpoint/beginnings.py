@@ -9,7 +9,7 @@ import jpipe
 from jpipe_lm.config.tune_config import is_of_adapter
 from jpipe_train.assemble.build import build
 from jpipe_train.checkpoint import warm_start
-from jpipe_train.checkpoint.export import by_path
+from jpipe_train.checkpoint.weights import by_path
 from jpipe_train.config.config import Config
 from jpipe_train.console.progress import Reporter
 from jpipe_train.launch.together import Together

@@ -14,7 +14,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 import jpipe
-from jpipe.checkpoints import files as checkpoint_files
+import jpipe.checkpoints.writing
 from jpipe.runtime._plain import to_plain
 from jpipe_lm.checkpoint import huggingface as folder_of
 from jpipe_lm.checkpoint.huggingface.names import layout
@@ -22,7 +22,7 @@ from jpipe_lm.config import huggingface
 from jpipe_lm.config.model_config import ModelConfig
 from jpipe_lm.models.layers import layers
 from jpipe_train import registry
-from jpipe_train.checkpoint.export import by_path
+from jpipe_train.checkpoint.weights import by_path
 from jpipe_train.config import config_file
 from jpipe_train.config.config import Config
 from tests.lm.models.running import applied
@@ -125,8 +125,8 @@ def written(config: Config, arrays: dict[str, Any], stack: jpipe.LayerStack, abo
     trees = {name: jax.tree.map(np.asarray, tree) for name, tree in params.items()}
     averages = {name: {} if above is None else {"weights_ema": jax.tree.map(lambda w: w + above, tree)} for name, tree in trees.items()}
     entries = {name: to_plain({"params": {"0": tree}, "optimizer": averages[name]}) for name, tree in trees.items()}
-    checkpoint_files.write_layers(folder, 7, entries, 0)
-    checkpoint_files.complete(folder, 7, 1, {})
+    jpipe.checkpoints.writing.write_layers(folder, 7, entries, 0)
+    jpipe.checkpoints.writing.complete(folder, 7, 1, {})
     (folder / "config.yaml").write_text(config_file.to_yaml(config))
     return folder
 

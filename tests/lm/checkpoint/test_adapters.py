@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+import jpipe.checkpoints
 from jpipe import InputError
-from jpipe.checkpoints import files as checkpoint_files
 from jpipe_lm.checkpoint.adapters import merged
 from jpipe_lm.checkpoint.huggingface import adapters as of_modules
 from jpipe_lm.checkpoint.huggingface import peft, writing
@@ -22,7 +22,8 @@ from jpipe_lm.config.tune_config import LoraConfig, TuneConfig, is_of_adapter
 from jpipe_lm.generate import model_source
 from jpipe_lm.models.layers import layers
 from jpipe_lm.models.quantized import quantize
-from jpipe_train.checkpoint import export
+from jpipe_train.checkpoint.export_request import ExportRequest
+from jpipe_train.checkpoint.weights import by_name, by_path
 from jpipe_train.config import config_file
 from jpipe_train.config.config import Config
 from jpipe_train.run import loop
@@ -42,7 +43,7 @@ def run(folder: Path, name: str, *overrides: str, tune: str = TUNE) -> types.Sim
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(loop, "write_report", lambda *_: None)
         summary = loop.main(config)
-    arrays = export.by_name(checkpoint_files.read_layers(summary.folder, config.train.steps))
+    arrays = by_name(jpipe.checkpoints.Checkpoint(summary.folder, config.train.steps).read())
     return types.SimpleNamespace(config=config, folder=summary.folder, arrays={name: np.asarray(array) for name, array in arrays.items()})
 
 
@@ -91,7 +92,7 @@ def test_the_base_is_as_it_was_in_the_folder(kind, trained, begun):
 def test_merged_weights_compute_what_adapters_compute(kind, begun, tmp_path):
     result, tokens = begun[kind], folders.computed("llama")["tokens"]
     expected = logits(result.config, result.arrays, tokens, result.config.tune)
-    writing.main(str(result.folder), str(tmp_path / "merged"), None, print)
+    writing.write_huggingface(ExportRequest(str(result.folder), str(tmp_path / "merged")), print)
     _, arrays = folders.read(tmp_path / "merged")
     folders.close(logits(result.config, arrays, tokens), expected)
     for name, array in merged(result.arrays, result.config.model, result.config.tune).items():
@@ -112,7 +113,7 @@ def test_merged_weights_compute_what_adapters_compute(kind, begun, tmp_path):
 def test_a_run_that_is_resumed_under_another_plan_gives_the_same_weights(overrides, trained, tmp_path):
     stopped = shutil.copytree(trained.folder, tmp_path / "run")
     shutil.rmtree(stopped / "checkpoints" / "2")
-    earlier = export.by_name(checkpoint_files.read_layers(stopped, 1))
+    earlier = by_name(jpipe.checkpoints.Checkpoint(stopped, 1).read())
     assert not np.array_equal(earlier["block_0/qkv/lora/q_proj/b"], trained.arrays["block_0/qkv/lora/q_proj/b"])
     resumed = run(tmp_path, "llama", *overrides)
     assert resumed.arrays.keys() == trained.arrays.keys()
@@ -121,7 +122,7 @@ def test_a_run_that_is_resumed_under_another_plan_gives_the_same_weights(overrid
 
 
 def test_the_folder_for_peft_has_its_names_and_shapes(begun, tmp_path):
-    peft.main(str(begun["float32"].folder), str(tmp_path / "peft"), None, print)
+    peft.write_peft(ExportRequest(str(begun["float32"].folder), str(tmp_path / "peft")), print)
     described = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert described["target_modules"] == ["down_proj", "q_proj", "up_proj", "v_proj"]
     assert (described["r"], described["lora_alpha"], described["peft_type"], described["task_type"]) == (2, 8.0, "LORA", "CAUSAL_LM")
@@ -139,7 +140,7 @@ def test_a_run_without_adapters_has_no_folder_for_peft(begun, tmp_path):
     with pytest.raises(
         InputError, match=r"--layout: expected a run with adapters \(tune.lora\) for peft, found none in .*; give huggingface"
     ):
-        peft.main(str(plain), str(tmp_path / "peft"), None, print)
+        peft.write_peft(ExportRequest(str(plain), str(tmp_path / "peft")), print)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,7 @@ def test_modules_for_peft_add_what_merged_weights_have_more(name, targets):
     )
     arrays: dict[str, np.ndarray] = {}
     for layer_id, spec in stack.specs(np.zeros((1, 1), np.int32)).items():
-        for path, leaf in export.by_path(spec.params).items():
+        for path, leaf in by_path(spec.params).items():
             part = path.split("/")[-2]
             if not is_of_adapter(f"{layer_id}/{path}"):
                 arrays[f"{layer_id}/{path}"] = np.zeros(leaf.shape, np.float32)

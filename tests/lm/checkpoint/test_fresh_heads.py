@@ -15,6 +15,7 @@ from jpipe_lm.config import huggingface
 from jpipe_lm.config.model_config import ModelConfig
 from jpipe_train.assemble.build import build
 from jpipe_train.checkpoint import warm_start
+from jpipe_train.checkpoint.export_request import ExportRequest
 from jpipe_train.config import config_file
 from jpipe_train.console.progress import Reporter
 from jpipe_train.launch.together import Together
@@ -132,7 +133,7 @@ def test_a_section_agrees_with_the_labels_of_a_folder(section, expected, tmp_pat
 def test_fresh_weights_are_written_and_read_again(model, architecture, tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text(f"model: {model}\ndata: {{format: labels, path: a, tokenizer: b}}\n")
-    writing.main(str(path), str(tmp_path / "out"), None, print)
+    writing.write_huggingface(ExportRequest(str(path), str(tmp_path / "out")), print)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == [architecture]
     keys, section = huggingface.read(tmp_path / "out").keys, config_file.load(path).model
     assert {key: keys[key] for key in ("head", "labels") if key in keys}.items() <= section.model_dump().items()

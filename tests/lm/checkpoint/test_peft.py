@@ -15,7 +15,8 @@ from jpipe_lm.checkpoint.huggingface import adapters, peft, writing
 from jpipe_lm.checkpoint.huggingface.names import layout
 from jpipe_lm.config import huggingface
 from jpipe_lm.generate import model_source
-from jpipe_train.checkpoint.export import by_path
+from jpipe_train.checkpoint.export_request import ExportRequest
+from jpipe_train.checkpoint.weights import by_path
 from jpipe_train.config.config import Config
 from jpipe_train.losses import cross_entropy
 from tests import torch
@@ -33,7 +34,7 @@ def ours(tmp_path_factory) -> tuple[Path, Config, dict[str, np.ndarray]]:
     """Return the folder of a run and its folder for PEFT, its config, and its arrays by name."""
     folder = tmp_path_factory.mktemp("ours")
     config, _, arrays = written(folder, "llama", "tune.lora={rank: 2, alpha: 6, targets: [q_proj, v_proj, down_proj], dropout: 0.25}")
-    peft.main(str(folder / "run"), str(folder / "peft"), None, print)
+    peft.write_peft(ExportRequest(str(folder / "run"), str(folder / "peft")), print)
     return folder, config, arrays
 
 
@@ -52,7 +53,7 @@ def test_a_run_begins_with_the_adapters_that_another_one_exported(name, override
     folder, config, arrays = ours if overrides is None else (tmp_path / "other", None, None)
     if overrides is not None:
         config, _, arrays = written(folder, name, *overrides)
-        peft.main(str(folder / "run"), str(folder / "peft"), None, print)
+        peft.write_peft(ExportRequest(str(folder / "run"), str(folder / "peft")), print)
     again = [f"warm_start.adapters={folder / 'peft'}"]
     if config.tune.train_only:
         again += [*TO_CLASSES, f"tune.train_only={json.dumps(config.tune.train_only)}"]
@@ -280,7 +281,7 @@ def test_adapters_of_peft_compute_and_learn_the_same(name, theirs, tmp_path):
         for tensor, array in zip(module.tensors, module.joined(named), strict=True):
             near(array, golden[f"after/{tensor}"], f"{tensor} after a step")
     if name != "qwen2-moe":
-        writing.main(str(folders.written(config, arrays, stack)), str(tmp_path / "merged"), None, print)
+        writing.write_huggingface(ExportRequest(str(folders.written(config, arrays, stack)), str(tmp_path / "merged")), print)
         save_file({key: golden[key] for key in ("tokens", "labels")}, tmp_path / "merged" / "batch.safetensors")
         torch.run("-m", test_transformers.PROGRAM, "load", tmp_path / "merged")
         near(load_file(tmp_path / "merged" / "results.safetensors")["logits"], golden["logits"], "logits of the merged folder")
@@ -309,7 +310,7 @@ def test_peft_computes_the_same_logits(name, kind, overrides, tmp_path):
     if name == "bert":
         overrides = (overrides[0].replace("rank: 2", "rank: 2, targets: [q_proj, up_proj]"), *TO_CLASSES)
     _, stack, arrays = written(tmp_path, name, *overrides)
-    peft.main(str(tmp_path / "run"), str(tmp_path / "peft"), None, print)
+    peft.write_peft(ExportRequest(str(tmp_path / "run"), str(tmp_path / "peft")), print)
     tokens = np.arange(1, 1 + folders.ROWS * folders.LENGTH, dtype=np.int32).reshape(folders.ROWS, -1)
     save_file({"tokens": tokens}, tmp_path / "peft" / "batch.safetensors")
     torch.run("-m", PROGRAM, "load", kind, folders.GOLDEN / name, tmp_path / "peft", needs="peft")

@@ -14,7 +14,7 @@ from jpipe_lm.config import huggingface
 from jpipe_lm.config.model.presets import PRESETS
 from jpipe_lm.config.model_config import ModelConfig
 from jpipe_lm.models.layers import layers
-from jpipe_train.checkpoint.export import by_path
+from jpipe_train.checkpoint.weights import by_path
 from jpipe_train.config import config_file
 from jpipe_train.config.config import model_class
 from tests.lm.checkpoint.families import LLAMA3 as LLAMA3_8

@@ -11,7 +11,7 @@ import pydantic
 import pytest
 
 import jpipe
-from jpipe.checkpoints import files as checkpoint_files
+import jpipe.checkpoints
 from jpipe_lm.data import prepare
 from jpipe_train.checkpoint.best import values_in
 from jpipe_train.config.config import Config
@@ -141,9 +141,9 @@ def test_a_run_that_goes_on_with_other_weights_forgets_validations_of_the_old_mi
     for row, of in zip(validations, (WEIGHTS, weights, weights), strict=True):
         mean = sum(weight * row[f"val_loss_{letter}"] for letter, weight in of.items()) / sum(of.values())
         assert row["val_loss"] == pytest.approx(mean, rel=1e-12)
-    assert checkpoint_files.steps(folder) == [2, 4]
+    assert jpipe.checkpoints.steps(folder) == [2, 4]
     assert values_in(folder, "val_loss") == {4: validations[-1]["val_loss"]}
-    facts = checkpoint_files.read_facts(folder, 4)
+    facts = jpipe.checkpoints.Checkpoint(folder, 4).facts
     assert (facts["stop"]["best_step"], facts["stop"]["best"]) == (2, validations[1]["val_loss"])
     assert (facts["val_loss_before"], facts["val_since"]) == (None, 2)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from jpipe.checkpoints import files as checkpoint_files
+import jpipe.checkpoints.writing
 from jpipe_lm.models.layers import layers
 from jpipe_train import cli
 from jpipe_train.config import config_file
@@ -55,8 +55,8 @@ def written_run(tmp_path_factory) -> Path:
     config, rng = changed(tiny_of(Path("text.txt"), folder)), np.random.default_rng(0)
     specs = layers(config.model).specs(jax.ShapeDtypeStruct((1, config.model.seq_len), np.int32))
     params = {name: jax.tree.map(lambda spec: rng.normal(size=spec.shape).astype(spec.dtype), spec.params) for name, spec in specs.items()}
-    checkpoint_files.write_layers(folder, 4, {name: {"params": {"0": tree}} for name, tree in params.items()}, 0)
-    checkpoint_files.complete(folder, 4, 1, {})
+    jpipe.checkpoints.writing.write_layers(folder, 4, {name: {"params": {"0": tree}} for name, tree in params.items()}, 0)
+    jpipe.checkpoints.writing.complete(folder, 4, 1, {})
     (folder / "config.yaml").write_text(config_file.to_yaml(config))
     return folder
 

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -19,25 +20,11 @@ import pytest
 from etils import epath
 
 import jpipe
-from jpipe.checkpoints import files as checkpoint_files
-from jpipe.checkpoints import orbax_item
+from jpipe.checkpoints import Checkpoint, at, newest, orbax_item, prune, steps, writing
 from jpipe.checkpoints import records as checkpoint_records
-from jpipe.checkpoints.files import (
-    begin,
-    complete,
-    gather,
-    layer_specs,
-    newest_good,
-    prune,
-    read_facts,
-    read_layers,
-    read_metrics,
-    steps,
-    verify,
-    write_layers,
-)
-from jpipe.checkpoints.folders import unfinished_folder
+from jpipe.checkpoints.folders import begin, unfinished_folder
 from jpipe.checkpoints.records import Damaged, marker_text
+from jpipe.checkpoints.writing import await_parts, complete, write_layers
 from tests.train.items import STEP, layers_of
 
 ROOT = Path(__file__).parents[3]
@@ -53,6 +40,11 @@ def save(folder: Path, step: int, processes: int = 2) -> None:
     for process in range(processes):
         write_layers(folder, step, layers_of(process), process)
     complete(folder, step, processes, facts={"step": step}, rows=b'{"step": 0}\n')
+
+
+def newest_step(folder: Path, report: Callable[[Damaged], object]) -> int | None:
+    found = newest(folder, report)
+    return None if found is None else found.step
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -116,16 +108,16 @@ def test_every_kind_of_array_comes_back_with_its_bits(tmp_path):
     }
     write_layers(tmp_path, 1, layers, 0)
     complete(tmp_path, 1, 1, facts=None)
-    assert_same(read_layers(tmp_path, 1), layers)
+    assert_same(Checkpoint(tmp_path, 1).read(), layers)
 
 
 def test_names_of_any_characters_come_back(tmp_path):
     layers = {layer: {key: {"x": jnp.full((2,), i + 100.0 * j)} for i, key in enumerate(ODD)} for j, layer in enumerate(ODD)}
     write_layers(tmp_path, 1, layers, 0)
     complete(tmp_path, 1, 1, facts=None)
-    assert_same(read_layers(tmp_path, 1, ODD), layers)
+    assert_same(Checkpoint(tmp_path, 1).read(ODD), layers)
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoints"}
-    assert_same(read_layers(tmp_path, 1, ["..", "a.b"]), {"..": layers[".."], "a.b": layers["a.b"]})
+    assert_same(Checkpoint(tmp_path, 1).read(["..", "a.b"]), {"..": layers[".."], "a.b": layers["a.b"]})
 
 
 def test_config_values_that_cannot_be_read_back_are_not_written(tmp_path):
@@ -146,7 +138,7 @@ def test_a_checkpoint_manager_lists_the_steps_and_restores_one(run):
         assert_same(manager.restore(manager.latest_step()), layers_of(0) | layers_of(1))
     with ocp.CheckpointManager(run / "checkpoints") as manager:
         assert_same(manager.restore(10, args=ocp.args.StandardRestore()), layers_of(0) | layers_of(1))
-    assert newest_good(run, [].append) == 20
+    assert newest_step(run, [].append) == 20
 
 
 @pytest.mark.slow
@@ -175,7 +167,7 @@ def test_two_processes_write_different_trees_without_waiting_for_each_other(tmp_
         assert {layer: restored[f"{layer} w"].tolist() for layer in expected} == {
             layer: tree["weights"]["w"].tolist() for layer, tree in expected.items()
         }
-    assert_same(read_layers(tmp_path, STEP), expected)
+    assert_same(Checkpoint(tmp_path, STEP).read(), expected)
 
 
 def test_the_same_layers_from_one_process_or_three(tmp_path):
@@ -183,7 +175,7 @@ def test_the_same_layers_from_one_process_or_three(tmp_path):
     write_layers(tmp_path, 1, layers, 0)
     complete(tmp_path, 1, 1, facts=None)
     save(tmp_path, 2, processes=3)
-    assert_same(read_layers(tmp_path, 1), read_layers(tmp_path, 2))
+    assert_same(Checkpoint(tmp_path, 1).read(), Checkpoint(tmp_path, 2).read())
 
 
 def test_a_process_without_any_array_takes_part(tmp_path, capfd):
@@ -191,38 +183,38 @@ def test_a_process_without_any_array_takes_part(tmp_path, capfd):
     write_layers(tmp_path, 1, {}, 1)
     write_layers(tmp_path, 1, {"tanh": {"weights": {}, "state": {"0": {}}}}, 2)
     complete(tmp_path, 1, 3, facts=None)
-    assert_same(read_layers(tmp_path, 1), layers_of(0) | {"tanh": {"weights": {}, "state": {"0": {}}}})
+    assert_same(Checkpoint(tmp_path, 1).read(), layers_of(0) | {"tanh": {"weights": {}, "state": {"0": {}}}})
     assert capfd.readouterr() == ("", "")
 
 
 def test_only_requested_arrays_are_read(run):
     shutil.rmtree(place(run, 20) / "default" / "ocdbt.process_0")
-    assert list(read_layers(run, 20, ["layer 1"])) == ["layer 1"]
+    assert list(Checkpoint(run, 20).read(["layer 1"])) == ["layer 1"]
     with pytest.raises(Damaged, match=r"process_0/.* is missing"):
-        read_layers(run, 20, ["layer 1", "layer 0"])
+        Checkpoint(run, 20).read(["layer 1", "layer 0"])
 
 
 def test_facts_are_any_json(run):
-    assert read_facts(run, 20) == {"step": 20}
+    assert Checkpoint(run, 20).facts == {"step": 20}
     facts = {"losses": [0.1, 5e-324, float("inf")], "seed": 2**70, "plan": {"ü": [None, True, {}]}}
     write_layers(run, 30, layers_of(0), 0)
     complete(run, 30, 1, facts)
-    assert read_facts(run, 30) == facts
+    assert Checkpoint(run, 30).facts == facts
     assert steps(run) == [10, 20, 30]
 
 
 def test_the_rows_of_the_run_are_stored_with_it(run):
-    assert read_metrics(run, 20) == b'{"step": 0}\n'
+    assert Checkpoint(run, 20).rows() == b'{"step": 0}\n'
     change(place(run, 20) / "metrics.jsonl", "changed")
     with pytest.raises(Damaged, match=r"/20/metrics.jsonl: is not what was written"):
-        read_metrics(run, 20)
+        Checkpoint(run, 20).rows()
 
 
 def test_a_file_or_a_link_in_place_of_a_checkpoint_is_skipped(run, tmp_path, monkeypatch):
     place(run, 30).write_text("a file")
     place(run, 40).symlink_to(tmp_path)
     messages = []
-    assert newest_good(run, lambda damaged, into=messages: into.append(str(damaged))) == 20
+    assert newest_step(run, lambda damaged, into=messages: into.append(str(damaged))) == 20
     assert [line.partition(":")[0] for line in messages] == [str(place(run, 40)), str(place(run, 30))]
     with pytest.raises(jpipe.InputError, match=r"/30: in the way .* is not removed: Not a directory; move it away$"):
         begin(run, 20)
@@ -236,24 +228,43 @@ def test_a_file_or_a_link_in_place_of_a_checkpoint_is_skipped(run, tmp_path, mon
     assert not place(run, 40).is_symlink()
 
 
+@pytest.mark.parametrize("url", ["gs://bucket/run", "s3://bucket/run", "hf://user/model", Path("gs://bucket/run")], ids=str)
+def test_checkpoints_behind_urls_are_refused(url):
+    for use in (lambda: Checkpoint(url, 20), lambda: steps(url), lambda: newest(url, print), lambda: at(url, 20), lambda: prune(url, 1)):
+        with pytest.raises(jpipe.InputError, match=r"^folder: expected a path on this machine, found the URL '.*'; copy what is there to"):
+            use()
+
+
+def test_records_are_read_once_and_hashes_compared_once(run, monkeypatch):
+    checkpoint = Checkpoint(run, 20)
+    checkpoint.verify()
+    assert_same(checkpoint.read(), layers_of(0) | layers_of(1))
+    shutil.rmtree(place(run, 20) / "default" / "ocdbt.process_0")
+    monkeypatch.setattr(checkpoint_records, "read_bytes", lambda *_: pytest.fail("a record is read again"))
+    monkeypatch.setattr(checkpoint_records, "describe", lambda *_: pytest.fail("a hash is compared again"))
+    assert list(checkpoint.read(["layer 1"])) == ["layer 1"]
+    with pytest.raises(Damaged, match=r"process_0/.* is missing"):
+        checkpoint.read()
+
+
 def test_a_missing_layer_is_named(run):
     with pytest.raises(jpipe.InputError, match=r"expected the layer 'head', found layer 0, layer 1; is it a checkpoint of this model\?$"):
-        read_layers(run, 20, ["layer 1", "head"])
+        Checkpoint(run, 20).read(["layer 1", "head"])
 
 
 def test_without_its_marker_a_checkpoint_is_unfinished(run):
     write_layers(run, 30, layers_of(0), 0)
     with pytest.raises(TimeoutError, match=r"30\.orbax-checkpoint-tmp: waited 0 s for process-1.json, process-2.json$"):
-        gather(run, 30, 3, limit=0.0)
-    assert gather(run, 30, 3, limit=0.0, failed=lambda: {2, 1}) == [1, 2]
+        await_parts(run, 30, range(3), limit=0.0)
+    await_parts(run, 30, [0], limit=0.0)
     write_layers(run, 30, layers_of(1), 1)
-    assert gather(run, 30, 2, limit=0.0) == []
+    await_parts(run, 30, range(2), limit=0.0)
     assert steps(run) == [10, 20]
     messages = []
-    assert newest_good(run, lambda damaged, into=messages: into.append(str(damaged))) == 20
+    assert newest_step(run, lambda damaged, into=messages: into.append(str(damaged))) == 20
     assert messages == [f"{unfinished_folder(run, 30)}: has no checkpoint.json, was not finished; take another checkpoint"]
     assert steps(run / "none") == []
-    assert newest_good(run / "none", messages.append) is None
+    assert newest_step(run / "none", messages.append) is None
 
 
 def change(path: Path, kind: str) -> None:
@@ -281,7 +292,7 @@ def test_damage_to_any_file_is_found_and_named(run, kind):
             continue
         change(newest / name, kind)
         messages = []
-        assert newest_good(run, lambda damaged, into=messages: into.append(str(damaged))) == 10
+        assert newest_step(run, lambda damaged, into=messages: into.append(str(damaged))) == 10
         (line,) = messages
         if name.name == "checkpoint.json" and kind == "missing":
             assert line.startswith(f"{newest}: has no checkpoint.json")
@@ -290,7 +301,7 @@ def test_damage_to_any_file_is_found_and_named(run, kind):
             assert line.startswith(f"{newest / name}: ")
             assert expected in line
         (newest / name).write_bytes(content)
-    assert newest_good(run, lambda damaged, into=messages: into.append(str(damaged))) == 20
+    assert newest_step(run, lambda damaged, into=messages: into.append(str(damaged))) == 20
 
 
 def rewrite_marker(run: Path, **changes: object) -> None:
@@ -304,7 +315,12 @@ def rewrite_marker(run: Path, **changes: object) -> None:
 
 def test_a_checkpoint_of_a_newer_jpipe_is_not_skipped(run):
     rewrite_marker(run, format="jpipe-checkpoint/3", surprise=1)
-    for use in (lambda: newest_good(run, print), lambda: verify(run, 20), lambda: read_layers(run, 20), lambda: read_facts(run, 20)):
+    for use in (
+        lambda: newest_step(run, print),
+        lambda: Checkpoint(run, 20).verify(),
+        lambda: Checkpoint(run, 20).read(),
+        lambda: Checkpoint(run, 20).facts,
+    ):
         with pytest.raises(
             jpipe.InputError, match=r"json: expected the format jpipe-checkpoint/2, found jpipe-checkpoint/3; .*: update jpipe$"
         ):
@@ -315,10 +331,10 @@ def test_a_checkpoint_of_format_1_is_refused_by_its_name(run):
     rewrite_marker(run, format="jpipe-checkpoint/1")
     message = r"expected the format jpipe-checkpoint/2, found jpipe-checkpoint/1; version 0\.4 reads it, and saves it in the new format$"
     with pytest.raises(jpipe.InputError, match=rf"20/checkpoint\.json: {message}"):
-        newest_good(run, print)
+        newest_step(run, print)
     for step in (10, 20):  # the names that they had
         place(run, step).rename(run / "checkpoints" / f"{step:08d}")
-    for use in (lambda: steps(run), lambda: newest_good(run, print), lambda: begin(run, None)):
+    for use in (lambda: steps(run), lambda: newest_step(run, print), lambda: begin(run, None)):
         with pytest.raises(jpipe.InputError, match=rf"00000020: {message}"):
             use()
 
@@ -340,14 +356,14 @@ def test_a_checkpoint_of_format_1_is_refused_by_its_name(run):
 def test_a_marker_that_jpipe_would_not_write_is_refused(run, changes):
     rewrite_marker(run, **changes)
     with pytest.raises(Damaged, match=r"checkpoint\.json: "):
-        verify(run, 20)
+        Checkpoint(run, 20).verify()
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b'{"sha256": 1}', b"9" * 5000])
 def test_a_marker_of_any_bytes_is_refused(run, content):
     (place(run, 20) / "checkpoint.json").write_bytes(content)
     with pytest.raises(Damaged, match="is not what was written"):
-        verify(run, 20)
+        Checkpoint(run, 20).verify()
 
 
 def forge(run: Path, files: dict) -> None:
@@ -364,24 +380,24 @@ def test_names_do_not_lead_out_of_the_folder(run, name):
     (run / "secret").write_text("secret")
     forge(run, {name: {"size": 6, "sha256": "0"}})
     with pytest.raises(Damaged, match=rf"/20: names a file outside of itself, '{name}'; take another checkpoint$"):
-        read_layers(run, 20)
+        Checkpoint(run, 20).read()
 
 
 def test_a_foreign_item_with_valid_hashes_is_refused_by_name(run):
     for path in files_of(place(run, 20) / "default"):
         path.write_bytes(b"nonsense")
     forge(run, {})
-    verify(run, 20)
+    Checkpoint(run, 20).verify()
     with pytest.raises(Damaged, match=r"default: is no Orbax item as jpipe writes it"):
-        read_layers(run, 20)
+        Checkpoint(run, 20).read()
     with pytest.raises(Damaged, match=r"default: is no Orbax item as jpipe writes it"):
-        layer_specs(run, 20)
+        Checkpoint(run, 20).specs()
     shutil.rmtree(place(run, 20) / "default")
     with ocp.StandardCheckpointer() as plain:
         plain.save(place(run, 20) / "default", {"layer 0": np.ones(2)})  # an array where the parts of a layer belong
     forge(run, {})
     with pytest.raises(Damaged, match=r"default: is no Orbax item as jpipe writes it \(TypeError: "):
-        read_layers(run, 20)
+        Checkpoint(run, 20).read()
 
 
 @pytest.mark.parametrize(("number", "kind"), [(errno.EIO, Damaged), (errno.EACCES, jpipe.InputError), (errno.ESTALE, jpipe.InputError)])
@@ -391,7 +407,7 @@ def test_an_unreadable_checkpoint_is_not_reported_as_damaged(run, monkeypatch, n
 
     monkeypatch.setattr(checkpoint_records, "describe", unreadable)
     with pytest.raises(jpipe.InputError, match=rf"checkpoints/20/.*: cannot be read.*{os.strerror(number)}") as caught:
-        verify(run, 20)
+        Checkpoint(run, 20).verify()
     assert type(caught.value) is kind
 
 
@@ -430,24 +446,24 @@ def test_a_full_disk_leaves_no_checkpoint_that_looks_complete(run):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert caught.value.errno == 27
     assert {path.name for path in unfinished_folder(run, 30).iterdir()} == {"process-0", "process-0.json"}
-    assert newest_good(run, [].append) == 20
+    assert newest_step(run, [].append) == 20
     write_layers(run, 30, layers_of(1), 1)  # there is room again
     complete(run, 30, 2, facts=None)
-    assert newest_good(run, print) == 30
+    assert newest_step(run, print) == 30
 
 
 WRITTEN = {  # what vanishes, once it is written and before the next is
     "the arrays": ("process-1/ocdbt.process_1/d", orbax_item, "_compare"),
     "the part": ("process-1", orbax_item, "_compare"),
     "the checkpoint": ("nothing else", orbax_item, "_compare"),
-    "a file that is listed": ("process-1/ocdbt.process_1/d", checkpoint_files, "describe"),
-    "the parts": ("process-0", checkpoint_files, "write_atomically"),
-    "the record": ("process-1.json", checkpoint_files, "verify_files"),
-    "a part, before it is joined": ("process-0/ocdbt.process_0", checkpoint_files, "join_parts"),
+    "a file that is listed": ("process-1/ocdbt.process_1/d", writing, "describe"),
+    "the parts": ("process-0", writing, "write_atomically"),
+    "the record": ("process-1.json", writing, "verify_files"),
+    "a part, before it is joined": ("process-0/ocdbt.process_0", writing, "join_parts"),
     "a part, before it is moved": ("process-0/ocdbt.process_0", orbax_item._MoveStores, "serialize"),
     "a part, once it is moved": ("complete/default.orbax-checkpoint-tmp*/ocdbt.process_1/d", orbax_item._MoveStores, "serialize"),
-    "the item": ("complete/default", checkpoint_files, "step_metadata"),
-    "the joined item": ("complete", checkpoint_files, "publish"),
+    "the item": ("complete/default", writing, "step_metadata"),
+    "the joined item": ("complete", writing, "publish"),
 }
 
 
@@ -517,7 +533,7 @@ def test_a_resumed_run_removes_the_rows_that_it_will_write_again(run):
     begin(run, 20)
     assert sorted(os.listdir(run / "checkpoints")) == ["10", "20"]
     assert begin(run, 10) == ["20.old"], "a later one that was complete is kept under another name"
-    assert newest_good(run, print) == 10
+    assert newest_step(run, print) == 10
     with pytest.raises(
         jpipe.InputError, match=r"expected no checkpoint where a run begins, found one of step 10; resume, or choose another run\.dir$"
     ):
@@ -533,10 +549,10 @@ def test_an_item_replaces_the_remains_of_a_killed_process(run):
     (unfinished_folder(run, 20) / "process-1.json").unlink()
     for process in range(2):
         write_layers(run, 20, layers_of(process + 5), process)
-    verify(run, 20)
-    assert_same(read_layers(run, 20), layers_of(0) | layers_of(1))
+    Checkpoint(run, 20).verify()
+    assert_same(Checkpoint(run, 20).read(), layers_of(0) | layers_of(1))
     complete(run, 20, 2, facts=None)
-    assert_same(read_layers(run, 20), layers_of(5) | layers_of(6))
+    assert_same(Checkpoint(run, 20).read(), layers_of(5) | layers_of(6))
     assert sorted(os.listdir(run / "checkpoints")) == ["10", "20"]
     assert {path.name for path in place(run, 20).iterdir()} == {
         "_CHECKPOINT_METADATA",
@@ -602,9 +618,9 @@ def test_an_unreadable_checkpoint_with_valid_hashes_is_skipped(run):
     marker = json.loads((place(run, 20) / "checkpoint.json").read_text())
     del marker["index"][f"default/d/{index.name}"]
     rewrite_marker(run, index=marker["index"])
-    verify(run, 20)
+    Checkpoint(run, 20).verify()
     messages: list[str] = []
-    assert newest_good(run, lambda damaged, into=messages: into.append(str(damaged))) == 10
+    assert newest_step(run, lambda damaged, into=messages: into.append(str(damaged))) == 10
     assert [line.partition(": ")[0] for line in messages] == [str(place(run, 20) / "default")]
 
 

@@ -6,7 +6,7 @@ import time
 import pytest
 
 import jpipe
-from jpipe.checkpoints import files as checkpoint_files
+import jpipe.checkpoints.writing
 from jpipe_train.checkpoint.checkpoints import Checkpoints
 from jpipe_train.config.config import CheckpointConfig
 from jpipe_train.launch.together import Together
@@ -99,7 +99,7 @@ def check_failed_save(checkpoints, processes, messages, folder, reason):
     for one in checkpoints:
         one.finish()
         one.close()
-    assert checkpoint_files.steps(folder) == [2, 6]
+    assert jpipe.checkpoints.steps(folder) == [2, 6]
     waits = [[wait for wait in process.waits if wait[0] == "a checkpoint to be written"] for process in processes]
     assert {each[0] for each in waits} == {("a checkpoint to be written", 600.0)}, "the others may wait that long for it"
 
@@ -114,7 +114,7 @@ def test_a_failed_part_of_a_checkpoint_is_not_waited_for_and_is_removed(lacking,
     start_saves(checkpoints, 2)
     for one in checkpoints:
         one.finish()
-    write = checkpoint_files.write_layers
+    write = jpipe.checkpoints.writing.write_layers
 
     def full(folder, step, layers, process):
         if step == 4:
@@ -123,7 +123,7 @@ def test_a_failed_part_of_a_checkpoint_is_not_waited_for_and_is_removed(lacking,
                 raise OSError(28, "No space left on device")
         return write(folder, step, layers, process)
 
-    monkeypatch.setattr(checkpoint_files, "write_layers", full)
+    monkeypatch.setattr(jpipe.checkpoints.writing, "write_layers", full)
     check_failed_save(checkpoints, processes, messages, tmp_path, reason)
 
 
@@ -132,14 +132,14 @@ def test_a_checkpoint_whose_marker_cannot_be_written_is_removed(make_checkpoints
     start_saves(checkpoints, 2)
     for one in checkpoints:
         one.finish()
-    complete = checkpoint_files.complete
+    complete = jpipe.checkpoints.writing.complete
 
     def full(folder, step, *arguments):
         if step == 4:
             raise OSError(28, "No space left on device")
         complete(folder, step, *arguments)
 
-    monkeypatch.setattr(checkpoint_files, "complete", full)
+    monkeypatch.setattr(jpipe.checkpoints.writing, "complete", full)
     check_failed_save(checkpoints, processes, messages, tmp_path, "No space left on device")
 
 
@@ -147,14 +147,14 @@ def test_a_failure_to_remove_an_old_checkpoint_is_not_reported_as_a_failed_save(
     def stays(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(checkpoint_files, "prune", stays)
+    monkeypatch.setattr(jpipe.checkpoints, "prune", stays)
     checkpoints, _, messages = make_checkpoints("train")
     start_saves(checkpoints, 2)
     for one in checkpoints:
         one.finish()
         one.close()
     assert messages == ["an old checkpoint could not be removed: Permission denied; the run continues, the last good one is of step 2"]
-    assert checkpoint_files.steps(tmp_path) == [2]
+    assert jpipe.checkpoints.steps(tmp_path) == [2]
 
 
 def test_every_process_of_a_stopped_run_names_the_last_good_checkpoint(make_checkpoints, monkeypatch):
@@ -162,7 +162,7 @@ def test_every_process_of_a_stopped_run_names_the_last_good_checkpoint(make_chec
     start_saves(checkpoints, 2)
     for one in checkpoints:
         one.finish()
-    monkeypatch.setattr(checkpoint_files, "write_layers", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(jpipe.checkpoints.writing, "write_layers", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     start_saves(checkpoints, 4)
     for one in checkpoints:
         with pytest.raises(OSError, match="a checkpoint could not be written: No space left on device; the last good one is of step 2"):
@@ -172,7 +172,7 @@ def test_every_process_of_a_stopped_run_names_the_last_good_checkpoint(make_chec
 
 def test_a_part_of_which_its_process_says_nothing_is_not_joined(tmp_path):
     for process in range(2):  # that of process 1 may be of an earlier attempt
-        checkpoint_files.write_layers(tmp_path, 2, {}, process)
+        jpipe.checkpoints.writing.write_layers(tmp_path, 2, {}, process)
     with pytest.raises(TimeoutError, match=r"waited 0 s for process 1 to say that the part of step 2 is written"):
         jpipe.checkpoints._complete(tmp_path, EmptySnapshot(2), [], ConnectedProcesses(0, 2, {}), None, {}, bytes, 0.0)
-    assert checkpoint_files.steps(tmp_path) == []
+    assert jpipe.checkpoints.steps(tmp_path) == []

@@ -16,12 +16,14 @@ from rich.console import Console
 from safetensors.numpy import load_file, save_file
 
 import jpipe
+import jpipe.checkpoints
 from jpipe import InputError
-from jpipe.checkpoints import files as checkpoint_files
 from jpipe.runtime import without_prediction
 from jpipe_train import cli
 from jpipe_train.assemble import build
 from jpipe_train.checkpoint import export, warm_start
+from jpipe_train.checkpoint.export_request import ExportRequest
+from jpipe_train.checkpoint.weights import SavedWeights, by_name, by_path, with_ema
 from jpipe_train.console.progress import Reporter
 from jpipe_train.launch.together import Together
 from jpipe_train.run import loop
@@ -49,7 +51,7 @@ def home(tmp_path_factory) -> types.SimpleNamespace:
         patched.setattr(loop, "write_report", lambda *_: None)  # it takes longer than the run
         summary = loop.main(changed(data))
     file = folder / "gpt.safetensors"
-    export.main(str(summary.folder), str(file), None, print)
+    export.write_file(ExportRequest(str(summary.folder), str(file)), print)
     return types.SimpleNamespace(folder=folder, data=data, run=summary.folder, loss=summary.val_loss_after, file=file)
 
 
@@ -65,7 +67,7 @@ def loaded(home, file, mode="strict", **sections):
 def newest(run, step) -> dict:
     """Return the newest parameters in a checkpoint, by name."""
     arrays = {}
-    for layer_id, parts in checkpoint_files.read_layers(run, step).items():
+    for layer_id, parts in jpipe.checkpoints.Checkpoint(run, step).read().items():
         for path, leaf in jax.tree_util.tree_leaves_with_path(parts["params"]["0"]):
             arrays["/".join([layer_id, *(key.key for key in path)])] = leaf
     return arrays
@@ -87,13 +89,13 @@ def test_averages_and_masters_are_exported_in_float32(as_it_is):
     """The parameters of a layer are a dict or one array; the average is that of the masters."""
     weights, masters, average = np.ones(3, ml_dtypes.bfloat16), np.full(3, 1.001, np.float32), np.full(3, 0.9, np.float32)
     state = {"masters": as_it_is(masters), "state": {"optimizer": {"count": np.zeros(())}, "weights_ema": as_it_is(average)}}
-    layers = {"a": {"params": {"0": export.by_path(as_it_is(weights))}, "optimizer": state}}
-    for expected, exported in ((masters, layers), (average, export.with_ema(layers, 3))):
-        (array,) = export.by_name(exported).values()
+    layers = {"a": {"params": {"0": by_path(as_it_is(weights))}, "optimizer": state}}
+    for expected, exported in ((masters, layers), (average, with_ema(layers, 3))):
+        (array,) = by_name(exported).values()
         np.testing.assert_array_equal(array, expected, strict=True)
     state["state"]["ahead"] = as_it_is(np.full(3, 0.25, np.float32))  # of a run with delay_correction
-    for expected, layer in ((masters - np.float32(0.25), layers), (average, export.with_ema(layers, 3))):
-        (array,) = export.by_name(layer).values()
+    for expected, layer in ((masters - np.float32(0.25), layers), (average, with_ema(layers, 3))):
+        (array,) = by_name(layer).values()
         np.testing.assert_array_equal(array, expected, strict=True)
 
 
@@ -102,7 +104,7 @@ def test_parameters_without_masters_are_exported_without_prediction():
     layers = {
         "a": {"params": {"0": {"w": ones, "frozen": ones}, "1": {"w": ones}}, "optimizer": {"optimizer": {}, "ahead": {"w": 2 * ones}}}
     }
-    arrays = export.by_name(layers)
+    arrays = by_name(layers)
     np.testing.assert_array_equal(arrays["a/w"], -ones, strict=True)
     np.testing.assert_array_equal(arrays["a/frozen"], ones, strict=True)
     kept = without_prediction(layers["a"])
@@ -283,9 +285,9 @@ def test_layer_state_has_its_own_name_and_that_of_other_replicas_is_omitted():
         "act": {},
         "one": {"params": {"0": {"array": w}}},
     }
-    check_equal(export.by_name(layers), {"norm.0/a/b": w, "norm.0 state/mean": mean, "one/array": w})
+    check_equal(by_name(layers), {"norm.0/a/b": w, "norm.0 state/mean": mean, "one/array": w})
     with pytest.raises(InputError, match="two arrays of the checkpoint would both be 'norm state/mean'"):
-        export.by_name({"norm": {"state": {"mean": mean}}, "norm state": {"params": {"0": {"mean": w}}}})
+        by_name({"norm": {"state": {"mean": mean}}, "norm state": {"params": {"0": {"mean": w}}}})
 
 
 @pytest.mark.usefixtures("no_report")
@@ -319,7 +321,7 @@ def test_an_export_of_the_average_has_the_dtypes_of_the_weights():
         "a": {"params": {"0": {"w": w}}, "optimizer": {"optimizer": {}, "weights_ema": {"w": np.full(3, 0.5, np.float32)}}},
         "act": {},
     }
-    check_equal(export.by_name(export.with_ema(layers, 1)), {"a/w": w * w.dtype.type(0.5)})
+    check_equal(by_name(with_ema(layers, 1)), {"a/w": w * w.dtype.type(0.5)})
 
 
 def test_an_export_has_the_masters_and_no_other_optimizer_state():
@@ -328,13 +330,24 @@ def test_an_export_has_the_masters_and_no_other_optimizer_state():
         "a": {"params": {"0": {"w": short}}, "optimizer": {"masters": {"w": master}, "state": {"mu": {"w": short}}}},
         "b": {"params": {"0": {"w": short}}, "optimizer": {"masters": {"b": {"w": master}}}},  # of a user's optimizer, by layer id
     }
-    check_equal(export.by_name(layers), {"a/w": master, "b/w": short})
+    check_equal(by_name(layers), {"a/w": master, "b/w": short})
+
+
+def test_weights_are_read_by_layer_and_an_unknown_layer_is_named(home):
+    saved = SavedWeights(jpipe.checkpoints.Checkpoint(home.run, STEPS))
+    read = {name: array for layer_id in saved.layers for name, array in saved.read([layer_id]).items()}
+    check_equal(read, newest(home.run, STEPS))
+    assert {name: (array.shape, str(array.dtype)) for name, array in read.items()} == saved.specs
+    with pytest.raises(InputError, match="expected the layer 'tail', found embed, "):
+        saved.read(["embed", "tail"])
 
 
 def test_an_export_holds_arrays_of_any_order(home, tmp_path, monkeypatch):
     shuffled = np.asfortranarray(np.arange(6.0).reshape(2, 3))
-    monkeypatch.setattr(checkpoint_files, "read_layers", lambda *_, **__: {"a": {"params": {"0": {"w": shuffled, "n": np.float32(3)}}}})
-    export.main(str(home.run), str(tmp_path / "a.safetensors"), None, print)
+    monkeypatch.setattr(
+        jpipe.checkpoints.Checkpoint, "read", lambda *_, **__: {"a": {"params": {"0": {"w": shuffled, "n": np.float32(3)}}}}
+    )
+    export.write_file(ExportRequest(str(home.run), str(tmp_path / "a.safetensors")), print)
     check_equal(load_file(tmp_path / "a.safetensors"), {"a/w": np.arange(6.0).reshape(2, 3), "a/n": np.array(3, np.float32)})
 
 
@@ -348,7 +361,7 @@ def test_the_pages_snippet_reads_a_checkpoint_without_jpipe(home, tmp_path, monk
     script.write_text(code)
     monkeypatch.chdir(home.folder)
     params = runpy.run_path(str(script))["params"]
-    arrays = {f"{layer_id}/{name}": np.asarray(array) for layer_id, tree in params.items() for name, array in export.by_path(tree).items()}
+    arrays = {f"{layer_id}/{name}": np.asarray(array) for layer_id, tree in params.items() for name, array in by_path(tree).items()}
     check_equal(arrays, newest(home.run, STEPS))
 
 
@@ -365,7 +378,7 @@ def test_an_export_of_a_whole_model_is_stacked_as_the_model_is():
     w, b = np.arange(36, dtype=np.float32).reshape(3, 4, 3), np.arange(12, dtype=np.float32).reshape(4, 3)
     params = {"blocks": {"w": w, "b": b}, "out": np.eye(3, dtype=np.float32)}
     stack = jpipe.LayerStack.from_function(scanned, params, np.ones((2, 3), np.float32))
-    by_layer = {layer_id: export.by_path(trees[0]) for layer_id, trees in stack.initial.items()}
+    by_layer = {layer_id: by_path(trees[0]) for layer_id, trees in stack.initial.items()}
     arrays = {f"{layer_id}/{path}": np.asarray(array) for layer_id, tree in by_layer.items() for path, array in tree.items()}
     assert len(arrays) == 9
     locations = json.loads(json.dumps(stack.traced.places()))

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+import jpipe.checkpoints.writing
 from jpipe import InputError
-from jpipe.checkpoints import files as checkpoint_files
 from jpipe.checkpoints.folders import discard, unfinished_folder
 from jpipe_lm.data.splits import read_bytes
 from jpipe_train.assemble.build import make_plan
-from jpipe_train.checkpoint.export import main as export
+from jpipe_train.checkpoint.export import write_file
+from jpipe_train.checkpoint.export_request import ExportRequest
 from jpipe_train.checkpoint.resume import find
 from jpipe_train.checkpoint.run_folder import OUTPUTS, RunFolder
 from jpipe_train.launch.together import Together
@@ -66,7 +67,7 @@ def test_links_planted_in_a_run_folder_are_not_followed(saved, outside, monkeypa
     assert summary.steps == 6
     assert contents(outside) == before
     assert (folder / "metrics.jsonl").read_bytes().startswith(rows[:-1].rpartition(b"\n")[0])
-    assert checkpoint_files.steps(folder) == [6]
+    assert jpipe.checkpoints.steps(folder) == [6]
 
 
 def test_a_planted_lock_is_refused(saved, outside):
@@ -89,7 +90,7 @@ def test_a_linked_folder_of_checkpoints_is_refused_and_its_target_stays(saved, o
     for use in (
         lambda: loop.main(changed(saved, train={"steps": 6})),
         lambda: loop.main(changed(saved), resume="must"),
-        lambda: export(str(folder), str(tmp_path / "out.safetensors"), None, print),
+        lambda: write_file(ExportRequest(str(folder), str(tmp_path / "out.safetensors")), print),
         lambda: loop.main(changed(saved, run={"dir": str(tmp_path / "new")}, warm_start={"file": str(folder)})),
     ):
         with pytest.raises(InputError, match=message):
@@ -120,17 +121,17 @@ def test_numbered_folders_of_other_programs_stay(saved, outside, link):
 
 def test_old_folders_that_hold_something_else_are_kept(tmp_path):
     for step in (1, 2, 3):
-        checkpoint_files.write_layers(tmp_path, step, {}, 0)
-        checkpoint_files.complete(tmp_path, step, 1, {})
+        jpipe.checkpoints.writing.write_layers(tmp_path, step, {}, 0)
+        jpipe.checkpoints.writing.complete(tmp_path, step, 1, {})
     (tmp_path / "checkpoints" / "1" / "notes.txt").write_text("mine")
     (tmp_path / "checkpoints" / "2" / "default" / "photo.jpg").write_text("mine")
-    checkpoint_files.prune(tmp_path, keep=1)
-    assert checkpoint_files.steps(tmp_path) == [1, 2, 3]
+    jpipe.checkpoints.prune(tmp_path, keep=1)
+    assert jpipe.checkpoints.steps(tmp_path) == [1, 2, 3]
     with pytest.raises(InputError, match=r"2: in the way .* it holds 'default/photo.jpg', which jpipe has not written"):
-        checkpoint_files.begin(tmp_path, 1)
+        jpipe.checkpoints.folders.begin(tmp_path, 1)
     (tmp_path / "checkpoints" / "2" / "default" / "photo.jpg").unlink()
-    checkpoint_files.prune(tmp_path, keep=1)
-    assert checkpoint_files.steps(tmp_path) == [1, 3]
+    jpipe.checkpoints.prune(tmp_path, keep=1)
+    assert jpipe.checkpoints.steps(tmp_path) == [1, 3]
 
 
 @pytest.mark.parametrize("linked", ["checkpoints", "checkpoints/2.orbax-checkpoint-tmp"])
@@ -139,37 +140,39 @@ def test_layers_are_not_written_through_a_link(linked, outside, tmp_path):
     (tmp_path / "run" / linked).parent.mkdir(parents=True)
     (tmp_path / "run" / linked).symlink_to(outside)
     with pytest.raises(OSError, match="it is a symbolic link, which jpipe does not follow there"):
-        checkpoint_files.write_layers(tmp_path / "run", 2, {}, 0)
+        jpipe.checkpoints.writing.write_layers(tmp_path / "run", 2, {}, 0)
     assert contents(outside) == before
 
 
 def test_a_planted_link_in_an_unfinished_checkpoint_is_not_followed(outside, tmp_path):
     before = contents(outside)
-    checkpoint_files.write_layers(tmp_path, 2, {}, 0)
+    jpipe.checkpoints.writing.write_layers(tmp_path, 2, {}, 0)
     (unfinished_folder(tmp_path, 2) / "complete").symlink_to(outside)
     with pytest.raises(OSError, match="it is a symbolic link, which jpipe does not follow there"):
-        checkpoint_files.complete(tmp_path, 2, 1, {})
+        jpipe.checkpoints.writing.complete(tmp_path, 2, 1, {})
     (tmp_path / "checkpoints" / "2").symlink_to(outside)
     (unfinished_folder(tmp_path, 2) / "complete").unlink()
-    checkpoint_files.complete(tmp_path, 2, 1, {})
-    assert checkpoint_files.steps(tmp_path) == [2]
+    jpipe.checkpoints.writing.complete(tmp_path, 2, 1, {})
+    assert jpipe.checkpoints.steps(tmp_path) == [2]
     assert contents(outside) == before
 
 
 @pytest.mark.parametrize("name", ["3", "3/default"])
 def test_linked_checkpoints_and_items_are_not_read(name, tmp_path):
     for step in (1, 3):
-        checkpoint_files.write_layers(tmp_path, step, {}, 0)
-        checkpoint_files.complete(tmp_path, step, 1, {})
+        jpipe.checkpoints.writing.write_layers(tmp_path, step, {}, 0)
+        jpipe.checkpoints.writing.complete(tmp_path, step, 1, {})
     linked = tmp_path / "checkpoints" / name
     linked.rename(tmp_path / "elsewhere")
     linked.symlink_to(tmp_path / "elsewhere")
     messages: list[str] = []
-    assert checkpoint_files.newest_good(tmp_path, lambda damaged: messages.append(str(damaged))) == 1
+    newest = jpipe.checkpoints.newest(tmp_path, lambda damaged: messages.append(str(damaged)))
+    assert newest is not None
+    assert newest.step == 1
     assert messages == [f"{linked}: is a symbolic link, not a folder that jpipe has written; take another checkpoint"]
-    for read in (checkpoint_files.read_layers, checkpoint_files.layer_specs):
+    for read in (jpipe.checkpoints.Checkpoint.read, jpipe.checkpoints.Checkpoint.specs):
         with pytest.raises(InputError, match="is a symbolic link"):
-            read(tmp_path, 3)
+            read(jpipe.checkpoints.Checkpoint(tmp_path, 3))
 
 
 @pytest.mark.parametrize("name", ["process-0.log", "process-x", ".notes.unfinished", "metrics.jsonl.bak"])
@@ -178,19 +181,19 @@ def test_names_that_only_look_like_those_of_a_checkpoint_are_kept(name, tmp_path
     file.parent.mkdir(parents=True)
     file.write_text("mine")
     with pytest.raises(InputError, match=f"it holds '{name}', which jpipe has not written; move it away"):
-        checkpoint_files.begin(tmp_path, 3)
-    checkpoint_files.write_layers(tmp_path, 9, {}, 0)
+        jpipe.checkpoints.folders.begin(tmp_path, 3)
+    jpipe.checkpoints.writing.write_layers(tmp_path, 9, {}, 0)
     discard(tmp_path, 9)
     assert file.read_text() == "mine"
 
 
 def test_a_file_in_place_of_an_old_checkpoint_is_not_removed(tmp_path):
     for step in (1, 2, 3):
-        checkpoint_files.write_layers(tmp_path, step, {}, 0)
-        checkpoint_files.complete(tmp_path, step, 1, {})
+        jpipe.checkpoints.writing.write_layers(tmp_path, step, {}, 0)
+        jpipe.checkpoints.writing.complete(tmp_path, step, 1, {})
     (tmp_path / "checkpoints" / "0").write_text("mine")
-    checkpoint_files.prune(tmp_path, keep=1)
-    assert checkpoint_files.steps(tmp_path) == [3]
+    jpipe.checkpoints.prune(tmp_path, keep=1)
+    assert jpipe.checkpoints.steps(tmp_path) == [3]
     assert (tmp_path / "checkpoints" / "0").read_text() == "mine"
 
 
@@ -230,11 +233,11 @@ def test_a_run_is_written_where_its_path_leads_and_resumes_there(saved, tmp_path
     run_dir = "../here/läufe/../日本 run/"
     summary = loop.main(changed(saved, run={"dir": run_dir}))
     assert summary.folder == tmp_path / "real place" / "日本 run"
-    assert checkpoint_files.steps(summary.folder) == [4]
+    assert jpipe.checkpoints.steps(summary.folder) == [4]
     assert f"the run is in {summary.folder}" in capsys.readouterr().out.replace("\n", "")
     resumed = find(run_dir, "must", Together(None), print)
     assert (resumed.step, resumed.folder) == (4, summary.folder)
-    export(run_dir, "../out put.safetensors", None, print)
+    write_file(ExportRequest(run_dir, "../out put.safetensors"), print)
     assert (tmp_path / "out put.safetensors").exists()
 
 

@@ -15,12 +15,13 @@ import yaml
 from rich.console import Console
 
 import jpipe
-from jpipe.checkpoints import files as checkpoint_files
-from jpipe.checkpoints.files import complete, layer_specs, newest_good, read_layers, verify, write_layers
+from jpipe.checkpoints import Checkpoint, newest
 from jpipe.checkpoints.records import Damaged, describe, marker_text
+from jpipe.checkpoints.writing import complete, write_layers
 from jpipe.runtime._plain import to_plain
 from jpipe_train.assemble.build import build, param_specs
 from jpipe_train.checkpoint import export
+from jpipe_train.checkpoint.export_request import ExportRequest
 from jpipe_train.checkpoint.resume import Facts, Resumed, find
 from jpipe_train.config.config import Config, PlanConfig
 from jpipe_train.config.config_file import record, to_yaml
@@ -100,14 +101,14 @@ def test_arrays_that_are_not_what_the_files_hold_are_refused_before_they_are_rea
     rewrite(place, **{f"{W}.zarray": content})
     seal(place)
     with pytest.raises(Damaged, match=rf"default: is no Orbax item as jpipe writes it .*{reason}"):
-        read_layers(run, 20)
+        Checkpoint(run, 20).read()
 
 
 def test_a_chunk_larger_than_declared_is_refused(run, place):
     rewrite(place, **{f"{W}0.0": b"\0" * 3_000_000})
     seal(place)
     with pytest.raises(Damaged, match="End of data expected; remaining length: 2999952"):
-        read_layers(run, 20)
+        Checkpoint(run, 20).read()
 
 
 @pytest.mark.parametrize(
@@ -135,11 +136,11 @@ def test_trees_that_jpipe_does_not_write_are_refused(run, place, change, reason)
     file.write_text(json.dumps(change(json.loads(file.read_text()))))
     seal(place)
     if reason is None:
-        assert read_layers(run, 20) == {"layer": {"x": {}}}
+        assert Checkpoint(run, 20).read() == {"layer": {"x": {}}}
         return
-    for read in (read_layers, layer_specs):
+    for read in (Checkpoint.read, Checkpoint.specs):
         with pytest.raises(Damaged, match=rf"default: is no Orbax item as jpipe writes it \(.*{reason}"):
-            read(run, 20)
+            read(Checkpoint(run, 20))
 
 
 def entry(names: list[str], kind: str = "np.ndarray") -> dict:
@@ -153,28 +154,28 @@ def test_metadata_nested_without_end_is_refused(run, place):
     (place / "default" / "_METADATA").write_text("[" * 100_000)
     seal(place)
     with pytest.raises(Damaged, match="RecursionError"):
-        read_layers(run, 20)
+        Checkpoint(run, 20).read()
 
 
 def test_a_path_that_is_not_a_file_fails_at_once(run, place):
     for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
         make(place / "default" / "d" / "more")
         with pytest.raises(Damaged, match=r"default/d/more: is no regular file, was not written by jpipe"):
-            verify(run, 20)
+            Checkpoint(run, 20).verify()
         with pytest.raises(Damaged, match=r"default/d/more: is no regular file, was not written by jpipe"):
-            layer_specs(run, 20)
+            Checkpoint(run, 20).specs()
         (place / "default" / "d" / "more").unlink()
     (place / "process-0.json").unlink()
     os.mkfifo(place / "process-0.json")
     with pytest.raises(Damaged, match=r"process-0\.json: is missing"):
-        verify(run, 20)
+        Checkpoint(run, 20).verify()
 
 
 @pytest.mark.parametrize(("name", "size"), [("checkpoint.json", 2**23), ("process-0.json", 2**23), ("metrics.jsonl", 2**30)])
 def test_endless_records_are_not_read(run, place, name, size):
     os.truncate(place / name, size + 1)  # no blocks on the disk
     messages: list[str] = []
-    assert newest_good(run, lambda damaged: messages.append(str(damaged))) is None
+    assert newest(run, lambda damaged: messages.append(str(damaged))) is None
     assert messages[0].startswith(f"{place / name}: is larger than {size:,} bytes, was not written by jpipe")
 
 
@@ -237,7 +238,7 @@ def test_names_that_are_too_long_for_a_file_are_reported_as_damaged(run, place):
     digests = [hashlib.sha256(content).hexdigest() for content in (text.encode(), (place / "metrics.jsonl").read_bytes())]
     (place / "checkpoint.json").write_text(marker_text(20, {"process-0.json": digests[0]}, digests[1], FACTS, {}))
     with pytest.raises(Damaged, match=r"cannot be read .File name too long"):
-        verify(run, 20)
+        Checkpoint(run, 20).verify()
 
 
 def test_a_checkpoint_without_a_plan_in_its_config_is_still_compared(run):
@@ -260,7 +261,7 @@ def test_shapes_are_checked_against_the_model_before_anything_is_read(tiny, monk
     arrays = jax.tree.map(lambda spec: np.zeros((*spec.shape, 2), spec.dtype), specs)
     write_layers(tmp_path, 20, {layer_id: {"params": {"0": tree}} if tree else {} for layer_id, tree in arrays.items()}, 0)
     complete(tmp_path, 20, 1, FACTS)
-    monkeypatch.setattr(checkpoint_files, "read_layers", lambda *_, **__: pytest.fail("the arrays are read"))
+    monkeypatch.setattr(Checkpoint, "read", lambda *_, **__: pytest.fail("the arrays are read"))
     with pytest.raises(jpipe.InputError, match=r"checkpoint: layer '.*', parameters: expected '.*' as in the model, .*, found "):
         read_checkpoint(pipe, batches, Together(None), Resumed(tmp_path, 20, Facts(**FACTS), (20,)), fresh_optimizer=False)
 
@@ -270,7 +271,7 @@ def test_a_refused_export_prints_one_message_and_writes_nothing(run, place, capf
     seal(place)
     lines = list[str]()
     with pytest.raises(jpipe.InputError, match=r"none of the checkpoints in .* is whole; take another run"):
-        export.main(str(run), str(run / "new.safetensors"), None, lines.append)
+        export.write_file(ExportRequest(str(run), str(run / "new.safetensors")), lines.append)
     assert capfd.readouterr() == ("", "")
     (line,) = lines
     assert "it declares arrays of 80,000,000,012,800 bytes" in line
@@ -278,6 +279,6 @@ def test_a_refused_export_prints_one_message_and_writes_nothing(run, place, capf
 
 
 def test_the_reader_reads_what_the_writer_writes(run):
-    restored = read_layers(run, 20)["layer"]["params"]["0"]
+    restored = Checkpoint(run, 20).read()["layer"]["params"]["0"]
     assert jnp.array_equal(restored["w"], LAYERS["layer"]["params"]["0"]["w"])
     assert yaml.safe_load(Facts(**FACTS).config) == {"train": {}, "plan": {}}

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 import jpipe
+import jpipe.checkpoints.writing
 from jpipe import InputError
-from jpipe.checkpoints import files as checkpoint_files
 from jpipe_train.checkpoint import checkpoints
 from jpipe_train.checkpoint.resume import Facts, Resumed
 from jpipe_train.checkpoint.run_folder import RunFolder, write_atomically
@@ -57,7 +57,7 @@ def run_in_two(config, monkeypatch, step, **later):
 
 def weights_of(folder: Path):
     """Return the layers of a run's last checkpoint."""
-    return checkpoint_files.read_layers(folder, checkpoint_files.steps(folder)[-1])
+    return jpipe.checkpoints.Checkpoint(folder, jpipe.checkpoints.steps(folder)[-1]).read()
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +102,7 @@ def test_a_run_that_was_stopped_resumes_with_equal_results(plan, saved, tmp_path
     assert rows == expected
     assert (parts.val_loss_before, parts.val_loss_after) == (whole.val_loss_before, whole.val_loss_after)
     check_equal(weights_of(parts.folder), weights_of(whole.folder))
-    assert checkpoint_files.steps(parts.folder) == [4, 6, 7]  # the last three
+    assert jpipe.checkpoints.steps(parts.folder) == [4, 6, 7]  # the last three
 
 
 @pytest.mark.slow
@@ -129,7 +129,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(saved, monke
         with pytest.raises(Killed):
             loop.main(changed(saved))
     folder = Path(saved["run"]["dir"])
-    assert checkpoint_files.steps(folder) == [2, 4]
+    assert jpipe.checkpoints.steps(folder) == [2, 4]
     damaged = max((folder / "checkpoints" / "4").rglob("d/*"), key=lambda file: file.stat().st_size)
     damaged.write_bytes(damaged.read_bytes()[:-1])
     summary = loop.main(changed(saved))
@@ -189,14 +189,14 @@ def test_another_optimizer_is_refused_unless_its_state_may_be_fresh(saved):
 
 @pytest.mark.parametrize("policy", ["stop", "train"])
 def test_a_full_disk_ends_the_run_only_if_configured(policy, saved, monkeypatch, capsys):
-    real = checkpoint_files.write_layers
+    real = jpipe.checkpoints.writing.write_layers
 
     def write(folder, step, layers, process):
         if step == 4:
             raise OSError(28, "No space left on device")
         return real(folder, step, layers, process)
 
-    monkeypatch.setattr(checkpoint_files, "write_layers", write)
+    monkeypatch.setattr(jpipe.checkpoints.writing, "write_layers", write)
     config = changed(saved, checkpoint={"on_full_disk": policy})
     if policy == "stop":
         with pytest.raises(RunStopped, match="a checkpoint could not be written: No space left on device; the last good one is of step 2"):
@@ -204,7 +204,7 @@ def test_a_full_disk_ends_the_run_only_if_configured(policy, saved, monkeypatch,
     else:
         folder = loop.main(config).folder
         assert "the run continues, the last good one is of step 2" in " ".join(capsys.readouterr().out.split())
-        assert checkpoint_files.steps(folder) == [2, 6, 7]
+        assert jpipe.checkpoints.steps(folder) == [2, 6, 7]
 
 
 class AlmostFull:
@@ -250,7 +250,7 @@ def test_rows_are_written_later_when_the_disk_is_full(saved, monkeypatch, capsys
     output = " ".join(capsys.readouterr().out.split())
     assert output.count("cannot be written: No space left on device; the run continues, and keeps its rows") == 1
     assert output.count("has all rows again") == 1
-    assert [json.loads(line)["step"] for line in checkpoint_files.read_metrics(folder, 4).splitlines()][:4] == [0, 1, 2, 3]
+    assert [json.loads(line)["step"] for line in jpipe.checkpoints.Checkpoint(folder, 4).rows().splitlines()][:4] == [0, 1, 2, 3]
     monkeypatch.setattr(RunFolder, "log", log)
     monkeypatch.setattr(RunFolder, "go_on", fills)
     with pytest.raises(RunStopped, match=r"metrics\.jsonl' lacks its last rows, for which there was no room on the disk"):
@@ -286,17 +286,17 @@ def test_a_checkpoint_completed_while_the_previous_one_is_read_is_not_lost(saved
     marker = folder / "checkpoints" / "4" / "checkpoint.json"
     content = marker.read_bytes()
     marker.unlink()
-    newest_good = checkpoint_files.newest_good
+    newest = jpipe.checkpoints.newest
 
     def slowly(*arguments):
-        step = newest_good(*arguments)
+        found = newest(*arguments)
         marker.write_bytes(content)
-        return step
+        return found
 
-    monkeypatch.setattr(checkpoint_files, "newest_good", slowly)
+    monkeypatch.setattr(jpipe.checkpoints, "newest", slowly)
     with pytest.raises(InputError, match=rf"another process has trained in '{folder}' meanwhile, its last checkpoint is of step 4 now"):
         loop.main(changed(saved))
-    assert checkpoint_files.steps(folder) == [2, 4]
+    assert jpipe.checkpoints.steps(folder) == [2, 4]
 
 
 def test_unfinished_checkpoints_are_removed_before_anything_is_written(saved, monkeypatch):

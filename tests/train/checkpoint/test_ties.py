@@ -10,10 +10,11 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 import jpipe
-from jpipe.checkpoints import files as checkpoint_files
+import jpipe.checkpoints
 from jpipe.runtime import _snapshot
 from jpipe_train.assemble.build import build
 from jpipe_train.checkpoint import export, warm_start
+from jpipe_train.checkpoint.export_request import ExportRequest
 from jpipe_train.console.progress import Reporter
 from jpipe_train.launch.together import Together
 from jpipe_train.report.metrics_log import RunStopped
@@ -60,10 +61,10 @@ def test_a_pattern_that_matches_only_a_tied_copy_is_refused(config, pattern):
 def test_it_is_resumed_exported_and_begins_another(config, tmp_path, monkeypatch):
     loop.main(changed(config))
     run_in_two(config | {"run": {"dir": str(tmp_path / "parts")}}, monkeypatch, 3)
-    whole, parts = (checkpoint_files.read_layers(tmp_path / name, 5) for name in ("run", "parts"))
+    whole, parts = (jpipe.checkpoints.Checkpoint(tmp_path / name, 5).read() for name in ("run", "parts"))
     check_equal(parts, whole)
     for weights in ("newest", "ema"):
-        export.main(str(tmp_path / "run"), str(tmp_path / f"{weights}.safetensors"), None, lambda _: None, weights)
+        export.write_file(ExportRequest(str(tmp_path / "run"), str(tmp_path / f"{weights}.safetensors"), weights=weights), lambda _: None)
     newest, average = (load_file(tmp_path / f"{weights}.safetensors") for weights in ("newest", "ema"))
     assert sorted(newest) == sorted(average) == ["embed/embedding", "head/bias", "mix/bias", "mix/kernel"]
     table = whole["embed shared embedding"]
@@ -86,8 +87,8 @@ def test_it_is_resumed_exported_and_begins_another(config, tmp_path, monkeypatch
 def test_copies_that_differ_end_the_run(config, monkeypatch):
     numbers = itertools.count()
     stop_before(monkeypatch, 4)  # once the first checkpoint is written
-    loop_of_checksums = _snapshot.Part.checksum
-    monkeypatch.setattr(_snapshot.Part, "checksum", lambda self, entry: loop_of_checksums(self, entry) ^ next(numbers))
+    loop_of_checksums = _snapshot.WorkerSnapshot.checksum
+    monkeypatch.setattr(_snapshot.WorkerSnapshot, "checksum", lambda self, entry: loop_of_checksums(self, entry) ^ next(numbers))
     message = (
         r"^checkpoint of step 2: the copies of 'embed shared embedding' at stage 0 and at stage 1 are not .*; there is no complete one; "
     )

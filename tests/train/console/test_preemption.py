@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 import jpipe
-from jpipe.checkpoints import files as checkpoint_files
+import jpipe.checkpoints.writing
 from jpipe_train.checkpoint import checkpoints
 from jpipe_train.console.preemption import Preemption
 from jpipe_train.report.metrics_log import RunStopped
@@ -192,7 +192,7 @@ def test_a_preempted_run_resumes_with_equal_results(saved, tmp_path, monkeypatch
         preempt_at(patched, 2)
         first = loop.main(changed(saved, train={"steps": ENDLESS}))  # however long the checkpoint takes
     assert (first.steps, first.val_loss_after) == (4, None)
-    assert checkpoint_files.steps(first.folder) == [4]
+    assert jpipe.checkpoints.steps(first.folder) == [4]
     assert f"stopped by SIGTERM; the checkpoint of step 4 is written, and the same command with --set run.dir={first.folder}" in " ".join(
         capsys.readouterr().out.split()
     )
@@ -204,8 +204,8 @@ def test_a_preempted_run_resumes_with_equal_results(saved, tmp_path, monkeypatch
     assert losses_of(parts.folder) == losses_of(whole.folder)
     assert (parts.folder / "report.html").exists(), "the run came to its own end"
     assert (parts.steps, parts.val_loss_before, parts.val_loss_after) == (12, whole.val_loss_before, whole.val_loss_after)
-    assert checkpoint_files.steps(parts.folder) == [4, 12]
-    actual, expected = (checkpoint_files.read_layers(summary.folder, 12) for summary in (parts, whole))
+    assert jpipe.checkpoints.steps(parts.folder) == [4, 12]
+    actual, expected = (jpipe.checkpoints.Checkpoint(summary.folder, 12).read() for summary in (parts, whole))
     check_equal(actual, expected)
 
 
@@ -215,7 +215,7 @@ def test_a_checkpoint_that_cannot_be_saved_is_not_a_success(saved, monkeypatch):
         raise OSError(28, "No space left on device")
 
     preempt_at(monkeypatch, 1)
-    monkeypatch.setattr(checkpoint_files, "write_layers", write)
+    monkeypatch.setattr(jpipe.checkpoints.writing, "write_layers", write)
     with pytest.raises(RunStopped, match="stopped by SIGTERM; the checkpoint of step 3 could not be written"):
         loop.main(changed(saved, checkpoint={"on_full_disk": "train"}, train={"steps": ENDLESS}))
 
@@ -246,7 +246,7 @@ def test_where_one_process_gets_the_signal_all_save_at_one_step(saved, tmp_path,
         outputs = [process.communicate(timeout=LIMIT) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     step = int(re.search(r"stopped by SIGTERM; the checkpoint of step (\d+) is written", outputs[0][0])[1])
-    assert checkpoint_files.steps(metrics.parent) == [step]
+    assert jpipe.checkpoints.steps(metrics.parent) == [step]
     more = {"steps": step + 3, "eval_every": ENDLESS}
     parts = loop.main(changed(saved, train=more), resume="must")
     whole = loop.main(changed(saved, train=more, run={"dir": str(tmp_path / "whole")}))

@@ -12,8 +12,8 @@ from pathlib import Path
 import jax
 import pytest
 
+import jpipe.checkpoints
 from jpipe import Plan
-from jpipe.checkpoints import files as checkpoint_files
 from jpipe.processes import Address
 from jpipe_train import cli
 from jpipe_train.checkpoint import checkpoints
@@ -56,7 +56,7 @@ def test_a_dropped_connection_and_ctrl_c_save(saving, tmp_path, monkeypatch, cap
     assert cli.main(["train", str(tmp_path / "run.yaml")]) == code
     out, err = capsys.readouterr()
     folder = Path(saving["run"]["dir"])
-    (step,) = checkpoint_files.steps(folder)
+    (step,) = jpipe.checkpoints.steps(folder)
     assert f"stopped by {name}; the checkpoint of step {step} is written, and the same command with --set run.dir={folder}" in out
     assert err == ""
 

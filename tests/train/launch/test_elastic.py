@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import jpipe.checkpoints
 from benchmarks.faults.runs import difference, end_of
-from jpipe.checkpoints import files as checkpoint_files
 from jpipe_train.checkpoint.history import RunPart, changes_of_plan
 from jpipe_train.cli import main
 from jpipe_train.config.config import Config
@@ -389,7 +389,7 @@ def elastic_run(folder: Path, stages: int, steps: int, deaths: dict, slow: int, 
     command = [sys.executable, "-m", "jpipe_train.cli", *arguments]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=10 * LIMIT, check=False)
     assert done.returncode == 0, done.stderr
-    history = [RunPart(**part) for part in checkpoint_files.read_facts(folder / "run", steps)["history"]]
+    history = [RunPart(**part) for part in jpipe.checkpoints.Checkpoint(folder / "run", steps).facts["history"]]
     return config, history, [*done.stdout.splitlines(), *done.stderr.splitlines()]
 
 
@@ -400,7 +400,7 @@ def test_a_run_resumes_with_the_plan_for_the_processes_that_are_there(tiny, no_r
     loop.main(changed(saved, train={"steps": 2}))
     folder = loop.main(changed(saved, train={"steps": 4}), elastic=2).folder
     assert "plan for 1 of 2 processes: num_stages 1 instead of 2\n" in capsys.readouterr().out
-    history = [RunPart(**part) for part in checkpoint_files.read_facts(folder, 4)["history"]]
+    history = [RunPart(**part) for part in jpipe.checkpoints.Checkpoint(folder, 4).facts["history"]]
     assert changes_of_plan(history) == [(2, "1 stage")]
     assert history[1].pause > 0
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import jpipe
-from jpipe.checkpoints import files as checkpoint_files
+import jpipe.checkpoints
 from jpipe_train.assemble import optimizer
 from jpipe_train.checkpoint import history, resume
 from jpipe_train.checkpoint.run_folder import RunFolder
@@ -46,7 +46,7 @@ def test_a_resumed_run_shows_its_whole_history(tiny, monkeypatch):
     assert {"loss", "val_loss", "learning_rate", "seconds", "tokens_per_second"} <= set(scalars)
     assert scalars["learning_rate"] == [(row["step"], pytest.approx(row["learning_rate"])) for row in rows]
 
-    facts = resume.Facts.model_validate(checkpoint_files.read_facts(folder, 8))
+    facts = resume.Facts.model_validate(jpipe.checkpoints.Checkpoint(folder, 8).facts)
     before, now = facts.history
     assert (before.first, before.end, now.first, now.end) == (0, 4, 4, 8)
     assert before.plan == "pipedream_2bw, 2 stages, 2 microbatches"

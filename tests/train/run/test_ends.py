@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import jpipe
+import jpipe.checkpoints.writing
 from jpipe import InputError
-from jpipe.checkpoints import files as checkpoint_files
 from jpipe.checkpoints.records import File, marker_text
 from jpipe_lm.data import documents
 from jpipe_train.checkpoint import checkpoints
@@ -86,7 +86,7 @@ def test_a_run_whose_losses_never_arrive_fails(saved, monkeypatch):
 
 @pytest.mark.parametrize("cause", ["disk", "nobody knows"])
 def test_a_run_without_its_last_checkpoint_fails(cause, saved, monkeypatch):
-    write = checkpoint_files.write_layers
+    write = jpipe.checkpoints.writing.write_layers
 
     def full(folder, step, layers, process):
         if step == 7:
@@ -94,7 +94,7 @@ def test_a_run_without_its_last_checkpoint_fails(cause, saved, monkeypatch):
         return write(folder, step, layers, process)
 
     if cause == "disk":
-        monkeypatch.setattr(checkpoint_files, "write_layers", full)
+        monkeypatch.setattr(jpipe.checkpoints.writing, "write_layers", full)
     else:
         schedule_snapshot = checkpoints.Checkpoints.schedule_snapshot
         monkeypatch.setattr(
@@ -151,7 +151,7 @@ def test_lost_rows_end_the_run(damage, message, policy, saved, tmp_path, monkeyp
         elsewhere.rename(folder)
     else:
         assert str(stopped.value).endswith("its newest checkpoint is of step 4, from which it resumes")
-    assert checkpoint_files.steps(folder) == [2, 4]
+    assert jpipe.checkpoints.steps(folder) == [2, 4]
     monkeypatch.undo()
     assert [row["step"] for row in rows_of(loop.main(changed(saved)).folder)] == list(range(7))
 
@@ -220,7 +220,8 @@ def test_a_checkpoint_that_cannot_be_restored_is_skipped_with_a_message(lost, re
         max((file for file in sizes if ("ocdbt.process_0" in str(file)) == (lost == "arrays")), key=sizes.__getitem__).unlink()
         sealed(place)
     if lost == "arrays":  # so that only who reads the arrays finds it out
-        monkeypatch.setattr(checkpoint_files, "layer_specs", lambda folder, step, real=checkpoint_files.layer_specs: real(folder, 4))
+        specs, before = jpipe.checkpoints.Checkpoint.specs, jpipe.checkpoints.Checkpoint(folder, 4)
+        monkeypatch.setattr(jpipe.checkpoints.Checkpoint, "specs", lambda self: specs(before))
     assert loop.main(changed(config, train={"steps": 7})).steps == 7
     lines = capsys.readouterr().out.splitlines()
     [line] = [line for line in lines if line.startswith("checkpoint: ")]
@@ -228,7 +229,7 @@ def test_a_checkpoint_that_cannot_be_restored_is_skipped_with_a_message(lost, re
     assert line.endswith("; the one before is tried")
     assert any(line.startswith("resumes at step 4") for line in lines)
     assert f"checkpoints of later steps are kept as 6.old in '{folder / 'checkpoints'}'" in lines
-    assert checkpoint_files.steps(folder) == [4, 6, 7]
+    assert jpipe.checkpoints.steps(folder) == [4, 6, 7]
     assert (folder / "checkpoints" / "6.old" / "checkpoint.json").exists(), "the damaged one is not removed"
     assert [row["loss"] for row in rows_of(folder)][:6] == losses
 
@@ -236,7 +237,7 @@ def test_a_checkpoint_that_cannot_be_restored_is_skipped_with_a_message(lost, re
 def test_a_run_resumes_from_the_named_checkpoint(resumed, capsys):
     config, folder = resumed
     whole = rows_of(folder)
-    with pytest.raises(InputError, match=rf"--from-checkpoint: expected one of 2, 4, 6, those in '{folder}', found 5"):
+    with pytest.raises(InputError, match=rf"--from-checkpoint: expected one of 2, 4, 6, the checkpoints in '{folder}', found 5"):
         loop.main(changed(config), from_checkpoint=5)
     with pytest.raises(InputError, match="--from-checkpoint has no effect with --resume never"):
         loop.main(changed(config), from_checkpoint=4, resume="never")
@@ -269,7 +270,7 @@ def test_a_run_resumed_with_another_batch_size_reads_each_row_once(saved, monkey
     assert len(starts) == 32
     output = capsys.readouterr().out
     assert "the training data continue at row 16" in output
-    facts = checkpoint_files.read_facts(Path(saved["run"]["dir"]), 6)["data"]
+    facts = jpipe.checkpoints.Checkpoint(Path(saved["run"]["dir"]), 6).facts["data"]
     assert facts["batch_size"] == 4
     assert facts["position"] == {"batch": 6, "rows": [32], "pieces": 8}
     assert facts["order"] == {"batch": 2, "rows": [16], "pieces": 8}

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jpipe.checkpoints import files as checkpoint_files
+import jpipe.checkpoints
 from jpipe_lm.data import prepare
 from jpipe_lm.models import layers
 from jpipe_train import cli
-from jpipe_train.checkpoint import export
+from jpipe_train.checkpoint.weights import by_name, with_ema
 from jpipe_train.config import config_file
 from jpipe_train.console.progress import Reporter
 from jpipe_train.data import data
@@ -65,8 +65,8 @@ def home(tmp_path_factory):
 def at_once(run: Path, rows, step: int, weights="newest") -> Result:
     """Evaluate the whole model as one function, on all rows as one batch."""
     config = config_file.load_resolved(run / "config.yaml")
-    stored_layers = checkpoint_files.read_layers(run, step)
-    arrays = export.by_name(stored_layers if weights == "newest" else export.with_ema(stored_layers, step))
+    stored_layers = jpipe.checkpoints.Checkpoint(run, step).read()
+    arrays = by_name(stored_layers if weights == "newest" else with_ema(stored_layers, step))
     stack, params = layers.layers(config.model), {}
     for layer_id, shared in stack.ties.shared.items():
         arrays |= {f"{layer_id}/{path}": arrays["/".join(stack.ties.first[name])] for path, name in shared.items()}

@@ -17,9 +17,9 @@ import optax
 import pytest
 
 import jpipe
+import jpipe.checkpoints
 import jpipe_train
 from examples import mlp
-from jpipe.checkpoints import files as checkpoint_files
 from jpipe_train import cli
 from jpipe_train.checkpoint.best import best_step
 from jpipe_train.data.arrays.rows import RowsOfArrays
@@ -253,7 +253,7 @@ def test_the_best_checkpoint_of_a_function_stays_and_callbacks_get_each_checkpoi
     arguments = {"eval_data": BATCHES[:1], "eval_every": 1, "metrics": {"mine": lambda outputs, labels: (labels.size - labels.size, 1)}}
     jpipe_train.fit(pipeline(), BATCHES, steps=6, **arguments, **QUIET, checkpoint=best, run_dir=tmp_path / "run", callbacks=[stops])
     assert [record.step for record in stops.records if isinstance(record, jpipe_train.CheckpointRecord)] == [1, 2, 3, 4, 5, 6]
-    assert checkpoint_files.steps(tmp_path / "run") == [1, 4, 5, 6], "of equal values the first one is the best"
+    assert jpipe.checkpoints.steps(tmp_path / "run") == [1, 4, 5, 6], "of equal values the first one is the best"
     assert best_step(tmp_path / "run", "") == 1
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jpipe
-from jpipe.checkpoints import files as checkpoint_files
+import jpipe.checkpoints
 from jpipe_train import cli
 from jpipe_train.assemble.metrics import results
 from jpipe_train.checkpoint.best import Best, best_step, values_in
@@ -111,7 +111,7 @@ def test_the_best_checkpoints_stay_and_others_are_not_even_written(mode, keep, t
     checkpoints.close()
     sign = 1 if mode == "min" else -1
     best = sorted(values, key=lambda step: sign * values[step])[:keep]
-    assert checkpoint_files.steps(tmp_path) == sorted({*best, 21})
+    assert jpipe.checkpoints.steps(tmp_path) == sorted({*best, 21})
     assert checkpoints._best.in_folder(tmp_path) == best
     seen: list[int] = []
     expected = []
@@ -140,7 +140,7 @@ def test_a_run_ends_early_with_its_best_checkpoint(scripted, tmp_path, capsys):
     rows = rows_of(summary.folder)
     assert [row["step"] for row in rows] == list(range(8))
     assert [row.get("val_loss") for row in rows] == [5.0, None, 3.0, None, 2.0, None, 2.5, 2.4]
-    assert checkpoint_files.steps(summary.folder) == [4, 8]
+    assert jpipe.checkpoints.steps(summary.folder) == [4, 8]
     assert best_step(summary.folder, "") == 4
     words = "val_loss has not improved in 2 validations; the best one, 2, was at step 4"
     out = capsys.readouterr().out
@@ -155,7 +155,7 @@ def test_a_run_ends_early_with_its_best_checkpoint(scripted, tmp_path, capsys):
     assert f"step 4 of {summary.folder}" in capsys.readouterr().out
     longer = loop.main(changed(scripted, train={"stop": {"patience": 9}}), from_checkpoint="best")
     assert "resumes at step 4" in capsys.readouterr().out
-    assert (longer.steps, checkpoint_files.steps(longer.folder)) == (12, [12])
+    assert (longer.steps, jpipe.checkpoints.steps(longer.folder)) == (12, [12])
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_a_run_that_was_interrupted_stops_at_the_same_step(schedule, cut, script
     parts = run_in_two(config, monkeypatch, cut)
     assert (parts.steps, parts.remarks) == (whole.steps, whole.remarks)
     assert rows_of(parts.folder) == rows_of(whole.folder)
-    assert checkpoint_files.steps(parts.folder) == checkpoint_files.steps(whole.folder) == [4, 6, 7, 8]
+    assert jpipe.checkpoints.steps(parts.folder) == jpipe.checkpoints.steps(whole.folder) == [4, 6, 7, 8]
     np.testing.assert_equal(weights_of(parts.folder), weights_of(whole.folder))
 
 
@@ -198,7 +198,7 @@ def test_the_validation_at_which_a_signal_arrives_counts(at, steps, kept, script
     with monkeypatch.context() as patched:
         signal_before(patched, at)
         summary = loop.main(config)
-    assert (summary.steps, checkpoint_files.steps(summary.folder)) == (steps, kept)
+    assert (summary.steps, jpipe.checkpoints.steps(summary.folder)) == (steps, kept)
     assert summary.stopped_by == (signal.SIGTERM if steps < 8 else None), "the rule ends the run at step 8 without a signal"
     if steps < 8:
         assert loop.main(config).steps == 8

@@ -135,7 +135,7 @@ def test_runs_with_equal_losses_are_all_named(tmp_path):
 def test_tokens_count_the_batch_sizes_of_the_earlier_parts_of_a_run(tmp_path, monkeypatch):
     path = write_run(tmp_path / "run", rows_of(4), saved=(3,))
     parts = [part(PLAN, {"train": {"batch_size": size}}, 1, first, end, 0) for first, end, size in ((0, 2, 16), (2, 3, 4))]
-    monkeypatch.setattr(comparing.files, "read_facts", lambda *_: {"history": [part.model_dump(mode="json") for part in parts]})
+    monkeypatch.setattr(comparing.Checkpoint, "facts", {"history": [part.model_dump(mode="json") for part in parts]})
     drawn = comparing._curve("run", read(path, whole=True))
     assert drawn.earlier == [(0, 2, 16), (2, 3, 4)]
     figure = picture.draw([picture.Curve("run", rows_of(4), None, 4, drawn.earlier)], "")

@@ -10,9 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jpipe
 from jpipe import InputError
-from jpipe.checkpoints import files as checkpoint_files
 from jpipe.files import resolved
 from jpipe_lm.checkpoint import huggingface
 from jpipe_lm.checkpoint.adapters import merged
@@ -29,9 +27,10 @@ from jpipe_lm.generate.token_text import Conversion
 from jpipe_train.assemble import compile_cache
 from jpipe_train.checkpoint import warm_start
 from jpipe_train.checkpoint.best import Step
-from jpipe_train.checkpoint.export import Weights, by_name, check_steps, step_of, with_ema
+from jpipe_train.checkpoint.weights import SavedWeights, check_steps, choose
 from jpipe_train.config import config_file
 from jpipe_train.config.config import AUTO, Config
+from jpipe_train.console.options import Weights
 
 _SETTINGS = ("config.json", "generation_config.json")  # files of Hugging Face's layout that may name the tokens that end a text
 
@@ -135,17 +134,10 @@ def _find_in_run(
             "write a loop of your own around its layers (jpipe.checkpoints reads the weights)"
         )
     _check_decodes(model, source)
-    chosen = step_of(folder, step, "generate", report)  # reads checkpoints, which can take long
-    if step is not None:  # the newest complete one is already verified
-        checkpoint_files.verify(folder, chosen)
-    specs = checkpoint_files.layer_specs(folder, chosen)
-    entries = {name: place for name in specs if (place := jpipe.runtime.shared_place(name, specs))}
+    saved = SavedWeights(choose(folder, step, "generate", report), weights)  # reads checkpoints, which can take long
 
     def read(layer_id: str) -> dict[str, np.ndarray]:
-        names = [layer_id, *(name for name, place in entries.items() if place[0] == layer_id)]
-        read = checkpoint_files.read_layers(folder, chosen, names, verified=True)
-        arrays = by_name(read if weights == "newest" else with_ema(read, chosen))
-        return _strip_layer_id(layer_id, merged(arrays, model, tune_of(config)))
+        return _strip_layer_id(layer_id, merged(saved.read([layer_id]), model, tune_of(config)))
 
     def find_words() -> Conversion:
         if tokens_of is not None:
@@ -163,7 +155,9 @@ def _find_in_run(
 
     computes = dtype or config.computes
     averaged = "" if weights == "newest" else ", moving average of the weights"
-    return Origin(f"{source}, step {chosen}{averaged}", _with_compute_dtype(model, computes), read, find_words, config.compile_cache)
+    return Origin(
+        f"{source}, step {saved.checkpoint.step}{averaged}", _with_compute_dtype(model, computes), read, find_words, config.compile_cache
+    )
 
 
 def _find_in_folder(folder: Path, source: str, tokens_of: str | None, dtype: str | None, adapters: str | None) -> Origin:

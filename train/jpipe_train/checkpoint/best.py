@@ -101,12 +101,12 @@ def values_in(folder: Path, metric: str, steps: Iterable[int] | None = None, sin
         steps: the steps to look at; None for all.
         since: steps up to this one, or up to a later change of the data of validations (`val_since` of a checkpoint), are left out.
     """
-    from jpipe.checkpoints import files as checkpoint_files
+    from jpipe import checkpoints
 
     values = {}
-    for step in checkpoint_files.steps(folder) if steps is None else steps:
+    for step in checkpoints.steps(folder) if steps is None else steps:
         try:
-            facts = checkpoint_files.read_facts(folder, step)
+            facts = checkpoints.Checkpoint(folder, step).facts
         except InputError:
             continue
         if not isinstance(facts, Mapping):

@@ -165,10 +165,10 @@ class Checkpoints:
         """Return in process 0 why the last checkpoint, at `step`, is missing; None if it is complete or not due."""
         if self._config.every is None or not self._together.is_first:
             return None
-        from jpipe.checkpoints import files
+        from jpipe.checkpoints import Checkpoint
 
         is_written = self.written[-1:] == [step]
-        if is_written and files.has_all_files(self._folder, step):
+        if is_written and Checkpoint(self._folder, step).has_all_files():
             return None
         last_complete = self._last_complete("there is no other", step)
         what = "is not in the run folder any more" if is_written else "could not be written"
@@ -203,16 +203,16 @@ class Checkpoints:
             raise OSError(reported.errno, str(error)) from error  # not the user's mistake, for it was possible when the run began
 
     def _save(self, snapshot: jpipe.runtime.Snapshot, facts: Mapping[str, Any]) -> None:
-        from jpipe.checkpoints import files, save
+        from jpipe import checkpoints
 
-        save(self._folder, snapshot, facts=dict(facts), rows=self._rows, limit=_PATIENCE, processes=self._together.processes)
+        checkpoints.save(self._folder, snapshot, facts=dict(facts), rows=self._rows, limit=_PATIENCE, processes=self._together.processes)
         if not self._together.is_first:
             return
         self.written.append(snapshot.batch)
         progress.report(snapshot.batch, self._steps)
         try:
             best = () if self._best is None else self._best.in_folder(self._folder)
-            files.prune(self._folder, self._config.keep, self._config.keep_every, self._config.keep_hours, best)
+            checkpoints.prune(self._folder, self._config.keep, self._config.keep_every, self._config.keep_hours, best)
         except OSError as error:
             raise _NotRemoved(error.errno, error.strerror) from error
 

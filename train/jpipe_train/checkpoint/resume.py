@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import jax
 import pydantic
@@ -25,6 +25,9 @@ from jpipe_train.config.section import MOST_ROWS
 from jpipe_train.data.position import Position
 from jpipe_train.launch.numeric_settings import numeric_settings
 from jpipe_train.launch.together import Together
+
+if TYPE_CHECKING:
+    import jpipe.checkpoints
 
 Resume = Literal["auto", "must", "never"]
 """Whether to resume: `auto` if the run's folder holds a checkpoint, `must` or raise an error, `never` and raise one if it holds a run."""
@@ -121,9 +124,9 @@ class Resumed:
         Raises:
             InputError: the folder has other checkpoints now.
         """
-        from jpipe.checkpoints import files as checkpoint_files
+        from jpipe.checkpoints import steps
 
-        if (now := tuple(checkpoint_files.steps(self.folder))) != self.steps:
+        if (now := tuple(steps(self.folder))) != self.steps:
             last = f"its last checkpoint is of step {now[-1]}" if now else "it has no checkpoint"
             raise _TrainedMeanwhile(f"run.dir: another process has trained in '{shown(self.folder)}' meanwhile, {last} now; start again")
 
@@ -201,31 +204,11 @@ class Resumed:
         Raises:
             InputError: they are damaged.
         """
-        from jpipe.checkpoints import files as checkpoint_files
+        from jpipe.checkpoints import Checkpoint
 
-        lines = checkpoint_files.read_metrics(self.folder, self.step).decode("utf-8", errors="ignore").splitlines()
+        lines = Checkpoint(self.folder, self.step).rows().decode("utf-8", errors="ignore").splitlines()
         where = f"{self.folder}: the rows of the checkpoint of step {self.step}"
         return "".join(f"{line}\n" for n, line in enumerate(lines, start=1) if _step(line, f"{where}, line {n}") < self.step)
-
-    def layers(self, pipe: jpipe.Pipeline) -> dict[str, Any]:
-        """Read the layers of this process's workers and verify their hashes.
-
-        Raises:
-            InputError: one of them is not in the checkpoint; a file is damaged.
-        """
-        from jpipe.checkpoints import read
-
-        return read(pipe, self.folder, self.step)
-
-    def stand_ins(self, pipe: jpipe.Pipeline) -> dict[str, Any]:
-        """Return arrays with the shapes and dtypes of `layers` that need no memory, to check them before the layers are read.
-
-        Raises:
-            InputError: as `layers`, except for the contents of files.
-        """
-        from jpipe.checkpoints import stand_ins
-
-        return stand_ins(pipe, self.folder, self.step)
 
 
 def history(
@@ -292,23 +275,24 @@ def find(
 
     def look() -> str:
         try:
-            return json.dumps(_find(run_dir, resume, say, step, before))
+            found = _find(run_dir, resume, say, step, before)
         except OSError as error:
             raise InputError(f"run.dir: cannot read '{error.filename}': {error.strerror}; make it readable, or choose another") from None
+        return "" if found is None else json.dumps([str(found.folder), found.step, found.facts.model_dump(mode="json"), found.steps])
 
     what = "where the run resumes" if before is None else f"where the run resumes before step {before}"
-    chosen = json.loads(together.from_first(what, look))
-    if chosen is None:
+    if not (chosen := together.from_first(what, look)):
         return None
-    return Resumed(Path(chosen["folder"]), chosen["step"], Facts(**chosen["facts"]), tuple(chosen["steps"]))
+    path, number, facts, steps = json.loads(chosen)
+    return Resumed(Path(path), number, Facts(**facts), tuple(steps))
 
 
-def _find(run_dir: str | None, resume: Resume, say: Callable[[str], None], wanted: Step, before: int | None) -> Mapping[str, Any] | None:
+def _find(run_dir: str | None, resume: Resume, say: Callable[[str], None], wanted: Step, before: int | None) -> Resumed | None:
     if wanted is not None and resume == "never":
         raise InputError("--from-checkpoint has no effect with --resume never; leave out one of them")
+    option = "--from-checkpoint" if wanted is not None else "--resume must" if resume == "must" else None  # which requires a checkpoint
     if run_dir is None:
-        if resume == "must" or wanted is not None:
-            option = "--resume must" if wanted is None else "--from-checkpoint"
+        if option is not None:
             raise InputError(f"{option}: expected a run.dir to resume in, found none; name the run's folder with --set run.dir=FOLDER")
         return None
     folder = resolved(run_dir, "run.dir")
@@ -316,51 +300,44 @@ def _find(run_dir: str | None, resume: Resume, say: Callable[[str], None], wante
     if resume == "never" and not ours:  # checkpoints of an earlier attempt of this job are used
         return None
     if not _has_checkpoints(folder):
-        if resume == "must" or wanted is not None:
-            option = "--resume must" if wanted is None else "--from-checkpoint"
+        if option is not None:
             raise InputError(f"{option}: expected checkpoints in '{shown(folder / 'checkpoints')}', found none; check run.dir")
         return None
-    from jpipe.checkpoints import files as checkpoint_files
+    from jpipe import checkpoints
 
-    steps = checkpoint_files.steps(folder)  # before any is read, because others may become complete meanwhile
+    steps = tuple(checkpoints.steps(folder))  # before any is read, because others may become complete meanwhile
     if wanted is not None and not ours:
-        chosen = wanted if isinstance(wanted, int) else best_step(folder, "--from-checkpoint best")
-        if chosen not in steps:
-            known = ", ".join(map(str, steps)) or "none at all"
-            raise InputError(where="--from-checkpoint", expected=f"one of {known}, those in '{shown(folder)}'", found=chosen)
-        checkpoint_files.verify(folder, chosen)
-        facts: Facts | None = _facts_of(folder, chosen)
-        step: int | None = chosen
-    else:
-        step, facts = _newest(folder, lambda line: say(f"checkpoint: {line}"), before)
-    if step is None or facts is None:
-        if resume == "must" or steps:
-            raise InputError(f"run.dir: none of the checkpoints in '{shown(folder / 'checkpoints')}' is whole; choose another run.dir")
-        return None
-    return {"folder": str(folder), "step": step, "facts": facts.model_dump(mode="json"), "steps": steps}
+        step = wanted if isinstance(wanted, int) else best_step(folder, "--from-checkpoint best")
+        checkpoint = checkpoints.at(folder, step, "--from-checkpoint")
+        checkpoint.verify()
+        return Resumed(folder, step, _facts_of(checkpoint), steps)
+    newest = _newest(folder, steps, lambda line: say(f"checkpoint: {line}"), before)
+    if newest is None and (resume == "must" or steps):
+        raise InputError(f"run.dir: none of the checkpoints in '{shown(folder / 'checkpoints')}' is whole; choose another run.dir")
+    return newest
 
 
-def _newest(folder: Path, report: Callable[[str], None], before: int | None) -> tuple[int | None, Facts | None]:
-    """Return the step and the facts of the newest checkpoint that can be restored.
+def _newest(folder: Path, steps: tuple[int, ...], report: Callable[[str], None], before: int | None) -> Resumed | None:
+    """Return the run at the newest checkpoint that can be restored.
 
     Raises:
         NotRestorable: there is none, but there is an undamaged one with other contents than jpipe writes.
     """
-    from jpipe.checkpoints import files as checkpoint_files
+    from jpipe.checkpoints import newest
 
     first: NotRestorable | None = None
-    while (step := checkpoint_files.newest_good(folder, lambda damaged: report(passed_over(damaged)), before)) is not None:
+    while (checkpoint := newest(folder, lambda damaged: report(passed_over(damaged)), before)) is not None:
         try:
-            facts = _facts_of(folder, step)
-            Resumed(folder, step, facts, ()).rows()
+            resumed = Resumed(folder, checkpoint.step, _facts_of(checkpoint), steps)
+            resumed.rows()
         except NotRestorable as error:
             report(passed_over(error))
-            first, before = first or error, step
+            first, before = first or error, checkpoint.step
         else:
-            return step, facts
+            return resumed
     if first is not None:
         raise first
-    return None, None
+    return None
 
 
 def passed_over(error: InputError) -> str:
@@ -374,18 +351,17 @@ def at(folder: Path, step: int) -> Resumed:
     Raises:
         InputError: it is damaged, or does not have the facts that jpipe writes.
     """
-    from jpipe.checkpoints import files as checkpoint_files
+    from jpipe.checkpoints import Checkpoint, steps
 
-    return Resumed(folder, step, _facts_of(folder, step), tuple(checkpoint_files.steps(folder)))
+    return Resumed(folder, step, _facts_of(Checkpoint(folder, step)), tuple(steps(folder)))
 
 
-def _facts_of(folder: Path, step: int) -> Facts:
-    from jpipe.checkpoints import files as checkpoint_files
-
+def _facts_of(checkpoint: "jpipe.checkpoints.Checkpoint") -> Facts:
+    where = f"{checkpoint.path.parent}: step {checkpoint.step}: facts"
     try:
-        return Facts.model_validate(checkpoint_files.read_facts(folder, step))
+        return Facts.model_validate(checkpoint.facts)
     except pydantic.ValidationError as error:
-        raise NotRestorable(*jpipe.errors.explain(error, Facts, f"{folder / 'checkpoints'}: step {step}: facts").problems) from None
+        raise NotRestorable(*jpipe.errors.explain(error, Facts, where).problems) from None
 
 
 def _config_in(text: str) -> dict[Any, Any]:

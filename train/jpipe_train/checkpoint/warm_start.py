@@ -12,17 +12,16 @@ from safetensors import SafetensorError
 
 import jpipe
 from jpipe import InputError
-from jpipe.checkpoints import files as checkpoint_files
 from jpipe.checkpoints import layers_to_read
 from jpipe.checkpoints.records import describe
 from jpipe.files import resolved, shown
 from jpipe_train import registry
 from jpipe_train.assemble.build import param_specs
-from jpipe_train.checkpoint.export import by_name, by_path, state_name, step_of
 from jpipe_train.checkpoint.sources import orbax_checkpoint
 from jpipe_train.checkpoint.sources.name_map import of_whole_model, renamed
 from jpipe_train.checkpoint.sources.safetensors_file import TensorsFile, tensors_file
 from jpipe_train.checkpoint.sources.source import Format, Names, Source, Spec
+from jpipe_train.checkpoint.weights import SavedWeights, by_path, choose, state_name
 from jpipe_train.config.config import Config
 from jpipe_train.console.terminal import count
 from jpipe_train.launch.together import Together
@@ -196,16 +195,15 @@ def _of_file(path: Path) -> Source:
 
 
 def _of_run(folder: Path, report: Callable[[str], None]) -> Source:
-    step = step_of(folder, None, "warm_start.file", report)
-    specs = {name: Spec(leaf.shape, str(leaf.dtype)) for name, leaf in by_name(checkpoint_files.layer_specs(folder, step)).items()}
+    saved = SavedWeights(choose(folder, None, "warm_start.file", report))
 
     def read(names: Names) -> Iterator[dict[str, Any]]:
-        entries = checkpoint_files.layer_specs(folder, step)
-        layers = [entry for entry in entries if any(name.startswith(f"{entry}/") for inner in names.values() for name in inner)]
-        shared = [entry for entry in entries if (place := jpipe.runtime.shared_place(entry, entries)) and place[0] in layers]
-        yield by_name(checkpoint_files.read_layers(folder, step, (*layers, *shared)))  # verifies each file once
+        wanted = [name for inner in names.values() for name in inner]
+        for layer_id in dict.fromkeys(saved.layers.values()):
+            if any(name.startswith(f"{layer_id}/") for name in wanted):
+                yield saved.read([layer_id])
 
-    return Source(f"warm_start.file: '{shown(folder)}', step {step}", specs, read, lambda: checkpoint_files.digest(folder, step))
+    return Source(f"warm_start.file: '{shown(folder)}', step {saved.checkpoint.step}", saved.specs, read, lambda: saved.checkpoint.digest)
 
 
 def _summary(source: Source, model: Model, matching: Collection[str], adds: Callable[[str], bool]) -> str:

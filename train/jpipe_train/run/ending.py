@@ -103,10 +103,10 @@ def left_words(folder: RunFolder, settings: RunSettings) -> str:
 
 def _newest(folder: RunFolder) -> int | None:
     """Return the step of the newest checkpoint in a run folder; None if there is none, or the disk has failed."""
-    from jpipe.checkpoints import files
+    from jpipe.checkpoints import steps
 
     try:
-        return max(files.steps(folder.path), default=None)
+        return max(steps(folder.path), default=None)
     except (jpipe.InputError, OSError):
         return None
 

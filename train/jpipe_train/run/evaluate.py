@@ -18,7 +18,7 @@ from jpipe_train.assemble import compile_cache
 from jpipe_train.assemble.build import build, check, check_by_reading, prepare_devices
 from jpipe_train.assemble.metrics import metrics
 from jpipe_train.checkpoint import resume
-from jpipe_train.checkpoint.export import check_steps, step_of
+from jpipe_train.checkpoint.weights import check_steps, choose
 from jpipe_train.config import config_file
 from jpipe_train.config.config import Config, OptimizerConfig, ResumeConfig
 from jpipe_train.config.data_section import SourceConfig
@@ -86,7 +86,7 @@ def main(request: EvaluateRequest, num_processes: int = 1, connect_limit: float 
         together.run_on_all(lambda: _check_by_reading(config, request))
         together.start_devices(connect_limit)
         # Orbax starts the devices, which waits for all processes, so no checkpoint is read before.
-        step = int(together.from_first("the checkpoint", lambda: str(step_of(folder, request.step, "evaluate", lines.append))))
+        step = int(together.from_first("the checkpoint", lambda: str(choose(folder, request.step, "evaluate", lines.append).step)))
         reporter = Reporter(1, *data.portion(config), quiet)
         for line in (*lines, cache_problem):
             if line:

@@ -126,9 +126,9 @@ def check_shared(settings: RunSettings, folder: Path, together: Together, limit:
 def _start_checkpoints(settings: RunSettings, folder: Path, step: int | None) -> list[str]:
     if settings.checkpoint.every is None:
         return []
-    from jpipe.checkpoints import files as checkpoint_files
+    from jpipe.checkpoints import folders
 
-    return checkpoint_files.begin(folder, step)
+    return folders.begin(folder, step)
 
 
 def read_checkpoint(
@@ -142,12 +142,14 @@ def read_checkpoint(
     Raises:
         jpipe.InputError: the checkpoint is of another model or optimizer.
     """
+    from jpipe import checkpoints
     from jpipe.checkpoints.records import Damaged
 
     def read() -> dict[str, Any]:
         try:
-            pipe.check_layers(batches.like, resumed.stand_ins(pipe), resumed.step, fresh_optimizer=fresh_optimizer)
-            return resumed.layers(pipe)  # with the model's shapes, even in a stranger's file
+            stand_ins = checkpoints.stand_ins(pipe, resumed.folder, resumed.step)
+            pipe.check_layers(batches.like, stand_ins, resumed.step, fresh_optimizer=fresh_optimizer)
+            return checkpoints.read(pipe, resumed.folder, resumed.step)  # with the model's shapes, even in a stranger's file
         except Damaged as error:
             raise error.with_change("") from None  # what to do about it depends on the caller
 

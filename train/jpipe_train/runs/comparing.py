@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jpipe import InputError
-from jpipe.checkpoints import files
+from jpipe.checkpoints import Checkpoint
 from jpipe.files import expanded, open_to_read, shown, write_atomically, writing
 from jpipe_train.checkpoint.history import RunPart
 from jpipe_train.checkpoint.run_folder import METRICS
@@ -187,7 +187,7 @@ def _earlier_sizes(run: Run) -> list[tuple[int, int, int]]:
     """Return the known first steps, ends and batch sizes of the parts of a run, up to its newest checkpoint."""
     steps = saved_steps(run.path)
     try:
-        known = files.read_facts(run.path, steps[-1]) if steps else {}
+        known = Checkpoint(run.path, steps[-1]).facts if steps else {}
         parts = [RunPart.model_validate(part) for part in known.get("history", [])] if isinstance(known, dict) else []
     except (InputError, OSError, ValueError, TypeError):  # damaged, or of another version of jpipe
         return []

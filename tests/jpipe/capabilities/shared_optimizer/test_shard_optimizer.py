@@ -199,10 +199,10 @@ def test_a_checkpoint_on_disk_has_each_layers_optimizer_state(tmp_path):
         state, _ = pipe.step(state, batch, observe=snapshot)
     checkpoints.save(tmp_path, snapshot)
     for name in pipe.stack.ids:
-        read = checkpoints.files.read_layers(tmp_path, 2, [name])
+        read = checkpoints.Checkpoint(tmp_path, 2).read([name])
         assert list(read) == [name]
         assert read[name]["optimizer"].keys() >= {"masters"}
-        assert checkpoints.files.layer_specs(tmp_path, 2)[name]["optimizer"].keys() == read[name]["optimizer"].keys()
+        assert checkpoints.Checkpoint(tmp_path, 2).specs()[name]["optimizer"].keys() == read[name]["optimizer"].keys()
     other = pipeline(plan_of(False), precision=Precision(params="bfloat16"))
     check_bits(other.params(checkpoints.load(other, tmp_path, jax.random.key(3), batches[0])), pipe.params(state))
 

@@ -12,13 +12,15 @@ from rich.console import Console
 from safetensors.numpy import save_file
 
 from jpipe import InputError
-from jpipe.checkpoints.files import complete, write_layers
+from jpipe.checkpoints.writing import complete, write_layers
 from jpipe_train.assemble.build import build, param_specs
 from jpipe_train.checkpoint import export, warm_start
+from jpipe_train.checkpoint.export_request import ExportRequest
 from jpipe_train.checkpoint.sources import orbax_checkpoint
 from jpipe_train.checkpoint.sources.name_map import name_in_file, renamed
 from jpipe_train.checkpoint.sources.source import Spec
 from jpipe_train.checkpoint.warm_start import fitting
+from jpipe_train.checkpoint.weights import by_path
 from jpipe_train.config.config import Config
 from jpipe_train.console.progress import Reporter
 from jpipe_train.launch.together import Together
@@ -163,17 +165,17 @@ def test_orbax_restores_an_export_without_jpipe(tmp_path, capsys):
     layers = {"in.0": {"params": {"0": {"w": W}}}, "norm": {"params": {"0": {"b": B}}, "state": {"mean": B + 1}}, "act": {}}
     write_layers(tmp_path, 4, layers, 0)
     complete(tmp_path, 4, 1, {})
-    export.main(str(tmp_path), str(tmp_path / "out"), None, print, layout="orbax")
+    export.write_orbax(ExportRequest(str(tmp_path), str(tmp_path / "out")), print)
     assert capsys.readouterr().out.startswith(f"{tmp_path / 'out'}: 3 arrays, ")
     tree = ocp.StandardCheckpointer().restore(tmp_path / "out")
     jax.tree.map(np.testing.assert_array_equal, tree, {"in.0": {"w": W}, "norm": {"b": B}, "norm state": {"mean": B + 1}})
     with pytest.raises(InputError, match=r"--out: '.*out' already exists"):
-        export.main(str(tmp_path), str(tmp_path / "out"), None, print, layout="orbax")
+        export.write_orbax(ExportRequest(str(tmp_path), str(tmp_path / "out")), print)
     assert orbax_checkpoint.source(tmp_path / "out").specs == {
         "in.0/w": Spec((2, 3), "float32"), "norm/b": Spec((3,), "float32"), "norm state/mean": Spec((3,), "float32")
     }  # fmt: skip
     with pytest.raises(InputError, match="export: a tree cannot hold 'a/b'"):
-        export._write_orbax(tmp_path / "no", "no", {"a": W, "a/b": B}, 4)
+        export._write_item(tmp_path / "no", {"a": W, "a/b": B})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "out"]
 
 
@@ -181,13 +183,13 @@ def test_orbax_restores_an_export_without_jpipe(tmp_path, capsys):
 def test_a_run_begins_with_parameters_of_other_names(kind, tiny, tmp_path):
     pipe, batches = build(changed(tiny), Reporter(1, 1, "tokens", Console(quiet=True)))
     specs = param_specs(pipe.stack, pipe.plan, batches.train[0])
-    names = {f"{layer_id}/{path}": leaf for layer_id, tree in specs.items() for path, leaf in export.by_path(tree).items()}
+    names = {f"{layer_id}/{path}": leaf for layer_id, tree in specs.items() for path, leaf in by_path(tree).items()}
     renaming = {"block_{n}": "h/{n}", "embed/token": "wte"}
     arrays = {name_in_file(name, renaming): np.full(leaf.shape, i, leaf.dtype) for i, (name, leaf) in enumerate(names.items())}
     assert "h/0/qkv/kernel" in arrays
     if kind == "orbax":
         (tmp_path / "file").mkdir()
-        export._write_orbax(tmp_path / "file" / "item", "", arrays, 0)
+        export._write_item(tmp_path / "file" / "item", arrays)
         file = tmp_path / "file" / "item"
     else:
         file = tmp_path / "file.safetensors"

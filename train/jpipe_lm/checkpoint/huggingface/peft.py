@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from safetensors.numpy import save
 
@@ -17,33 +16,23 @@ from jpipe_lm.checkpoint.huggingface.writing import Model, of_run
 from jpipe_lm.config.huggingface import ADAPTER_CONFIG
 from jpipe_lm.config.sections import model_of, tune_of
 from jpipe_lm.config.tune_config import LoraConfig
-from jpipe_train.checkpoint.best import Step
-from jpipe_train.checkpoint.export import Weights
+from jpipe_train.checkpoint.export_request import ExportRequest
 from jpipe_train.config.tune_section import matches_any
 from jpipe_train.console.terminal import count
 
 _JUDGED = ("classification", "regression")  # heads that PEFT calls SEQ_CLS
 
 
-def main(run: str, out: str, step: Step, report: Callable[[str], None], weights: Weights = "newest") -> None:
-    """Write the adapters of a checkpoint as a folder for PEFT, which appears complete or not at all.
-
-    Args:
-        run: the folder of the run.
-        out: the folder, a new one.
-        step: the step of the checkpoint, or "best"; None: the newest complete one.
-        report: gets a line for what was written, and one for each newer checkpoint that is damaged.
-        weights: the newest parameters, or their moving average.
+def write_peft(request: ExportRequest, report: Callable[[str], None]) -> None:
+    """Write the adapters of a checkpoint as a folder for PEFT.
 
     Raises:
-        InputError: no such run or checkpoint, one without adapters, or the folder cannot be written.
+        InputError: as `open_run`; or the checkpoint has no average, the run has no adapters, or the folder cannot be written.
     """
-    path = unused(out, "--out")
-    jax.config.update("jax_platforms", "cpu")  # Orbax starts JAX's devices; a GPU may be another program's, and none is needed
-    model = of_run(run, step, report, weights, merge=False)
+    path, model = unused(request.path, "--out"), of_run(request, report, merge=False)
     lora = tune_of(model.config).lora
     if lora is None:
-        raise InputError(f"--layout: expected a run with adapters (tune.lora) for peft, found none in '{run}'; give huggingface")
+        raise InputError(f"--layout: expected a run with adapters (tune.lora) for peft, found none in '{request.source}'; give huggingface")
     tensors: dict[str, np.ndarray] = {}
     modules: dict[str, Module] = {}
     saved: list[str] = []
@@ -59,13 +48,15 @@ def main(run: str, out: str, step: Step, report: Callable[[str], None], weights:
             if any(_module(name) in whole for name in row.theirs):
                 tensors |= {f"{BEFORE}{name}": tensor for name, tensor in row.split(arrays).items()}
     if not modules:
-        raise InputError(f"--layout: expected adapters in '{run}', as in its config.yaml, found none; the checkpoint is of another model")
+        raise InputError(
+            f"--layout: expected adapters in '{request.source}', as in its config.yaml, found none; the checkpoint is of another model"
+        )
     content = save(tensors, {"format": "pt"})
     with new_folder(path, "--out") as unfinished:
         described = json.dumps(_described(model, lora, modules, saved), indent=2, sort_keys=True, allow_nan=False)
         write_atomically(unfinished / ADAPTER_CONFIG, f"{described}\n")
         write_atomically(unfinished / ADAPTER_WEIGHTS, content)
-    report(f"{out}: {count(len(tensors), 'tensor')}, {len(content):,} bytes, {model.origin}")
+    report(f"{request.path}: {count(len(tensors), 'tensor')}, {len(content):,} bytes, {model.origin}")
 
 
 def _saved(rows: Sequence[Row], model: Model, adapted: Collection[str]) -> list[str]:

@@ -9,9 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-import jpipe
 from jpipe import InputError
-from jpipe.checkpoints import files as checkpoint_files
 from jpipe.files import expanded, new_folder, read_bytes, resolved, shown, unused, write_atomically
 from jpipe_lm.checkpoint.adapters import merged, merged_specs
 from jpipe_lm.checkpoint.huggingface.names import Layout, layout
@@ -25,9 +23,10 @@ from jpipe_lm.data.chat.renderer import Renderer
 from jpipe_lm.data.chat.tokens import end_of_turn
 from jpipe_lm.data.files import token_files
 from jpipe_train.assemble import model
-from jpipe_train.checkpoint.best import Step
-from jpipe_train.checkpoint.export import Weights, by_name, by_path, step_of, with_ema
+from jpipe_train.checkpoint.export import open_run, start_cpu
+from jpipe_train.checkpoint.export_request import ExportRequest
 from jpipe_train.checkpoint.sources.source import Spec
+from jpipe_train.checkpoint.weights import by_path
 from jpipe_train.config import config_file
 from jpipe_train.config.config import Config
 from jpipe_train.console.terminal import count
@@ -56,75 +55,51 @@ class Model(NamedTuple):
     origin: str
 
 
-def main(
-    source: str,
-    out: str,
-    step: Step,
-    report: Callable[[str], None],
-    weights: Weights = "newest",
-    overrides: Sequence[str] = (),
-    limit: int | None = None,
-) -> None:
-    """Write the parameters of a checkpoint as a folder in Hugging Face's layout, which appears complete or not at all.
-
-    Args:
-        source: the folder of the run, or a config of a run that would begin with the parameters.
-        out: the folder, a new one.
-        step: the step of the checkpoint, or "best"; None: the newest complete one.
-        report: gets a line for what was written, and one for each newer checkpoint that is damaged.
-        weights: the newest parameters, or their moving average.
-        overrides: replacements of keys of the config.
-        limit: bytes of the tensors of a file; None: `LIMIT`.
+def write_huggingface(request: ExportRequest, report: Callable[[str], None]) -> None:
+    """Write the parameters of a checkpoint, or those that the run of a config begins with, as a folder in Hugging Face's layout.
 
     Raises:
-        InputError: no such run or checkpoint, a damaged one, one without an average, a model without such a layout, or the folder cannot
-            be written.
+        InputError: as `open_run`; or the checkpoint has no average, the model has no such layout, or the folder cannot be written.
     """
+    source, out = request.source, request.path
     path = unused(out, "--out")
-    jax.config.update("jax_platforms", "cpu")  # Orbax starts JAX's devices; a GPU may be another program's, and none is needed
+    start_cpu()
     if expanded(source, "export").is_file():
-        if step is not None or weights != "newest":
+        if request.step is not None or request.weights != "newest":
             raise InputError(f"export: expected the folder of a run for --step and --weights, found the file '{source}'; leave them out")
-        model = _of_config(source, overrides)
+        model = _of_config(source, request.overrides)
     else:
-        model = of_run(source, step, report, weights)
+        model = of_run(request, report)
     specs = _specs(model)
     described = model.described | _special(model.config, model.described["vocab_size"]) | _dtypes(specs)
     with new_folder(path, "--out") as unfinished:
         _write_json(unfinished / huggingface.CONFIG, described)
-        size = write_tensors(unfinished, specs, _tensors(model), LIMIT if limit is None else limit)
+        size = write_tensors(unfinished, specs, _tensors(model), LIMIT)
         copied = _copy_tokenizer(model.config, unfinished, lambda line: report(f"{out}: {line}"))
     report(f"{out}: {count(len(specs), 'tensor')}, {size:,} bytes{copied}, {model.origin}")
 
 
-def of_run(run: str, step: Step, report: Callable[[str], None], weights: Weights, *, merge: bool = True) -> Model:
+def of_run(request: ExportRequest, report: Callable[[str], None], *, merge: bool = True) -> Model:
     """Open the parameters of a checkpoint.
 
     Args:
-        run, step, report, weights: as in `main`.
+        request, report: as in `open_run`.
         merge: whether adapters are added to the weights; otherwise they are parameters of their own.
 
     Raises:
-        InputError: as `main`.
+        InputError: as `write_huggingface`.
     """
-    folder = resolved(run, "export")
-    chosen = step_of(folder, step, "export", report)
-    config = config_file.load_resolved(folder / "config.yaml")
+    saved = open_run(request, report)
+    config = config_file.load_resolved(saved.checkpoint.folder / "config.yaml")
     described = huggingface.to_json_keys(config.model, _architecture(config))
-    if step is not None:  # the newest is verified already
-        checkpoint_files.verify(folder, chosen)
-    entries = checkpoint_files.layer_specs(folder, chosen)
-    firsts = {name: place[0] for name in entries if (place := jpipe.runtime.shared_place(name, entries))}
 
     def read(layer_id: str) -> Mapping[str, Any]:
-        names = [layer_id, *(name for name, first in firsts.items() if first == layer_id)]
-        layers = checkpoint_files.read_layers(folder, chosen, names, verified=True)
-        arrays = by_name(layers if weights == "newest" else with_ema(layers, chosen))
+        arrays = saved.read([layer_id])
         return merged(arrays, model_of(config), tune_of(config)) if merge else arrays
 
-    specs = {name: Spec(leaf.shape, str(leaf.dtype)) for name, leaf in by_name(entries).items()}
-    specs = merged_specs(specs, tune_of(config)) if merge else specs
-    return Model(config, described, layout(huggingface.parse(described)), specs, read, f"step {chosen} of {run}")
+    specs = merged_specs(saved.specs, tune_of(config)) if merge else saved.specs
+    origin = f"step {saved.checkpoint.step} of {request.source}"
+    return Model(config, described, layout(huggingface.parse(described)), specs, read, origin)
 
 
 def _of_config(file: str, overrides: Sequence[str]) -> Model:

@@ -1,0 +1,136 @@
+"""Open a checkpoint of a run. Every reader of checkpoints begins here: resumes, warm starts, evaluations, exports and generation."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jpipe import InputError
+from jpipe.checkpoints.orbax_item import ITEM, Tree, item_specs, read_item
+from jpipe.checkpoints.records import Damaged, Marker, ProcessRecord, files_in, read_marker, read_parts, read_rows, verify_files
+from jpipe.files import resolved
+from jpipe.runtime._snapshot import layer_of, with_optimizers
+
+
+def run_folder(folder: str | Path) -> Path:
+    """Return the folder of a run as an absolute path.
+
+    Raises:
+        InputError: it is no path, or one that no folder can have, such as a URL: checkpoints are read and written on this machine.
+    """
+    if not isinstance(folder, str | Path):
+        raise InputError(where="folder", expected="the path of a run's folder", found=type(folder).__name__)
+    return resolved(str(folder), "folder")
+
+
+class Checkpoint:
+    """A complete checkpoint of a run, to be read.
+
+    Its records are read when they are first needed, and then kept. Each process can read other layers than the others, by itself.
+
+    Args:
+        folder: the folder of the run.
+        step: the batches that the weights have seen.
+
+    Attributes:
+        folder, step: as given.
+        path: the folder of the checkpoint.
+
+    Raises:
+        Damaged: in whatever is read: a file that is needed is missing, cut off or changed.
+        InputError: the same: the checkpoint is of another format, or a file may not be read.
+    """
+
+    def __init__(self, folder: str | Path, step: int) -> None:
+        self.folder, self.step = run_folder(folder), step
+        self.path = self.folder / "checkpoints" / str(step)
+        self._item = self.path / ITEM
+        self._is_verified = False
+
+    @property
+    def facts(self) -> Any:
+        """What the run said of itself, as passed to `save`."""
+        return self._marker.facts
+
+    @property
+    def digest(self) -> str:
+        """A hash of the whole content."""
+        return self._marker.sha256
+
+    @property
+    def layers(self) -> list[str]:
+        """The names of the layers."""
+        return [layer for part in self._parts for layer in part.layers]
+
+    def rows(self) -> bytes:
+        """Read the rows of the run's metrics, as passed to `save`."""
+        return read_rows(self.path, self._marker)
+
+    def verify(self, *, contents: bool = True) -> None:
+        """Check every file against its size and, with `contents`, its hash; `read` does not compare hashes again."""
+        verify_files(self._item, files_in(self.path, self._parts), contents=contents)
+        self.rows()
+        self._is_verified |= contents
+
+    def has_all_files(self) -> bool:
+        """Return whether the checkpoint is complete and its files have their sizes; the contents of large files are not read."""
+        try:
+            self.verify(contents=False)
+        except InputError:
+            return False
+        return True
+
+    def specs(self) -> dict[str, Tree]:
+        """Return shapes and dtypes of all layers, as `read` returns the arrays; no array is read, and no hash of one is compared."""
+        verify_files(self._item, files_in(self.path, self._parts), contents=False)
+        with _damaged(self._item):
+            return with_optimizers({layer: self._specs[layer] for layer in self.layers})
+
+    def read(self, names: Iterable[str] | None = None) -> dict[str, Tree]:
+        """Read layers, whichever processes wrote them, after verifying the hashes of their files.
+
+        Args:
+            names: the names of the layers; None: all.
+
+        Returns:
+            `{name: nested dicts of NumPy arrays}`, in the order of `names`; each layer with its optimizer state, whichever replica kept it.
+
+        Raises:
+            InputError: there is no such layer.
+        """
+        known = self.layers
+        wanted = list(known if names is None else names)
+        if unknown := [layer for layer in wanted if layer not in known]:
+            raise InputError(f"{self.path}: expected the layer '{unknown[0]}', found {', '.join(known)}; is it a checkpoint of this model?")
+        # The wanted layers, and what other replicas have of them.
+        chosen = set(wanted)
+        needed = {name for name in known if name in chosen or layer_of(name, chosen) is not None}
+        parts = [part for part in self._parts if needed.intersection(part.layers)]
+        verify_files(self._item, files_in(self.path, parts), contents=not self._is_verified)
+        with _damaged(self._item):
+            layers = read_item(self._item, {layer: self._specs[layer] for layer in known if layer in needed})
+        layers = with_optimizers(layers)
+        return {layer: layers[layer] for layer in wanted}
+
+    @cached_property
+    def _marker(self) -> Marker:
+        return read_marker(self.path, self.step)
+
+    @cached_property
+    def _parts(self) -> list[ProcessRecord]:
+        return read_parts(self.path, self._marker)
+
+    @cached_property
+    def _specs(self) -> dict[str, Tree]:
+        return item_specs(self._item)
+
+
+@contextlib.contextmanager
+def _damaged(item: Path) -> Iterator[None]:
+    """Raise all errors of reading an item as `Damaged`: if its hashes are right, it was not written by jpipe."""
+    try:
+        yield
+    except Exception as error:
+        text = (str(error).splitlines() or [""])[0].partition(" [tensorstore_spec")[0].replace(f' at local file "{item}/"', "")[:200]
+        raise Damaged(item, f"is no Orbax item as jpipe writes it ({type(error).__name__}: {text})") from error

@@ -1,0 +1,190 @@
+"""The weights in a checkpoint of a run, by name: choose the checkpoint by its step, as the newest or as the best, and read them."""
+
+import contextlib
+import os
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import jpipe
+from jpipe import InputError
+from jpipe.checkpoints import Checkpoint, at, newest, steps
+from jpipe.files import shown
+from jpipe_train.checkpoint.best import Step, best_step
+from jpipe_train.checkpoint.sources.source import Spec
+from jpipe_train.console.options import Weights
+
+
+def check_steps(folder: Path, step: Step, where: str) -> None:
+    """Check that a run has checkpoints, and one at `step` if that is given. No checkpoint is read.
+
+    Args:
+        folder: the run's.
+        step: the step of the checkpoint; None or "best" allows any.
+        where: the config key or command, for messages.
+
+    Raises:
+        InputError: no such run or checkpoint.
+    """
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.stat(folder / "checkpoints")
+        known = steps(folder)
+    except OSError as error:
+        raise InputError(f"{where}: cannot read '{shown(folder)}': {error.strerror}; give the folder of a run") from None
+    if not known:
+        actual = "found none" if folder.is_dir() else f"but there is no folder '{shown(folder)}'"
+        raise InputError(
+            f"{where}: expected checkpoints in '{shown(folder / 'checkpoints')}', {actual}; give the folder of a run that wrote some"
+        )
+    if isinstance(step, int):
+        at(folder, step, "--step")
+
+
+def choose(folder: Path, step: Step, where: str, report: Callable[[str], None]) -> Checkpoint:
+    """Choose a checkpoint of a run.
+
+    Args:
+        folder: the run's.
+        step: the step of the checkpoint, or "best"; None: the newest complete one.
+        where: the config key or command, for messages.
+        report: gets a line for each newer one that is damaged.
+
+    Raises:
+        InputError: no such run or checkpoint; "best", and the run keeps none.
+    """
+    check_steps(folder, step, where)
+    if isinstance(step, str):
+        step = best_step(folder, f"{where}: --step best")
+    chosen = newest(folder, lambda damaged: report(str(damaged))) if step is None else Checkpoint(folder, step)
+    if chosen is None:
+        raise InputError(f"{where}: none of the checkpoints in '{shown(folder / 'checkpoints')}' is whole; take another run")
+    return chosen
+
+
+class SavedWeights:
+    """The weights in a checkpoint, after all its files are verified: parameters by "layer id/path", layer state by "layer id state/path".
+
+    Layer state is the mean over the replicas if the run's plan has `sync_state`, and else the first replica's.
+
+    Args:
+        checkpoint: the checkpoint.
+        weights: the newest parameters, as without `delay_correction`, in float32 if the checkpoint has masters; or their moving average.
+
+    Attributes:
+        checkpoint: as given.
+        layers: the names of its layers, and of shared parameters.
+        specs: shapes and dtypes of the weights, by name.
+
+    Raises:
+        InputError: the checkpoint is damaged, or two arrays have the same name.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, weights: Weights = "newest") -> None:
+        checkpoint.verify()
+        self.checkpoint, self._weights = checkpoint, weights
+        entries = checkpoint.specs()
+        self.layers = {name: _layer_of(name, entries) for name in entries}
+        self.specs = {name: Spec(leaf.shape, str(leaf.dtype)) for name, leaf in by_name(entries).items()}
+
+    def read(self, layer_ids: Collection[str] | None = None) -> dict[str, Any]:
+        """Read the weights of some layers, with the shared parameters that come first in them; None: of all.
+
+        Raises:
+            InputError: the checkpoint has no such layer or no moving average, or cannot be read.
+        """
+        names = [name for name, layer_id in self.layers.items() if layer_ids is None or layer_id in layer_ids]
+        names += [layer_id for layer_id in layer_ids or () if layer_id not in self.layers]  # which is an error
+        layers = self._average(self.checkpoint.read(names))
+        return by_name(layers if self._weights == "newest" else with_ema(layers, self.checkpoint.step))
+
+    def _average(self, layers: dict[str, Any]) -> dict[str, Any]:
+        if all(jpipe.runtime.layer_of(name, layers.keys() - {name}) is None for name in layers):
+            return layers  # without replicas
+        facts = self.checkpoint.facts
+        plan = facts.get("plan") if isinstance(facts, Mapping) else None
+        where = f"the plan of the checkpoint of step {self.checkpoint.step}"
+        if isinstance(plan, str) and not jpipe.Plan.from_json(plan, where=where).sync_state:
+            return layers
+        return jpipe.runtime.average_replicas(layers)
+
+
+def _layer_of(name: str, entries: Mapping[str, Any]) -> str:
+    """Return the layer to which an entry of a checkpoint belongs, also of another replica or of a shared parameter."""
+    if shared := jpipe.runtime.shared_place(name, entries):
+        return shared[0]
+    return jpipe.runtime.layer_of(name, entries.keys() - {name}) or name
+
+
+def by_name(layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the weights of a checkpoint by name.
+
+    Args:
+        layers: the layers from `Checkpoint.read` or `Checkpoint.specs`.
+
+    Returns:
+        The newest parameters by "layer id/path", as without `delay_correction`, in float32 if the checkpoint has masters; and the layer
+        state of the first replica by "layer id state/path".
+
+    Raises:
+        InputError: two of them have the same name.
+    """
+    arrays: dict[str, Any] = {}
+    for layer_id, parts in layers.items():
+        if jpipe.runtime.layer_of(layer_id, layers.keys() - {layer_id}) is not None:
+            continue  # the layer state of another replica
+        parts = jpipe.runtime.without_prediction(parts)
+        newest = by_path(jpipe.runtime.masters_in(parts) or parts.get("params", {}).get("0", {}))
+        if shared := jpipe.runtime.shared_place(layer_id, layers):  # one array, by the name of the first parameter that uses it
+            layer_id, newest = shared[0], dict(zip(shared[1:], newest.values(), strict=True))
+        trees = {layer_id: newest, state_name(layer_id): by_path(parts.get("state", {}))}
+        for before, tree in trees.items():
+            for path, leaf in tree.items():
+                if (name := f"{before}/{path}") in arrays:
+                    raise InputError(f"export: two arrays of the checkpoint would both be '{name}'; read it with Orbax")
+                arrays[name] = leaf
+    return arrays
+
+
+def with_ema(layers: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """Return layers with the moving average of the parameters in place of the parameters, in the same dtypes."""
+    averaged, has_average = {}, False
+    for layer_id, parts in layers.items():
+        parts = jpipe.runtime.without_prediction(parts)
+        masters, optimizer = jpipe.runtime.masters_in(parts), parts.get("optimizer")
+        newest = by_path(masters or parts.get("params", {}).get("0", {}))
+        inner = optimizer.get("state") if masters and isinstance(optimizer, Mapping) else optimizer
+        averages = by_path(inner.get("weights_ema", {})) if isinstance(inner, Mapping) else {}
+        has_average = has_average or bool(averages)
+        # A frozen parameter is its own average.
+        params = {path: np.asarray(averages.get(path, leaf)).astype(leaf.dtype) for path, leaf in newest.items()}
+        averaged[layer_id] = {"params": {"0": params}} | {name: parts[name] for name in ("state",) if name in parts}
+    if not has_average:
+        raise InputError(
+            f"--weights: the checkpoint of step {step} has no moving average of the weights (layer '{next(iter(layers))}'); "
+            "leave it out, or train with optimizer.ema_decay"
+        )
+    return averaged
+
+
+def by_path(tree: Any) -> dict[str, Any]:
+    """Return the leaves of a pytree by their paths, such as "dense/kernel"; a tree that is one array has the path "array".
+
+    Raises:
+        InputError: two leaves have the same path.
+    """
+    leaves: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        name = jax.tree_util.keystr(path, simple=True, separator="/") or "array"
+        if name in leaves:
+            raise InputError(f"checkpoint: two arrays of a layer would have the name '{name}'; rename one of them in the model")
+        leaves[name] = leaf
+    return leaves
+
+
+def state_name(layer_id: str) -> str:
+    """Return the name that the state of a layer has in an export, in place of its id."""
+    return f"{layer_id} state"
