@@ -47,7 +47,7 @@ from jpipe.runtime._placement import checked_devices, place, place_names, place_
 from jpipe.runtime._plain import Plain
 from jpipe.runtime._snapshot import Snapshot, fitting, for_stage, restored_worker
 from jpipe.runtime.state import State, WorkerState, check_state, fresh_worker, initialized_at, is_fresh
-from jpipe.stages._arrays import shares_of
+from jpipe.stages._arrays import Arrays, shares_of
 from jpipe.stages._batch import (
     Batch,
     Bucket,
@@ -309,10 +309,10 @@ class Pipeline:
             InputError: a layer that is missing, or of another shape, or optimizer state of another optimizer.
         """
         functions, at = self.stage_functions(batch), checked_batch("at", at)
-        for w, (s, replica) in enumerate(self.plan.workers):
+        for w, (s, _) in enumerate(self.plan.workers):
             if self.places[w].process_index == jax.process_index():
                 f = functions[s]
-                fitting(self.plan, w, f, shares_of(self.plan, f)[replica], for_stage(f, layers, fresh_optimizer), at, fresh_optimizer)
+                fitting(self.plan, w, f, for_stage(f, layers, fresh_optimizer), at, fresh_optimizer)
 
     def snapshot(self, batch: SupportsIndex) -> Snapshot:
         """Return the `Snapshot` that copies a checkpoint of this run before `batch`; call `init` or `restore` first.
@@ -598,16 +598,16 @@ class Pipeline:
         first = compiled_for if compiled_for is None or isinstance(compiled_for, jax.Device) else compiled_for[0]
         with contextlib.nullcontext() if first is None else tracing_for(first.platform):
             functions = self.stage_functions(batch)
-            shares = [shares_of(self.plan, f) for f in functions]
             compiled: dict[int, CompiledStage] = {}
             for w, stage in {} if self._executor is None else self._executor.compiled_for(functions).items():
                 compiled[self.plan.workers[w][0]] = stage
             if compiled_for is not None:
                 wanted = range(self.plan.depth) if stages is None else stages
-                places = {s: place_on(compiled_for, functions[s].partition.mesh) for s in wanted}
-                firsts = [share for share, *_ in shares]
-                compiled = compile_stages(self.plan, functions, self._steps_of(functions).verified_runs, places, firsts, programs)
-        return measure_stages(self.plan, functions, shares, compiled)
+                arrays = {
+                    s: Arrays(f := functions[s], place_on(compiled_for, f.partition.mesh), share=shares_of(self.plan, f)[0]) for s in wanted
+                }
+                compiled = compile_stages(self.plan, arrays, self._steps_of(functions).verified_runs, programs)
+        return measure_stages(self.plan, functions, compiled)
 
     @cached_property
     def places(self) -> tuple[Place, ...]:

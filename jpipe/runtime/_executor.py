@@ -94,7 +94,7 @@ class Executor:
         ]
         self._compiled: list[dict[int, CompiledStage]] = [] if before is None else [*before._compiled]  # by bucket
         for of_bucket in arrays[len(self._compiled) :]:
-            local = {w: (a.functions, places[w], a.share) for w, a in enumerate(of_bucket) if places[w].process_index == process}
+            local = {w: a for w, a in enumerate(of_bucket) if places[w].process_index == process}
             like = self._compiled[0] if self._compiled else None
             self._compiled.append(compile_workers(local, steps.verified_runs, like))
         self.stages = self._compiled[0]
@@ -311,7 +311,7 @@ class Executor:
         """Return the norms of the prediction and of the distance of the newest versions. Replicas report the entries that they update."""
         squared = {}
         for (w, stage), worker in zip(self.stages.items(), state.workers, strict=True):
-            (_, replica), share, versions = self._plan.workers[w], stage.share, worker.weights.versions
+            (_, replica), share, versions = self._plan.workers[w], stage.arrays.share, worker.weights.versions
             if replica and share is None:
                 continue
             part = dict if share is None else share.outgoing if replica else share.part  # the newest version may still lack other entries

@@ -23,7 +23,7 @@ from jpipe.runtime._plain import Plain, checked_dict, from_plain, overlaid, to_p
 from jpipe.runtime.state import Fields, WeightVersions, WorkerState
 from jpipe.runtime.state._saved_optimizer import masters_in, with_buffers, without_prediction
 from jpipe.schedules import SCHEDULES
-from jpipe.stages._arrays import Arrays, Share, shardings_of
+from jpipe.stages._arrays import shardings_of, shares_of
 from jpipe.stages._compiled_stage import CompiledStage
 from jpipe.stages.functions._stage_functions import StageFunctions
 
@@ -142,7 +142,7 @@ class WorkerSnapshot:
     """
 
     def __init__(self, plan: Plan, worker: int, batch: int, stage: CompiledStage) -> None:
-        f, self.compiled, self._share = stage.functions, stage, stage.share
+        f, self.compiled, self._share = stage.functions, stage, stage.arrays.share
         s, self.replica = plan.workers[worker]
         self.plan, self.stage = plan, s
         self._replicas = plan.replicas[s]
@@ -279,7 +279,7 @@ def with_optimizers(layers: Mapping[str, Plain]) -> dict[str, Plain]:
 
 
 def fitting(
-    plan: Plan, worker: int, f: StageFunctions, share: Share | None, layers: Mapping[str, Plain], batch: int, fresh: bool
+    plan: Plan, worker: int, f: StageFunctions, layers: Mapping[str, Plain], batch: int, fresh: bool
 ) -> tuple[dict[int, Tree], Tree, Tree, dict[str, Tree]]:
     """Return a worker's weights by version, optimizer state, layer state and `capabilities`, from a snapshot.
 
@@ -291,7 +291,6 @@ def fitting(
         plan: the plan of the restored run, which may differ from the snapshot's.
         worker: the worker.
         f: the functions of its stage.
-        share: what it updates; None: everything.
         layers: the layers of its stage, from `for_stage`.
         batch: the first batch of the restored run.
         fresh: leave out the optimizer state.
@@ -328,6 +327,7 @@ def fitting(
     versions = {v: {entry: params_of(entry, newest - v) for entry in entries} for v in range(oldest, newest + 1)}
     optimizer = None
     if not fresh:
+        share = shares_of(plan, f)[replica]
         optimizer = {
             layer_id: from_plain(
                 f.optimizer_spec[layer_id],
@@ -374,10 +374,9 @@ def restored_worker(
     Raises:
         InputError: as `fitting`.
     """
-    f, place = stage.functions, stage.place
+    f, place, a = stage.functions, stage.place, stage.arrays
     layers = for_stage(f, layers, fresh)
-    a = Arrays(f, place, share=stage.share)
-    versions, optimizer, state, kept = fitting(plan, worker, f, stage.share, layers, batch, fresh)
+    versions, optimizer, state, kept = fitting(plan, worker, f, layers, batch, fresh)
     if fresh:
         newest = a.updated(versions[max(versions)])
         masters = {layer_id: masters_in(layers[layer_id]) if f.precision.has_masters else None for layer_id in newest}

@@ -13,28 +13,25 @@ from jpipe.meshes._place import Place
 from jpipe.plan import Plan, repeats_forward
 from jpipe.programs._costs import KeptByBoth, StageCost
 from jpipe.schedules import SCHEDULES
-from jpipe.stages._arrays import Arrays, Share
+from jpipe.stages._arrays import Arrays, shares_of
 from jpipe.stages._compiled_stage import CompiledStage
 from jpipe.stages._gradients import has_gradient
 from jpipe.stages.functions._stage_functions import StageFunctions
 
 
-def measure_stages(
-    plan: Plan, functions: Sequence[StageFunctions], shares: Sequence[tuple[Share | None, ...]], compiled: Mapping[int, CompiledStage]
-) -> tuple[StageCost, ...]:
+def measure_stages(plan: Plan, functions: Sequence[StageFunctions], compiled: Mapping[int, CompiledStage]) -> tuple[StageCost, ...]:
     """Return the bytes of all stages of a plan, as `measure_bytes` measures each.
 
     Args:
         plan: the plan.
         functions: the functions of each stage.
-        shares: the shares of the replicas of each stage, from `shares_of`.
         compiled: the stages with known temporaries and shardings, by stage.
     """
     splits = [SCHEDULES[plan.schedule].splits(plan, s) for s in range(plan.depth)]
     chosen = [compiled[s].chosen if s in compiled else {} for s in range(plan.depth)]
     recompute = [repeats_forward(f.stage.recompute) for f in functions]
     costs = [measure_bytes(*parts) for parts in zip(functions, recompute, splits, chosen, strict=True)]
-    costs = [with_shares(*parts) for parts in zip(costs, functions, shares, strict=True)]
+    costs = [_with_shares(plan, *parts) for parts in zip(costs, functions, strict=True)]
     for stages_of_rank in plan.pipeline_ranks:
         for s in stages_of_rank:
             if s + 1 in stages_of_rank:
@@ -133,9 +130,9 @@ def kept_by_both(before: StageFunctions, after: StageFunctions, splits: tuple[bo
     return tuple(passed)
 
 
-def with_shares(cost: StageCost, f: StageFunctions, shares: tuple[Share | None, ...]) -> StageCost:
-    """Return the costs of a stage with replicas that have these shares."""
-    present, arrays = [share for share in shares if share is not None], arrays_of(f)
+def _with_shares(plan: Plan, cost: StageCost, f: StageFunctions) -> StageCost:
+    """Return the cost of a stage in a plan that may divide its updates over its replicas."""
+    present, arrays = [share for share in shares_of(plan, f) if share is not None], arrays_of(f)
     if not present:
         return cost
     optimizer = max(nbytes(share.part(arrays.optimizer)) for share in present)

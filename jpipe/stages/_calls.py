@@ -1,6 +1,6 @@
 """The programs of a stage before they are compiled: what each computes, takes, donates and returns."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from operator import or_
 from typing import Any, Literal, NamedTuple, get_args
@@ -10,10 +10,9 @@ import jax.numpy as jnp
 
 from jpipe.capabilities.protocol import hooks
 from jpipe.capabilities.registry import runtimes_for
-from jpipe.meshes._place import Place
 from jpipe.model.jaxprs._wanted import without_effects
 from jpipe.ops import OPS, Leaves, Op
-from jpipe.stages._arrays import Arrays, Share, shardings_of
+from jpipe.stages._arrays import Arrays, shardings_of
 from jpipe.stages.functions._evaluation import evaluate, predict
 from jpipe.stages.functions._loss import loss_dtype, mean_loss
 from jpipe.stages.functions._stage_functions import StageFunctions
@@ -57,27 +56,17 @@ class Call(NamedTuple):
     outputs: Any
 
 
-def trace_call(
-    functions: StageFunctions,
-    place: Place,
-    name: str,
-    chosen: Mapping[str, Sequence[Any]] | None = None,
-    share: Share | None = None,
-    *,
-    with_effects: bool = True,
-) -> jax.stages.Traced:
-    """Trace one of the calls of a `CompiledStage`, by name, for a place.
+def trace_call(arrays: Arrays, name: str, *, with_effects: bool = True) -> jax.stages.Traced:
+    """Trace one of the calls of a `CompiledStage`.
 
     Args:
-        functions: the functions of the stage.
-        place: where it runs.
+        arrays: the arrays of the stage, with its functions and its place.
         name: the name of the call.
-        chosen, share: as in `Arrays`.
         with_effects: whether to keep side effects, such as host callbacks, that no result needs.
     """
-    call = _call(Arrays(functions, place, {} if chosen is None else chosen, share), name)
+    call, place = _call(arrays, name), arrays.place
     function, outputs = call.function, call.outputs
-    if name in ops_of_stage(functions) or name in get_args(UpdateKind):
+    if name in ops_of_stage(arrays.functions) or name in get_args(UpdateKind):
         function, outputs = _with_done(function), (outputs, place.specs(_DONE))
     function = _named(function, name)
     options: dict[str, Any] = {"donate_argnums": call.donated, "keep_unused": name.startswith(("in_place", "into_retired"))}

@@ -34,7 +34,7 @@ from jpipe.programs._instructions import (
     Program,
     Update,
 )
-from jpipe.stages._arrays import Share
+from jpipe.stages._arrays import Arrays
 from jpipe.stages._calls import UpdateKind, ops_of_stage, trace_call
 from jpipe.stages._compiled_stage import CompiledStage, choices, sharded_by_xla, update_kind
 from jpipe.stages.functions._evaluation import can_evaluate
@@ -46,7 +46,7 @@ CompiledPrograms = dict[tuple[Place, str], jax.stages.Compiled]
 
 
 def compile_workers(
-    workers: Mapping[int, tuple[StageFunctions, Place, Share | None]],
+    workers: Mapping[int, Arrays],
     programs: Iterable[Program],
     like: Mapping[int, CompiledStage] | None = None,
 ) -> dict[int, CompiledStage]:
@@ -55,30 +55,30 @@ def compile_workers(
     Calls are traced one after the other and compiled in parallel.
 
     Args:
-        workers: functions, place and share of each.
+        workers: the arrays of each.
         programs: what will run.
         like: the same workers compiled for microbatches of other shapes; calls that do not depend on the shapes are shared.
     """
-    names = {w: {name for name in _always_used(f) if like is None or name == "evaluate"} for w, (f, _, _) in workers.items()}
+    names = {w: {name for name in _always_used(a.functions) if like is None or name == "evaluate"} for w, a in workers.items()}
     for program in programs:
         for instruction in program.instructions:
             if (w := instruction.worker) in workers:
-                f = workers[w][0]
+                f = workers[w].functions
                 names[w].update(name for name in _calls(instruction, program, f) if like is None or name in ops_of_stage(f))
     used: dict[tuple[Any, ...], set[str]] = {}  # by layers, place and share; calls that do not depend on the share have none
-    stages: dict[tuple[Any, ...], StageFunctions] = {}
-    for w, (f, place, share) in workers.items():
+    stages: dict[tuple[Any, ...], Arrays] = {}
+    keys = {w: (a.functions.stage.layers, a.place) for w, a in workers.items()}
+    for w, a in workers.items():
         of_share = {name for name in names[w] if name in get_args(UpdateKind)}
-        for key, some in (((f.stage.layers, place, None), names[w] - of_share), ((f.stage.layers, place, share), of_share)):
-            used.setdefault(key, set()).update(some)
-            stages[key] = f
-    due = [(f, *key[1:], sorted(used[key])) for key, f in stages.items()]
-    compiled = dict(zip(stages, _compile_in_turns(due), strict=True))
+        for each, some in ((replace(a, share=None), names[w] - of_share), (a, of_share)):
+            used.setdefault((*keys[w], each.share), set()).update(some)
+            stages[*keys[w], each.share] = each
+    compiled = dict(zip(stages, _compile_in_turns([(a, sorted(used[key])) for key, a in stages.items()]), strict=True))
     made: dict[tuple[Any, ...], CompiledStage] = {}
-    for f, place, share in workers.values():
-        key = f.stage.layers, place, share
-        made.setdefault(key, CompiledStage(stages[key], place, compiled[*key[:2], None] | compiled[key], share))
-    of_workers = {w: made[f.stage.layers, place, share] for w, (f, place, share) in workers.items()}
+    for w, a in workers.items():
+        key = *keys[w], a.share
+        made.setdefault(key, CompiledStage(stages[key], compiled[*keys[w], None] | compiled[key]))
+    of_workers = {w: made[*keys[w], a.share] for w, a in workers.items()}
     return of_workers if like is None else {w: replace(stage, calls=like[w].calls | stage.calls) for w, stage in of_workers.items()}
 
 
@@ -90,7 +90,7 @@ def _always_used(f: StageFunctions) -> set[str]:
 
 
 def _compile_in_turns(
-    stages: Sequence[tuple[StageFunctions, Place, Share | None, list[str]]], known: CompiledPrograms | None = None
+    stages: Sequence[tuple[Arrays, list[str]]], known: CompiledPrograms | None = None
 ) -> list[dict[str, jax.stages.Compiled]]:
     """Compile the named calls of each stage. On a mesh the calls of `sharded_by_xla` come before those that read their results.
 
@@ -98,24 +98,24 @@ def _compile_in_turns(
     ones are added.
     """
     compiled: list[dict[str, jax.stages.Compiled]] = [{} for _ in stages]
-    chosen: list[dict[str, Sequence[Any]]] = [{} for _ in stages]
-    for turn in (*dict.fromkeys(name for f, *_ in stages for name in sharded_by_xla(f)), None):
+    arrays = [a for a, _ in stages]
+    for turn in (*dict.fromkeys(name for a in arrays for name in sharded_by_xla(a.functions)), None):
         due = [
             (i, name)
-            for i, (_, place, _, names) in enumerate(stages)
+            for i, (a, names) in enumerate(stages)
             for name in names
-            if name not in compiled[i] and (turn is None or (place.mesh and name == turn))
+            if name not in compiled[i] and (turn is None or (a.place.mesh and name == turn))
         ]
-        lowered = (_lower_call(stages[i][0], stages[i][1], name, dict(chosen[i]), stages[i][2]) for i, name in due)
+        lowered = (_lower_call(arrays[i], name) for i, name in due)
         if known is None:
             calls = compile_in_parallel(list(lowered))
         else:
-            keys = _compile_unknown(((stages[i][1], call) for (i, _), call in zip(due, lowered, strict=True)), known)
+            keys = _compile_unknown(((arrays[i].place, call) for (i, _), call in zip(due, lowered, strict=True)), known)
             calls = [known[key] for key in keys]
         for (i, name), call in zip(due, calls, strict=True):
             compiled[i][name] = call
             if turn is not None:
-                chosen[i] = {**choices(stages[i][0], turn, call), **chosen[i]}
+                arrays[i] = replace(arrays[i], chosen={**choices(arrays[i].functions, turn, call), **arrays[i].chosen})
     return compiled
 
 
@@ -139,8 +139,8 @@ def _compile_unknown(programs: Iterable[tuple[Place, jax.stages.Lowered]], known
 
 def with_metrics(workers: Mapping[int, CompiledStage], metrics: Mapping[str, Loss]) -> dict[int, CompiledStage]:
     """Return workers of the last stage that also compute these metrics in evaluations."""
-    measuring = {w: replace(stage, functions=replace(stage.functions, metrics=metrics)) for w, stage in workers.items()}
-    return _evaluating_by(measuring, "evaluate")
+    measuring = {w: replace(stage.arrays, functions=replace(stage.functions, metrics=metrics)) for w, stage in workers.items()}
+    return _evaluating_by({w: replace(workers[w], arrays=arrays) for w, arrays in measuring.items()}, "evaluate")
 
 
 def with_outputs(workers: Mapping[int, CompiledStage]) -> dict[int, CompiledStage]:
@@ -150,32 +150,32 @@ def with_outputs(workers: Mapping[int, CompiledStage]) -> dict[int, CompiledStag
 
 def _evaluating_by(workers: Mapping[int, CompiledStage], name: str) -> dict[int, CompiledStage]:
     """Return the workers with this call in place of their evaluation."""
-    lowered = {stage.place: _lower_call(stage.functions, stage.place, name, {}, None) for stage in workers.values()}
+    lowered = {stage.place: _lower_call(replace(stage.arrays, share=None), name) for stage in workers.values()}
     compiled = dict(zip(lowered, compile_in_parallel(list(lowered.values())), strict=True))
     return {w: replace(stage, calls=stage.calls | {"evaluate": compiled[stage.place]}) for w, stage in workers.items()}
 
 
 def compile_stages(
-    plan: Plan,
-    functions: Sequence[StageFunctions],
-    programs: Iterable[Program],
-    places: Mapping[int, Place],
-    shares: Sequence[Share | None],
-    known: CompiledPrograms | None = None,
+    plan: Plan, stages: Mapping[int, Arrays], programs: Iterable[Program], known: CompiledPrograms | None = None
 ) -> dict[int, CompiledStage]:
-    """Compile the calls of the stages that have a place, except evaluations, for analysis only; equal stages once.
+    """Compile the calls of some stages, except evaluations, for analysis only; equal stages once.
 
-    Of replicas that share the optimizer state only the one with the share in `shares` is compiled. Programs in `known` are not compiled
-    again; new ones are added.
+    Programs in `known` are not compiled again; new ones are added.
+
+    Args:
+        plan: the plan.
+        stages: the arrays of one replica of each stage, by its number.
+        programs: what would run.
+        known: programs compiled before.
     """
-    names: list[set[str]] = [set() for _ in functions]
+    names = {s: set[str]() for s in stages}
     for program in programs:
         for instruction in program.instructions:
             s, _ = plan.workers[instruction.worker]
-            names[s].update(_calls(instruction, program, functions[s]))
-    stages = [(functions[s], place, shares[s], sorted(names[s])) for s, place in places.items()]
-    compiled = _compile_in_turns(stages, {} if known is None else known)
-    return {s: CompiledStage(f, place, calls, share) for s, (f, place, share, _), calls in zip(places, stages, compiled, strict=True)}
+            if s in stages:
+                names[s].update(_calls(instruction, program, stages[s].functions))
+    compiled = _compile_in_turns([(a, sorted(names[s])) for s, a in stages.items()], {} if known is None else known)
+    return {s: CompiledStage(a, calls) for (s, a), calls in zip(stages.items(), compiled, strict=True)}
 
 
 def _calls(instruction: Instruction, program: Program, f: StageFunctions) -> Iterator[str]:
@@ -206,12 +206,12 @@ def compile_start(stage: CompiledStage) -> Callable[[Tree], tuple[Tree, Tree, Tr
     f, starts = stage.functions, stage.starts
     if not starts:
         names = ["init_optimizer", "zero_accumulators"] + ["first_version"] * f.precision.has_masters
-        lowered = [_lower_call(f, stage.place, name, {}, stage.share) for name in names]
+        lowered = [_lower_call(stage.arrays, name) for name in names]
         starts.update(zip(names, compile_in_parallel(lowered), strict=True))
 
     def start(fresh: Tree) -> tuple[Tree, Tree, Tree]:
         version = starts["first_version"](fresh) if "first_version" in starts else fresh
-        optimizer = starts["init_optimizer"](fresh if stage.share is None else stage.share.part(fresh))
+        optimizer = starts["init_optimizer"](stage.arrays.updated(fresh))
         return version, optimizer, starts["zero_accumulators"](version)
 
     return start
@@ -304,19 +304,17 @@ def compile_in_parallel(
         return list(pool.map(lambda call: call.compile(chosen), lowered))
 
 
-def _lower_call(
-    functions: StageFunctions, place: Place, name: str, chosen: Mapping[str, Sequence[Any]], share: Share | None
-) -> jax.stages.Lowered:
-    traced = trace_call(functions, place, name, chosen, share)
+def _lower_call(arrays: Arrays, name: str) -> jax.stages.Lowered:
+    traced = trace_call(arrays, name)
     if not traced.jaxpr.effects:
         return traced.lower()
 
     def message(error: BaseException) -> str:
-        if place.mesh:
+        if arrays.place.mesh:
             where, remedy = " on a mesh", "make it unordered (ordered=False), or give the stage one device"
         else:
             where, remedy = "", "leave it out, or for a check of checkify wrap what contains it in checkify.checkify"
-        return f"{functions.description}: a side effect of it cannot run{where}: {cause(error)}; {remedy}"
+        return f"{arrays.functions.description}: a side effect of it cannot run{where}: {cause(error)}; {remedy}"
 
     with callers_code(message):
         return traced.lower()

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ from jpipe.model.layerwise._trace_optimizer import Position
 from jpipe.ops import Op
 from jpipe.plan import Plan
 from jpipe.programs._instructions import Update
-from jpipe.stages._arrays import Share
+from jpipe.stages._arrays import Arrays
 from jpipe.stages._calls import UpdateKind, ops_by_call, ops_of_stage
 from jpipe.stages.functions._stage_functions import StageFunctions
 
@@ -60,15 +61,23 @@ class CompiledStage:
     Each except `evaluate` returns (result, done), where `done` is an array of one byte that is ready when the computation is finished.
     If gradients are set aside, there are `zero_accumulators` and at the last stage `mean_loss`; if replicas sum them, `add` and `finish`,
     or programs of a capability that sums in another way; if they average their layer state when it is read, `add_state` and `mean_state`;
-    programs of capabilities. With a `share`, updates are of this part of the weights. `starts` keeps what runs once before batch 0,
+    programs of capabilities. With `arrays.share`, updates are of this part of the weights. `starts` keeps what runs once before batch 0,
     compiled at the first use.
     """
 
-    functions: StageFunctions
-    place: Place
+    arrays: Arrays
     calls: dict[str, Any]  # of `jax.stages.Compiled`, or of what stands for them
-    share: Share | None = None
     starts: dict[str, jax.stages.Compiled] = field(default_factory=dict, compare=False)
+
+    @cached_property
+    def functions(self) -> StageFunctions:
+        """The functions of the stage."""
+        return self.arrays.functions
+
+    @cached_property
+    def place(self) -> Place:
+        """Where it runs."""
+        return self.arrays.place
 
     @property
     def chosen(self) -> dict[str, Sequence[Any]]:
@@ -102,10 +111,9 @@ class CompiledStage:
             parameters are the arrays of `params`; no program reads them.
         """
         f, position = self.functions, self.position(number)
-        if self.share is not None:
-            *retired, params = (self.share.part(tree) for tree in (*retired, params))
+        *retired, params = map(self.arrays.updated, (*retired, params))
         frozen = f.trained.unchosen(params)
-        *retired, params = (f.trained.part(tree) for tree in (*retired, params))
+        *retired, params = map(f.trained.part, (*retired, params))
         trees = *retired, params, optimizer, accumulators["gradients"]
         apart = [hooks.apart.update for hooks in runtimes_for(f.capabilities).values() if hooks.apart is not None]
         parts = [part for update in apart for part in update(self, kind, trees, accumulators["weight"], others, number)]

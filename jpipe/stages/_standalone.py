@@ -15,6 +15,7 @@ from jpipe.model._stack import LayerStack
 from jpipe.model.layerwise._optimizer import LayerwiseOptimizer
 from jpipe.plan import Stage, repeats_forward
 from jpipe.programs._costs import StageCost
+from jpipe.stages._arrays import Arrays
 from jpipe.stages._builder import stage_functions
 from jpipe.stages._bytes import measure_bytes, nbytes
 from jpipe.stages._calls import trace_call
@@ -74,7 +75,7 @@ class StandaloneStage:
             accumulators, rng), which donates `accumulators`; update(trained params, optimizer state, accumulators, {}), which donates
             the first three. The halves of a backward are as in `StageFunctions`.
         """
-        return trace_call(self._functions, Place((device,)), "in_place" if name == "update" else name, with_effects=False)
+        return trace_call(Arrays(self._functions, Place((device,))), "in_place" if name == "update" else name, with_effects=False)
 
     def keep(self, arguments: tuple[Tree, Tree, Tree], outputs: tuple[Tree, Tree]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Return the `forward_arrays` of a backward, from the (state, x, labels) of its forward and the (y, changed state)."""

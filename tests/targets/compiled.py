@@ -8,7 +8,7 @@ import jax
 from jpipe import Pipeline
 from jpipe.context import tracing_for
 from jpipe.runtime._placement import place_on
-from jpipe.stages._arrays import shares_of
+from jpipe.stages._arrays import Arrays, shares_of
 from jpipe.stages._compile import compile_start, compile_workers
 from jpipe.stages._compiled_stage import CompiledStage
 
@@ -19,7 +19,8 @@ def compile_pipeline(pipe: Pipeline, batch, devices, *, start: bool = False) -> 
         functions = pipe.stage_functions(batch)
         shares = [shares_of(pipe.plan, f) for f in functions]
         workers = {
-            w: (functions[s], place_on(devices, functions[s].partition.mesh), shares[s][r]) for w, (s, r) in enumerate(pipe.plan.workers)
+            w: Arrays(functions[s], place_on(devices, functions[s].partition.mesh), share=shares[s][r])
+            for w, (s, r) in enumerate(pipe.plan.workers)
         }
         stages = compile_workers(workers, pipe._steps_of(functions).verified_runs)
         for stage in stages.values() if start else ():

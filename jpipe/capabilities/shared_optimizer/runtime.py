@@ -42,8 +42,9 @@ def shares(plan: Plan, f: StageFunctions) -> tuple[Share | None, ...]:
 
 def send(worker: Worker, i: Send, update: int) -> Tree:
     """Return what the worker has updated."""
-    assert worker.compiled.share is not None
-    return worker.compiled.share.outgoing(worker.functions.trained.part(worker.state.weights.read(update + 1)))
+    share = worker.compiled.arrays.share
+    assert share is not None
+    return share.outgoing(worker.functions.trained.part(worker.state.weights.read(update + 1)))
 
 
 def receive(worker: Worker, i: Receive, update: int, tree: Tree) -> None:

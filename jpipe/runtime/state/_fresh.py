@@ -11,7 +11,7 @@ from jpipe.capabilities.registry import runtimes_for
 from jpipe.meshes._place import Place
 from jpipe.runtime.state._state import WorkerState
 from jpipe.runtime.state._weights import WeightVersions
-from jpipe.stages._arrays import Arrays, shardings_of
+from jpipe.stages._arrays import shardings_of
 from jpipe.stages._compile import compile_start
 from jpipe.stages._compiled_stage import CompiledStage
 
@@ -32,7 +32,7 @@ def fresh_worker(
         key: the random key of the run.
         initial: (parameters, state) of each layer: arrays to copy, specs of fresh ones.
     """
-    f, first, a, params, state = stage.functions, stage.place.first, Arrays(stage.functions, stage.place), {}, {}
+    f, first, a, params, state = stage.functions, stage.place.first, stage.arrays, {}, {}
     for layer_id in initialized_at(stage):
         fresh = arrays = initial[layer_id]
         if is_fresh(arrays):

@@ -21,7 +21,7 @@ NAMES = {
     "compressed_messages": r"links|Links|BLOCK|\w*compress(ed|ion)?\w*|(specs|bytes)_of_(sent|given)|with_feedback",
     "global_norm": r"\w*global_norm|GlobalNorm|Norm(s|Costs)|norms_of|clip_stage_norm|skip_nonfinite|SumSquares|(sum_)?squares|stage_norms",
     "host_memory": r"offload\w*|Offload|Fetch|HostMemory|Kept|MoveWatcher",
-    "shared_optimizer": r"shard_optimizer|deal|lower_weights",
+    "shared_optimizer": r"shard_optimizer|deal|lower_weights|Share",
     "shared_parameters": r"(Take|Add)Shared|(take|add|update|un)_?shared|shared_(with|gradients|parameters)|[Ss]haring|SharedCosts",
     "sums_in_parts": r"sum_parts?|compute_part|part_(times|accumulators)|\w+(_of|_by)_part|ComputePart|SumParts?|PartCosts|\w+InParts",
 }
