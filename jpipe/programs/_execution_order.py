@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jpipe.capabilities.protocol import merged
-from jpipe.capabilities.registry import programs_of
 from jpipe.plan import Plan
 from jpipe.programs._instructions import (
     AllReduce,
@@ -61,8 +60,7 @@ def walk(program: Program) -> Iterator[Instruction]:
     for index, instruction in enumerate(instructions):
         queues[rank_of[instruction.worker]].append(index)
     heads = [0 for _ in queues]
-    used = programs_of(plan, program.uses)
-    begun = _Sums(plan, local, (AllReduce, *(kind for hooks in used for kind in hooks.sums)), merged("waits_for", used))
+    begun = _Sums(plan, local, (AllReduce, *(kind for hooks in program.hooks for kind in hooks.sums)), merged("waits_for", program.hooks))
     ready = deque(range(len(queues)))
     while ready:
         rank = ready.popleft()
@@ -77,7 +75,7 @@ def walk(program: Program) -> Iterator[Instruction]:
                     raise Violation.at(plan, i.worker, f"{i} has no receiver")
                 received = queues[to][place]
                 receive = instructions[received]
-                if receive != Receive(i.to, i.microbatch, i.message, i.worker):
+                if type(receive) is not Receive or not _is_of(receive, i):
                     break
                 if received < index:
                     raise Violation.at(plan, i.worker, f"{receive} stands before its {i} in the total order")
@@ -92,10 +90,10 @@ def walk(program: Program) -> Iterator[Instruction]:
                     if type(send) is Send and send.to == i.worker:
                         ready.append(source)  # the transfer happens there and makes this rank ready again
                 break
+            elif type(i) in begun.concerned and not begun.allow(i, index):
+                break
             else:
-                if not begun.allow(i, index):
-                    break
-                if isinstance(i, begun.kinds):
+                if type(i) in begun.kinds:
                     ready.extend(begun.woken_by(i))
                 yield i
             heads[rank] += 1
@@ -103,6 +101,12 @@ def walk(program: Program) -> Iterator[Instruction]:
     if stuck:
         notes = [(rank, f"waits at {instructions[queues[rank][heads[rank]]]}") for rank in stuck]
         raise Violation(f"{plan.schedule}: deadlock, ranks {stuck} wait for each other", notes)
+
+
+def _is_of(receive: Receive, send: Send) -> bool:
+    """Return whether a receive and a send are the two ends of one transfer."""
+    ends = receive.source, receive.worker, receive.microbatch, receive.message
+    return ends == (send.worker, send.to, send.microbatch, send.message)
 
 
 class _Sums:
@@ -118,7 +122,7 @@ class _Sums:
     def __init__(
         self, plan: Plan, counts: Sequence[int], kinds: tuple[type, ...], waits_for: Mapping[type, Callable[[Any], tuple[type, int]]]
     ) -> None:
-        self.kinds = kinds
+        self.kinds, self.concerned = kinds, {*kinds, *waits_for, Update}
         self._plan, self._counts, self._waits_for = plan, counts, waits_for
         self._begun: dict[tuple[int, int, type], list[int]] = {}  # by stage, batch and type, the indices of what has begun a sum so far
 

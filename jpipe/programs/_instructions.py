@@ -9,6 +9,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from jpipe._frozen import FrozenMapping
+from jpipe.capabilities.protocol import ProgramHooks
+from jpipe.capabilities.registry import programs_of
 from jpipe.plan import Plan
 
 Data = Literal["inputs", "labels"]
@@ -171,6 +173,11 @@ class Program:
     workers: frozenset[int] | None = None
     verified: set[bool] = field(default_factory=set, init=False, compare=False, repr=False)
     prepared: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    @cached_property
+    def hooks(self) -> list[ProgramHooks]:
+        """What the capabilities that it uses add to it."""
+        return programs_of(self.plan, self.uses)
 
     @cached_property
     def updates_per_batch(self) -> tuple[int, ...]:

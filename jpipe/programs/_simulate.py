@@ -1,6 +1,6 @@
 """Run programs without devices: verify them instruction by instruction and predict time, bubble, memory and bytes moved."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -63,8 +63,7 @@ def simulate(
     executed: list[Instruction] = []
     try:
         if not (brief or program.verified):
-            for instruction in _verified(program):
-                executed.append(instruction)
+            _verify(program, executed)
     except Violation as violation:
         simulator = Simulator(replace(program, instructions=tuple(executed)), costs, network, host_link)
         simulator.run()
@@ -151,16 +150,15 @@ def verify(program: Program) -> None:
         ProgramError: the verification fails.
     """
     try:
-        for _ in _verified(program):
-            pass
+        _verify(program, [])
     except Violation as violation:
         if program.workers is None:
             simulate(program)  # fails, too, and shows the grid
         raise ProgramError(str(violation)) from None
 
 
-def _verified(program: Program) -> Iterator[Instruction]:
-    """Yield the instructions in an executable order, each once it is verified, and at last note that all are.
+def _verify(program: Program, executed: list[Instruction]) -> None:
+    """Verify the instructions in an executable order, add each to those that are executed, and at last note that all are verified.
 
     Raises:
         Violation: the verification fails.
@@ -170,7 +168,7 @@ def _verified(program: Program) -> Iterator[Instruction]:
     verifiers = {w: Verifier(program, w, orders[rank_of[w]]) for w in workers}
     for instruction in walk(program):
         verifiers[instruction.worker].check(instruction)
-        yield instruction
+        executed.append(instruction)
     for verifier in verifiers.values():
         verifier.check_end()
     program.verified.add(True)

@@ -1,11 +1,10 @@
 """Verify the instructions of each worker: their order, the versions they read, buffers, and the batch of each update."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from jpipe.capabilities.protocol import hooks, made, merged
-from jpipe.capabilities.registry import programs_of
-from jpipe.ops import OPS, Op, Reads
+from jpipe.ops import OPS, Op
 from jpipe.plan import Plan
 from jpipe.programs._execution_order import Violation
 from jpipe.programs._instructions import (
@@ -55,17 +54,22 @@ class Verifier:
 
     def __init__(self, program: Program, number: int, computations: Iterator[Action]) -> None:
         self._program, self.plan, self.number = program, program.plan, number
-        self._schedule, self.uses = SCHEDULES[self.plan.schedule], program.uses
+        schedule, self.uses = SCHEDULES[self.plan.schedule], program.uses
+        self._version = schedule.version if self.plan.flush_first else schedule.formula
         self.stage, _ = self.plan.workers[number]
-        self._first, self._last = self.stage == 0, self.stage == self.plan.depth - 1
+        first, last, workers = self.stage == 0, self.stage == self.plan.depth - 1, self.plan.stage_workers
+        self._before, self._after = () if first else workers[self.stage - 1], () if last else workers[self.stage + 1]
+        self._kinds_read = _KINDS_READ | ({"inputs": ("inputs", "labels")} if last else {})
+        self._kinds_left = {"output": "message" if last else "output", "residuals": "residuals", "stash": "stash"}
+        self._kinds_left |= {} if first else {"gradient": "gradient"}
         self._replicas, self._every = self.plan.replicas[self.stage], self.plan.microbatches_per_update(self.stage)
         self._computations = computations
-        self._most_versions = self._schedule.versions_alive(self.plan, self.stage)
+        self._most_versions = schedule.versions_alive(self.plan, self.stage)
         self.versions = versions_before(self.plan, number, program.start)
         self.buffers = set[tuple[str, int]]()
         self._accumulated = 0  # backwards of the batch that is being accumulated
         self._separates_sums = program.separates_sums[self.stage]
-        verifications = made("verify", programs_of(self.plan, program.uses), self)
+        verifications = made("verify", program.hooks, self)
         self._added, self._sends, self._receives = (merged(name, verifications) for name in ("checks", "sends", "receives"))
         self._needs, self._updated, self._complete = (hooks(name, verifications) for name in ("needs", "updated", "complete"))
         self._whole, self._held, self._freed, self._end = (hooks(name, verifications) for name in ("whole", "held", "freed", "end"))
@@ -77,13 +81,10 @@ class Verifier:
         Raises:
             Violation: it breaks a rule.
         """
-        check, added = _CHECKS.get(type(i)), self._added.get(type(i))
-        if added is not None:
+        if (added := self._added.get(type(i))) is not None:
             added(i)
-        elif check is not None:
-            check(self, i)
         else:
-            self._fail_unused(i)
+            _CHECKS.get(type(i), Verifier._fail_unused)(self, i)
 
     def check_end(self) -> None:
         """Check the state after the last instruction.
@@ -111,46 +112,46 @@ class Verifier:
 
     def compute(self, i: Compute) -> None:
         """Check a computation, which has to be the next one of its rank."""
-        self.read(i, OPS[i.op])
+        op = OPS[i.op]
+        self.read(i, op)
         self.check_next(i)
         self.check_version(i)
-        self.leave(i, OPS[i.op])
+        self.leave(i, op)
 
     def read(self, i: Compute, op: Op) -> None:
         """Take what an op reads."""
         if op.reads != "inputs":
             self.need(op.reads, i.microbatch, i)
-        for kind in self._kinds_read(op.reads):
+        for kind in self._kinds_read[op.reads]:
             self.take(kind, i.microbatch)
 
     def leave(self, i: Compute, op: Op) -> None:
         """Put what an op leaves."""
-        k = i.microbatch
         for kind in op.leaves:
             if kind == "accumulators":
                 self._accumulate(i)
-            elif kind == "output":
-                self.put("message" if self._last else "output", k)
-            elif kind in ("residuals", "stash") or (kind == "gradient" and not self._first):
-                self.put(kind, k)
+            elif (left := self._kinds_left.get(kind)) is not None:
+                self.put(left, i.microbatch)
 
     def _send(self, i: Send) -> None:
-        if i.message in self._sends:
-            self._sends[i.message](i)
-        elif i.message not in _SENT:
-            self._fail_unused(i)
+        if i.message == "activation":
+            self._check_other(i, i.to, self._after, 1)
+            self.take("output", i.microbatch)
+        elif i.message == "gradient":
+            self._check_other(i, i.to, self._before, -1)
+            self.take("gradient", i.microbatch)
         else:
-            self._check_other(i, i.to, -1 if i.message == "gradient" else 1)
-            self.take(_SENT[i.message], i.microbatch)
+            self._sends.get(i.message, self._fail_unused)(i)
 
     def _receive(self, i: Receive) -> None:
-        if i.message in self._receives:
-            self._receives[i.message](i)
-        elif i.message not in _RECEIVED:
-            self._fail_unused(i)
+        if i.message == "activation":
+            self._check_other(i, i.source, self._before, -1)
+            self.put("inputs", i.microbatch)
+        elif i.message == "gradient":
+            self._check_other(i, i.source, self._after, 1)
+            self.put("message", i.microbatch)
         else:
-            self._check_other(i, i.source, 1 if i.message == "gradient" else -1)
-            self.put(_RECEIVED[i.message], i.microbatch)
+            self._receives.get(i.message, self._fail_unused)(i)
 
     def all_reduce(self, i: AllReduce) -> None:
         """Check a sum."""
@@ -183,12 +184,6 @@ class Verifier:
 
     # Rules -------------------------------------------------------------------------------------------------------------
 
-    def _kinds_read(self, reads: Reads) -> tuple[str, ...]:
-        """Return the kinds of buffers that an op reads and frees."""
-        if reads == "inputs":
-            return ("inputs", "labels") if self._last else ("inputs",)
-        return ("residuals", "message") if reads == "residuals" else ("stash",)
-
     def check_next(self, i: Compute) -> None:
         """Check that the schedule has a computation next."""
         expected = next(self._computations, None)
@@ -197,7 +192,7 @@ class Verifier:
 
     def check_version(self, i: Compute) -> None:
         """Check that a computation reads the version that the formula says, and that it is alive."""
-        version = self._schedule.version(self.plan, self.stage, i.microbatch)
+        version = self._version(self.plan, self.stage, i.microbatch)
         if i.version != version:
             self.fail(f"{i} reads version {i.version}, the formula says {version}")
         if version not in self.versions:
@@ -214,11 +209,10 @@ class Verifier:
         for hook in self._needs:
             hook(what, number, i)
 
-    def _check_other(self, i: Send | Receive, other: int, step: int) -> None:
-        """Check that an output or a gradient goes from or to the worker that runs its microbatch `step` stages on."""
-        s = self.stage + step
-        if not 0 <= s < self.plan.depth or other != self.plan.worker(s, i.microbatch):
-            self.fail(f"{i}: worker {other} does not run microbatch {i.microbatch} at stage {s}")
+    def _check_other(self, i: Send | Receive, other: int, workers: Sequence[int], step: int) -> None:
+        """Check that an output or a gradient goes from or to the one of `workers`, `step` stages on, that runs its microbatch."""
+        if not workers or other != workers[i.microbatch % len(workers)]:
+            self.fail(f"{i}: worker {other} does not run microbatch {i.microbatch} at stage {self.stage + step}")
 
     def check_whole(self, version: int, where: object) -> None:
         """Check that a version is complete."""
@@ -263,9 +257,10 @@ class Verifier:
 
     def take(self, kind: str, k: int) -> int:
         """Take a buffer, which has to be there."""
-        if (kind, k) not in self.buffers:
+        try:
+            self.buffers.remove((kind, k))
+        except KeyError:
             self.fail(f"{kind} of microbatch {k} used before it was there, or twice")
-        self.buffers.remove((kind, k))
         return k
 
     def look_at(self, kind: str, k: int) -> None:
@@ -274,9 +269,10 @@ class Verifier:
 
     def put(self, kind: str, k: int) -> None:
         """Put a buffer, which must not be there yet."""
-        if (kind, k) in self.buffers:
+        buffer = kind, k
+        if buffer in self.buffers:
             self.fail(f"{kind} of microbatch {k} made twice")
-        self.buffers.add((kind, k))
+        self.buffers.add(buffer)
 
     def _free(self, version: int, i: Instruction) -> None:
         if version not in self.versions:
@@ -292,8 +288,8 @@ class Verifier:
         raise Violation.at(self.plan, self.number, what)
 
 
-_SENT = {"activation": "output", "gradient": "gradient"}
-_RECEIVED = {"activation": "inputs", "gradient": "message"}
+_KINDS_READ: dict[str, tuple[str, ...]] = {"inputs": ("inputs",), "residuals": ("residuals", "message"), "stash": ("stash",)}
+"""The kinds of buffers that an op reads and frees, by `Op.reads`; at the last stage labels come with inputs."""
 
 _CHECKS: dict[type, Callable[[Verifier, Any], None]] = {
     Load: Verifier._load,

@@ -143,22 +143,23 @@ class _Verification(VerifyHooks):
 
 
 def _compute_part(worker: prediction.Worker, i: ComputePart) -> None:
-    program, op, is_last = worker.all, OPS[i.op], not i.following
+    program, k, is_last = worker.all, i.microbatch, not i.following
+    op, _, awaited, left = worker.effect(i.op)
     leaves = op.begins and i.parts > 1  # the first part has the forward, and leaves residuals to the other parts
     prediction.prepare(worker, i)
-    needs = prediction.NOWHERE if i.part else prediction.needed(worker, i)
-    made = [worker.place("part", i.part, i.microbatch // program.plan.microbatches_per_update(worker.stage))]
+    needs = prediction.NOWHERE if i.part or awaited is None else awaited[k]
+    made = [worker.place("part", i.part, k // program.plan.microbatches_per_update(worker.stage))]
     if is_last:
-        made += prediction.made_by(worker, i)
+        made += [places[k] for places in left]
         if leaves:
             worker.change("last part")
-        prediction.change_bytes(worker, i)
+        prediction.change_bytes(worker, i, op)
     else:
         worker.accumulate()
         worker.change("first part" if leaves and not i.part else "part")
     prediction.work(worker, i, program.seconds[_seconds, worker.stage, i.op, i.part], needs, made, i.part)
     if is_last:
-        prediction.finish(worker, i)
+        prediction.finish(worker, i, op)
 
 
 def _seconds(prices: Prices, s: int, op: str, part: int) -> float:

@@ -2,12 +2,12 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
+from functools import cache
 from itertools import chain
 from typing import Any
 
 from jpipe.plan import Plan
-from jpipe.programs._instructions import Compute, Data, Instruction, Load
-from jpipe.programs._route import transfer
+from jpipe.programs._instructions import Compute, Data, Instruction, Load, Receive, Send
 
 
 class Listing:
@@ -23,15 +23,10 @@ class Listing:
     def __init__(self, plan: Plan, workers: Collection[int] | None, alike: bool) -> None:
         self._written_at: defaultdict[int, list[Instruction]] = defaultdict(list)  # by time: see `take`
         self.workers = None if workers is None else frozenset(workers)
-        self._written = range(len(plan.workers)) if self.workers is None else self.workers
-        self._replicas = range(plan.replicas[0]) if alike else range(1)
-        self._known: dict[int, list[int]] = {}
-
-    def _copies(self, worker: int) -> list[int]:
-        """Return the replicas, counted from the worker's, for which its instructions are written."""
-        if worker not in self._known:
-            self._known[worker] = [j for j in self._replicas if worker + j in self._written]
-        return self._known[worker]
+        self._written = written = range(len(plan.workers)) if self.workers is None else self.workers
+        replicas = range(plan.replicas[0] if alike else 1)
+        # The replicas, counted from a worker's, for which its instructions are written.
+        self._copies = cache(lambda worker: [j for j in replicas if worker + j in written])
 
     def load(self, time: int, worker: int, k: int, data: Data) -> None:
         """Write the load of a microbatch's inputs or labels."""
@@ -55,17 +50,17 @@ class Listing:
 
     def transfer(self, time: int, source: int, to: int, k: int, message: str) -> None:
         """Write a send, followed by its receive."""
-        copies, others = self._copies(source), self._copies(to)
-        if not copies and not others:
+        sent, received = self._copies(source), self._copies(to)
+        if not sent and not received:
             return
         of_microbatch = message in ("activation", "gradient")  # other messages are about the batch that ends with k
         written = self._written_at[2 * time]
-        if copies == others:
-            for j in copies:
-                written += transfer(source + j, to + j, k + j * of_microbatch, message)
-            return
-        for j in sorted({*copies, *others}):
-            written += (i for i in transfer(source + j, to + j, k + j * of_microbatch, message) if i.worker in self._written)
+        for j in sent if sent == received else sorted({*sent, *received}):
+            number = k + j * of_microbatch
+            if j in sent:
+                written.append(Send(source + j, number, message, to + j))
+            if j in received:
+                written.append(Receive(to + j, number, message, source + j))
 
     def once(self, time: int, instructions: Iterable[Instruction]) -> None:
         """Write instructions that are for all replicas already."""

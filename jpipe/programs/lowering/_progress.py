@@ -35,7 +35,7 @@ class Worker:
         backwards: its backwards since the first batch of the run.
         updates: its updates since then.
         read: the newest version that one of its forwards has read; -1 before the first one.
-        next_version: the version read by the next microbatch to finish its backward; None before the first one.
+        in_flight: the versions that the microbatches between forward and backward read, in order.
         pending: its updates that wait for a sum or for other stages, in order.
     """
 
@@ -45,7 +45,7 @@ class Worker:
         self.backwards = start * plan.microbatches // plan.replicas[self.stage]
         self.updates = start * plan.updates_per_batch(self.stage)
         self.read = -1
-        self.next_version: int | None = None
+        self.in_flight = deque[int]()
         self.pending: list[Pending] = []
 
     @property

@@ -270,9 +270,7 @@ class Run:
                 return False
             if received > begins:
                 begins = received
-        version = worker.next_version if op.finishes else None
-        if version is None:
-            version = self.version(self.plan, s, k)
+        version = worker.in_flight[0] if op.finishes and not op.begins else self.version(self.plan, s, k)
         if op.begins:
             if version > worker.read or self.routed[s]:
                 weights = self._weights_ready(worker, k, version)
@@ -286,16 +284,19 @@ class Run:
                 if whole is None:
                     return False
                 begins, worker.read = max(begins, whole), version
+            worker.in_flight.append(version)
             if effect.loads:
                 self._load(begins, worker, k)
         of_rank.clock = begins
         for hook in self._before_compute:
             hook(begins, worker)
-        is_simple = not (self.written[s] or self._writers)
-        ends = of_rank.clock = begins + effect.ticks if is_simple else self._write(worker, effect, k, version)
+        ends = of_rank.clock = self._write(worker, effect, k, version)
         if effect.output is not None:
             if self.linked[s]:
-                self._send_output(worker, k, ends)
+                to = self.plan.worker(s + 1, k)
+                self.listing.transfer(ends, worker.number, to, k, "activation")
+                for hook in self._after_output:
+                    hook(ends, worker, k, to)
             effect.output.announce(k, ends)
         if effect.gradient is not None:
             if self.linked[s - 1]:
@@ -317,15 +318,10 @@ class Run:
         for write in self._writers:
             if (ends := write(worker, effect.op, effect.ticks, k, version)) is not None:
                 return int(ends)
+        begins = worker.rank.clock
         if self.written[worker.stage]:
-            self.listing.compute(worker.clock, effect.op.name, worker.number, k, version)
-        return worker.clock + effect.ticks
-
-    def _send_output(self, worker: Worker, k: int, time: int) -> None:
-        to = self.plan.worker(worker.stage + 1, k)
-        self.listing.transfer(time, worker.number, to, k, "activation")
-        for hook in self._after_output:
-            hook(time, worker, k, to)
+            self.listing.compute(begins, effect.op.name, worker.number, k, version)
+        return begins + effect.ticks
 
     def due_with(self, s: int, k: int) -> int | None:
         """Return the batch to update stage s with before the forward of k, if any, for what arrives with its activation."""
@@ -389,9 +385,10 @@ class Run:
     def _finish(self, worker: Worker, k: int, version: int) -> None:
         plan, w, s = self.plan, worker.number, worker.stage
         worker.backwards += 1
-        worker.next_version = self.version(plan, s, k + self.replicas[s])
-        assert worker.next_version - version in (0, 1), "versions advance one by one"
-        dead = version if worker.next_version > version else None  # microbatches in flight and to come all read later versions
+        worker.in_flight.popleft()
+        following = worker.in_flight[0] if worker.in_flight else self.version(plan, s, k + self.replicas[s])
+        assert following - version in (0, 1), "versions advance one by one"
+        dead = version if following > version else None  # microbatches in flight and to come all read later versions
         batch = k // self.every[s] if worker.backwards % self.each[s] == 0 else None  # that it ends
         if self.sums[s] or self.waits[s]:
             if batch is not None or dead is not None:

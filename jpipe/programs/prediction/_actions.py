@@ -4,14 +4,15 @@ What an action waits for is a place in one list of times. What depends on costs 
 of a rank change in the order of its instructions, whatever the times are, so their changes are a list of their own.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import count
 from typing import Any
 
 import numpy as np
 
 from jpipe.capabilities.protocol import MessageHooks, hooks, merged
-from jpipe.capabilities.registry import programs_of
-from jpipe.ops import OPS
+from jpipe.ops import OPS, Op
 from jpipe.programs._costs import Overlap
 from jpipe.programs._instructions import (
     AllReduce,
@@ -98,12 +99,8 @@ class RankActions:
         )
 
 
-class _Numbers(dict[Any, int]):
-    """Numbers for keys, in the order in which they first come."""
-
-    def __missing__(self, key: Any) -> int:
-        self[key] = number = len(self)
-        return number
+Numbers = defaultdict[Any, int]
+"""Numbers for keys, in the order in which they first come."""
 
 
 class Actions:
@@ -118,7 +115,7 @@ class Actions:
         workers: the workers that have instructions, by number.
         messages: the messages of capabilities.
         begin, before_compute, before_update: what capabilities do there, see `ProgramHooks`.
-        places: the numbers of places, by worker and what is there; empty once all is written.
+        places: the numbers of places, by worker and what is there, then by the number of that; empty once all is written.
         num_places: how many there are.
         there: the places of what is there from the beginning.
         seconds: the numbers of prices of works, by the function of `Prices` that gives it and its arguments.
@@ -133,8 +130,9 @@ class Actions:
         self.transfers_block, self.sums_block = overlap == "none", overlap != "transfers and sums"
         self.flushes = SCHEDULES[plan.schedule].flushes
         self.averages_state = plan.sync_state and self.flushes and not plan.has_parallel_pipelines
-        self.places, self.seconds, self.changes, self.routes = (_Numbers() for _ in range(4))
-        used = programs_of(plan, program.uses)
+        next_place, (self.seconds, self.changes, self.routes) = count().__next__, (Numbers(count().__next__) for _ in range(3))
+        self.places: dict[tuple[Any, ...], Numbers] = defaultdict(lambda: Numbers(next_place))
+        used = program.hooks
         self.messages: dict[str, MessageHooks] = merged("messages", used)
         self.begin, self.before_compute, self.before_update = (hooks(name, used) for name in ("begin", "before_compute", "before_update"))
         writers = WRITERS | merged("writers", used)
@@ -150,8 +148,9 @@ class Actions:
             writers[type(i)](self.workers[i.worker], i)
         for rank in self.ranks:
             rank.changes = np.array(rank.changes, int)
-        self.num_places = len(self.places)
-        self.places.clear()  # thousands of keys, which are not needed any more
+        self.num_places = next_place()
+        for numbers in self.places.values():
+            numbers.clear()  # thousands of keys, which are not needed any more
         self.events.clear()
 
 
@@ -180,7 +179,10 @@ class Worker:
         self.versions: dict[int, tuple[int, ...]] = dict.fromkeys(sorted(versions_before(plan, number, start)), ())
         self.most_versions, self.accumulates, self.last = len(self.versions), True, NOWHERE
         self.away = set[tuple[str, int]]()
+        self.separates_sums = of_program.separates_sums[s]
         self.computed: dict[int, str] = {}
+        self._effects: dict[str, tuple[Op, int, Numbers | None, list[Numbers]]] = {}
+        self._changes: dict[tuple[str, tuple[Any, ...]], int] = {}
         self.rank.workers.append(self)
         for begin in of_program.begin:
             begin(self)
@@ -188,12 +190,22 @@ class Worker:
 
     def place(self, *what: Any) -> int:
         """Return the place of the time of something that it waits for or makes, a name and numbers."""
-        return self.all.places[self.number, *what]
+        return self.all.places[self.number, *what[:-1]][what[-1]]
+
+    def effect(self, name: str) -> tuple[Op, int, Numbers | None, list[Numbers]]:
+        """Return an op, the number of its price, the places of messages that it waits for, if any, and the places of what it makes."""
+        if name not in self._effects:
+            op, w, s, last, places = OPS[name], self.number, self.stage, self.all.depth - 1, self.all.places
+            message, is_alone = _NEEDS[op.reads], s == (0 if op.begins else last)
+            made = {"activation": "output" in op.leaves and s < last, "gradient": op.gives_gradient and s > 0}
+            needs = places[w, message] if message and not is_alone else None
+            left = [places[w, "made", message] for message, is_made in made.items() if is_made]
+            self._effects[name] = op, self.all.seconds[Prices.seconds, s, name], needs, left
+        return self._effects[name]
 
     def wait(self, *what: Any, uses_up: bool = False) -> None:
         """Wait for something, if the worker ever lacks it. What is consumed comes again in the next of equal batches."""
-        place = self.all.places.get((self.number, *what))
-        if place is not None:
+        if (place := self.all.places[self.number, *what[:-1]].get(what[-1])) is not None:
             self.rank.queue.append((WAIT, place, uses_up, NOWHERE))
 
     def make(self, *what: Any) -> None:
@@ -202,7 +214,9 @@ class Worker:
 
     def change(self, name: str, *arguments: Any) -> None:
         """Change the bytes of the rank."""
-        self.rank.changes.append(self.all.changes[name, self.stage, *arguments])
+        if (number := self._changes.get((name, arguments))) is None:
+            number = self._changes[name, arguments] = self.all.changes[name, self.stage, *arguments]
+        self.rank.changes.append(number)
 
     def accumulate(self) -> None:
         """Add memory for gradients, if a batch set aside has taken it."""
@@ -223,8 +237,8 @@ class Worker:
         """
         event = self.all.events.get(order)
         if event is None:
-            keys = [*waiting]
-            places, ranks = tuple(self.all.places[key] for key in keys), tuple(self.all.plan.rank_of[w] for w, *_ in keys)
+            keys = [(self.all.workers[w], what) for w, *what in waiting]
+            places, ranks = tuple(worker.place(*what) for worker, what in keys), tuple(worker.rank.number for worker, _ in keys)
             event = self.all.events[order] = order, participants, self.all.routes[route], places, ranks
         self.rank.queue.append((BEGIN, event, sent, NOWHERE))
 
@@ -241,14 +255,10 @@ class Worker:
         if program.sums_block:
             self.wait(*place, uses_up=following > 0)
 
-    def transfer(self, message: str, source: int, to: int, k: int, sent: int = NOWHERE) -> None:
-        """Take part in a message between two ranks; only its sender does so if the ranks compute meanwhile."""
-        program, order, arrival = self.all, (0, source, to, message, k), (to, *self.received(message, source, k))
-        if program.transfers_block:
-            self.begin(order, 2, (message, (source, to)), [(source, "arrival", message, to, k), arrival], NOWHERE)
-            return
-        event = order, 1, program.routes[message, (source, to)], (program.places[arrival],), (program.plan.rank_of[to],)
-        self.rank.queue.append((BEGIN, event, sent, NOWHERE))
+    def meet(self, message: str, source: int, to: int, k: int) -> None:
+        """Take part in a message between two ranks that wait for it."""
+        waiting = [(source, "arrival", message, to, k), (to, *self.received(message, source, k))]
+        self.begin((0, source, to, message, k), 2, (message, (source, to)), waiting, NOWHERE)
 
     def received(self, message: str, source: int, k: int) -> tuple[Any, ...]:
         """Return what a message is at the worker that waits for it."""
@@ -261,11 +271,11 @@ def _load(worker: Worker, i: Load) -> None:
 
 
 def _compute(worker: Worker, i: Compute) -> None:
+    (op, seconds, needs, made), k = worker.effect(i.op), i.microbatch
     prepare(worker, i)
-    needs, made = needed(worker, i), made_by(worker, i)
-    change_bytes(worker, i)
-    work(worker, i, worker.all.seconds[Prices.seconds, worker.stage, i.op], needs, made)
-    finish(worker, i)
+    change_bytes(worker, i, op)
+    work(worker, i, seconds, NOWHERE if needs is None else needs[k], [places[k] for places in made])
+    finish(worker, i, op)
 
 
 def prepare(worker: Worker, i: Compute) -> None:
@@ -274,22 +284,6 @@ def prepare(worker: Worker, i: Compute) -> None:
         worker.wait("weights", other, i.version)
     for hook in worker.all.before_compute:
         hook(worker, i)
-
-
-def needed(worker: Worker, i: Compute) -> int:
-    """Return the place of the message that a computation needs, or NOWHERE."""
-    message, is_first = _NEEDS[OPS[i.op].reads], worker.stage == (0 if OPS[i.op].begins else worker.all.depth - 1)
-    return worker.place(message, i.microbatch) if message and not is_first else NOWHERE
-
-
-def made_by(worker: Worker, i: Compute) -> list[int]:
-    """Return the places of what a computation makes for other stages."""
-    op, s, made = OPS[i.op], worker.stage, list[int]()
-    if "output" in op.leaves and s < worker.all.depth - 1:
-        made.append(worker.place("made", "activation", i.microbatch))
-    if op.gives_gradient and s > 0:
-        made.append(worker.place("made", "gradient", i.microbatch))
-    return made
 
 
 def work(worker: Worker, i: Compute, seconds: int, needs: int, made: Sequence[int], part: int | None = None) -> None:
@@ -304,20 +298,21 @@ def work(worker: Worker, i: Compute, seconds: int, needs: int, made: Sequence[in
     worker.last, rank.computations = rank.computations, rank.computations + 1
 
 
-def finish(worker: Worker, i: Compute) -> None:
+def finish(worker: Worker, i: Compute, op: Op) -> None:
     """Note whether the gradients of a computation end an update."""
-    if OPS[i.op].finishes:
+    if worker.separates_sums and op.finishes:
         worker.accumulate()
-        worker.accumulates = not (worker.all.separates_sums[worker.stage] and ends_update(worker.all.plan, worker.stage, i.microbatch))
+        worker.accumulates = not ends_update(worker.all.plan, worker.stage, i.microbatch)
 
 
-def change_bytes(worker: Worker, i: Compute) -> None:
+def change_bytes(worker: Worker, i: Compute, op: Op) -> None:
     """Change the bytes at the end of a computation."""
-    op, k = OPS[i.op], i.microbatch
-    of_stage = {other.stage: other.computed.get(k, "") for other in worker.rank.workers} if len(worker.rank.workers) > 1 else {}
-    worker.change("compute", i.op, of_stage.get(worker.stage - 1), of_stage.get(worker.stage + 1))
-    if of_stage:
-        worker.computed[k] = of_stage[worker.stage] + op.parts
+    if len(worker.rank.workers) == 1:
+        worker.change("compute", op.name, None, None)
+        return
+    of_stage = {other.stage: other.computed.get(i.microbatch, "") for other in worker.rank.workers}
+    worker.change("compute", op.name, of_stage.get(worker.stage - 1), of_stage.get(worker.stage + 1))
+    worker.computed[i.microbatch] = of_stage[worker.stage] + op.parts
 
 
 _NEEDS = {"inputs": "activation", "residuals": "gradient", "stash": ""}
@@ -325,17 +320,21 @@ _NEEDS = {"inputs": "activation", "residuals": "gradient", "stash": ""}
 
 
 def _send(worker: Worker, i: Send) -> None:
-    program, k = worker.all, i.microbatch
-    worker.change("send", i.message, i.worker, i.to)
-    made = program.places.get((i.worker, "made", i.message, k))
-    sent = program.places[i.worker, i.message, k] if made is None else made  # a worker may pass on what it has received
-    if program.plan.rank_of[i.to] == worker.rank.number:
-        received = program.places[i.to, *worker.received(i.message, i.worker, k)]
-        worker.rank.queue.append((MAKE, 0, sent, received))
+    program, w, message, to, k = worker.all, i.worker, i.message, i.to, i.microbatch
+    worker.change("send", message, w, to)
+    receiver = program.workers[to]
+    if program.transfers_block and receiver.rank is not worker.rank:
+        worker.meet(message, w, to, k)
+        worker.wait("arrival", message, to, k, uses_up=True)
         return
-    worker.transfer(i.message, i.worker, i.to, k, sent)
-    if program.transfers_block:
-        worker.wait("arrival", i.message, i.to, k, uses_up=True)
+    if (sent := program.places[w, "made", message].get(k)) is None:
+        sent = worker.place(message, k)  # it passes on what it has received
+    arrival = receiver.place(*worker.received(message, w, k))
+    if receiver.rank is worker.rank:
+        worker.rank.queue.append((MAKE, 0, sent, arrival))
+    else:
+        event = (0, w, to, message, k), 1, program.routes[message, (w, to)], (arrival,), (receiver.rank.number,)
+        worker.rank.queue.append((BEGIN, event, sent, NOWHERE))
 
 
 def _receive(worker: Worker, i: Receive) -> None:
@@ -348,7 +347,7 @@ def _receive(worker: Worker, i: Receive) -> None:
     if i.message in program.messages and (hook := program.messages[i.message].received) is not None:
         hook(worker, i)
     if program.transfers_block and program.plan.rank_of[i.source] != worker.rank.number:
-        worker.transfer(i.message, i.source, i.worker, k)
+        worker.meet(i.message, i.source, i.worker, k)
         worker.wait(*received)
 
 
@@ -364,7 +363,7 @@ def _update(worker: Worker, i: Update) -> None:
     worker.wait("sum", i.batch, uses_up=True)
     if program.averages_state and len(program.plan.stage_workers[s]) > 1:
         worker.change("average state")
-    if worker.accumulates and program.separates_sums[s]:
+    if worker.accumulates and worker.separates_sums:
         worker.change("set aside")
     worker.accumulates = True
     for hook in program.before_update:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jpipe.capabilities.protocol import MessageHooks, merged
-from jpipe.capabilities.registry import programs_of
 from jpipe.ops import OPS
 from jpipe.programs._costs import StageCost, pieces_of
 from jpipe.programs._instructions import Program
@@ -42,9 +41,8 @@ class Prices:
 
     def __init__(self, program: Program, costs: Sequence[StageCost]) -> None:
         self.program, self.plan, self.costs = program, program.plan, costs
-        used = programs_of(program.plan, program.uses)
-        self._messages: dict[str, MessageHooks] = merged("messages", used)
-        self._changes = CHANGES | merged("changes", used)
+        self._messages: dict[str, MessageHooks] = merged("messages", program.hooks)
+        self._changes = CHANGES | merged("changes", program.hooks)
 
     def seconds(self, s: int, op: str) -> float:
         """Return the time of an op; "" stands for an update."""

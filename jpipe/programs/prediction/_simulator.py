@@ -243,7 +243,7 @@ class Simulator:
             if batch:
                 k, version = k + batch * plan.microbatches, version + batch * plan.updates_per_batch(s)
             if follows == NOWHERE:
-                spans.append(Span(op, k, version, start, start + seconds, False, 0.0, 0.0, chunk, part))
+                spans.append(Span._make((op, k, version, start, start + seconds, False, 0.0, 0.0, chunk, part)))
             else:
                 last = batch * rank.actions.computations + follows
                 op, k, version, begin, end, _, _, _, chunk, part = spans[last]
@@ -316,14 +316,15 @@ class Memory:
         kinds = self._changes.live, self._changes.residuals, self._changes.optimizer
         live, residuals, optimizer = (np.cumsum(changes[rank.changes]).tolist() for changes in kinds)
         accumulators, samples = sum(self._prices.costs[worker.stage].accumulators for worker in rank.workers), list[MemorySample]()
-        last, weights = None, dict[int, int]()
+        last, weights, kept = None, dict[int, int](), 0
         held = [rank.first, *((changes, versions) for *_, changes, versions in rank.works)]
         for time, (count, versions) in zip((0.0, *ends), held, strict=True):
             if versions is not last:
                 last, weights = versions, self._weights(versions)
+                kept = accumulators + sum(weights.values())
             n = count - 1
-            other = live[n] - sum(weights.values()) - optimizer[n] - accumulators - residuals[n]
-            samples.append(MemorySample(time, weights, optimizer[n], accumulators, residuals[n], other))
+            other = live[n] - kept - optimizer[n] - residuals[n]
+            samples.append(MemorySample._make((time, weights, optimizer[n], accumulators, residuals[n], other)))
         return tuple(samples)
 
     def _weights(self, versions: Versions) -> dict[int, int]:
