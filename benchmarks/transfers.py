@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import jpipe
 from benchmarks.machine import describe
 from benchmarks.programs import free_port
-from jpipe.processes import Connection, Group, Handover, Reduction
+from jpipe.processes import Connection, DevicePutConnection, Group, Reduction
 
 SIZES = {"4 B": (1, 1000), "64 KB": (1 << 14, 500), "1 MB": (1 << 18, 200), "16 MB": (1 << 22, 40)}  # floats, and how often
 LEAVES, LEAF = 50, 131072
@@ -55,13 +55,13 @@ def _process(process: int, port: str, own_port: str) -> None:
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)
     rows = _dispatch()
     for name, (size, count) in SIZES.items():
-        rows += _transfers(name, size, count, Connection) + _transfers(f"{name} by device_put", size, count, Handover)
+        rows += _transfers(name, size, count, Connection) + _transfers(f"{name} by device_put", size, count, DevicePutConnection)
     rows += _reductions()
     if process == 0:
         print(json.dumps(rows), flush=True)
 
 
-def _transfers(name: str, size: int, count: int, way: type[Connection] | type[Handover]) -> list[dict[str, Any]]:
+def _transfers(name: str, size: int, count: int, way: type[Connection] | type[DevicePutConnection]) -> list[dict[str, Any]]:
     """Measure round trips: half the time is one transfer; the processor time of one process is that of both ends of a transfer."""
     local, remote = jax.local_devices()[0], next(d for d in jax.devices() if d.process_index != jax.process_index())
     first, second = (local, remote) if jax.process_index() == 0 else (remote, local)

@@ -12,7 +12,7 @@ from benchmarks.faults import damage, kills
 from benchmarks.faults.runs import EVERY, KINDS, config_of, difference, end_of
 from jpipe_train.checkpoint.resume import find
 from jpipe_train.config.config import Config
-from jpipe_train.launch.together import Together
+from jpipe_train.launch.team import Team
 from jpipe_train.run import loop
 
 pytestmark = pytest.mark.slow
@@ -46,14 +46,14 @@ def test_any_damaged_file_is_named_and_the_previous_checkpoint_used(copied_run, 
         file = copied_run / "run" / place.relative_to(stopped) / name
         damage.damage(file, how, at)
         messages = []
-        resumed = find(config.run.dir, "auto", Together(None), messages.append)
+        resumed = find(config.run.dir, "auto", Team(None), messages.append)
         assert resumed.step == before
         assert file.name in messages[0]
         assert difference(jpipe.checkpoints.Checkpoint(resumed.folder, before).read(), expected) is None
         shutil.copy(place / name, file)
         tried.add((name, how))
     assert tried == set(itertools.product(names, damage.HOW))
-    assert find(config.run.dir, "auto", Together(None), print).step == damage.STOPPED, "each time all was as before but for one file"
+    assert find(config.run.dir, "auto", Team(None), print).step == damage.STOPPED, "each time all was as before but for one file"
 
 
 @pytest.mark.exhaustive

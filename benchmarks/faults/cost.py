@@ -23,11 +23,11 @@ from jpipe_train.config.config import Config
 from jpipe_train.config.config_file import to_yaml
 from jpipe_train.console.progress import Reporter
 from jpipe_train.data import data
-from jpipe_train.launch.together import Together
+from jpipe_train.launch.team import Team
 from jpipe_train.run import loop, starting
 
 SCHEDULES = "pipedream_2bw", "pipedream", "gpipe"  # whose bytes are counted; the first is the default
-ALONE = Together(None)
+ALONE = Team(None)
 
 
 def main(folder: Path, rounds: int) -> dict[str, Any]:

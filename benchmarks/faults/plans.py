@@ -21,7 +21,7 @@ from jpipe_train.checkpoint.resume import find
 from jpipe_train.config.config import Config
 from jpipe_train.console.progress import Reporter
 from jpipe_train.data import data
-from jpipe_train.launch.together import Together
+from jpipe_train.launch.team import Team
 from jpipe_train.run import loop, starting
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -57,12 +57,12 @@ def pairs(folder: Path) -> list[dict[str, Any]]:
 def outcome(folder: Path, plan: Mapping[str, Any]) -> str | None:
     """Return what is wrong with the run in `folder` resumed under another plan, or None."""
     config = Config.model_validate(config_of(folder, plan, STEPS + 2))
-    together, reporter = Together(None), Reporter(STEPS, *data.portion(config), Console(quiet=True))
+    team, reporter = Team(None), Reporter(STEPS, *data.portion(config), Console(quiet=True))
     try:
-        resumed = find(config.run.dir, "must", together, reporter.say)
+        resumed = find(config.run.dir, "must", team, reporter.say)
         assert resumed is not None
         pipe, batches = loop.build_and_check(config, reporter)
-        layers, damaged = starting.read_checkpoint(pipe, batches, together, resumed, fresh_optimizer=False)
+        layers, damaged = starting.read_checkpoint(pipe, batches, team, resumed, fresh_optimizer=False)
         if layers is None:
             return damaged
         state = starting.begin(config.seed, pipe, batches, resumed, layers)

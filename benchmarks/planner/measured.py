@@ -33,7 +33,7 @@ from jpipe_train.console.progress import Reporter
 from jpipe_train.data import data
 from jpipe_train.launch import distributed
 from jpipe_train.launch.local import launch
-from jpipe_train.launch.together import Together, joined
+from jpipe_train.launch.team import Team, joined
 from jpipe_train.plan.profiling import Parts, cores_of, profile_together
 from jpipe_train.plan.trial import Running
 from jpipe_train.report.performance.comparison import temporary_of_ranks
@@ -113,13 +113,13 @@ class _Traced(Running):
         memory, unseen = tracer.finish().memory, temporary_of_ranks(plan, costs)
         held = [max((sample.total for sample in samples), default=0) for samples in memory]
         alone = [held[rank] + unseen[place] if held[rank] else 0 for rank, (place, _) in enumerate(plan.rank_positions)]
-        return tuple(int(self._together.largest("the peak of a rank", float(size))) for size in alone)
+        return tuple(int(self._team.largest("the peak of a rank", float(size))) for size in alone)
 
 
 def main(options: argparse.Namespace) -> dict[str, Any]:
     """Measure, print and return the figures for one process and for two."""
     jpipe.keep_freed_memory()
-    figures = {"one process": _measured(Together(None), options.rounds)}
+    figures = {"one process": _measured(Team(None), options.rounds)}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "figures.json"
         program = sys.executable, "-m", "benchmarks.planner.measured", str(options.rounds), str(file)
@@ -129,23 +129,23 @@ def main(options: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
-def _measured(together: Together, rounds: int) -> dict[str, Any]:
+def _measured(team: Team, rounds: int) -> dict[str, Any]:
     """Measure in all processes, and print and return the figures in the first one."""
-    reporter, load = Reporter(1, 1, "samples", Console(highlight=False, quiet=not together.is_first)), os.getloadavg()[0]
+    reporter, load = Reporter(1, 1, "samples", Console(highlight=False, quiet=not team.is_first)), os.getloadavg()[0]
     parts = Parts.of(config_file.load(CONFIG, SMALLER), reporter)
-    profile, topologies = profile_together(parts, BATCH, DEVICES, reporter, together), dict[int, Topology]()
-    for count in (2, DEVICES) if together.processes is None else (2,):
-        topologies[count] = local_topology(count, cores=cores_of(parts, profile, count, together))
+    profile, topologies = profile_together(parts, BATCH, DEVICES, reporter, team), dict[int, Topology]()
+    for count in (2, DEVICES) if team.processes is None else (2,):
+        topologies[count] = local_topology(count, cores=cores_of(parts, profile, count, team))
         reporter.say(f"{count} devices: {table.links(topologies[count])}")
     batch, programs, running = data.load(parts.config).train[0], dict[Any, Any](), list[tuple[Row, _Traced]]()
-    for name, plan in plans(parts.stack.ids, 1 if together.processes is None else together.processes.count).items():
+    for name, plan in plans(parts.stack.ids, 1 if team.processes is None else team.processes.count).items():
         with reporter.phase(f"starting {name}"):
             pipe, times = parts.pipeline(plan), profile.stage_costs(plan, BATCH // plan.microbatches)
             exact = pipe.costs(batch, compiled_for=jax.local_devices()[0], programs=programs)
             costs = [_with_times(size, time) for size, time in zip(exact, times, strict=True)]
             predicted = simulate_plan(plan, costs, topologies[max(len(plan.rank_workers), 2)])
             assert predicted is not None
-            one = _Traced(pipe, batch, together)
+            one = _Traced(pipe, batch, team)
             running.append((Row(name, predicted, [], one.peaks(costs)), one))
     with reporter.counting(f"measuring {len(running)} plans, {rounds} rounds") as progress:
         for n in range(rounds):
@@ -154,7 +154,7 @@ def _measured(together: Together, rounds: int) -> dict[str, Any]:
             progress(n + 1, rounds)
     rows = [row for row, _ in running]
     figures = summary(rows) | {"load before": load, "load after": os.getloadavg()[0]}
-    if together.is_first:
+    if team.is_first:
         _print(rows, figures)
     return figures | {"plans": [row._asdict() | {"predicted": dataclasses.asdict(row.predicted)} for row in rows]}
 
@@ -200,11 +200,11 @@ def _one_of_several(rounds: int, file: str, coordinator: str, num_processes: int
     """Measure as one of the processes that `jpipe launch` starts; the first one writes the figures into a file."""
     jpipe.keep_freed_memory()
     jax.config.update("jax_platforms", "cpu")
-    with joined(distributed.start(coordinator, num_processes, process_id), _CONNECT, _WAIT) as together:
+    with joined(distributed.start(coordinator, num_processes, process_id), _CONNECT, _WAIT) as team:
         force_cpu_devices(1)
-        together.start_devices(_CONNECT)
-        figures = _measured(together, rounds)
-        if together.is_first:
+        team.start_devices(_CONNECT)
+        figures = _measured(team, rounds)
+        if team.is_first:
             Path(file).write_text(json.dumps(figures), encoding="utf-8")
     distributed.stop()
 

@@ -138,6 +138,7 @@ class Channel:
         links = {caller.index: caller.link for caller in callers}
         if listener is None:
             links[0] = await connect(rendezvous, limit, secret)
+            await asyncio.get_running_loop().shutdown_default_executor()  # its thread has waited for process 0 to listen
         for peer, link in links.items():
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else a line waits 40 ms for the acknowledgement before
             reader, self._peers[peer] = await asyncio.open_connection(sock=link, limit=LONGEST_LINE)

@@ -4,10 +4,8 @@ The same programs run on gloo (CPUs) and NCCL (GPUs). They are compiled ahead of
 dtypes), so that no process waits in a collective for another's compiler.
 """
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from functools import cached_property, reduce
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +20,6 @@ _Step = Callable[[Tree], Tree]  # of a sum
 
 _BYTE = Spec((), jnp.uint8)
 _MOST_TPUS = 3  # of one chip in each of four hosts of a v5e 4x4, libtpu 0.0.50 aborts while it compiles an all-gather
-_BUFFERED = 1 << 17  # bytes; smaller messages fit into the buffers of the network
 
 
 class Connection:
@@ -102,7 +99,7 @@ class Connection:
         return moves.placeholders
 
 
-class Handover:
+class DevicePutConnection:
     """A one-way connection by JAX's own `device_put`, where the backend supports it across processes (not CPUs).
 
     Both processes call it for each message, in one order. Nothing is packed or compiled. Otherwise it is used as `Connection`.
@@ -159,9 +156,8 @@ class Reduction:
     """A sum over one device each of several processes, or a gathering of what it would add.
 
     The parts are added in the order of the devices, ((p0 + p1) + p2) + …: every process gets the bits of one process that adds in this
-    order. Each process sends 2 (n - 1) / n of the tree, as in a ring: two processes their whole trees, and each adds up all; more processes
-    a share of the tree to each, and then the sum of one share to all. It is not `psum`: gloo adds in another order, XLA uses another
-    thread, and a kilobyte takes 4 ms where a process has one core.
+    order. Each process adds up one share of the tree, and sends the sum to all: it sends 2 (n - 1) / n of the tree, as in a ring. It is not
+    `psum`: gloo adds in another order, XLA uses another thread, and a kilobyte takes 4 ms where a process has one core.
 
     Links may be busy at the same time, in other threads; of two reductions over the same devices, in whatever order, one is over
     before the other starts.
@@ -180,7 +176,7 @@ class Reduction:
                 "aborts for sums over some sets of more chips; use fewer replicas, or meshes"
             )
         self._group = Group(devices)
-        self._bytes = {self._group: self._group.compile(_gathered, _BYTE)}
+        self._connect = self._compiled_exchange([_BYTE])
         self._programs: dict[Kind, list[_Step]] = {}
         self._gathers: dict[Kind, list[_Step]] = {}
 
@@ -197,25 +193,24 @@ class Reduction:
         """
         kind = kind_of(spec)
         if kind not in self._programs:
-            packing = Packing(self._group, kind)
-            self._programs[kind] = self._of_two(packing) if self._group.size == 2 else self._of_shares(packing)
+            self._programs[kind] = self._steps(Packing(self._group, kind))
 
     def compile_gather(self, spec: Tree) -> None:
         """Compile the transfer programs with which all processes get the trees of all, which are not added."""
         kind = kind_of(spec)
         if kind not in self._gathers:
-            packing = Packing(self._group, kind)
-            exchange, parts = self._exchange(packing)
+            packing, count = Packing(self._group, kind), self._group.size
+            exchange = self._compiled_exchange(packing.arrays)
 
-            def split(parts: list[Any]) -> list[Rows]:
-                return [packing.unpack([part[n] for part in parts], traced=True) for n in range(self._group.size)]
+            def split(rows: list[Rows]) -> list[Rows]:
+                return [packing.unpack([row[n] for row in rows], traced=True) for n in range(count)]
 
-            self._gathers[kind] = [packing.pack, exchange, jax.jit(split).lower(parts).compile()]
+            each = [[array] * count for array in packing.arrays]
+            self._gathers[kind] = [packing.pack, _to_all(exchange, count), jax.jit(split).lower(each).compile()]
 
     def connect(self) -> None:
         """Open the connections, as `Connection.connect` does."""
-        for group, gather in self._bytes.items():
-            gather(group.zeros(_BYTE))
+        self._connect([[self._group.zeros(_BYTE)] * self._group.size])
 
     def __call__(self, tree: Tree) -> Tree:
         """Sum the trees of all processes; each calls this. On CPUs this returns when the sum is complete.
@@ -236,50 +231,13 @@ class Reduction:
         """
         return [jax.tree.unflatten(jax.tree.structure(tree), leaves) for leaves in _run(self._gathers, tree)]
 
-    @cached_property
-    def _reversed(self) -> Group:
-        """The group with the devices reversed; its connections are opened only where they are used."""
-        group = Group(self._group.devices[::-1])
-        self._bytes[group] = group.compile(_gathered, _BYTE)
-        return group
+    def _compiled_exchange(self, arrays: list[Spec]) -> _Step:
+        """Return a step that takes a row of n arrays for each of these, sends one to each process, and returns a row of what came."""
+        programs = [self._group.compile(_exchanged, *[array] * self._group.size) for array in arrays]
+        return lambda rows: [program(*row) for program, row in zip(programs, rows, strict=True)]
 
-    def _of_two(self, packing: Packing) -> list[_Step]:
-        """Return the steps of a sum of two processes: each sends everything and adds it up."""
-        exchange, parts = self._exchange(packing)
-        return [packing.pack, exchange, jax.jit(lambda parts: packing.unpack(_sums(packing, parts), traced=True)).lower(parts).compile()]
-
-    def _exchange(self, packing: Packing) -> tuple[_Step, list[Any]]:
-        """Return a step by which each process gets the packed arrays of all, and the specs of its results."""
-        n, largest = self._group.size, max((a.size * a.dtype.itemsize for a in packing.arrays), default=0)
-        if self._group.blocks and n == 2 and largest > _BUFFERED:
-            return self._swapped(packing.arrays), [[array] * 2 for array in packing.arrays]
-        return self._all(packing.arrays), [self._group.local_spec((n, *array.shape), array.dtype) for array in packing.arrays]
-
-    def _all(self, arrays: list[Spec]) -> _Step:
-        """Return a step that gathers the arrays of all processes, in the order of the devices."""
-        programs = [self._group.compile(_gathered, array) for array in arrays]
-        return lambda local: [program(array) for program, array in zip(programs, local, strict=True)]
-
-    def _swapped(self, arrays: list[Spec]) -> _Step:
-        """Return a step that exchanges arrays by two collectives at once, each in one direction.
-
-        In one collective they would be sent one after the other: with gloo a process is ready to receive only after it has sent. The two
-        have connections of their own, apart from a `Connection` between the devices.
-        """
-        first = self._group.devices[0] == self._group.device
-        groups = (self._reversed, self._group) if first else (self._group, self._reversed)
-        ways = [[group.compile(lambda x: jax.lax.ppermute(x, AXIS, [(1, 0)]), array) for array in arrays] for group in groups]
-
-        def swap(local: Rows) -> list[Rows]:
-            sending = _in_a_thread(lambda: [program(array) for program, array in zip(ways[0], local, strict=True)])
-            other = [program(array) for program, array in zip(ways[1], local, strict=True)]
-            sending.result()
-            return [list(pair) for pair in (zip(local, other, strict=True) if first else zip(other, local, strict=True))]
-
-        return swap
-
-    def _of_shares(self, packing: Packing) -> list[_Step]:
-        """Return the steps of a sum by shares: each process adds up one share, and then sends it to all."""
+    def _steps(self, packing: Packing) -> list[_Step]:
+        """Return the steps of a sum: each process adds up one share, and then sends it to all."""
         n = self._group.size
         shares = [self._group.local_spec((-(-array.size // n),), array.dtype) for array in packing.arrays]
 
@@ -290,23 +248,13 @@ class Reduction:
             whole = [jnp.concatenate(row)[: a.size].reshape(a.shape) for row, a in zip(rows, packing.arrays, strict=True)]
             return packing.unpack(whole, traced=True)
 
-        def swap(*rows: jax.Array) -> Rows:
-            return list(jax.lax.all_to_all(jnp.stack(rows), AXIS, split_axis=0, concat_axis=0))
-
-        programs = [self._group.compile(swap, *[share] * n) for share in shares]
-        each = [[share] * n for share in shares]
-        added = jax.jit(lambda parts: _sums(packing, parts)).lower(each).compile()
-        joined = jax.jit(join).lower(each).compile()
-
-        def exchange(lists: list[Rows]) -> list[Rows]:
-            return [program(*rows) for program, rows in zip(programs, lists, strict=True)]
-
+        exchange, each = self._compiled_exchange(shares), [[share] * n for share in shares]
         return [
             jax.jit(cut).lower(packing.leaves).compile(),
             exchange,
-            added,
-            lambda sums: exchange([[share] * n for share in sums]),
-            joined,
+            jax.jit(lambda parts: _sums(packing, parts)).lower(each).compile(),
+            _to_all(exchange, n),
+            jax.jit(join).lower(each).compile(),
         ]
 
 
@@ -318,28 +266,20 @@ def _run(programs: Mapping[Kind, list[_Step]], tree: Tree) -> Any:
     return moved
 
 
+def _to_all(exchange: _Step, count: int) -> _Step:
+    """Return a step that sends the same arrays to all processes."""
+    return lambda arrays: exchange([[array] * count for array in arrays])
+
+
 def _onward(x: jax.Array) -> jax.Array:
     return jax.lax.ppermute(x, AXIS, [(0, 1)])
 
 
-def _gathered(x: jax.Array) -> jax.Array:
-    return jax.lax.all_gather(x, AXIS)
+def _exchanged(*row: jax.Array) -> Rows:
+    return list(jax.lax.all_to_all(jnp.stack(row), AXIS, split_axis=0, concat_axis=0))
 
 
 def _sums(packing: Packing, parts: list[Any]) -> Rows:
     """Add the parts of each sent array, in order, in its own dtype."""
     numbers = [[part.view(dtype) for part in each] for each, dtype in zip(parts, packing.dtypes, strict=True)]
     return [reduce(jnp.add, each).view(array.dtype) for each, array in zip(numbers, packing.arrays, strict=True)]
-
-
-def _in_a_thread(call: Callable[[], Tree]) -> "Future[Tree]":
-    future: Future[Tree] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()  # a daemon: a collective never ends if its peer is gone
-    return future

@@ -120,11 +120,12 @@ class JaxStore(Rendezvous):
     def __init__(self, state: Any = None) -> None:
         state = jax_internals.distributed_state() if state is None else state
         host = (state.coordinator_address or "").rpartition(":")[0].strip("[]")
-        super().__init__(Address(host, 0), state.process_id, state.num_processes)
+        listen = Address("127.0.0.1" if host == "localhost" else host, 0) if is_loopback(host) else None
+        super().__init__(Address(host, 0), state.process_id, state.num_processes, listen)
         self._client, self._key = state.client, f"jpipe/processes/{next(self._joins)}"
 
     def open(self) -> socket.socket:
-        listener, self.token = _listen_where_others_look(self.address.host), secrets.token_hex(16)
+        listener, self.token = super().open(), secrets.token_hex(16)
         self.address = Address(self.address.host, listener.getsockname()[1])
         try:
             self._client.key_value_set(self._key, json.dumps([*self.address, self.token]))
@@ -338,17 +339,3 @@ class Host:
 def _status(error: RuntimeError) -> str:
     """Return the first word of an error of JAX's."""
     return (str(error).splitlines() or [""])[0].partition(":")[0]
-
-
-def _listen_where_others_look(host: str) -> socket.socket:
-    """Listen at that address alone, or at all addresses where the other processes know this host by another one.
-
-    The same where the name is a loopback address in this host only: Debian has 127.0.1.1 for the host's own name.
-    """
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        if is_loopback(str(address[0])) and not is_loopback(host):
-            return listen_everywhere()
-        return socket.create_server(address[:2], family=family)
-    except OSError:
-        return listen_everywhere()

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jpipe.errors import InputError
-from jpipe.files import open_to_read
+from jpipe.files import read_bytes
 
 __all__ = [
     "VARIABLE",
@@ -44,7 +44,7 @@ __all__ = [
 VARIABLE = "JPIPE_SECRET"
 SHORTEST = 16  # bytes of a secret: guesses can be tested against an intercepted proof
 
-_LONGEST = 4096  # bytes of a secret, and of an answer
+_LONGEST = 4096  # bytes of an answer
 _HELLO = re.compile(rb"jpipe (\d{1,9}) (\d{1,9}) ([0-9a-f]{32})\n")
 _NONCE = re.compile(rb"[0-9a-f]{32}\n")
 _LONGEST_LINE = 128  # bytes of a line of a caller: none of the lines above is longer
@@ -196,17 +196,13 @@ async def _line(link: socket.socket, longest: int) -> bytes:
 
 def _read(file: str, where: str) -> bytes:
     try:
-        with open_to_read(Path(file)) as opened:
-            mode, text = os.fstat(opened.fileno()).st_mode, opened.read(_LONGEST + 1)
+        text, mode = read_bytes(Path(file), 2**20), os.stat(file).st_mode
     except (OSError, ValueError) as error:
-        raise InputError(
-            f"{where}: cannot read it: {getattr(error, 'strerror', None) or error}; give a file that holds the secret"
-        ) from None
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{where}: cannot read it: {reason}; give a file that holds only the secret") from None
     if mode & 0o077:
         raise InputError(
             f"{where}: expected a file that only its owner may read, found mode {stat.S_IMODE(mode):04o}; "
             f"run chmod 600 on it, or give the secret by the variable {VARIABLE}"
         )
-    if len(text) > _LONGEST:
-        raise InputError(where=where, expected=f"at most {_LONGEST} bytes", change="give a file that holds only the secret")
     return text

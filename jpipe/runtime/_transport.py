@@ -16,7 +16,7 @@ import numpy as np
 from jpipe.meshes._place import Place, crowded_meshes
 from jpipe.meshes._routes import Route, Shards, joined, same_shards
 from jpipe.processes._collectives import Collective
-from jpipe.processes._connections import Connection, Handover, Reduction
+from jpipe.processes._connections import Connection, DevicePutConnection, Reduction
 from jpipe.processes._membership import Processes
 from jpipe.programs._instructions import AllReduce, Instruction, Receive, Send
 from jpipe.stages._arrays import shardings_of
@@ -280,7 +280,7 @@ class Transport:
             return  # it is not dependable there
         pairs = dict.fromkeys(pair for pair in self._used if isinstance(pair, tuple))
         with processes.waiting("a number to arrive by jax.device_put"):
-            works = [handover_between(*pair).works() for pair in pairs]  # each is tried, as the other process does
+            works = [device_put_between(*pair).works() for pair in pairs]  # each is tried, as the other process does
         if all(vote == b"yes" for vote in processes.gather(f"{name}: device_put works", b"yes" if all(works) else b"no")):
             self.way = "device_put"
 
@@ -445,8 +445,8 @@ class Transport:
 
     # Inside ------------------------------------------------------------------------------------------------------------
 
-    def _link(self, pair: tuple[jax.Device, jax.Device]) -> Connection | Handover:
-        return link_between(*pair) if self.way == "collectives" else handover_between(*pair)
+    def _link(self, pair: tuple[jax.Device, jax.Device]) -> Connection | DevicePutConnection:
+        return link_between(*pair) if self.way == "collectives" else device_put_between(*pair)
 
     def _group(self, replicas: Sequence[int]) -> tuple[Place, ...]:
         """Return the place of the first of these replicas in each process that holds any."""
@@ -535,4 +535,4 @@ def _put(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
 # One of each for the devices concerned, whatever pipelines there are: gloo would mix what two carry.
 link_between = functools.cache(Connection)
 reduction_over = functools.cache(Reduction)
-handover_between = functools.cache(Handover)
+device_put_between = functools.cache(DevicePutConnection)

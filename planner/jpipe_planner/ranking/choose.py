@@ -15,7 +15,7 @@ from jpipe_planner.cost.simulated import MOST_FORWARDS, Simulated, forwards, sim
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.profile.sharded import NO_MESH, Degrees, Meshes
-from jpipe_planner.search.candidate import Asked, Candidate
+from jpipe_planner.search.candidate import Candidate, Extras
 from jpipe_planner.search.estimate import Estimates
 
 __all__ = ["Choice", "Ranked", "choose"]
@@ -123,19 +123,19 @@ class Choice:
         return limits_of(candidate.plan(profile.ids), topology)
 
     @cached_property
-    def estimates(self) -> Callable[[Degrees, tuple[int, ...] | None, Asked], Estimates]:
+    def estimates(self) -> Callable[[Degrees, tuple[int, ...] | None, Extras], Estimates]:
         """The estimates by meshes, order of the devices, and what plans do in addition."""
 
         @lru_cache(maxsize=8)
-        def of(degrees: Degrees, placed_on: tuple[int, ...] | None, asked: Asked) -> Estimates:
+        def of(degrees: Degrees, placed_on: tuple[int, ...] | None, extras: Extras) -> Estimates:
             profile, topology = self.meshes.of(degrees)
-            return Estimates(profile, topology if placed_on is None else topology.ordered(placed_on), asked)
+            return Estimates(profile, topology if placed_on is None else topology.ordered(placed_on), extras)
 
         return of
 
     def lacks_in_host(self, candidate: Candidate) -> bool:
         """Return whether a plan, by its estimate, does not fit even with everything large and seldom needed in host memory."""
-        estimates = self.estimates(candidate.degrees, candidate.placed_on, candidate.asked)
+        estimates = self.estimates(candidate.degrees, candidate.placed_on, candidate.extras)
         return candidate.has_one_stage_each and estimates.lacks_in_host(dataclasses.replace(candidate, degrees=NO_MESH))
 
     def simulate(self, candidate: Candidate) -> Ranked:

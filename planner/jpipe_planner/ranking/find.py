@@ -14,7 +14,7 @@ from jpipe_planner.ranking.compiled import Attempt, Compiled
 from jpipe_planner.ranking.improve import improve
 from jpipe_planner.ranking.offload import find_offloads, offload_bases
 from jpipe_planner.ranking.variants import BASE, find_variants, variant_schedules
-from jpipe_planner.search.candidate import USUAL, Asked, Candidate
+from jpipe_planner.search.candidate import NO_EXTRAS, Candidate, Extras
 from jpipe_planner.search.candidates import Updates, find_candidates
 
 
@@ -59,7 +59,7 @@ def find_plans(
     global_norm: bool = False,
     share_optimizer: bool = True,
     offload: bool = False,
-    asked: Asked = USUAL,
+    extras: Extras = NO_EXTRAS,
 ) -> Plans:
     """Find the fastest plans that fit.
 
@@ -85,7 +85,7 @@ def find_plans(
         global_norm: whether updates use the norm of the gradients of all stages, which not all schedules support.
         share_optimizer: whether replicas may share an optimizer.
         offload: whether plans with parts of their state in host memory are tried although others fit; they are if none does.
-        asked: what plans are to do in addition.
+        extras: what plans are to do in addition.
     """
     schedules = tuple(jpipe.schedules.SCHEDULES) if schedules is None else tuple(schedules)
     if global_norm or profile.shared:
@@ -103,7 +103,7 @@ def find_plans(
         replicas=replicas,
         max_delay=max_delay,
         global_norm=global_norm,
-        asked=asked,
+        extras=extras,
     )
 
     def is_usable(one: Candidate) -> bool:
@@ -112,7 +112,7 @@ def find_plans(
     usable, excluded = list(filter(is_usable, considered)), list(itertools.filterfalse(is_usable, considered))
     candidates, tried = [one for one in usable if one.schedule in planned], dict[Candidate, Ranked]()
     choice = choose(profile, topology, candidates, global_norm=global_norm, tried=tried)
-    share_optimizer = share_optimizer and asked.agree is None
+    share_optimizer = share_optimizer and extras.agree is None
     before = len(tried)
     left_out = find_variants(choice, usable, schedules, tried, max_delay=max_delay, share_optimizer=share_optimizer)
     choice = improve(choice.with_more(tried.values(), len(tried) - before), tried, max_delay)

@@ -73,7 +73,7 @@ def _can_step(one: Ranked) -> bool:
 def _near(choice: Choice, ranked: Ranked, max_delay: float | None) -> tuple[Candidate, list[Candidate]]:
     """Return a plan with its estimate, without sums in parts, and its neighbours that may be faster by theirs."""
     candidate = ranked.candidate
-    estimates = choice.estimates(candidate.degrees, candidate.placed_on, candidate.asked)
+    estimates = choice.estimates(candidate.degrees, candidate.placed_on, candidate.extras)
 
     def like(one: Candidate) -> Candidate:
         """Return a neighbour on the meshes and in the order of devices of the plan."""

@@ -11,10 +11,10 @@ from jpipe_planner.cost.shape import is_planned, mean_delay
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.sharded import NO_MESH, Degrees
 
-__all__ = ["USUAL", "Asked", "Candidate"]
+__all__ = ["NO_EXTRAS", "Candidate", "Extras"]
 
 
-class Asked(NamedTuple):
+class Extras(NamedTuple):
     """What plans do only if they are asked to, because the run learns something else.
 
     Attributes:
@@ -25,12 +25,12 @@ class Asked(NamedTuple):
     agree: jpipe.plan.Agreement | None = None
     links: jpipe.plan.Links | None = None
 
-    def of_pipelines(self, width: int, depth: int) -> "Asked":
+    def of_pipelines(self, width: int, depth: int) -> "Extras":
         """Return what w pipelines of d stages do: one pipeline agrees on nothing, one stage sends nothing; at most d fragments."""
         agree, links = self.agree if width > 1 else None, self.links if depth > 1 else None
         if agree is not None and isinstance(agree.fragments, int) and agree.fragments > depth:
             agree = agree.model_copy(update={"fragments": depth})
-        return Asked(agree, links)
+        return Extras(agree, links)
 
     @property
     def agreed_copies(self) -> int:
@@ -45,7 +45,7 @@ class Asked(NamedTuple):
         return [(sent("activations", size) + sent("gradients", size)) / 2 for size in sizes]
 
 
-USUAL = Asked()
+NO_EXTRAS = Extras()
 """Nothing is asked for."""
 
 
@@ -131,9 +131,9 @@ class Candidate:
         return self.batch / self.seconds
 
     @property
-    def asked(self) -> Asked:
+    def extras(self) -> Extras:
         """What it does because it was asked for."""
-        return Asked(self.agree, self.links)
+        return Extras(self.agree, self.links)
 
     @property
     def delay(self) -> float:

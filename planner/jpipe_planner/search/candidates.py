@@ -9,7 +9,7 @@ from jpipe_planner.cost.shape import planned_schedules, updates_early
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.profile.sharded import NO_MESH, Degrees, Meshes
-from jpipe_planner.search.candidate import USUAL, Asked, Candidate
+from jpipe_planner.search.candidate import NO_EXTRAS, Candidate, Extras
 from jpipe_planner.search.equal import equal_pipelines
 from jpipe_planner.search.estimate import Estimates
 from jpipe_planner.search.pipedream import SCHEDULE, pipedream_plans
@@ -39,7 +39,7 @@ def find_candidates(
     replicas: bool = True,
     max_delay: float | None = None,
     global_norm: bool = False,
-    asked: Asked = USUAL,
+    extras: Extras = NO_EXTRAS,
 ) -> list[Candidate]:
     """Return all plans of equal pipelines, and for each microbatch size the best of PipeDream's (1F1B round-robin), with estimates.
 
@@ -54,7 +54,7 @@ def find_candidates(
         pipedream: how PipeDream's stages update. "batch": all once per batch, so their replicas divide its microbatches. "replicas": each
             after one microbatch of each of its replicas, so that their number is free, as in the original; the batch may be smaller.
         meshes: the meshes to try, each in place of a device; of `possible_degrees`, or others.
-        asked: what plans are to do in addition. Pipelines that agree are equal ones; messages between meshes cannot be compressed.
+        extras: what plans are to do in addition. Pipelines that agree are equal ones; messages between meshes cannot be compressed.
 
     Returns:
         The candidates, the best estimates first, then those that do not fit.
@@ -65,9 +65,9 @@ def find_candidates(
         schedules = tuple(name for name in schedules if not updates_early(name))
 
     def search(on_devices: Topology) -> Iterator[Candidate]:
-        estimates = Estimates(of_mesh, on_devices, asked)
+        estimates = Estimates(of_mesh, on_devices, extras)
         yield from equal_pipelines(estimates, batch, schedules, exact=exact, replicas=replicas, syncs=is_restricted)
-        if SCHEDULE in schedules and not is_restricted and asked.agree is None and has_searchable_stages(on_devices):
+        if SCHEDULE in schedules and not is_restricted and extras.agree is None and has_searchable_stages(on_devices):
             plans = pipedream_plans(estimates, batch, pipedream, exact)  # of one stage, they may be among the equal pipelines
             yield from (one for one in plans if one.depth > 1 or one.options.update_every == "replicas")
 

@@ -17,7 +17,7 @@ from jpipe_planner.cost.price import Times, all_reduce_seconds, batch_seconds
 from jpipe_planner.cost.shape import ScheduleFacts, schedule_facts
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
-from jpipe_planner.search.candidate import USUAL, Asked, Candidate
+from jpipe_planner.search.candidate import NO_EXTRAS, Candidate, Extras
 from jpipe_planner.search.stages import Layers, Stages
 
 __all__ = ["Estimates"]
@@ -31,12 +31,12 @@ class Estimates:
     Attributes:
         profile: the costs of the layers.
         topology: the devices and links.
-        asked: what plans do in addition.
+        extras: what plans do in addition.
         layers: the costs as arrays.
     """
 
-    def __init__(self, profile: Profile, topology: Topology, asked: Asked = USUAL) -> None:
-        self.profile, self.topology, self.asked, self.layers = profile, topology, asked, Layers(profile)
+    def __init__(self, profile: Profile, topology: Topology, extras: Extras = NO_EXTRAS) -> None:
+        self.profile, self.topology, self.extras, self.layers = profile, topology, extras, Layers(profile)
         self.links = lru_cache(maxsize=4096)(partial(find_links, topology))
         self._stages = lru_cache(maxsize=4096)(self.layers.cut)
 
@@ -58,14 +58,14 @@ class Estimates:
         if facts is None:
             return None
         replicas, links = np.array(shape.replicas), self.links(shape.replicas, keep_together)
-        stages, asked = self._stages(starts, rows), self.asked.of_pipelines(shape.replicas[0], shape.depth)
-        memory = memory_of(stages, facts, replicas, asked)
+        stages, extras = self._stages(starts, rows), self.extras.of_pipelines(shape.replicas[0], shape.depth)
+        memory = memory_of(stages, facts, replicas, extras)
         fits = memory <= links.limits
         policy = np.where(fits.any(0), fits.argmax(0), memory.argmin(0))
         chosen, backward = (np.take_along_axis(values, policy[None], 0)[0] for values in (memory, stages.backward))
         updates = np.array([shape.microbatches / shape.microbatches_per_update(s) for s in range(shape.depth)])
-        summed = stages.accumulators if asked.agree is None else (stages.weights - stages.frozen) / asked.agree.every
-        times = self._times(stages, backward, links, shape, summed, updates, asked)
+        summed = stages.accumulators if extras.agree is None else (stages.weights - stages.frozen) / extras.agree.every
+        times = self._times(stages, backward, links, shape, summed, updates, extras)
         seconds, bound = batch_seconds(shape, times.overlapping(self.topology.device.overlap), facts.in_flight, facts.hidden)
         computing = shape.microbatches * (times.forward + times.backward).sum() + (replicas * updates * times.update).sum()
         sent = (updates * 2 * (replicas - 1) * summed + replicas * stages.sent).sum() / (rows * shape.microbatches)
@@ -83,11 +83,11 @@ class Estimates:
             seconds=seconds,
             bubble=float(1 - computing / (replicas.sum() * seconds)),
             memory=tuple(chosen.tolist()),
-            sent=float(sent + 2 * sum(asked.message_bytes(stages.outputs.tolist())) / rows),
+            sent=float(sent + 2 * sum(extras.message_bytes(stages.outputs.tolist())) / rows),
             bound=bound,
             over=(worst, math.ceil(over[worst])) if over[worst] > 0 else None,
-            agree=asked.agree,
-            links=asked.links,
+            agree=extras.agree,
+            links=extras.links,
         ).sharing(self.topology.cores)
 
     def lacks_in_host(self, candidate: Candidate) -> bool:
@@ -97,11 +97,13 @@ class Estimates:
         memory = memory_in_host(self._stages(candidate.starts, candidate.rows), facts, np.array(candidate.replicas))
         return bool((memory.min(0) > self.links(candidate.replicas, candidate.keep_together).limits).any())
 
-    def _times(self, stages: Stages, backward: Any, links: StageLinks, shape: PlainShape, summed: Any, updates: Any, asked: Asked) -> Times:
+    def _times(
+        self, stages: Stages, backward: Any, links: StageLinks, shape: PlainShape, summed: Any, updates: Any, extras: Extras
+    ) -> Times:
         """Return the times of the stages on their devices; agreements are spread over all updates, as if they were applied at once."""
-        messages = np.array(asked.message_bytes(stages.outputs[:-1].tolist()))
+        messages = np.array(extras.message_bytes(stages.outputs[:-1].tolist()))
         sums = zip(summed.tolist(), shape.replicas, links.rings, strict=True)
-        every = 1 if asked.agree is None else asked.agree.every
+        every = 1 if extras.agree is None else extras.agree.every
         return Times(
             forward=links.slowness * stages.forward,
             backward=links.slowness * backward,
@@ -115,7 +117,7 @@ class Estimates:
 
 
 def memory_of(
-    stages: Stages, facts: ScheduleFacts, replicas: Any, asked: Asked = USUAL, *, waiting: Any = None, gradients: Any = None
+    stages: Stages, facts: ScheduleFacts, replicas: Any, extras: Extras = NO_EXTRAS, *, waiting: Any = None, gradients: Any = None
 ) -> Any:
     """Return the peak bytes of a device of each stage, by recomputation policy and stage.
 
@@ -123,7 +125,7 @@ def memory_of(
         stages: the costs of the stages.
         facts: what the schedule says about them.
         replicas: the number of replicas of each stage, an array.
-        asked: what the plan does in addition.
+        extras: what the plan does in addition.
         waiting: the inputs that wait; None: the stages belong to a plan, from which it follows.
         gradients: likewise the gradients of outputs.
     """
@@ -132,7 +134,7 @@ def memory_of(
         waiting = waiting_inputs(facts.in_flight, replicas, np.append(0, (facts.in_flight * replicas)[:-1]))
     return stage_bytes(
         trained,
-        stages.optimizer + asked.agreed_copies * trained,
+        stages.optimizer + extras.agreed_copies * trained,
         stages.state + stages.frozen,
         np.where(facts.fused, 0, stages.residuals),
         stages.inputs,
@@ -143,9 +145,9 @@ def memory_of(
         in_flight=facts.in_flight,
         waiting=waiting,
         accumulators=stages.accumulators,
-        replicas=replicas if asked.agree is None else 1,
+        replicas=replicas if extras.agree is None else 1,
         gradients=waiting_gradients(replicas, np.append(replicas[1:], 0)) if gradients is None else gradients,
-        exchanged=stages.exchanged + (0 if asked.agree is None or asked.agree.delay else trained),
+        exchanged=stages.exchanged + (0 if extras.agree is None or extras.agree.delay else trained),
         ahead=stages.ahead,
     )
 

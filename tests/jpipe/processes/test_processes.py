@@ -19,10 +19,11 @@ import numpy as np
 import pytest
 
 from jpipe import InputError
-from jpipe.processes import Address, Rendezvous, _membership, _rendezvous, handshake, jax_internals
+from jpipe.processes import Address, Rendezvous, _membership, handshake, jax_internals
 from jpipe.processes._channel import Channel
 from jpipe.processes._coordinator import Beat, Coordinator
 from jpipe.processes._membership import Processes
+from jpipe.processes._rendezvous import JaxStore
 from jpipe.runtime import _metrics, _transport
 
 PROGRAM = Path(__file__).parent / "joined.py"
@@ -222,19 +223,14 @@ ALONE = Rendezvous(Address("", 0), 0, 1)
 
 
 @pytest.mark.parametrize(
-    ("host", "address", "everywhere"),
-    [
-        ("node7", "127.0.1.1", True),  # as Debian resolves a host's own name
-        ("node7", "192.0.2.1", True),  # an address that this host does not have
-        ("localhost", "127.0.0.1", False),
-        ("127.0.0.1", "127.0.0.1", False),
-    ],
+    ("coordinator", "listens"),
+    [("node7:1", ("::", "0.0.0.0")), ("192.0.2.1:1", ("::", "0.0.0.0")), ("localhost:1", ("127.0.0.1",)), ("127.0.0.1:1", ("127.0.0.1",))],
 )
-def test_process_0_listens_where_others_reach_it(host, address, everywhere, monkeypatch):
-    resolved = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: resolved)
-    with _rendezvous._listen_where_others_look(host) as listener:
-        assert listener.getsockname()[0] in (("::", "0.0.0.0") if everywhere else ("127.0.0.1",))
+def test_process_0_listens_where_others_reach_it(coordinator, listens):
+    client = types.SimpleNamespace(key_value_set=lambda key, value: None)
+    state = types.SimpleNamespace(process_id=0, num_processes=2, coordinator_address=coordinator, client=client)
+    with JaxStore(state).open() as listener:
+        assert listener.getsockname()[0] in listens
 
 
 def test_a_missing_address_of_process_0_is_reported(monkeypatch):

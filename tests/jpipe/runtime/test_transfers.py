@@ -9,7 +9,7 @@ import pytest
 
 from jpipe.meshes import Place
 from jpipe.processes import Processes
-from jpipe.processes._connections import Connection, Handover
+from jpipe.processes._connections import Connection, DevicePutConnection
 from jpipe.runtime import _transport
 from jpipe.runtime._transport import Transport
 
@@ -38,15 +38,15 @@ def test_device_put_sends_messages_where_it_works_between_all_processes(platform
         tried.append(pair)
         return works_locally
 
-    collective, handover = NonCallableMock(spec=Connection), NonCallableMock(spec=Handover)
-    handover.works = works
+    collective, by_device_put = NonCallableMock(spec=Connection), NonCallableMock(spec=DevicePutConnection)
+    by_device_put.works = works
     monkeypatch.setattr(_transport, "link_between", lambda *_: collective)
-    monkeypatch.setattr(_transport, "handover_between", lambda *_: handover)
+    monkeypatch.setattr(_transport, "device_put_between", lambda *_: by_device_put)
     transport = Transport([Place((one,)) for one in pair], [[0], [1]], processes, threads=False)
     transport._used = {pair: collective}
     transport.connect("pipeline 0")
     assert transport.way == way
-    assert transport._link(pair) is (handover if way == "device_put" else collective)
+    assert transport._link(pair) is (by_device_put if way == "device_put" else collective)
     assert tried == ([] if platform == "cpu" else [pair])
 
 

@@ -12,14 +12,14 @@ from jpipe_train.checkpoint import warm_start
 from jpipe_train.checkpoint.weights import by_path
 from jpipe_train.config.config import Config
 from jpipe_train.console.progress import Reporter
-from jpipe_train.launch.together import Together
+from jpipe_train.launch.team import Team
 from tests.lm.checkpoint import folders
 
 
 def begun(config: Config) -> tuple[jpipe.LayerStack, dict[str, np.ndarray]]:
     """Return the model of a run, and the parameters that it begins with by name."""
     pipe, batches = build(config, Reporter(1, 1, "", Console(quiet=True)))
-    found = warm_start.load(config, pipe, batches.train[0], Together(None), lambda _: None)
+    found = warm_start.load(config, pipe, batches.train[0], Team(None), lambda _: None)
     return pipe.stack, {f"{layer_id}/{name}": array for layer_id, arrays in found.items() for name, array in arrays.items()}
 
 

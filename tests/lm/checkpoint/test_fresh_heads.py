@@ -18,7 +18,7 @@ from jpipe_train.checkpoint import warm_start
 from jpipe_train.checkpoint.export_request import ExportRequest
 from jpipe_train.config import config_file
 from jpipe_train.console.progress import Reporter
-from jpipe_train.launch.together import Together
+from jpipe_train.launch.team import Team
 from tests.lm.checkpoint import folders
 from tests.lm.checkpoint.folders import GOLDEN, copied
 from tests.lm.config.test_huggingface import content_of
@@ -40,7 +40,7 @@ def begun(name, tmp_path, file=None):
     config = folders.config(tmp_path, name, "model.head=classification", "model.labels=3", target, file=file)
     pipe, batches = build(config, Reporter(1, 1, "", Console(quiet=True)))
     lines: list[str] = []
-    return warm_start.load(config, pipe, batches.train[0], Together(None), lines.append), lines
+    return warm_start.load(config, pipe, batches.train[0], Team(None), lines.append), lines
 
 
 @pytest.mark.parametrize(

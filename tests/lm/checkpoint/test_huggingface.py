@@ -27,7 +27,7 @@ from jpipe_train.checkpoint.export_request import ExportRequest
 from jpipe_train.config import config_file
 from jpipe_train.config.config import Config
 from jpipe_train.console.progress import Reporter
-from jpipe_train.launch.together import Together
+from jpipe_train.launch.team import Team
 from jpipe_train.run import loop
 from tests.lm.checkpoint import folders
 from tests.lm.checkpoint.folders import GOLDEN, NAMES
@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[3]
 def loaded(config: Config) -> dict[str, Any]:
     """Return the parameters that a run would start with."""
     pipe, batches = build(config, Reporter(1, 1, "", Console(quiet=True)))
-    return warm_start.load(config, pipe, batches.train[0], Together(None), print)
+    return warm_start.load(config, pipe, batches.train[0], Team(None), print)
 
 
 @pytest.mark.thinned(most=2)

@@ -9,7 +9,7 @@ import jpipe
 import jpipe.checkpoints.writing
 from jpipe_train.checkpoint.checkpoints import Checkpoints
 from jpipe_train.config.config import CheckpointConfig
-from jpipe_train.launch.together import Together
+from jpipe_train.launch.team import Team
 
 
 class ConnectedProcesses(jpipe.processes.Processes):
@@ -73,7 +73,7 @@ def make_checkpoints(tmp_path):
         config = CheckpointConfig(every=2, on_full_disk=policy)
         checkpoints = [
             Checkpoints(
-                config, Pipe(), tmp_path, 100, Together(process), {}, bytes, messages.append if process.index == 0 else lambda line: None
+                config, Pipe(), tmp_path, 100, Team(process), {}, bytes, messages.append if process.index == 0 else lambda line: None
             )
             for process in processes
         ]

@@ -25,7 +25,7 @@ from jpipe_train.checkpoint import export, warm_start
 from jpipe_train.checkpoint.export_request import ExportRequest
 from jpipe_train.checkpoint.weights import SavedWeights, by_name, by_path, with_ema
 from jpipe_train.console.progress import Reporter
-from jpipe_train.launch.together import Together
+from jpipe_train.launch.team import Team
 from jpipe_train.run import loop
 from tests.train.conftest import SENTENCE, changed
 
@@ -60,7 +60,7 @@ def loaded(home, file, mode="strict", **sections):
     config = changed(home.data, warm_start={"file": str(file), "mode": mode}, **sections)
     pipe, batches = build.build(config, Reporter(1, 1, "", Console(quiet=True)))
     messages: list[str] = []
-    params = warm_start.load(config, pipe, batches.train[0], Together(None), messages.append)
+    params = warm_start.load(config, pipe, batches.train[0], Team(None), messages.append)
     return params, messages
 
 
@@ -209,7 +209,7 @@ def test_arrays_that_the_model_lacks_are_refused_except_layer_state(home, tmp_pa
 
 def test_processes_agree_on_what_is_in_the_file(home, tmp_path, monkeypatch):
     agreed = []
-    monkeypatch.setattr(Together, "agree", lambda self, facts: agreed.append(facts()))
+    monkeypatch.setattr(Team, "agree", lambda self, facts: agreed.append(facts()))
     arrays = load_file(home.file)
     save_file({name: array + 1 for name, array in arrays.items()}, tmp_path / "more.safetensors")
     for file in (home.file, home.file, tmp_path / "more.safetensors"):

@@ -16,7 +16,7 @@ from jpipe_train.checkpoint.export import write_file
 from jpipe_train.checkpoint.export_request import ExportRequest
 from jpipe_train.checkpoint.resume import find
 from jpipe_train.checkpoint.run_folder import OUTPUTS, RunFolder
-from jpipe_train.launch.together import Together
+from jpipe_train.launch.team import Team
 from jpipe_train.report.loggers.tensorboard import TensorBoard
 from jpipe_train.run import loop
 from jpipe_train.run.settings import settings_of
@@ -235,7 +235,7 @@ def test_a_run_is_written_where_its_path_leads_and_resumes_there(saved, tmp_path
     assert summary.folder == tmp_path / "real place" / "日本 run"
     assert jpipe.checkpoints.steps(summary.folder) == [4]
     assert f"the run is in {summary.folder}" in capsys.readouterr().out.replace("\n", "")
-    resumed = find(run_dir, "must", Together(None), print)
+    resumed = find(run_dir, "must", Team(None), print)
     assert (resumed.step, resumed.folder) == (4, summary.folder)
     write_file(ExportRequest(run_dir, "../out put.safetensors"), print)
     assert (tmp_path / "out put.safetensors").exists()

@@ -26,7 +26,7 @@ from jpipe_train.checkpoint.resume import Facts, Resumed, find
 from jpipe_train.config.config import Config, PlanConfig
 from jpipe_train.config.config_file import record, to_yaml
 from jpipe_train.console.progress import Reporter
-from jpipe_train.launch.together import Together
+from jpipe_train.launch.team import Team
 from jpipe_train.run.starting import read_checkpoint
 from tests.train.conftest import changed
 
@@ -220,14 +220,14 @@ def test_configs_in_checkpoints_are_read_as_carefully_as_those_of_users(run, pla
     config, reason = CONFIGS[kind]
     seal(place, FACTS | {"config": config})
     with pytest.raises(jpipe.InputError, match=rf"checkpoints: step 20: facts: config: .*{reason}"):
-        find(str(run), "auto", Together(None), print)
+        find(str(run), "auto", Team(None), print)
 
 
 @pytest.mark.parametrize("devices", [-1, 10**400, True, 1.5])
 def test_impossible_numbers_of_devices_are_refused(run, place, devices):
     seal(place, FACTS | {"devices": devices})
     with pytest.raises(jpipe.InputError, match="checkpoints: step 20: facts: devices: expected"):
-        find(str(run), "auto", Together(None), print)
+        find(str(run), "auto", Team(None), print)
 
 
 def test_names_that_are_too_long_for_a_file_are_reported_as_damaged(run, place):
@@ -263,7 +263,7 @@ def test_shapes_are_checked_against_the_model_before_anything_is_read(tiny, monk
     complete(tmp_path, 20, 1, FACTS)
     monkeypatch.setattr(Checkpoint, "read", lambda *_, **__: pytest.fail("the arrays are read"))
     with pytest.raises(jpipe.InputError, match=r"checkpoint: layer '.*', parameters: expected '.*' as in the model, .*, found "):
-        read_checkpoint(pipe, batches, Together(None), Resumed(tmp_path, 20, Facts(**FACTS), (20,)), fresh_optimizer=False)
+        read_checkpoint(pipe, batches, Team(None), Resumed(tmp_path, 20, Facts(**FACTS), (20,)), fresh_optimizer=False)
 
 
 def test_a_refused_export_prints_one_message_and_writes_nothing(run, place, capfd):

@@ -20,7 +20,7 @@ from jpipe_train.config.config import Config
 from jpipe_train.config.config_file import record, to_yaml
 from jpipe_train.launch.local.launch import JOB
 from jpipe_train.launch.numeric_settings import numeric_settings
-from jpipe_train.launch.together import Together
+from jpipe_train.launch.team import Team
 from jpipe_train.report.metrics_log import RunStopped
 from jpipe_train.run import loop
 from jpipe_train.run.settings import settings_of
@@ -323,10 +323,10 @@ def test_checkpoints_that_may_not_be_read_are_reported(saved, monkeypatch):
 def test_a_folder_that_not_all_processes_see_is_refused(saved, tmp_path):
     (tmp_path / "checkpoints").mkdir()
     config = Config.model_validate(saved)
-    check_shared(settings_of(config), tmp_path, Together(None), limit=0.0)
+    check_shared(settings_of(config), tmp_path, Team(None), limit=0.0)
     with pytest.raises(InputError, match=rf"process 0 finds no '{tmp_path}/none/checkpoints', .*; choose a folder that all"):
-        check_shared(settings_of(config), tmp_path / "none", Together(None), limit=0.0)
-    check_shared(settings_of(changed(saved, checkpoint={"every": None})), tmp_path / "none", Together(None), limit=0.0)
+        check_shared(settings_of(config), tmp_path / "none", Team(None), limit=0.0)
+    check_shared(settings_of(changed(saved, checkpoint={"every": None})), tmp_path / "none", Team(None), limit=0.0)
 
 
 @pytest.mark.parametrize("damage", ["cut off", "not text", "gone"])

@@ -16,7 +16,7 @@ from jpipe_train.assemble.build import build
 from jpipe_train.checkpoint import export, warm_start
 from jpipe_train.checkpoint.export_request import ExportRequest
 from jpipe_train.console.progress import Reporter
-from jpipe_train.launch.together import Together
+from jpipe_train.launch.team import Team
 from jpipe_train.report.metrics_log import RunStopped
 from jpipe_train.run import loop
 from tests.jpipe.running import check_equal
@@ -76,7 +76,7 @@ def test_it_is_resumed_exported_and_begins_another(config, tmp_path, monkeypatch
         fields = config | {"plan": {"schedule": "gpipe", "num_stages": 3, "microbatches": 2}}
         started = changed(fields, warm_start={"file": str(tmp_path / source), "mode": "strict"})
         pipe, batches = build(started, Reporter(1, 1, "bytes"))
-        initial = warm_start.load(started, pipe, batches.train[0], Together(None), messages.append)
+        initial = warm_start.load(started, pipe, batches.train[0], Team(None), messages.append)
         params = pipe.params(pipe.init(jax.random.key(3), batches.train[0], initial))
         check_equal(np.asarray(params["embed"]["embedding"][...]), newest["embed/embedding"])
         check_equal(np.asarray(params["head"]["table"]["embedding"][...]), newest["embed/embedding"])

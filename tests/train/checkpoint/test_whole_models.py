@@ -16,7 +16,7 @@ import jpipe
 from jpipe import InputError
 from jpipe_train.checkpoint import warm_start
 from jpipe_train.config.config import Config
-from jpipe_train.launch.together import Together
+from jpipe_train.launch.team import Team
 from tests.jpipe.running import check_equal
 
 X = np.ones((4, 3), np.float32)
@@ -77,7 +77,7 @@ def scanned() -> jpipe.Pipeline:
 def loaded(pipe: jpipe.Pipeline, file: Any, **fields: Any) -> tuple[Any, str]:
     """Return the parameters with which a run begins, in the tree of the model, and what is said about them."""
     messages = []
-    params = warm_start.load(Config(warm_start={"file": str(file), **fields}), pipe, (X, X), Together(None), messages.append)
+    params = warm_start.load(Config(warm_start={"file": str(file), **fields}), pipe, (X, X), Team(None), messages.append)
     with jax.numpy_dtype_promotion("standard"):
         return pipe.params(pipe.init(jax.random.key(0), (X, X), params)), messages[-1]
 

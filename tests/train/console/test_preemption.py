@@ -23,7 +23,7 @@ from jpipe_train.run import loop
 from tests.jpipe.running import check_equal
 from tests.train.conftest import changed
 from tests.train.launch.test_launch import launched, pids, wait_for_exit
-from tests.train.launch.test_together import by_hand
+from tests.train.launch.test_team import by_hand
 from tests.train.run.test_loop import rows_of
 
 ROOT = Path(__file__).parents[3]

@@ -16,7 +16,7 @@ from jpipe_train.config.config import TrainConfig
 from jpipe_train.console.progress import Reporter
 from jpipe_train.data import data
 from jpipe_train.data.position import Position
-from jpipe_train.launch.together import Together
+from jpipe_train.launch.team import Team
 from jpipe_train.losses import cross_entropy
 from jpipe_train.run import loop
 from jpipe_train.run.settings import settings_of
@@ -118,9 +118,9 @@ def test_a_profile_after_the_last_step_of_the_epochs_is_an_error(tiny):
     read, reporter = data.load(config), Reporter(1, 1, "tokens", Console(quiet=True))
     assert read.steps == 12
     with pytest.raises(jpipe.InputError, match=r"train\.profile: expected steps up to 11, the last one of the run, found 10 to 12"):
-        loop.with_steps(settings_of(config), read, reporter, Together(None))
+        loop.with_steps(settings_of(config), read, reporter, Team(None))
     fits = with_epochs(tiny, 0.1, profile={"from": 9, "steps": 3})
-    assert loop.with_steps(settings_of(fits), read, reporter, Together(None)).train.length == 12
+    assert loop.with_steps(settings_of(fits), read, reporter, Team(None)).train.length == 12
 
 
 def test_a_run_has_either_steps_or_epochs(tmp_path):

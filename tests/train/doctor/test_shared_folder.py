@@ -9,7 +9,7 @@ import pytest
 from jpipe.processes import Processes
 from jpipe.processes._rendezvous import JaxStore
 from jpipe_train.doctor import doctor
-from jpipe_train.launch.together import Together
+from jpipe_train.launch.team import Team
 
 LIMIT = 60.0  # seconds, for what takes one
 
@@ -37,7 +37,7 @@ def in_all(function, count=3):
     def of_one(index):
         processes = Processes.join(rendezvous=JaxStore(Meeting(index, count, values)), limit=LIMIT)
         try:
-            return function(Together(processes))
+            return function(Team(processes))
         finally:
             processes.close()
 

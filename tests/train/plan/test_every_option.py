@@ -9,7 +9,7 @@ import jpipe
 from jpipe.plan import Agreement, Links
 from jpipe_planner import Profile, Topology
 from jpipe_planner.ranking import table
-from jpipe_planner.search.candidate import Asked
+from jpipe_planner.search.candidate import Extras
 from jpipe_train.console.progress import Reporter
 from jpipe_train.plan.inputs import Request
 from jpipe_train.plan.search import search
@@ -31,8 +31,8 @@ MACHINES = {
 REQUESTS = (
     {},
     {"meshes": ("model=2",)},
-    {"asked": Asked(agree=Agreement(every=4))},
-    {"asked": Asked(links=Links(activations="int8"))},
+    {"extras": Extras(agree=Agreement(every=4))},
+    {"extras": Extras(links=Links(activations="int8"))},
 )
 
 
@@ -61,10 +61,10 @@ def limits(plan: jpipe.Plan, topology: Topology) -> list[float]:
     return [topology.devices[first[rank]].limit for rank in range(len(first))]
 
 
-def planned(machine: str, asked: dict, *schedules: str, memory: float = MEMORY) -> set[str]:
+def planned(machine: str, extras: dict, *schedules: str, memory: float = MEMORY) -> set[str]:
     """Search plans, check each of them, and return what they do."""
     topology, seen = Topology(**MACHINES[machine], device={"memory": memory, "host": {"bandwidth": 2e9}}), set[str]()
-    request = Request(topology="a file", schedules=schedules, offload=True, all_devices=True, **asked)
+    request = Request(topology="a file", schedules=schedules, offload=True, all_devices=True, **extras)
     result = search(profile(), topology, 4, request, False, Reporter(1, 1, "samples", Console(file=io.StringIO())))
     choice = result.choice
     assert choice.ranked
@@ -83,7 +83,7 @@ def planned(machine: str, asked: dict, *schedules: str, memory: float = MEMORY) 
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", MACHINES)
 def test_every_option_is_planned_on_every_machine(machine):
-    seen = set[str]().union(*(planned(machine, asked, "pipedream_flush", "pipedream") for asked in REQUESTS))
+    seen = set[str]().union(*(planned(machine, extras, "pipedream_flush", "pipedream") for extras in REQUESTS))
     seen |= planned(machine, {}, "pipedream_flush", memory=0.7 * MEMORY)
     assert seen == {
         *("sum_parts", "mesh", "recompute", "agree", "links", "offload", "max_in_flight", "shard_optimizer", "extra_in_flight", "early")

@@ -17,12 +17,12 @@ from jpipe.plan import Agreement
 from jpipe_planner import Plans, Profile, Topology
 from jpipe_planner.ranking import variants
 from jpipe_planner.ranking.compiled import Compiled
-from jpipe_planner.search.candidate import Asked
+from jpipe_planner.search.candidate import Extras
 from jpipe_planner.search.candidates import find_candidates
 from jpipe_train.config.config import Config
 from jpipe_train.config.plan_config import PlanConfig
 from jpipe_train.console.progress import Reporter
-from jpipe_train.launch.together import Together
+from jpipe_train.launch.team import Team
 from jpipe_train.plan import auto
 from jpipe_train.plan import compiling as confirming
 from jpipe_train.plan import search as searching
@@ -95,7 +95,7 @@ def test_plans_of_too_many_microbatches_are_counted(monkeypatch):
 
 def test_stages_of_pipelines_that_agree_are_not_searched():
     reporter = Reporter(1, 1, "samples", Console(file=(output := io.StringIO()), width=200))
-    search(profile(), TWO, 8, Request(schedules=("pipedream",), asked=Asked(agree=Agreement(every=4))), False, reporter)
+    search(profile(), TWO, 8, Request(schedules=("pipedream",), extras=Extras(agree=Agreement(every=4))), False, reporter)
     words = "left out: different numbers of replicas per stage, because pipelines that agree have equal stages"
     assert output.getvalue().count(f"{words}\n") == 1
 
@@ -154,9 +154,9 @@ def test_the_advice_where_no_plan_has_the_batch_fits_the_request():
 
 def test_updates_between_agreements_that_do_not_fit_the_config_are_reported():
     config = PlanConfig(agree=Agreement(every=4, fragments=2))
-    assert Request(agree=7).with_asked(config).asked.agree == Agreement(every=7, fragments=2)
+    assert Request(agree=7).with_extras(config).extras.agree == Agreement(every=7, fragments=2)
     with pytest.raises(jpipe.InputError, match=r"--agree: every: expected greater than or equal to 1, found 0"):
-        Request(agree=0).with_asked(config)
+        Request(agree=0).with_extras(config)
 
 
 def test_a_plan_that_does_not_fit_when_compiled_gives_way_to_a_smaller_one_of_its_kind(fits):
@@ -215,7 +215,7 @@ def test_nothing_is_compiled_if_no_plan_can_fit(fits):
     assert not compiled
 
 
-class Alone(Together):
+class Alone(Team):
     """Process 0 of two, as far as it asks."""
 
     def run_on_all(self, work):

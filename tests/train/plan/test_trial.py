@@ -19,7 +19,7 @@ from jpipe_planner.ranking.compiled import Compiled
 from jpipe_train import cli
 from jpipe_train.console import interrupt
 from jpipe_train.console.progress import Reporter
-from jpipe_train.launch.together import Together
+from jpipe_train.launch.team import Team
 from jpipe_train.plan import trial
 from tests.train.plan import test_plan as planned
 from tests.train.plan import test_planning as planning
@@ -30,7 +30,7 @@ def measured_as(monkeypatch, seconds, most: int = 3, fits=lambda candidate: True
     searched, numbers, output = planning.searched(planning.TWO), itertools.count(), io.StringIO()
     by_plan = {searched.choice.plan(ranked): ranked for ranked in searched.choice.ranked}
 
-    def running(pipe, batch, together):
+    def running(pipe, batch, team):
         n, ranked = next(numbers), by_plan[pipe.plan]
         assert {len(array) for array in jax.tree.leaves(batch)} == {ranked.candidate.batch}
         return types.SimpleNamespace(round=lambda: seconds(n, ranked))
@@ -42,7 +42,7 @@ def measured_as(monkeypatch, seconds, most: int = 3, fits=lambda candidate: True
     monkeypatch.setattr(trial, "compile_stages", compiled)
     monkeypatch.setattr(trial.data, "load", lambda _: trial.data.Data([(jax.numpy.zeros((1, 2)),) * 2], [], "", "", str))
     reporter = Reporter(1, 1, "samples", Console(file=output, width=200))
-    return searched, trial.measure(lambda: searched, planning.parts(), most, reporter, Together(None)), output.getvalue()
+    return searched, trial.measure(lambda: searched, planning.parts(), most, reporter, Team(None)), output.getvalue()
 
 
 def test_the_fastest_measured_plan_is_chosen(monkeypatch):

@@ -19,7 +19,7 @@ from jpipe_train.checkpoint.run_folder import RunFolder
 from jpipe_train.console.exit_codes import code_of
 from jpipe_train.console.options import ALONE
 from jpipe_train.data import data
-from jpipe_train.launch.together import ReportedElsewhere
+from jpipe_train.launch.team import ReportedElsewhere
 from jpipe_train.report.metrics_log import RunStopped
 from jpipe_train.run import job, loop
 from jpipe_train.run.requests import TrainRequest

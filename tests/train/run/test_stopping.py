@@ -20,7 +20,7 @@ from jpipe_train.checkpoint.resume import Facts, Resumed
 from jpipe_train.config.config import BestConfig, CheckpointConfig, Config
 from jpipe_train.config.config_file import to_yaml
 from jpipe_train.console.preemption import Preemption
-from jpipe_train.launch.together import Together
+from jpipe_train.launch.team import Team
 from jpipe_train.run import loop, training
 from jpipe_train.run.settings import settings_of
 from jpipe_train.run.stopping import Stopping, check, stopped_words
@@ -101,7 +101,7 @@ def test_a_result_that_there_is_not_is_an_error(key):
 def test_the_best_checkpoints_stay_and_others_are_not_even_written(mode, keep, tmp_path, monkeypatch):
     values = dict(zip(range(2, 22, 2), np.random.default_rng(3).permutation(10).astype(float).tolist(), strict=True))
     config = CheckpointConfig(every=5, keep=1, best=BestConfig(keep=keep))
-    checkpoints = Checkpoints(config, Pipe(), tmp_path, 21, Together(None), {}, bytes, print, Best(config.best, mode, {}), 2)
+    checkpoints = Checkpoints(config, Pipe(), tmp_path, 21, Team(None), {}, bytes, print, Best(config.best, mode, {}), 2)
     written, save = [], checkpoints._save
     monkeypatch.setattr(checkpoints, "_save", lambda snapshot, facts: (written.append(snapshot.batch), save(snapshot, facts)))
     for step in range(21):

@@ -19,7 +19,7 @@ from jpipe_lm.generate.texts import Text, Texts, start_texts
 from jpipe_lm.generate.token_text import Conversion
 from jpipe_train.console import interrupt
 from jpipe_train.console.terminal import count
-from jpipe_train.launch.together import Together
+from jpipe_train.launch.team import Team
 
 MOST_BY_DEFAULT = 1000  # tokens of an answer
 _MEMORY_FOR = 8192  # positions at the start; a model that has more is not placed for all of them
@@ -81,7 +81,7 @@ def main(
     said: Callable[[], Iterator[str]],
     write: Callable[[str], None],
     say: Callable[[str], None],
-    together: Together,
+    team: Team,
     *,
     goes_on: bool,
 ) -> bool:
@@ -92,7 +92,7 @@ def main(
         said: yields what the user says, one text after the other; process 0 calls it.
         write: writes answers, piece by piece; process 0 calls it.
         say: prints a line about them; process 0 calls it.
-        together: the processes that have the model.
+        team: the processes that have the model.
         goes_on: whether the conversation goes on after Ctrl-C has stopped an answer.
 
     Returns:
@@ -102,7 +102,7 @@ def main(
         InputError: as `jpipe_lm.generate.generate.main`; there is no chat template, or it does not render the conversation.
         PeerLost: another process died, hung or stopped.
     """
-    if not together.is_first:
+    if not team.is_first:
         write = say = ignore
 
     def prepare() -> tuple[model_source.Origin, Conversion, Tokenizer]:
@@ -112,8 +112,8 @@ def main(
             raise InputError("--chat: expected a model with a tokenizer and a chat template, found one of bytes; leave --chat out")
         return source, words, words.tokenizer
 
-    source, words, tokenizer = together.run_on_all(prepare)
-    agree_on(request, source, together)
+    source, words, tokenizer = team.run_on_all(prepare)
+    agree_on(request, source, team)
     with contextlib.ExitStack() as stack:
         chats: list[Chat] = []  # one, in process 0
 
@@ -122,10 +122,10 @@ def main(
             chats.append(Chat.begin(request, source, words, renderer))
             return json.dumps(end_of_turn(renderer, tokenizer))
 
-        ends, stops = json.loads(together.from_first("what ends an answer", begin))
+        ends, stops = json.loads(team.from_first("what ends an answer", begin))
         words_with_ends = replace(words, ends={*words.ends, *ends})
-        model = start(request, source, words_with_ends, 1, min(source.config.max_positions_used, _MEMORY_FOR), say, together)
-        for turn, (text, tokens) in enumerate(_turns(said, chats, together)):
+        model = start(request, source, words_with_ends, 1, min(source.config.max_positions_used, _MEMORY_FOR), say, team)
+        for turn, (text, tokens) in enumerate(_turns(said, chats, team)):
             started = start_texts([text], [tokens], _most(request), source.config.max_positions_used, words, (*request.stops, *stops))
             texts = Texts(started, words_with_ends, request.as_json, write, say, with_speed=False)
             is_complete = model.answer([tokens], texts, (request.seed + turn) % _SEEDS)
@@ -151,7 +151,7 @@ def _report(answer: Text, chats: list[Chat], say: Callable[[str], None]) -> None
         chat.messages.append({"role": "assistant", "content": answer.whole})
 
 
-def _turns(said: Callable[[], Iterator[str]], chats: list[Chat], together: Together) -> Iterator[tuple[str, list[int]]]:
+def _turns(said: Callable[[], Iterator[str]], chats: list[Chat], team: Team) -> Iterator[tuple[str, list[int]]]:
     """Yield in all processes the user's messages to process 0, with the tokens of the conversation so far."""
     spoken = said()
 
@@ -160,10 +160,10 @@ def _turns(said: Callable[[], Iterator[str]], chats: list[Chat], together: Toget
         return json.dumps(None if text is None else (text, chats[0].prompt(text)))
 
     for turn in itertools.count(1):
-        found = json.loads(together.from_first(f"turn {turn} of the user", following, limit=_LONGEST_PAUSE))
+        found = json.loads(team.from_first(f"turn {turn} of the user", following, limit=_LONGEST_PAUSE))
         if found is None:
-            if turn == 1 and together.processes is not None:  # jpipe launch passes no terminal on
+            if turn == 1 and team.processes is not None:  # jpipe launch passes no terminal on
                 nothing = "--chat: expected lines on standard input, found none; with jpipe launch pipe them in: cat | jpipe launch …"
-                raise together.shared(InputError(nothing))
+                raise team.shared(InputError(nothing))
             return
         yield found[0], found[1]

@@ -14,7 +14,7 @@ from jpipe_lm.generate.request import Request
 from jpipe_train.console import interrupt
 from jpipe_train.console.exit_codes import failed
 from jpipe_train.console.terminal import fail, first_line, printable
-from jpipe_train.launch.together import joined
+from jpipe_train.launch.team import joined
 
 MOST_BYTES = 2**24  # the longest prompt on standard input, or line of a conversation
 
@@ -37,13 +37,13 @@ def run(request: Request, connect: Callable[[], int], connect_limit: float, wait
     """
     try:
         processes = connect()
-        with joined(processes, connect_limit, wait_limit) as together:
+        with joined(processes, connect_limit, wait_limit) as team:
             if request.is_chat:  # Ctrl-C ends several processes, which would not stop after the same token
-                is_complete = chat.main(request, _said, _write, _say, together, goes_on=processes == 1 and _is_terminal())
+                is_complete = chat.main(request, _said, _write, _say, team, goes_on=processes == 1 and _is_terminal())
             else:
                 if not request.prompts:  # as JSON, which has all bytes that are not UTF-8, too
-                    request = replace(request, prompts=(json.loads(together.from_first("the prompt", lambda: json.dumps(_read()))),))
-                is_complete = main(request, _write, _say, together)
+                    request = replace(request, prompts=(json.loads(team.from_first("the prompt", lambda: json.dumps(_read()))),))
+                is_complete = main(request, _write, _say, team)
         return 0 if is_complete else 130
     except InputError as error:
         return failed(error)

@@ -29,7 +29,7 @@ from jpipe_train.assemble.build import force_cpu_devices, start_devices
 from jpipe_train.console import interrupt
 from jpipe_train.console.terminal import count
 from jpipe_train.launch.distributed import CONNECT_LIMIT
-from jpipe_train.launch.together import Together, code_facts
+from jpipe_train.launch.team import Team, code_facts
 
 MOST_TOKENS = 10**7
 MOST_BY_DEFAULT = 100
@@ -37,14 +37,14 @@ _LARGEST = 1e6
 _SEEDS = 2**32
 
 
-def main(request: Request, write: Callable[[str], None], say: Callable[[str], None], together: Together) -> bool:
+def main(request: Request, write: Callable[[str], None], say: Callable[[str], None], team: Team) -> bool:
     """Generate text.
 
     Args:
         request: what to generate, with at least one prompt.
         write: writes text, piece by piece; process 0 calls it.
         say: prints a line about it; process 0 calls it.
-        together: the processes that have the model.
+        team: the processes that have the model.
 
     Returns:
         Whether the texts are complete; False if Ctrl-C was pressed.
@@ -53,7 +53,7 @@ def main(request: Request, write: Callable[[str], None], say: Callable[[str], No
         InputError: an option, the folder or a prompt is invalid; the model does not fit the devices; its logits are NaN.
         PeerLost: another process died, hung or stopped.
     """
-    if not together.is_first:
+    if not team.is_first:
         write = say = ignore
 
     def prepare() -> tuple[model_source.Origin, Conversion, list[list[int]], Texts]:
@@ -65,19 +65,19 @@ def main(request: Request, write: Callable[[str], None], say: Callable[[str], No
         begun = start_texts(request.prompts, prompts, tokens, most, words, request.stops)
         return source, words, prompts, Texts(begun, words, request.as_json, write, say)
 
-    source, words, prompts, texts = together.run_on_all(prepare)
-    agree_on(request, source, together)
-    model = start(request, source, words, len(prompts), max(text.length + text.most for text in texts.each), say, together)
+    source, words, prompts, texts = team.run_on_all(prepare)
+    agree_on(request, source, team)
+    model = start(request, source, words, len(prompts), max(text.length + text.most for text in texts.each), say, team)
     return model.answer(prompts, texts, request.seed)
 
 
-def agree_on(request: Request, source: model_source.Origin, together: Together) -> None:
+def agree_on(request: Request, source: model_source.Origin, team: Team) -> None:
     """Continue only if all processes have the same request and model.
 
     Raises:
         InputError: they do not.
     """
-    together.agree(lambda: {**code_facts(), "what is generated": repr(request), "the model": f"{source.description} {source.config}"})
+    team.agree(lambda: {**code_facts(), "what is generated": repr(request), "the model": f"{source.description} {source.config}"})
 
 
 def ignore(_: str) -> None:
@@ -133,7 +133,7 @@ def start(
     rows: int,
     positions: int,
     say: Callable[[str], None],
-    together: Together,
+    team: Team,
 ) -> Model:
     """Load a model onto its devices, in all processes.
 
@@ -144,7 +144,7 @@ def start(
         rows: the number of prompts.
         positions: the largest length of a text with its prompt, for which there has to be memory.
         say: prints a line about it.
-        together: the processes.
+        team: the processes.
 
     Raises:
         InputError: the model does not fit the devices, or its parameters do not fit it.
@@ -152,9 +152,9 @@ def start(
     """
     if line := compile_cache.use(source.compile_cache):
         say(line)
-    processes = 1 if together.processes is None else together.processes.count
+    processes = 1 if team.processes is None else team.processes.count
     force_cpu_devices(-(-(request.devices or 1) // processes))
-    together.start_devices(CONNECT_LIMIT)
+    team.start_devices(CONNECT_LIMIT)
 
     def load() -> tuple[model_source.Origin, dict[str, jax.Device], Any]:
         start_devices()
@@ -167,8 +167,8 @@ def start(
         say(f"{chosen.description}; {chosen.config.compute_dtype}, {count(len(used), 'device')} ({used[0].platform}){words}")
         return chosen, devices, model_source.parameters(chosen, devices, interrupt.check)
 
-    chosen, devices, params = together.run_on_all(load)
-    decoder = Decoder(chosen.config, params, devices, share_of(together))
+    chosen, devices, params = team.run_on_all(load)
+    decoder = Decoder(chosen.config, params, devices, share_of(team))
     interrupt.check()
     known = np.isin(np.arange(min(int(words.symbols[-1]) + 1, chosen.config.vocab_size)), words.symbols)
     return Model(decoder, _sampling(request), known, stops_at_once=processes > 1)

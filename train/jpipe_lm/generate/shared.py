@@ -7,12 +7,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jpipe_lm.generate.decoder import Share
-from jpipe_train.launch.together import Together
+from jpipe_train.launch.team import Team
 
 
-def share_of(together: Together) -> Share | None:
+def share_of(team: Team) -> Share | None:
     """Return a function that shares arrays between processes; None for a single process."""
-    processes = together.processes
+    processes = team.processes
     if processes is None:
         return None
 

@@ -13,7 +13,7 @@ from jpipe_train.checkpoint.run_folder import FolderChanged
 from jpipe_train.config.config import CheckpointConfig
 from jpipe_train.console.exit_codes import reported_by_system
 from jpipe_train.launch.local import progress
-from jpipe_train.launch.together import Together
+from jpipe_train.launch.team import Team
 
 Observer = Callable[[jpipe.runtime.Event], None]
 
@@ -35,7 +35,7 @@ class Checkpoints:
         pipe: the pipeline of the run.
         folder: the folder of the run, the same for all processes.
         steps: the number of steps of the run.
-        together: the processes of the run.
+        team: the processes of the run.
         facts: the facts of all checkpoints of the run.
         rows: returns the rows of the run so far; only process 0 calls it.
         say: gets, in process 0, a line for each failure.
@@ -49,7 +49,7 @@ class Checkpoints:
         pipe: jpipe.Pipeline,
         folder: Path,
         steps: int,
-        together: Together,
+        team: Team,
         facts: Mapping[str, Any],
         rows: Callable[[], bytes],
         say: Callable[[str], None],
@@ -58,7 +58,7 @@ class Checkpoints:
     ) -> None:
         self._config, self._pipe, self._folder, self._steps = config, pipe, folder, steps
         self._facts, self._rows, self._say = facts, rows, say
-        self._together = together
+        self._team = team
         self._snapshots: list[jpipe.runtime.Snapshot] = []  # not being written yet, in order
         self._writing: Future[None] | None = None
         self._best, self._validated_every = best, validated_every
@@ -148,7 +148,7 @@ class Checkpoints:
         if writing is None:
             return
         try:
-            with self._together.working("a checkpoint to be written"):
+            with self._team.working("a checkpoint to be written"):
                 writing.result()
         except FolderChanged:
             raise
@@ -163,7 +163,7 @@ class Checkpoints:
 
     def missing(self, step: int) -> str | None:
         """Return in process 0 why the last checkpoint, at `step`, is missing; None if it is complete or not due."""
-        if self._config.every is None or not self._together.is_first:
+        if self._config.every is None or not self._team.is_first:
             return None
         from jpipe.checkpoints import Checkpoint
 
@@ -205,8 +205,8 @@ class Checkpoints:
     def _save(self, snapshot: jpipe.runtime.Snapshot, facts: Mapping[str, Any]) -> None:
         from jpipe import checkpoints
 
-        checkpoints.save(self._folder, snapshot, facts=dict(facts), rows=self._rows, limit=_PATIENCE, processes=self._together.processes)
-        if not self._together.is_first:
+        checkpoints.save(self._folder, snapshot, facts=dict(facts), rows=self._rows, limit=_PATIENCE, processes=self._team.processes)
+        if not self._team.is_first:
             return
         self.written.append(snapshot.batch)
         progress.report(snapshot.batch, self._steps)

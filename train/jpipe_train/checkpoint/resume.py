@@ -24,7 +24,7 @@ from jpipe_train.config.run_settings import RunSettings
 from jpipe_train.config.section import MOST_ROWS
 from jpipe_train.data.position import Position
 from jpipe_train.launch.numeric_settings import numeric_settings
-from jpipe_train.launch.together import Together
+from jpipe_train.launch.team import Team
 
 if TYPE_CHECKING:
     import jpipe.checkpoints
@@ -231,7 +231,7 @@ def history(
     return History(before, part(plan, settings.record, devices, step, step, updates), plan, clock, earlier)
 
 
-def may_resume(run_dir: str | None, resume: Resume, together: Together, step: Step) -> bool:
+def may_resume(run_dir: str | None, resume: Resume, team: Team, step: Step) -> bool:
     """Return whether `find` must look for checkpoints: the run must resume, or its folder has some. None is read."""
     folder = None if run_dir is None else resolved(run_dir, "run.dir")
 
@@ -245,7 +245,7 @@ def may_resume(run_dir: str | None, resume: Resume, together: Together, step: St
         except OSError:
             return "yes"  # `find` says what is wrong
 
-    return bool(together.from_first("whether a run may resume", look))
+    return bool(team.from_first("whether a run may resume", look))
 
 
 def _has_checkpoints(folder: Path) -> bool:
@@ -253,14 +253,14 @@ def _has_checkpoints(folder: Path) -> bool:
 
 
 def find(
-    run_dir: str | None, resume: Resume, together: Together, say: Callable[[str], None], *, step: Step = None, before: int | None = None
+    run_dir: str | None, resume: Resume, team: Team, say: Callable[[str], None], *, step: Step = None, before: int | None = None
 ) -> Resumed | None:
     """Find the newest complete checkpoint of the run's folder; all processes call this.
 
     Args:
         run_dir: the key `run.dir` of the run.
         resume: whether to resume.
-        together: the processes of the run; process 0 chooses the checkpoint, so that all resume from the same one.
+        team: the processes of the run; process 0 chooses the checkpoint, so that all resume from the same one.
         say: gets a line for each newer checkpoint that cannot be used.
         step: the step of the checkpoint to resume from instead of the newest, or "best"; later ones of this job have priority.
         before: only consider checkpoints of earlier steps than this one, which could not be read.
@@ -281,7 +281,7 @@ def find(
         return "" if found is None else json.dumps([str(found.folder), found.step, found.facts.model_dump(mode="json"), found.steps])
 
     what = "where the run resumes" if before is None else f"where the run resumes before step {before}"
-    if not (chosen := together.from_first(what, look)):
+    if not (chosen := team.from_first(what, look)):
         return None
     path, number, facts, steps = json.loads(chosen)
     return Resumed(Path(path), number, Facts(**facts), tuple(steps))

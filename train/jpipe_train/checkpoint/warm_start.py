@@ -24,7 +24,7 @@ from jpipe_train.checkpoint.sources.source import Format, Names, Source, Spec
 from jpipe_train.checkpoint.weights import SavedWeights, by_path, choose, state_name
 from jpipe_train.config.config import Config
 from jpipe_train.console.terminal import count
-from jpipe_train.launch.together import Together
+from jpipe_train.launch.team import Team
 
 _SHOWN = 3  # layers that a message names
 _EXPECTED = "a safetensors file, or the folder of a run, of an Orbax checkpoint or of Hugging Face's layout"
@@ -39,7 +39,7 @@ def load(
     config: Config,
     pipe: jpipe.Pipeline,
     batch: Any,
-    together: Together,
+    team: Team,
     say: Callable[[str], None],
 ) -> dict[str, dict[str, np.ndarray]]:
     """Read the parameters of this process's layers for `Pipeline.init`; all processes call this.
@@ -48,7 +48,7 @@ def load(
         config: of the run, with a `warm_start.file`.
         pipe: the pipeline that begins.
         batch: a batch of its data.
-        together: the processes of the run.
+        team: the processes of the run.
         say: gets a line about the layers that are used.
 
     Returns:
@@ -81,10 +81,10 @@ def load(
                 params[layer_id][name.removeprefix(f"{layer_id}/")] = arrays[name].astype(dtype, copy=False)
         return params
 
-    source, matching = together.run_on_all(find)
-    together.agree(lambda: {"warm_start.file": source.digest()})
+    source, matching = team.run_on_all(find)
+    team.agree(lambda: {"warm_start.file": source.digest()})
     say(_summary(source, model, matching, config.tune.adds))
-    return together.run_on_all(read)
+    return team.run_on_all(read)
 
 
 def check_files(config: Config) -> None:

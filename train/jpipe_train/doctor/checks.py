@@ -14,7 +14,6 @@ _CHANGES_NUMBERS = (
     *("JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION", "JAX_DEFAULT_PRNG_IMPL", "JAX_THREEFRY_PARTITIONABLE", "JAX_DEFAULT_DTYPE_BITS"),
     *("JAX_NUMPY_DTYPE_PROMOTION", "NVIDIA_TF32_OVERRIDE", "LIBTPU_INIT_ARGS", "XLA_FLAGS"),
 )
-_SLOWS = ("JAX_DISABLE_JIT", "JAX_DEBUG_NANS", "JAX_DEBUG_INFS", "JAX_CHECK_TRACER_LEAKS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
 
 
 class Finding(NamedTuple):
@@ -151,8 +150,7 @@ def _folder(what: str, facts: Facts, folder: Any) -> Iterator[Finding]:
 
 def _variables(what: str, facts: Facts, values: Any) -> Iterator[Finding]:
     """Yield the variables that change results, hide devices or keep processes from connecting."""
-    gpus, devices, process = facts["gpus"].get("count", 0), facts["devices"], facts["process"]
-    findings = []
+    gpus, process, findings = facts["gpus"].get("count", 0), facts["process"], []
     for name, value in values.items():
         level: Level = "note"
         match name:
@@ -162,32 +160,15 @@ def _variables(what: str, facts: Facts, values: Any) -> Iterator[Finding]:
                 level, does, advice = "problem", "hides all GPUs", f"unset {name}"
             case "CUDA_VISIBLE_DEVICES" if gpus:
                 does, advice = f"hides the other GPUs of {gpus}", ""
-            case "LD_LIBRARY_PATH" if devices.get("platform") == "gpu" and "cuda" in value.lower():
-                does = "names a folder of CUDA, so its libraries are found before JAX's"
-                advice = "unset it if JAX reports a version of CUDA, cuDNN or NCCL that does not fit: its wheels bring their own"
-            case "SLURM_LOCALID" if _misses_its_gpu(value, values, devices):
-                level, does = "problem", f"makes the task take GPU {value}, and {devices['count']} are visible to it"
-                advice = "use --gpus-per-node in place of --gpus-per-task, or export JAX_LOCAL_DEVICE_IDS=0"
-            case "KUBERNETES_SERVICE_HOST" if process.get("count", 1) == 1 and "JAX_NUM_PROCESSES" not in values:
-                does = "is set in a pod of Kubernetes, and JAX_NUM_PROCESSES is not: it trains alone"
-                advice = "for several pods set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID (examples/clusters)"
             case _ if name in PROXIES and _is_caught(process, values):
                 does = f"may catch the connection to the coordinator {process['coordinator']}"
                 advice = f"add the coordinator to no_proxy, or unset {name}"
             case _ if name in _CHANGES_NUMBERS and value:
                 does, advice = "may change results", "set it in all processes, or in none"
-            case _ if name in _SLOWS and value.lower() not in ("", "0", "false", "no", "off"):
-                does, advice = "makes steps slow", f"unset {name} except to look for a mistake"
             case _:
                 continue
         findings.append(Finding(level, what, f"{name}={value} {does}", advice))
     yield from findings or [Finding("ok", what, "none that changes results or hides devices")]
-
-
-def _misses_its_gpu(local: str, values: Facts, devices: Facts) -> bool:
-    """Return whether JAX takes the GPU of a SLURM task by its number on the host, which is none of the GPUs that the task sees."""
-    is_selected = values.get("JAX_LOCAL_DEVICE_IDS") or values.get("JAX_COORDINATOR_ADDRESS")
-    return devices.get("platform") == "gpu" and local.isdecimal() and not is_selected and int(local) >= devices["count"]
 
 
 def _is_caught(process: Facts, values: Facts) -> bool:

@@ -20,7 +20,7 @@ from jpipe_train.doctor.checks import Finding, judge, table
 from jpipe_train.doctor.facts import Facts, temporary_name
 from jpipe_train.doctor.request import Request
 from jpipe_train.launch.distributed import Membership
-from jpipe_train.launch.together import Together, joined
+from jpipe_train.launch.team import Team, joined
 
 FORMAT = "jpipe-doctor/1"
 _ARRIVE = 600.0  # seconds that links may take
@@ -63,11 +63,11 @@ def main(
         problems.append(Finding("problem", "config", str(error), "correct it; the rows below are about a run with the defaults"))
     own = gather(config, member)
     try:
-        with joined(connect(), connect_limit, wait_limit) as together:
-            everyone = [own] if together.processes is None else _compared(together, together.processes, own)
+        with joined(connect(), connect_limit, wait_limit) as team:
+            everyone = [own] if team.processes is None else _compared(team, team.processes, own)
             findings = judge(everyone, problems)
-            code = int(together.from_first("the exit code", lambda: str(_code_of(findings))))
-            if together.is_first:
+            code = int(team.from_first("the exit code", lambda: str(_code_of(findings))))
+            if team.is_first:
                 _print(request, everyone, findings)
             return code
     except (InputError, jpipe.PeerLost) as error:
@@ -79,11 +79,11 @@ def main(
         return _code_of(findings)
 
 
-def _compared(together: Together, processes: jpipe.processes.Processes, own: Facts) -> list[Facts]:
+def _compared(team: Team, processes: jpipe.processes.Processes, own: Facts) -> list[Facts]:
     """Return the facts of all processes, with what they find out together."""
     own["process"]["connected"] = True
     folder = own["folder"].get("existing")
-    own["sees folder"] = see_same_folder(together, None if folder is None else Path(folder))
+    own["sees folder"] = see_same_folder(team, None if folder is None else Path(folder))
     everyone: list[Facts] = [json.loads(text) for text in processes.gather("facts", json.dumps(own).encode())]
     if are_alike(everyone):
         try:
@@ -92,17 +92,17 @@ def _compared(together: Together, processes: jpipe.processes.Processes, own: Fac
                 level = local_topology().levels[0]
             everyone[0]["links"] = {"latency": level.latency, "bandwidth": level.bandwidth}  # in seconds, and bytes per second
         except (InputError, RuntimeError, jpipe.PeerLost) as error:
-            if not together.is_first:
+            if not team.is_first:
                 raise
             everyone[0]["links"] = {"error": " ".join(str(error).split())}
     return everyone
 
 
-def see_same_folder(together: Together, folder: Path | None, limit: float = _APPEARS) -> bool | None:
+def see_same_folder(team: Team, folder: Path | None, limit: float = _APPEARS) -> bool | None:
     """Return whether this process sees in a folder a file that process 0 writes there; all call it.
 
     Args:
-        together: the processes of the job.
+        team: the processes of the job.
         folder: an existing folder, which has the same path in all processes; None where this process has none.
         limit: seconds that the file may take to appear.
 
@@ -126,9 +126,9 @@ def see_same_folder(together: Together, folder: Path | None, limit: float = _APP
             files.callback((folder / name).unlink, missing_ok=True)
             return name
 
-        name = together.from_first("the name of the shared file", write)
+        name = team.from_first("the name of the shared file", write)
         seen = None if not name else folder is not None and _appears(folder / name, limit)
-        together.meet("the shared file")
+        team.meet("the shared file")
     return seen
 
 

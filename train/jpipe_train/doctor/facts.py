@@ -20,18 +20,15 @@ from jpipe_planner.machine.local import host_memory
 from jpipe_train.config.config import Config
 from jpipe_train.doctor import devices
 from jpipe_train.launch.distributed import Membership
-from jpipe_train.launch.together import code_facts
-from jpipe_train.launch.together import facts as facts_of_run
+from jpipe_train.launch.team import code_facts
+from jpipe_train.launch.team import facts as facts_of_run
 
 Facts = dict[str, Any]
 
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 PROXIES = ("http_proxy", "https_proxy", "grpc_proxy")  # JAX's coordinator is reached by gRPC, which reads these
-_NAMES = (
-    *("CUDA_VISIBLE_DEVICES", "NVIDIA_TF32_OVERRIDE", "LIBTPU_INIT_ARGS", "LD_LIBRARY_PATH", "KUBERNETES_SERVICE_HOST"),
-    *("SLURM_LOCALID", "no_proxy", "no_grpc_proxy"),
-)
-_PREFIXES = "JAX_", "XLA_", "NCCL_", "TPU_", "FLAX_"
+_NAMES = ("CUDA_VISIBLE_DEVICES", "NVIDIA_TF32_OVERRIDE", "LIBTPU_INIT_ARGS", "LD_LIBRARY_PATH", "no_proxy", "no_grpc_proxy")
+_PREFIXES = "JAX_", "XLA_", "NCCL_", "TPU_", "FLAX_", "SLURM_LOCALID"
 _HIDDEN = (*PROXIES, "JPIPE_SECRET")  # their values may be passwords, or have some
 _USER = re.compile(r"//\S*@")  # in an address among other text; a password may have any character, "/" and "@" too
 _SIZE = 2**24  # bytes of a test file: writing it takes some milliseconds on a disk, a second on a slow network

@@ -19,7 +19,6 @@ SHUTDOWN_TIMEOUT = 10
 _CERTIFICATES = "jax_mtls_cert_file", "jax_mtls_key_file", "jax_mtls_ca_file"
 CERTIFICATES = ", ".join(_CERTIFICATES).upper()
 """The variables of certificates; all processes set them, or none."""
-_VERIFY = "jax_distributed_verify_secure_credentials"
 
 
 def start(
@@ -69,26 +68,20 @@ def uses_certificates() -> bool:
     Raises:
         InputError: some of the three are missing or cannot be read, or this version of JAX does not support them.
     """
-    supported = [name for name in _CERTIFICATES if name in jax.config.values]
-    files = {name.upper(): (jax.config.values[name] if name in supported else os.environ.get(name.upper())) or "" for name in _CERTIFICATES}
+    files = {name.upper(): jax.config.values.get(name) or os.environ.get(name.upper()) for name in _CERTIFICATES}
     if not any(files.values()):
-        if jax.config.values.get(_VERIFY):
-            raise InputError(where=_VERIFY.upper(), expected="certificates", found="none", change=f"set {CERTIFICATES}, or unset it")
         return False
-    if not supported:
+    if _CERTIFICATES[0] not in jax.config.values:
         raise InputError(f"{CERTIFICATES}: JAX {jax.__version__} has no certificates, JAX 0.12 has; unset them, or install a newer JAX")
     if missing := [name for name, file in files.items() if not file]:
         raise InputError(f"{', '.join(missing)}: missing; JAX needs all of {CERTIFICATES}")
-    chain, private, authority = files.values()
+    chain, private, authority = (file or "" for file in files.values())
     try:
-        context = ssl.create_default_context(cafile=authority)
-        context.load_cert_chain(chain, private, password=lambda: "")  # never prompt for a password
+        ssl.create_default_context(cafile=authority).load_cert_chain(chain, private, password=lambda: "")  # never prompt for a password
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
-        shown = ", ".join(short(file) for file in files.values())
-        raise InputError(
-            where=CERTIFICATES, expected="PEM files of a certificate, its key and its authority", found=f"{shown}: {reason}"
-        ) from None
+        shown = ", ".join(short(file) for file in (chain, private, authority))
+        expected = "PEM files of a certificate, its key and its authority"
+        raise InputError(where=CERTIFICATES, expected=expected, found=f"{shown}: {error}") from None
     return True
 
 

@@ -8,29 +8,29 @@ from jpipe_planner.ranking import table
 from jpipe_train.config.config import Config
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count
-from jpipe_train.launch.together import Together
+from jpipe_train.launch.team import Team
 from jpipe_train.plan.compiling import confirm, of_this_machine
 from jpipe_train.plan.inputs import Request
 from jpipe_train.plan.profiling import Parts, cores_of, profile_together
 from jpipe_train.plan.search import search
 
 
-def find_plan(config: Config, reporter: Reporter, together: Together) -> jpipe.Plan:
+def find_plan(config: Config, reporter: Reporter, team: Team) -> jpipe.Plan:
     """Profile on this device, measure the links, search and compile; all processes call this and get the same plan.
 
     Args:
         config: the config of the run; the plan has its batch size.
         reporter: prints the result.
-        together: the processes of the run.
+        team: the processes of the run.
 
     Raises:
         jpipe.InputError: no plan fits.
     """
-    parts = together.run_on_all(lambda: Parts.of(config, reporter))
+    parts = team.run_on_all(lambda: Parts.of(config, reporter))
     batch = config.train.batch_size
-    profile = profile_together(parts, batch, jax.device_count(), reporter, together)
-    topology = local_topology(cores=cores_of(parts, profile, jax.device_count(), together))
-    request = parts.complete(Request(), together)
+    profile = profile_together(parts, batch, jax.device_count(), reporter, team)
+    topology = local_topology(cores=cores_of(parts, profile, jax.device_count(), team))
+    request = parts.complete(Request(), team)
 
     def search_and_confirm() -> str:
         plans = search(profile, topology, batch, request, parts.config.uses_global_norm, reporter)
@@ -43,4 +43,4 @@ def find_plan(config: Config, reporter: Reporter, together: Together) -> jpipe.P
         )
         return choice.plan(choice.ranked[0]).to_json()
 
-    return jpipe.Plan.from_json(together.from_first("the plan of process 0", search_and_confirm))
+    return jpipe.Plan.from_json(team.from_first("the plan of process 0", search_and_confirm))

@@ -13,7 +13,7 @@ from jpipe.plan import Agreement, Exclusion, excluded
 from jpipe_planner import Profile, Topology, read_graph_txt
 from jpipe_planner.machine.local import usable_cores
 from jpipe_planner.profile.sharded import NO_MESH, Degrees
-from jpipe_planner.search.candidate import USUAL, Asked
+from jpipe_planner.search.candidate import NO_EXTRAS, Extras
 from jpipe_train.assemble.build import force_cpu_devices, start_devices
 from jpipe_train.config.plan_config import PlanConfig
 from jpipe_train.plan.request import LOCAL, Options
@@ -39,15 +39,15 @@ class Request(Options):
         all_devices: whether no device may stay idle, as when each belongs to a process of its own.
         replicas: whether stages may have replicas; they must not if layers carry state for each row from batch to batch.
         share_optimizer: whether replicas may share an optimizer; not with a moving average of the weights.
-        asked: what plans are to do in addition, by `agree` and the config.
+        extras: what plans are to do in addition, by `agree` and the config.
     """
 
     all_devices: bool = False
     replicas: bool = True
     share_optimizer: bool = True
-    asked: Asked = USUAL
+    extras: Extras = NO_EXTRAS
 
-    def with_asked(self, plan: PlanConfig | None) -> "Request":
+    def with_extras(self, plan: PlanConfig | None) -> "Request":
         """Return the request with the options of plans that `agree` and the config ask for.
 
         Raises:
@@ -64,7 +64,7 @@ class Request(Options):
                 agree = Agreement.model_validate(fields | {"every": self.agree})
             except pydantic.ValidationError as error:
                 raise jpipe.errors.explain(error, Agreement, "--agree") from None
-        return replace(self, asked=Asked(agree, links))
+        return replace(self, extras=Extras(agree, links))
 
     @property
     def allowed(self) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from jpipe_train.config.config import AUTO, Config
 from jpipe_train.config.section import MOST_ROWS
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count
-from jpipe_train.launch.together import Together, facts, joined
+from jpipe_train.launch.team import Team, facts, joined
 from jpipe_train.plan import trial
 from jpipe_train.plan.compiling import compiled_words, compiler_errors, confirm, nothing_fits, of_this_machine
 from jpipe_train.plan.inputs import ALL, Request, prepare_devices, read_profile, read_topology
@@ -53,24 +53,24 @@ def main(request: Request, connect_limit: float = 300.0, wait_limit: float = 45.
     """
     _check(request)
     num_processes = connect() if request.topology == LOCAL else 1
-    with joined(num_processes, connect_limit, wait_limit) as together:
-        console = Console(highlight=False, quiet=not together.is_first)
+    with joined(num_processes, connect_limit, wait_limit) as team:
+        console = Console(highlight=False, quiet=not team.is_first)
         if not console.is_terminal:
             console.width = 180
         reporter = Reporter(1, 1, "samples", console)
         config = None
         if request.config is not None:
             changes, source = (*request.overrides, f"plan.file={AUTO}"), request.config
-            config = together.run_on_all(lambda: config_file.load(source, changes, allow_code=request.allow_code))
+            config = team.run_on_all(lambda: config_file.load(source, changes, allow_code=request.allow_code))
             planned = replace(request, config=None, out=None, profile_out=None, png=None)
-            together.agree(lambda: facts(config) | {"what is planned": str(planned)})
-        together.run_on_all(lambda: _check_by_reading(request, config, together))
-        devices = together.run_on_all(lambda: prepare_devices(request, num_processes))
-        together.start_devices(connect_limit)
-        parts = together.run_on_all(lambda: None if config is None else Parts.of(config, reporter))
-        request = request.with_asked(None) if parts is None else parts.complete(request, together)
-        found = _find(request, parts, devices, reporter, together)
-        together.run_on_all(lambda: None if found is None else _finish(request, found, parts, reporter))
+            team.agree(lambda: facts(config) | {"what is planned": str(planned)})
+        team.run_on_all(lambda: _check_by_reading(request, config, team))
+        devices = team.run_on_all(lambda: prepare_devices(request, num_processes))
+        team.start_devices(connect_limit)
+        parts = team.run_on_all(lambda: None if config is None else Parts.of(config, reporter))
+        request = request.with_extras(None) if parts is None else parts.complete(request, team)
+        found = _find(request, parts, devices, reporter, team)
+        team.run_on_all(lambda: None if found is None else _finish(request, found, parts, reporter))
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,11 @@ class _Found:
     known_by: str = ""
 
 
-def _find(request: Request, parts: Parts | None, devices: int | None, reporter: Reporter, together: Together) -> _Found | None:
+def _find(request: Request, parts: Parts | None, devices: int | None, reporter: Reporter, team: Team) -> _Found | None:
     """Profile, search, confirm and measure; return what was found, and None in other processes than process 0."""
     if (batch := request.batch) is None:
         raise InputError("--batch: a profile does not say how many rows a batch has; give their number")
-    profile, topology = _profile_and_topology(request, parts, batch, devices, reporter, together)
+    profile, topology = _profile_and_topology(request, parts, batch, devices, reporter, team)
 
     def searched() -> Plans:
         global_norm = parts is not None and parts.config.uses_global_norm
@@ -120,9 +120,9 @@ def _find(request: Request, parts: Parts | None, devices: int | None, reporter: 
         return found[0]
 
     if request.measure is not None:
-        measured = trial.measure(find, parts, request.measure, reporter, together)
+        measured = trial.measure(find, parts, request.measure, reporter, team)
         return None if measured is None else _Found(measured.result, measured, batch, known_by)
-    together.from_first("the plan", lambda: find().choice.topology.name, trial.LONGEST)
+    team.from_first("the plan", lambda: find().choice.topology.name, trial.LONGEST)
     return _Found(found[0], None, batch, known_by) if found else None
 
 
@@ -185,14 +185,14 @@ def _check(request: Request) -> None:
             raise InputError(f"{option}: there is no folder for '{path}'; make it first, or choose another")
 
 
-def _check_by_reading(request: Request, config: Config | None, together: Together) -> None:
+def _check_by_reading(request: Request, config: Config | None, team: Team) -> None:
     """Check what the config, the topology and the profile say, before devices start, data are read or layers are profiled."""
     if request.topology != LOCAL:
         read_topology(request.topology)
-    if request.profile is not None and together.is_first:
+    if request.profile is not None and team.is_first:
         read_profile(request.profile, request.rows or 1)
     if config is not None:
-        refused_schedules(request.with_asked(config.plan), config.uses_global_norm)
+        refused_schedules(request.with_extras(config.plan), config.uses_global_norm)
         check_by_reading(config)
 
 
@@ -202,25 +202,25 @@ def _most_in_mesh(request: Request, topology: Topology) -> int:
 
 
 def _profile_and_topology(
-    request: Request, parts: Parts | None, batch: int, devices: int | None, reporter: Reporter, together: Together
+    request: Request, parts: Parts | None, batch: int, devices: int | None, reporter: Reporter, team: Team
 ) -> tuple[Profile, Topology]:
     """Read or measure the profile and the topology; all processes get the same."""
     topology = read_topology(request.topology) if request.topology != LOCAL else None
     local = jax.device_count() if topology is None and devices is None else devices or 1
     if request.profile is not None:
         file, rows = request.profile, request.rows or 1
-        if together.processes is None:
+        if team.processes is None:
             profile = read_profile(file, rows)
         else:
-            profile = Profile.from_json(together.from_first("the profile", lambda: read_profile(file, rows).to_json()))
+            profile = Profile.from_json(team.from_first("the profile", lambda: read_profile(file, rows).to_json()))
         if request.rows is None and Path(file).suffix == ".txt":
             reporter.say("microbatches of 1 row: say how many with --rows")
         if parts is not None:
             ids, ties = parts.stack.ids, parts.stack.ties
-            together.run_on_all(lambda: profile.check_layers(ids, [*ties.sharers(ids).values()]))
+            team.run_on_all(lambda: profile.check_layers(ids, [*ties.sharers(ids).values()]))
     elif topology is None:
         assert parts is not None
-        profile = profile_together(parts, batch, local, reporter, together)
+        profile = profile_together(parts, batch, local, reporter, team)
     else:
         assert parts is not None
         profile = profile_of(parts, topology, batch, topology.num_devices, reporter, _most_in_mesh(request, topology))
@@ -228,7 +228,7 @@ def _profile_and_topology(
         assert parts is not None
         lines = list[str]()
         with reporter.phase("measuring what this machine computes and moves at once"):
-            topology = local_topology(local, cores=cores_of(parts, profile, local, together), report=lines.append)
+            topology = local_topology(local, cores=cores_of(parts, profile, local, team), report=lines.append)
         for line in (table.links(topology), *lines):
             reporter.say(line)
     elif topology.num_devices > 1:

@@ -22,7 +22,7 @@ from jpipe_train.assemble.optimizer import optimizer, same_at_all_stages
 from jpipe_train.config.config import Config
 from jpipe_train.console.progress import Reporter
 from jpipe_train.data import data
-from jpipe_train.launch.together import Together
+from jpipe_train.launch.team import Team
 from jpipe_train.plan.inputs import Request
 
 MEASURED_SIZES, PAPER_SIZES = 4, 6  # numbers of microbatch sizes to profile; each takes a compilation, and a run if it is measured
@@ -72,15 +72,15 @@ class Parts:
         of_optimizer = {name: getattr(self.config.optimizer, name) for name in ("ema_decay", "delay_correction")}
         return {"precision": self.precision, **of_optimizer}
 
-    def complete(self, request: Request, together: Together) -> Request:
+    def complete(self, request: Request, team: Team) -> Request:
         """Return a request with what follows from the config, and from the number of processes."""
         return dataclasses.replace(
-            request.with_asked(self.config.plan),
+            request.with_extras(self.config.plan),
             batch=request.batch or self.config.train.batch_size,
             replicas=not self.stack.carries_rows,
             max_delay=self.config.plan.max_delay if request.max_delay is None else request.max_delay,
             share_optimizer=self.config.optimizer.ema_decay is None,
-            all_devices=together.processes is not None,
+            all_devices=team.processes is not None,
         )
 
     def pipeline(self, plan: jpipe.Plan) -> jpipe.Pipeline:
@@ -122,7 +122,7 @@ def profile_of(parts: Parts, topology: Topology | None, batch: int, devices: int
         return analyze(*parts.for_profile, sizes, topology.device, progress=progress, **parts.profile_options)
 
 
-def profile_together(parts: Parts, batch: int, devices: int, reporter: Reporter, together: Together) -> Profile:
+def profile_together(parts: Parts, batch: int, devices: int, reporter: Reporter, team: Team) -> Profile:
     """Profile the layers in process 0 while the other processes wait; all processes call this and get the same profile.
 
     How devices slow each other down is another measurement (`cores_of`).
@@ -132,20 +132,20 @@ def profile_together(parts: Parts, batch: int, devices: int, reporter: Reporter,
         batch: rows between two updates.
         devices: the number of devices.
         reporter: shows progress.
-        together: the processes of the run.
+        team: the processes of the run.
     """
-    text = together.from_first(_PROFILE, lambda: profile_of(parts, None, batch, devices, reporter).to_json())
+    text = team.from_first(_PROFILE, lambda: profile_of(parts, None, batch, devices, reporter).to_json())
     return Profile.from_json(text)
 
 
-def cores_of(parts: Parts, profile: Profile, devices: int, together: Together) -> float | None:
+def cores_of(parts: Parts, profile: Profile, devices: int, team: Team) -> float | None:
     """Measure how many devices can compute at the same time as fast as one alone; all processes call this.
 
     Args:
         parts: the model.
         profile: the costs of its layers.
         devices: the number of devices, over all processes.
-        together: the processes of the run.
+        team: the processes of the run.
 
     Returns:
         The number; None with one device, and for accelerators, which share nothing.
@@ -157,10 +157,10 @@ def cores_of(parts: Parts, profile: Profile, devices: int, together: Together) -
     work = WorkAtOnce(Model(*parts.for_profile, (rows,), **parts.profile_options), *longest_layer(profile, rows), local)
     rounds = list[tuple[float, float]]()
     for _ in range(ROUNDS):
-        together.meet("one device to compute alone")
-        seconds = work.seconds(1) if together.is_first else 0.0
-        together.meet("all devices to compute at once")
-        rounds.append((together.largest("the time alone", seconds), together.largest("the time at once", work.seconds(len(local)))))
+        team.meet("one device to compute alone")
+        seconds = work.seconds(1) if team.is_first else 0.0
+        team.meet("all devices to compute at once")
+        rounds.append((team.largest("the time alone", seconds), team.largest("the time at once", work.seconds(len(local)))))
     alone, at_once = (statistics.median(seconds) for seconds in zip(*rounds, strict=True))
     return cores(alone, at_once, devices)
 

@@ -40,7 +40,7 @@ def refused_schedules(request: Request, global_norm: bool, shares: bool = False)
     arguments, reasons = {"skip_nonfinite": global_norm, "ties": shares}, dict[str, str]()
     needs = " or ".join(_NEEDS[option] for option, is_set in arguments.items() if is_set)
     for name in request.allowed:
-        fields = {"schedule": name, "agree": request.asked.agree, "vertical_sync": bool(needs) and needs_vertical_sync(name)}
+        fields = {"schedule": name, "agree": request.extras.agree, "vertical_sync": bool(needs) and needs_vertical_sync(name)}
         if problem := excluded(_SMALL.model_copy(update=fields), **arguments):
             reasons[name] = problem._replace(where="").text()
     if all(name in reasons for name in request.allowed):
@@ -69,11 +69,16 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
         reporter.say(f"left out, because of {needs}: {name}: {why}")
     for name in filter(needs_vertical_sync, schedules if needs else ()):
         reporter.say(f"{name} is tried with vertical_sync and equal pipelines only, because of {needs}")
-    if "pipedream" in schedules and request.asked.agree is not None:
+    if "pipedream" in schedules and request.extras.agree is not None:
         reporter.say("left out: different numbers of replicas per stage, because pipelines that agree have equal stages")
     elif "pipedream" in schedules and not has_searchable_stages(topology):
         reporter.say("left out: different numbers of replicas per stage, because too many devices differ")
-    options: dict[str, Any] = {"exact": not request.up_to, "replicas": request.replicas, "global_norm": global_norm, "asked": request.asked}
+    options: dict[str, Any] = {
+        "exact": not request.up_to,
+        "replicas": request.replicas,
+        "global_norm": global_norm,
+        "extras": request.extras,
+    }
     plans = find_plans(
         *(profile, topology, batch),
         schedules=schedules,
@@ -146,7 +151,7 @@ def _meshes(profile: Profile, topology: Topology, request: Request, reporter: Re
     Raises:
         InputError: a requested mesh does not fit the devices or the layers.
     """
-    if request.asked.links is not None:
+    if request.extras.links is not None:
         return (NO_MESH,)
     if request.degrees is None:
         return possible_degrees(profile, topology)

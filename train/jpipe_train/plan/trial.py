@@ -27,7 +27,7 @@ from jpipe_train.console import interrupt
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count, first_line
 from jpipe_train.data import data
-from jpipe_train.launch.together import Together
+from jpipe_train.launch.team import Team
 from jpipe_train.plan.profiling import Parts
 
 ROUNDS = 5  # their median counts; each plan runs once in each, so that a change of the machine's speed concerns all
@@ -123,7 +123,7 @@ class Measured:
         return self.result.choice.profile.scaled(self.factor)
 
 
-def measure(find: Callable[[], Plans], parts: Parts, most: int, reporter: Reporter, together: Together) -> Measured | None:
+def measure(find: Callable[[], Plans], parts: Parts, most: int, reporter: Reporter, team: Team) -> Measured | None:
     """Run the best plan of each kind until `most` have run, and put these first, by their measured speed; all processes call it.
 
     Each plan trains fresh weights with one batch of the config's data, so that the speed of reading data does not count. After Ctrl-C a
@@ -134,7 +134,7 @@ def measure(find: Callable[[], Plans], parts: Parts, most: int, reporter: Report
         parts: the model.
         most: the number of plans to run.
         reporter: prints what is run.
-        together: the processes of the run.
+        team: the processes of the run.
 
     Returns:
         What was measured; None in other processes than process 0.
@@ -157,11 +157,11 @@ def measure(find: Callable[[], Plans], parts: Parts, most: int, reporter: Report
         return Run(name, rows, parts.pipeline(jpipe.Plan.from_json(plan)))
 
     try:
-        text = together.from_first("the plans to measure", prepare, LONGEST)
-        for group in groups if together.is_first else ([read(*plan) for plan in group] for group in json.loads(text)):
-            _run(group, parts, reporter, together)
+        text = team.from_first("the plans to measure", prepare, LONGEST)
+        for group in groups if team.is_first else ([read(*plan) for plan in group] for group in json.loads(text)):
+            _run(group, parts, reporter, team)
     except BaseException as error:
-        if interrupt.words(error) is None or not searched or together.processes is not None:
+        if interrupt.words(error) is None or not searched or team.processes is not None:
             raise
         interrupt.forget()
         decide = "the plans that were measured until now are compared" if any(one.rounds for one in trials) else "predictions decide"
@@ -198,20 +198,20 @@ def _compile(plans: Plans, trials: list[Trial], parts: Parts, most: int, reporte
 
 def _groups(trials: Sequence[Trial], limit: float | None) -> list[list[Run]]:
     """Return all plans as one group, which runs in turn, or each alone where their states do not fit into memory together."""
-    together = limit is None or sum(max(trial.ranked.memory) for trial in trials) <= limit
-    return [[*trials]] if together else [[one] for one in trials]
+    team = limit is None or sum(max(trial.ranked.memory) for trial in trials) <= limit
+    return [[*trials]] if team else [[one] for one in trials]
 
 
-def _run(group: Sequence[Run], parts: Parts, reporter: Reporter, together: Together) -> None:
+def _run(group: Sequence[Run], parts: Parts, reporter: Reporter, team: Team) -> None:
     """Run the plans of a group in turn, `ROUNDS` times."""
-    batches = together.run_on_all(lambda: data.load(parts.config))
-    together.agree(lambda: {"data": batches.digest()})
-    batch, ready = together.run_on_all(lambda: _first_batch(batches)), list[tuple[Run, Running]]()
-    processes = together.processes
+    batches = team.run_on_all(lambda: data.load(parts.config))
+    team.agree(lambda: {"data": batches.digest()})
+    batch, ready = team.run_on_all(lambda: _first_batch(batches)), list[tuple[Run, Running]]()
+    processes = team.processes
     for run in group:
         with _failing(run, reporter, processes=processes), reporter.phase(f"starting {run.name}"):
             assert run.pipe is not None
-            ready.append((run, Running(run.pipe, _resized(batch, run.rows), together)))
+            ready.append((run, Running(run.pipe, _resized(batch, run.rows), team)))
     if not ready:
         return
     with reporter.counting(f"measuring {count(len(ready), 'plan')}, {ROUNDS} rounds") as progress:
@@ -247,11 +247,11 @@ class Running:
     Args:
         pipe: the pipeline of the plan.
         batch: (inputs, labels), the same for each step.
-        together: the processes of the run, which all do the same.
+        team: the processes of the run, which all do the same.
     """
 
-    def __init__(self, pipe: jpipe.Pipeline, batch: Any, together: Together) -> None:
-        self._pipe, self._batch, self._together = pipe, batch, together
+    def __init__(self, pipe: jpipe.Pipeline, batch: Any, team: Team) -> None:
+        self._pipe, self._batch, self._team = pipe, batch, team
         self._state = pipe.init(jax.random.key(0), batch)
         self._seconds(jpipe.programs.batches_until_full(pipe.plan))
         self._steps = max(LEAST, math.ceil(SECONDS / self._seconds(1)))
@@ -268,7 +268,7 @@ class Running:
     def _seconds(self, steps: int) -> float:
         """Run steps and return the seconds per step. All processes begin together; garbage is not collected."""
         gc.collect()
-        self._together.meet("the next steps to measure")
+        self._team.meet("the next steps to measure")
         gc.disable()
         try:
             begin = time.perf_counter()
@@ -279,7 +279,7 @@ class Running:
             seconds = (time.perf_counter() - begin) / steps
         finally:
             gc.enable()
-        return self._together.largest("the seconds of a step", seconds)
+        return self._team.largest("the seconds of a step", seconds)
 
 
 def _first_batch(batches: data.Data) -> Any:

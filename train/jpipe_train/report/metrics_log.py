@@ -13,7 +13,7 @@ from jpipe_train.checkpoint.run_folder import METRICS, FolderChanged, RunFolder
 from jpipe_train.config.data_section import SourceConfig
 from jpipe_train.config.run_settings import RunSettings
 from jpipe_train.console.progress import Reporter
-from jpipe_train.launch.together import Together
+from jpipe_train.launch.team import Team
 from jpipe_train.report.logs import Logs
 from jpipe_train.report.performance.measure import Measure
 from jpipe_train.report.performance.mfu import Utilization
@@ -70,7 +70,7 @@ class MetricsLog:
         logs: Logs | None,
         reporter: Reporter,
         measure: Measure,
-        together: Together,
+        team: Team,
         history: History,
         pipe: jpipe.Pipeline,
         utilization: Utilization | None = None,
@@ -85,7 +85,7 @@ class MetricsLog:
         self._logs = logs
         self._reporter = reporter
         self._measure = measure
-        self._together = together
+        self._team = team
         self._history = history
         self._utilization = utilization
         self._learning_rate = None if folder is None else settings.learning_rate(settings.train.length)
@@ -175,7 +175,7 @@ class MetricsLog:
         )
         if self._skipped == MOST_SKIPPED:
             hint = "lower optimizer.learning_rate, or look at the data of these steps"
-            raise self._together.shared(NonFiniteLoss(f"step {step}: {MOST_SKIPPED} steps in a row were skipped; {hint}"))
+            raise self._team.shared(NonFiniteLoss(f"step {step}: {MOST_SKIPPED} steps in a row were skipped; {hint}"))
         return {"step": step, "skipped": 1} | {name: value for name, value in values.items() if math.isfinite(value)} | scale
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ class MetricsLog:
         """
         if self.last_step < end - 1:
             missing = f"step {self.last_step + 1}" if self.last_step == end - 2 else f"steps {self.last_step + 1} to {end - 1}"
-            raise self._together.shared(RunStopped(f"the run came to its end without a loss of {missing}; this is a fault of jpipe"))
+            raise self._team.shared(RunStopped(f"the run came to its end without a loss of {missing}; this is a fault of jpipe"))
         if self._folder is None:
             return
         if self._lacks_rows:
@@ -236,7 +236,7 @@ class MetricsLog:
         try:
             values = means(self._validation[step])
         except jpipe.InputError as error:
-            raise self._together.shared(error) from None
+            raise self._team.shared(error) from None
         self._finite(step, "validation loss", values["val_loss"])
         for name in [name for name, value in values.items() if not math.isfinite(value)]:
             self._reporter.say(f"step {step}: {name} is {values.pop(name)}; metrics.jsonl does not have it")
@@ -258,7 +258,7 @@ class MetricsLog:
             hint = "; lower optimizer.learning_rate or raise optimizer.warmup_steps"
             if step == 0 and not (self.steps == 1 and name == "validation loss"):
                 hint = " before any update; look for NaN or infinite values in the data, or in what the model and its loss make of them"
-            raise self._together.shared(NonFiniteLoss(f"step {step}: the {name} is {value}{hint}"))
+            raise self._team.shared(NonFiniteLoss(f"step {step}: the {name} is {value}{hint}"))
         return value
 
 

@@ -28,7 +28,7 @@ from jpipe_train.console.terminal import count
 from jpipe_train.data import data
 from jpipe_train.data.mixture import Joined
 from jpipe_train.data.rows import BatchesOfRows, Divisible, WithRemainder, like_a_batch
-from jpipe_train.launch.together import facts, joined
+from jpipe_train.launch.team import facts, joined
 from jpipe_train.report.metrics_log import RunStopped, mean_of, means_of
 from jpipe_train.run.ending import reason
 from jpipe_train.run.requests import EvaluateRequest
@@ -73,34 +73,34 @@ def main(request: EvaluateRequest, num_processes: int = 1, connect_limit: float 
         RunStopped: a device failed, or a file can no longer be read.
         jpipe.PeerLost: another process died, hung or stopped.
     """
-    with joined(num_processes, connect_limit, wait_limit) as together:
+    with joined(num_processes, connect_limit, wait_limit) as team:
         interrupt.check()
-        quiet = None if together.is_first else Console(quiet=True)
+        quiet = None if team.is_first else Console(quiet=True)
         lines: list[str] = []
-        folder = together.run_on_all(lambda: _run_folder(request))
-        together.run_on_all(lambda: check_steps(folder, request.step, "evaluate") if together.is_first else None)
-        config = together.run_on_all(lambda: _config(folder, request))
-        together.agree(lambda: facts(config) | {"what is evaluated": str(request)})
-        together.run_on_all(lambda: prepare_devices(config.plan, num_processes))
-        cache_problem = together.run_on_all(lambda: compile_cache.use(config.compile_cache))
-        together.run_on_all(lambda: _check_by_reading(config, request))
-        together.start_devices(connect_limit)
+        folder = team.run_on_all(lambda: _run_folder(request))
+        team.run_on_all(lambda: check_steps(folder, request.step, "evaluate") if team.is_first else None)
+        config = team.run_on_all(lambda: _config(folder, request))
+        team.agree(lambda: facts(config) | {"what is evaluated": str(request)})
+        team.run_on_all(lambda: prepare_devices(config.plan, num_processes))
+        cache_problem = team.run_on_all(lambda: compile_cache.use(config.compile_cache))
+        team.run_on_all(lambda: _check_by_reading(config, request))
+        team.start_devices(connect_limit)
         # Orbax starts the devices, which waits for all processes, so no checkpoint is read before.
-        step = int(together.from_first("the checkpoint", lambda: str(choose(folder, request.step, "evaluate", lines.append).step)))
+        step = int(team.from_first("the checkpoint", lambda: str(choose(folder, request.step, "evaluate", lines.append).step)))
         reporter = Reporter(1, *data.portion(config), quiet)
         for line in (*lines, cache_problem):
             if line:
                 reporter.say(line)
-        pipe, batches, selection = together.run_on_all(lambda: _ready(config, request, reporter))
-        together.agree(lambda: {"plan": pipe.plan.to_json(), "data": batches.digest()})
+        pipe, batches, selection = team.run_on_all(lambda: _ready(config, request, reporter))
+        team.agree(lambda: {"plan": pipe.plan.to_json(), "data": batches.digest()})
         interrupt.check()
-        resumed, fresh = together.run_on_all(lambda: resume.at(folder, step)), config.resume.optimizer == "reset"
+        resumed, fresh = team.run_on_all(lambda: resume.at(folder, step)), config.resume.optimizer == "reset"
         try:
             with reporter.phase(f"compiling {count(pipe.plan.depth, 'stage')}, reading the checkpoint", compile_cache.CacheCount()):
                 with _other_shapes_named(config, request):
-                    layers, damaged = read_checkpoint(pipe, batches, together, resumed, fresh_optimizer=fresh)
+                    layers, damaged = read_checkpoint(pipe, batches, team, resumed, fresh_optimizer=fresh)
                 if layers is None:
-                    raise together.shared(InputError(damaged, change=resume.ANOTHER))
+                    raise team.shared(InputError(damaged, change=resume.ANOTHER))
                 state = begin(config.seed, pipe, batches, resumed, layers, fresh_optimizer=fresh)
             means, labels = _evaluate(config, request, pipe, state, batches.validation, selection, reporter)
         except (jax.errors.JaxRuntimeError, OSError) as error:

@@ -36,7 +36,7 @@ from jpipe_train.config.train_config import MOST_EPOCHS
 from jpipe_train.console import interrupt
 from jpipe_train.console.progress import Reporter
 from jpipe_train.data.data import Data
-from jpipe_train.launch.together import Together, code_facts, joined
+from jpipe_train.launch.team import Team, code_facts, joined
 from jpipe_train.report import logs
 from jpipe_train.report.summary import Summary
 from jpipe_train.run import fit_data, stopping
@@ -125,15 +125,15 @@ def fit(
     """
     folder = _folder(run_dir, checkpoint, resume)
     length, called = _length(steps, epochs), Callbacks(callbacks)
-    with interrupt.watched(), joined(jax.process_count(), _CONNECT_LIMIT, _WAIT_LIMIT) as together:
-        batches, rows = together.run_on_all(lambda: fit_data.load(data, eval_data, batch_size, pipe.plan.microbatches, seed, **length))
+    with interrupt.watched(), joined(jax.process_count(), _CONNECT_LIMIT, _WAIT_LIMIT) as team:
+        batches, rows = team.run_on_all(lambda: fit_data.load(data, eval_data, batch_size, pipe.plan.microbatches, seed, **length))
         train = {**length, "batch_size": rows, "log_every": log_every, "eval_every": eval_every}
         train |= {"eval_batches": max(len(batches.validation), 1), **({} if folder else {"trace_batches": 0})}
         saves = dict(checkpoint) if isinstance(checkpoint, Mapping) else {"every": checkpoint}
         written = {"log": [*log], "checkpoint": saves} if folder else {"log": [], "checkpoint": {"every": None}}
         arguments = {"seed": seed, "train": train, "run": {"dir": folder}, **written}
-        settings = together.run_on_all(lambda: _settings(pipe, arguments, metrics or {}))
-        return _run(pipe, settings, batches, state, called, resume, together, progress)
+        settings = team.run_on_all(lambda: _settings(pipe, arguments, metrics or {}))
+        return _run(pipe, settings, batches, state, called, resume, team, progress)
 
 
 class _Arguments(Section):
@@ -234,31 +234,31 @@ def _run(
     state: jpipe.State | None,
     callbacks: Callbacks,
     resume: Resume,
-    together: Together,
+    team: Team,
     progress: bool,
 ) -> FitResult:
     """Check the arguments against each other and between processes, train, and return the result."""
-    together.run_on_all(lambda: logs.check(settings.log) if together.is_first else None)
+    team.run_on_all(lambda: logs.check(settings.log) if team.is_first else None)
     facts = {"resume": str(resume), "callbacks": "some" if callbacks else "none"}
-    together.agree(lambda: {"arguments of fit": settings.yaml, **facts, **code_facts()})
+    team.agree(lambda: {"arguments of fit": settings.yaml, **facts, **code_facts()})
     rows, epochs = settings.train.batch_size, settings.train.epochs
-    reporter = Reporter(batches.steps or settings.train.length, *settings.items, _console(progress and together.is_first))
-    resumed = find_resumed(settings.folder, resume, together, reporter.say)
-    steps = together.run_on_all(lambda: fit_data.continued(batches, resumed, rows, epochs)).steps or settings.train.length
+    reporter = Reporter(batches.steps or settings.train.length, *settings.items, _console(progress and team.is_first))
+    resumed = find_resumed(settings.folder, resume, team, reporter.say)
+    steps = team.run_on_all(lambda: fit_data.continued(batches, resumed, rows, epochs)).steps or settings.train.length
 
     def build(resumed: Resumed | None) -> tuple[jpipe.Pipeline, Data]:
-        continued = together.run_on_all(lambda: _checked(pipe, settings, fit_data.continued(batches, resumed, rows, epochs)))
-        together.agree(lambda: {"plan": pipe.plan.to_json(), "data": continued.digest()})
+        continued = team.run_on_all(lambda: _checked(pipe, settings, fit_data.continued(batches, resumed, rows, epochs)))
+        team.agree(lambda: {"plan": pipe.plan.to_json(), "data": continued.digest()})
         return pipe, continued
 
     if resumed is not None:
         if state is not None:
             reporter.say("state is ignored: it is for new runs, and this one resumes")
         if resumed.step >= steps:
-            return _completed(settings.with_steps(steps), build(resumed), together, resumed, reporter)
+            return _completed(settings.with_steps(steps), build(resumed), team, resumed, reporter)
     elif state is not None and state.batch >= steps:
         raise InputError(f"fit: steps: expected more than the {state.batch} batches before state, found {steps}; raise it")
-    summary = start(settings, RunParts(build, state=state, callbacks=callbacks), together, resumed, resume, reporter)
+    summary = start(settings, RunParts(build, state=state, callbacks=callbacks), team, resumed, resume, reporter)
     assert summary.state is not None
     return FitResult(summary.state, summary, summary.folder)
 
@@ -275,16 +275,14 @@ def _checked(pipe: jpipe.Pipeline, settings: RunSettings, batches: Data) -> Data
     return batches
 
 
-def _completed(
-    settings: RunSettings, built: tuple[jpipe.Pipeline, Data], together: Together, resumed: Resumed, reporter: Reporter
-) -> FitResult:
+def _completed(settings: RunSettings, built: tuple[jpipe.Pipeline, Data], team: Team, resumed: Resumed, reporter: Reporter) -> FitResult:
     """Return the result of a run without remaining steps, from its checkpoint."""
     pipe, batches = built
-    layers, damage = read_checkpoint(pipe, batches, together, resumed, fresh_optimizer=False)
+    layers, damage = read_checkpoint(pipe, batches, team, resumed, fresh_optimizer=False)
     if layers is None:
-        raise together.shared(InputError(damage, change=ANOTHER))
+        raise team.shared(InputError(damage, change=ANOTHER))
     state = begin(settings.seed, pipe, batches, resumed, layers)
-    return FitResult(state, already_complete(resumed, settings, reporter, together), resumed.folder if together.is_first else None)
+    return FitResult(state, already_complete(resumed, settings, reporter, team), resumed.folder if team.is_first else None)
 
 
 def _console(shows: bool) -> Console:

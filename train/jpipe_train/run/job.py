@@ -15,7 +15,7 @@ from jpipe_train.console.options import Process
 from jpipe_train.console.terminal import fail, printable
 from jpipe_train.doctor import doctor as examination
 from jpipe_train.doctor.request import Request as Examination
-from jpipe_train.launch import distributed, together
+from jpipe_train.launch import distributed, team
 from jpipe_train.report.loggers import sender
 from jpipe_train.report.metrics_log import RunStopped
 from jpipe_train.report.summary import Summary
@@ -101,7 +101,7 @@ def run_process(work: Callable[[Callable[[], int]], int], process: Process) -> i
         done = work(connect)
     except InputError as error:
         code = failed(error)
-    except together.ReportedElsewhere as error:
+    except team.ReportedElsewhere as error:
         code = fail(str(error), error.code)
     except (RunStopped, PeerLost, FloatingPointError) as error:  # the last one with jax_debug_nans
         code = fail(printable(str(error)), 1)

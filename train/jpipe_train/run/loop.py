@@ -30,7 +30,7 @@ from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count
 from jpipe_train.data import data
 from jpipe_train.launch.numeric_settings import numeric_settings
-from jpipe_train.launch.together import Together, facts, joined
+from jpipe_train.launch.team import Team, facts, joined
 from jpipe_train.plan.auto import find_plan
 from jpipe_train.plan.inputs import Request
 from jpipe_train.report import logs
@@ -85,28 +85,28 @@ def main(
         ReportedElsewhere: this process stops for a reason that another one reports.
         KeyboardInterrupt: Ctrl-C; the run folder, named in the exception if there is one, holds the steps before.
     """
-    with joined(num_processes, connect_limit, wait_limit) as together:
+    with joined(num_processes, connect_limit, wait_limit) as team:
         interrupt.check()
         options = {"--resume": resume, "--from-checkpoint": str(from_checkpoint), "--elastic": str(elastic)}
-        config, remarks = agree_on_config(config, num_processes, elastic, options, together)
+        config, remarks = agree_on_config(config, num_processes, elastic, options, team)
         settings = settings_of(config)
-        reporter = Reporter(config.train.length, *settings.items, None if together.is_first else Console(quiet=True))
+        reporter = Reporter(config.train.length, *settings.items, None if team.is_first else Console(quiet=True))
         for line in remarks:
             reporter.say(line)
-        looks = may_resume(config.run.dir, resume, together, from_checkpoint)
+        looks = may_resume(config.run.dir, resume, team, from_checkpoint)
         if not looks:  # Orbax, which reads them, needs devices, which all processes start together
-            together.run_on_all(lambda: check_early(config, settings, together, None, resume))
-        together.start_devices(connect_limit)
-        resumed = find_resumed(config.run.dir, resume, together, reporter.say, step=from_checkpoint)
+            team.run_on_all(lambda: check_early(config, settings, team, None, resume))
+        team.start_devices(connect_limit)
+        resumed = find_resumed(config.run.dir, resume, team, reporter.say, step=from_checkpoint)
         if resumed is not None and is_complete(resumed, settings):
-            return already_complete(resumed, settings, reporter, together)
+            return already_complete(resumed, settings, reporter, team)
         if looks:
-            together.run_on_all(lambda: check_early(config, settings, together, resumed, resume))
+            team.run_on_all(lambda: check_early(config, settings, team, resumed, resume))
         parts = RunParts(
-            lambda resumed: build_on_all(config, together, resumed, reporter),
-            lambda pipe, batches, resumed: initial_params(config, pipe, batches, together, resumed, reporter),
+            lambda resumed: build_on_all(config, team, resumed, reporter),
+            lambda pipe, batches, resumed: initial_params(config, pipe, batches, team, resumed, reporter),
         )
-        return start(settings, parts, together, resumed, resume, reporter, from_checkpoint)
+        return start(settings, parts, team, resumed, resume, reporter, from_checkpoint)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +130,7 @@ class RunParts:
 def start(
     settings: RunSettings,
     parts: RunParts,
-    together: Together,
+    team: Team,
     resumed: Resumed | None,
     resume: Resume,
     reporter: Reporter,
@@ -141,7 +141,7 @@ def start(
     Args:
         settings: the settings of the run.
         parts: what is trained.
-        together: the processes of the run.
+        team: the processes of the run.
         resumed: the checkpoint to resume from, if any.
         resume: as in `main`.
         reporter: prints the progress.
@@ -150,20 +150,20 @@ def start(
     Raises:
         Exception: as `main`.
     """
-    pipe, batches, resumed, layers = prepare(settings, parts, together, resumed, resume, reporter, required_step)
+    pipe, batches, resumed, layers = prepare(settings, parts, team, resumed, resume, reporter, required_step)
     interrupt.check()
-    settings = with_steps(settings, batches, reporter, together)
+    settings = with_steps(settings, batches, reporter, team)
     if resumed is not None:
         resumed = resumed.with_data_of(settings.record)
         if is_complete(resumed, settings):
-            return already_complete(resumed, settings, reporter, together)
+            return already_complete(resumed, settings, reporter, team)
         report_resumed(resumed, settings.record, pipe.plan, batches, reporter)
     initial = parts.initial_params(pipe, batches, resumed) or layers
-    writes = together.is_first and (not settings.in_python or settings.folder is not None)
-    folder = together.run_on_all(lambda: make_folder(settings, pipe.plan, resume, resumed, reporter) if writes else None)
+    writes = team.is_first and (not settings.in_python or settings.folder is not None)
+    folder = team.run_on_all(lambda: make_folder(settings, pipe.plan, resume, resumed, reporter) if writes else None)
     try:
         with folder or contextlib.nullcontext():
-            return run(settings, parts, pipe, batches, folder, reporter, together, resumed, initial)
+            return run(settings, parts, pipe, batches, folder, reporter, team, resumed, initial)
     except BaseException as error:
         in_place = None if isinstance(error, FolderChanged) else folder
         logged = "" if in_place is None else left_words(in_place, settings)
@@ -179,7 +179,7 @@ def start(
 
 
 def agree_on_config(
-    config: Config, num_processes: int, elastic: int | None, options: dict[str, str], together: Together
+    config: Config, num_processes: int, elastic: int | None, options: dict[str, str], team: Team
 ) -> tuple[Config, list[str]]:
     """Check that all processes have the same config and options, and prepare JAX, before any device starts.
 
@@ -189,15 +189,15 @@ def agree_on_config(
     Raises:
         jpipe.InputError: they differ, or the config does not fit these processes.
     """
-    config, remark = together.run_on_all(lambda: smaller_plan.for_processes(config, num_processes, elastic))
-    together.agree(lambda: facts(config) | options)
-    together.run_on_all(lambda: prepare_devices(config.plan, num_processes))
-    together.run_on_all(lambda: logs.check(config.log) if together.is_first else None)
-    cache_problem = together.run_on_all(lambda: compile_cache.use(config.compile_cache))
+    config, remark = team.run_on_all(lambda: smaller_plan.for_processes(config, num_processes, elastic))
+    team.agree(lambda: facts(config) | options)
+    team.run_on_all(lambda: prepare_devices(config.plan, num_processes))
+    team.run_on_all(lambda: logs.check(config.log) if team.is_first else None)
+    cache_problem = team.run_on_all(lambda: compile_cache.use(config.compile_cache))
     return config, [line for line in (cache_problem, remark) if line]
 
 
-def check_early(config: Config, settings: RunSettings, together: Together, resumed: Resumed | None, resume: Resume) -> None:
+def check_early(config: Config, settings: RunSettings, team: Team, resumed: Resumed | None, resume: Resume) -> None:
     """Check what needs neither devices nor data, so that a mistake is reported in seconds.
 
     Raises:
@@ -206,20 +206,20 @@ def check_early(config: Config, settings: RunSettings, together: Together, resum
     stopping.check(settings)
     check_by_reading(config)
     if config.plan.file == AUTO:
-        Request().with_asked(config.plan)
+        Request().with_extras(config.plan)
     if resumed is None:
         if config.warm_start.file is not None:
             from jpipe_train.checkpoint import warm_start
 
             warm_start.check_files(config)
-        if together.is_first:
+        if team.is_first:
             check_folder(settings, anew=resume == "auto")
 
 
 def prepare(
     settings: RunSettings,
     parts: RunParts,
-    together: Together,
+    team: Team,
     resumed: Resumed | None,
     resume: Resume,
     reporter: Reporter,
@@ -230,7 +230,7 @@ def prepare(
     Args:
         settings: the settings of the run.
         parts: build the pipeline and its data.
-        together: the processes of the run, which all use the same checkpoint.
+        team: the processes of the run, which all use the same checkpoint.
         resumed: the first checkpoint to try.
         resume: as in `main`.
         reporter: prints a line for each damaged checkpoint.
@@ -246,23 +246,23 @@ def prepare(
         pipe, batches = parts.build(resumed)
         if resumed is None:
             return pipe, batches, None, None
-        layers, damage = read_checkpoint(pipe, batches, together, resumed, fresh_optimizer=settings.fresh_optimizer)
+        layers, damage = read_checkpoint(pipe, batches, team, resumed, fresh_optimizer=settings.fresh_optimizer)
         if layers is not None:
             return pipe, batches, resumed, layers
         if resumed.step == required_step:
-            raise together.shared(jpipe.InputError(damage, change=ANOTHER))
+            raise team.shared(jpipe.InputError(damage, change=ANOTHER))
         reporter.say(f"checkpoint: {passed_over(jpipe.InputError(damage))}")
-        resumed = find_resumed(settings.folder, "must" if resume == "must" else "auto", together, reporter.say, before=resumed.step)
+        resumed = find_resumed(settings.folder, "must" if resume == "must" else "auto", team, reporter.say, before=resumed.step)
 
 
-def build_on_all(config: Config, together: Together, resumed: Resumed | None, reporter: Reporter) -> tuple[jpipe.Pipeline, data.Data]:
+def build_on_all(config: Config, team: Team, resumed: Resumed | None, reporter: Reporter) -> tuple[jpipe.Pipeline, data.Data]:
     """Choose the plan, and build the pipeline and its data; both are the same in all processes."""
     plan = None
     if config.plan.file == AUTO:
         same = resumed is not None and resumed.facts.devices == jax.device_count()
-        plan = resumed.plan if resumed is not None and same else find_plan(config, reporter, together)
-    pipe, batches = together.run_on_all(lambda: build_and_check(config, reporter, plan, resumed))
-    together.agree(lambda: {"plan": pipe.plan.to_json(), "data": batches.digest()})
+        plan = resumed.plan if resumed is not None and same else find_plan(config, reporter, team)
+    pipe, batches = team.run_on_all(lambda: build_and_check(config, reporter, plan, resumed))
+    team.agree(lambda: {"plan": pipe.plan.to_json(), "data": batches.digest()})
     return pipe, batches
 
 
@@ -282,7 +282,7 @@ def build_and_check(
     return pipe, batches
 
 
-def with_steps(settings: RunSettings, batches: data.Data, reporter: Reporter, together: Together) -> RunSettings:
+def with_steps(settings: RunSettings, batches: data.Data, reporter: Reporter, team: Team) -> RunSettings:
     """Return the settings with the run's epochs, if it has any, converted to steps.
 
     Raises:
@@ -292,7 +292,7 @@ def with_steps(settings: RunSettings, batches: data.Data, reporter: Reporter, to
     if epochs is None or steps is None:
         return settings
     if settings.accumulate_batches > steps:
-        raise together.shared(
+        raise team.shared(
             jpipe.InputError(
                 f"optimizer.accumulate_batches {settings.accumulate_batches} is more than the {count(steps, 'step')} of "
                 f"train.epochs {epochs:g}, so that there would be no update; change one of them"
@@ -300,7 +300,7 @@ def with_steps(settings: RunSettings, batches: data.Data, reporter: Reporter, to
         )
     settings = settings.with_steps(steps)
     if problem := settings.train.profile_problem():
-        raise together.shared(jpipe.InputError(f"train.{problem}"))
+        raise team.shared(jpipe.InputError(f"train.{problem}"))
     reporter.plan_steps(steps)
     return settings
 
@@ -310,7 +310,7 @@ def is_complete(resumed: Resumed, settings: RunSettings) -> bool:
     return resumed.step >= settings.train.length or bool(stopping.stopped_words(settings.train.stop, resumed))
 
 
-def already_complete(resumed: Resumed, settings: RunSettings, reporter: Reporter, together: Together) -> Summary:
+def already_complete(resumed: Resumed, settings: RunSettings, reporter: Reporter, team: Team) -> Summary:
     """Report that the run is complete, and mark its end, so that a job succeeds that died while reporting and was restarted."""
     train = settings.train
     where, why = f"the run in '{shown(resumed.folder)}'", stopping.stopped_words(train.stop, resumed)
@@ -319,7 +319,7 @@ def already_complete(resumed: Resumed, settings: RunSettings, reporter: Reporter
         state, change = f"stopped early at step {resumed.step}: {why}", "train.stop.patience (or leave out train.stop)"
     elif train.epochs is not None:
         change = "train.epochs"
-    if together.is_first:
+    if team.is_first:
         early = f"at step {resumed.step}: {why}" if resumed.step < train.length else None
         mark_missing_end(settings, resumed.folder, resumed.step, early)
     reporter.say(f"nothing is left to train: {where} {state}; raise {change} to continue, or choose another run.dir")
@@ -333,35 +333,35 @@ def run(
     batches: data.Data,
     folder: RunFolder | None,
     reporter: Reporter,
-    together: Together,
+    team: Team,
     resumed: Resumed | None,
     initial: dict[str, Any] | None,
 ) -> Summary:
     """Compile, train and report; only process 0 has a folder to write into, and calls callbacks."""
-    callbacks = parts.callbacks if together.is_first else Callbacks()
+    callbacks = parts.callbacks if team.is_first else Callbacks()
     with contextlib.nullcontext() if folder is None else logs.Logs(settings, folder.path, reporter.say) as row_logs:
         interrupt.check()
-        path = Path(together.from_first("the run folder", lambda: "" if folder is None else str(folder.path)))
-        together.run_on_all(lambda: check_shared(settings, path, together))
-        announce(pipe, batches.source, settings, folder, reporter, several=together.processes is not None)
+        path = Path(team.from_first("the run folder", lambda: "" if folder is None else str(folder.path)))
+        team.run_on_all(lambda: check_shared(settings, path, team))
+        announce(pipe, batches.source, settings, folder, reporter, several=team.processes is not None)
         with reporter.phase(f"compiling {count(pipe.plan.depth, 'stage')}", compile_cache.CacheCount()):
             state = begin(settings.seed, pipe, batches, resumed, initial, parts.state, fresh_optimizer=settings.fresh_optimizer)
             (initial or {}).clear()  # free the arrays, even if a caller still has the dict
-            sizes, temporary = _sizes(pipe, batches, alone=together.processes is None, writes=folder is not None)
+            sizes, temporary = _sizes(pipe, batches, alone=team.processes is None, writes=folder is not None)
             stages = [] if folder is None else stages_of(pipe, batches.like)
         report_transfers(pipe, reporter)
-        earlier = continue_on_all(settings, folder, resumed, together, reporter.say)
+        earlier = continue_on_all(settings, folder, resumed, team, reporter.say)
         train = settings.train
-        measure = Measure(pipe, sizes, train.length, train.eval_every, train.trace_batches, together.processes, state.batch)
+        measure = Measure(pipe, sizes, train.length, train.eval_every, train.trace_batches, team.processes, state.batch)
         history = find_history(settings, pipe.plan, resumed, lambda: reporter.seconds, earlier)
         utilization = None if folder is None else utilization_of(pipe, batches)
-        log = MetricsLog(settings, folder, row_logs, reporter, measure, together, history, pipe, utilization, callbacks.finished)
-        checkpoints = make_checkpoints(settings, pipe, path, folder, resumed, reporter, together)
+        log = MetricsLog(settings, folder, row_logs, reporter, measure, team, history, pipe, utilization, callbacks.finished)
+        checkpoints = make_checkpoints(settings, pipe, path, folder, resumed, reporter, team)
         stops = stopping.Stopping(settings, resumed)
-        watch = make_watch(train, pipe, batches, measure, reporter if together.is_first else None, state.batch)
-        preemption = make_preemption(settings, together, callbacks if parts.callbacks else None, watch)
+        watch = make_watch(train, pipe, batches, measure, reporter if team.is_first else None, state.batch)
+        preemption = make_preemption(settings, team, callbacks if parts.callbacks else None, watch)
         held_out, chosen = batches.held_out(train.eval_batches), settings.metrics()
-        profiler = Profiler(train.profile, path, together.index, reporter.say)
+        profiler = Profiler(train.profile, path, team.index, reporter.say)
         when = preemption, history, stops, profiler, watch, callbacks
         training = Training(train, pipe, batches.train, held_out, chosen, log, measure, checkpoints, *when)
         completed = False
@@ -388,11 +388,11 @@ def run(
     return conclude(summary, settings, pipe.plan, sizes, folder, reporter)
 
 
-def make_preemption(settings: RunSettings, together: Together, callbacks: Callbacks | None, watch: Watch) -> Preemption:
+def make_preemption(settings: RunSettings, team: Team, callbacks: Callbacks | None, watch: Watch) -> Preemption:
     """Return the object that decides before each step whether the run ends, at a signal or a callback's request, or is traced."""
     stops = None if callbacks is None else (lambda: callbacks.stop)
     traces = watch.wants_trace if watch.can_trace else None
-    return Preemption(together.processes, saves=settings.checkpoint.every is not None, stops=stops, traces=traces)
+    return Preemption(team.processes, saves=settings.checkpoint.every is not None, stops=stops, traces=traces)
 
 
 def make_watch(
@@ -411,14 +411,14 @@ def make_checkpoints(
     folder: RunFolder | None,
     resumed: Resumed | None,
     reporter: Reporter,
-    together: Together,
+    team: Team,
 ) -> Checkpoints:
     """Return the writer of checkpoints into the folder `path`; only process 0 has the folder as `folder`."""
     rows = (lambda: b"") if folder is None else folder.logged
-    train, best = settings.train, stopping.find_best(settings, path, resumed, together)
+    train, best = settings.train, stopping.find_best(settings, path, resumed, team)
     also_at = None if best is None and train.stop is None else train.eval_every
     facts = facts_of_run(settings, pipe)
-    return Checkpoints(settings.checkpoint, pipe, path, train.length, together, facts, rows, reporter.say, best, also_at)
+    return Checkpoints(settings.checkpoint, pipe, path, train.length, team, facts, rows, reporter.say, best, also_at)
 
 
 def utilization_of(pipe: jpipe.Pipeline, batches: data.Data) -> mfu.Utilization | None:

@@ -21,7 +21,7 @@ from jpipe_train.console.progress import Reporter
 from jpipe_train.data import data
 from jpipe_train.data.position import Ordered
 from jpipe_train.launch.local import progress
-from jpipe_train.launch.together import Together
+from jpipe_train.launch.team import Team
 
 
 def report_resumed(resumed: Resumed, record: Mapping[str, Any], plan: jpipe.Plan, batches: data.Data, reporter: Reporter) -> None:
@@ -41,7 +41,7 @@ def report_resumed(resumed: Resumed, record: Mapping[str, Any], plan: jpipe.Plan
 
 
 def initial_params(
-    config: Config, pipe: jpipe.Pipeline, batches: data.Data, together: Together, resumed: Resumed | None, reporter: Reporter
+    config: Config, pipe: jpipe.Pipeline, batches: data.Data, team: Team, resumed: Resumed | None, reporter: Reporter
 ) -> dict[str, Any] | None:
     """Return the parameters that `warm_start` names, or None for random ones.
 
@@ -55,7 +55,7 @@ def initial_params(
         return None
     from jpipe_train.checkpoint import warm_start
 
-    return warm_start.load(config, pipe, batches.like, together, reporter.say)
+    return warm_start.load(config, pipe, batches.like, team, reporter.say)
 
 
 def make_folder(settings: RunSettings, plan: jpipe.Plan, resume: Resume, resumed: Resumed | None, reporter: Reporter) -> RunFolder:
@@ -76,12 +76,12 @@ def make_folder(settings: RunSettings, plan: jpipe.Plan, resume: Resume, resumed
 
 
 def continue_on_all(
-    settings: RunSettings, folder: RunFolder | None, resumed: Resumed | None, together: Together, say: Callable[[str], None]
+    settings: RunSettings, folder: RunFolder | None, resumed: Resumed | None, team: Team, say: Callable[[str], None]
 ) -> LastStep | None:
     """Prepare the folder of a resumed run in process 0, the only one that has it; return the result of `continue_folder`."""
     if resumed is None:
         return None
-    return together.run_on_all(lambda: None if folder is None else continue_folder(settings, folder, resumed, say))
+    return team.run_on_all(lambda: None if folder is None else continue_folder(settings, folder, resumed, say))
 
 
 def continue_folder(settings: RunSettings, folder: RunFolder, resumed: Resumed, say: Callable[[str], None]) -> LastStep | None:
@@ -100,24 +100,24 @@ def continue_folder(settings: RunSettings, folder: RunFolder, resumed: Resumed, 
     return None if last is None else LastStep(*last)
 
 
-def check_shared(settings: RunSettings, folder: Path, together: Together, limit: float = 60.0) -> None:
+def check_shared(settings: RunSettings, folder: Path, team: Team, limit: float = 60.0) -> None:
     """Check that this process sees the run folder of process 0, because all processes write their checkpoints there.
 
     Args:
         settings: the settings of the run.
         folder: the folder of the run.
-        together: the processes of the run.
+        team: the processes of the run.
         limit: seconds to wait for it to appear, because a network file system may show new folders late.
 
     Raises:
         jpipe.InputError: it does not exist.
     """
     checkpoints, end = folder / "checkpoints", time.monotonic() + limit
-    with together.working("the run folder"):
+    with team.working("the run folder"):
         while settings.checkpoint.every is not None and not os.path.isdir(checkpoints):
             if time.monotonic() > end:
                 raise jpipe.InputError(
-                    f"run.dir: process {together.index} finds no '{checkpoints}', which process 0 has made; "
+                    f"run.dir: process {team.index} finds no '{checkpoints}', which process 0 has made; "
                     "choose a folder that all processes share"
                 )
             time.sleep(0.1)
@@ -132,7 +132,7 @@ def _start_checkpoints(settings: RunSettings, folder: Path, step: int | None) ->
 
 
 def read_checkpoint(
-    pipe: jpipe.Pipeline, batches: data.Data, together: Together, resumed: Resumed, *, fresh_optimizer: bool
+    pipe: jpipe.Pipeline, batches: data.Data, team: Team, resumed: Resumed, *, fresh_optimizer: bool
 ) -> tuple[dict[str, Any] | None, str]:
     """Read the layers of this process's workers from the checkpoint.
 
@@ -154,7 +154,7 @@ def read_checkpoint(
             raise error.with_change("") from None  # what to do about it depends on the caller
 
     resumed.check_precision(pipe.precision.params)
-    return together.attempt(f"the layers of the checkpoint of step {resumed.step}", read, Damaged)
+    return team.attempt(f"the layers of the checkpoint of step {resumed.step}", read, Damaged)
 
 
 def begin(

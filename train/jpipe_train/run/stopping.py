@@ -15,7 +15,7 @@ from jpipe_train.checkpoint.best import Best, StopState
 from jpipe_train.checkpoint.resume import Resumed
 from jpipe_train.config.run_settings import RunSettings
 from jpipe_train.config.train_config import StopConfig
-from jpipe_train.launch.together import Together
+from jpipe_train.launch.team import Team
 
 
 def check(settings: RunSettings) -> None:
@@ -104,7 +104,7 @@ def remarks(settings: RunSettings, folder: Path, stopping: Stopping, end: int) -
     return remarks
 
 
-def find_best(settings: RunSettings, folder: Path, resumed: Resumed | None, together: Together) -> Best | None:
+def find_best(settings: RunSettings, folder: Path, resumed: Resumed | None, team: Team) -> Best | None:
     """Return the selection of the best checkpoints of a run, with the existing ones; all processes call this."""
     best = settings.checkpoint.best
     if best is None:
@@ -116,5 +116,5 @@ def find_best(settings: RunSettings, folder: Path, resumed: Resumed | None, toge
         steps = [step for step in resumed.steps if step <= resumed.step]
         return json.dumps(best_checkpoints.values_in(folder, best.metric, steps, resumed.facts.val_since))
 
-    values = json.loads(together.from_first("the best checkpoints", read))
+    values = json.loads(team.from_first("the best checkpoints", read))
     return Best(best, mode_of(best, settings.results), {int(step): value for step, value in values.items()})

@@ -23,7 +23,7 @@ from jpipe_train.checkpoint.warm_start import fitting
 from jpipe_train.checkpoint.weights import by_path
 from jpipe_train.config.config import Config
 from jpipe_train.console.progress import Reporter
-from jpipe_train.launch.together import Together
+from jpipe_train.launch.team import Team
 from tests.train.conftest import changed
 
 W, B = np.arange(6, dtype=np.float32).reshape(2, 3), np.ones(3, np.float32)
@@ -196,7 +196,7 @@ def test_a_run_begins_with_parameters_of_other_names(kind, tiny, tmp_path):
         save_file(arrays, file)
     messages = []
     config = Config(warm_start={"file": str(file), "names": renaming})
-    params = warm_start.load(config, pipe, batches.train[0], Together(None), messages.append)
+    params = warm_start.load(config, pipe, batches.train[0], Team(None), messages.append)
     for i, name in enumerate(names):
         layer_id, _, path = name.partition("/")
         assert (params[layer_id][path] == i).all()

@@ -8,22 +8,17 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
-def ending_with(parent: int) -> Callable[[], None]:
-    """Return a function that ties the process that calls it to its parent, the process with the id `parent`: both end together."""
-    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
-
-    def prepare() -> None:
-        if prctl is not None:
-            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # the parent was killed just before
-            os._exit(1)
-
-    return prepare
+def end_with(parent: int) -> None:
+    """Tie this process to its parent, the process with the id `parent`: both end together."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent was killed just before
+        os._exit(1)
 
 
 def command(words: Sequence[str]) -> list[str]:
@@ -32,5 +27,5 @@ def command(words: Sequence[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    ending_with(int(sys.argv[1]))()
+    end_with(int(sys.argv[1]))
     os.execv(sys.argv[2], sys.argv[2:])  # noqa: S606 - the process that starts this one gives the command

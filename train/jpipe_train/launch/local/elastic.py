@@ -10,10 +10,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jpipe_train.launch.local import launch, progress, slots
+from jpipe_train.launch.local import launch, progress
 from jpipe_train.launch.local.process_group import BAD_INPUT, say
 from jpipe_train.launch.local.progress import Progress
-from jpipe_train.launch.local.slots import Limits, Slot
+from jpipe_train.launch.local.slots import Limits, Slots
 
 _GPUS = "CUDA_VISIBLE_DEVICES"
 
@@ -91,22 +91,16 @@ def _only_gpu(slot: int, environment: Mapping[str, str]) -> dict[str, str]:
     return {_GPUS: visible[slot] if slot < len(visible) else str(slot)}
 
 
-def _slots(numbers: Sequence[int]) -> str:
-    return f"slot{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+def _named(slots: Sequence[int]) -> str:
+    return f"slot{'s' if len(slots) > 1 else ''} {', '.join(map(str, slots))}"
 
 
 class _Job:
-    """The processes of an elastic job, one run after the other.
-
-    Attributes:
-        members: the slots in which the next run has processes; process i is in slot `members[i]`.
-    """
+    """The processes of an elastic job, one run after the other."""
 
     def __init__(self, limits: Limits, processes: launch.Job) -> None:
-        self._limits, self._processes = limits, processes
-        self._slots = (Slot(),) * limits.maximum
-        self._short_since: float | None = None  # since when fewer than the minimum can be started
-        self.members: tuple[int, ...] = ()
+        self._limits, self._processes, self._slots = limits, processes, Slots(limits)
+        self._members: list[int] = []  # the slots of the next run; process i is in slot `members[i]`
 
     @property
     def progress(self) -> Progress | None:
@@ -120,64 +114,47 @@ class _Job:
 
     def wait_for_members(self, pause: float) -> bool:
         """Wait until enough processes can be started, then pause; return whether to start them."""
-        seconds: float | None = None
-        while seconds != 0:
-            now = time.monotonic()
-            able, seconds = slots.startable(self._slots, now), slots.wait(self._slots, now, self._short_since or now, self._limits)
-            short = f"{len(able)} of at least {self._limits.minimum} processes can be started"
+        most = self._limits.maximum
+        while (seconds := self._slots.wait(time.monotonic())) != 0:
+            short = f"{len(self._slots.startable(time.monotonic()))} of at least {self._limits.minimum} processes can be started"
             if seconds is None:
                 words = progress.how_it_goes_on(self._processes.progress)
                 resumes = f"; {words}" if words else ""
                 say(f"{short}, and no more within {self._limits.shortage_limit:g} s (--shortage-limit); giving up{resumes}")
                 return False
-            if seconds:
-                self._short_since = self._short_since or now
-                say(f"{short}; waiting {seconds:.0f} s for another one")
-                if self._processes.is_stopped_within(seconds):
-                    return False
-        self._announce(able, pause)
-        self.members = able
+            say(f"{short}; waiting {seconds:.0f} s for another one")
+            if self._processes.is_stopped_within(seconds):
+                return False
+        able = self._slots.startable(time.monotonic())
+        if self._members or len(able) < most:
+            left_out = [slot for slot in range(most) if slot not in able]
+            without = f", without {_named(left_out)}" if left_out else ""
+            say(f"starting {len(able)} of {most} processes{f' in {pause:g} s' if pause else ''}{without}")
+        self._members = able
         return not self._processes.is_stopped_within(pause)
 
     def run(self) -> int:
-        """Start a process in each slot of `members`, wait until all have ended, and return the exit code."""
+        """Start a process in each of the slots, wait until all have ended, and return the exit code."""
         before = self.progress
         code, failed = self._processes.run(
-            self.members,
+            self._members,
             ["--elastic", str(self._limits.maximum)],
-            _only_gpu(self.members[0], os.environ) if len(self.members) == 1 else {},
+            _only_gpu(self._members[0], os.environ) if len(self._members) == 1 else {},
             stop=lambda: self._should_grow(before),
         )
         if self.progress != before:
-            self._slots = slots.after_checkpoint(self._slots, self.members)
-            self._short_since = None
-        if code not in (0, BAD_INPUT) and not self._processes.signals:
-            self._slots = slots.after_failure(self._slots, failed, time.monotonic(), self._limits)
-            for slot in failed:
-                self._report_failure(slot)
+            self._slots.save(self._members)
+        for slot in failed if code != BAD_INPUT and not self._processes.signals else ():
+            if seconds := self._slots.fail(slot, time.monotonic()):
+                times = "once" if self._slots.failures[slot] == 1 else f"{self._slots.failures[slot]} times"
+                say(f"slot {slot} has failed {times} without a new checkpoint; it is left out for {seconds:.0f} s")
         return code
 
     def _should_grow(self, before: Progress | None) -> bool:
         """Return whether to end the running processes so that more can start: only once they have written a checkpoint."""
-        back = [slot for slot in slots.startable(self._slots, time.monotonic()) if slot not in self.members]
+        back = [slot for slot in self._slots.startable(time.monotonic()) if slot not in self._members]
         if not back or not self.is_unfinished(before):
             return False
-        count = len(self.members) + len(back)
-        say(f"{_slots(back)} can be used again: the run saves, and goes on with {count} of {self._limits.maximum} processes")
+        count = len(self._members) + len(back)
+        say(f"{_named(back)} can be used again: the run saves, and goes on with {count} of {self._limits.maximum} processes")
         return True
-
-    def _report_failure(self, slot: int) -> None:
-        failures, limit = self._slots[slot].failures, self._limits.max_failures
-        if failures >= limit:
-            times = "once" if failures == 1 else f"{failures} times"
-            seconds = self._slots[slot].back_at - time.monotonic()
-            say(f"slot {slot} has failed {times} without a new checkpoint; it is left out for {seconds:.0f} s")
-
-    def _announce(self, members: tuple[int, ...], pause: float) -> None:
-        """Print which processes start, unless all start for the first time."""
-        if not self.members and len(members) == self._limits.maximum:
-            return
-        left_out = [slot for slot in range(self._limits.maximum) if slot not in members]
-        without = f", without {_slots(left_out)}" if left_out else ""
-        after = f" in {pause:g} s" if pause else ""
-        say(f"starting {len(members)} of {self._limits.maximum} processes{after}{without}")

@@ -1,6 +1,7 @@
 """The processes of `jpipe launch`: each has its own session, its output is marked with its number, and all end together."""
 
 import contextlib
+import functools
 import math
 import os
 import selectors
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import IO, TextIO
 
 from jpipe_train.console import interrupt
-from jpipe_train.launch.local.child import ending_with
+from jpipe_train.launch.local.child import end_with
 
 BAD_INPUT = 2  # the exit code of a job that would fail again
 _REPORT_LIMIT = 3.0  # seconds from the first failure to the signal that ends the other processes
@@ -32,16 +33,12 @@ class ProcessGroup:
     """
 
     def __init__(self, grace: float, variables: dict[str, str]) -> None:
-        self._grace = grace
-        self._variables = variables
+        self._grace, self._variables = grace, variables
         self._processes: list[subprocess.Popen[bytes]] = []
         self._outputs = selectors.DefaultSelector()
-        self._deadline: float | None = None  # time at which processes that were asked to end are killed
-        self._report_deadline: float | None = None  # time until which the other processes may report after a failure
+        self._deadline = math.inf  # time at which processes that were asked to end are killed
         self._first: int | None = None  # the number of the process that failed first
-        self._ended_before: set[int] = set()  # numbers of the processes that had ended before any was asked to
-        self._killed: set[int] = set()  # numbers of those that did not end when they were asked to
-        self.was_stopped = False  # because `watch` was told to, without a failure
+        self._killed: set[int] = set()  # numbers of the processes that did not end when they were asked to
 
     def start(self, arguments: Sequence[str], number: int, core: int | None, slot: int | None = None) -> None:
         """Start process `number`, on CPU core `core` unless it is None, and on GPU `slot`, by default `number`."""
@@ -54,7 +51,7 @@ class ProcessGroup:
             stderr=outputs[1],
             env=_environment(number if slot is None else slot, one_thread=core is not None) | self._variables,
             start_new_session=True,  # only the launcher gets Ctrl-C; and processes that it starts are ended with it
-            preexec_fn=_child_setup(core),  # safe: no thread runs here that could hold a lock
+            preexec_fn=functools.partial(_prepare, os.getpid(), core),  # safe: no thread runs here that could hold a lock
         )
         self._processes.append(process)
         for stream, target in (process.stdout, sys.stdout), (process.stderr, sys.stderr):
@@ -74,32 +71,32 @@ class ProcessGroup:
             the signal that ended it or this process.
         """
         code: int | None = None
-        living = True
+        report_until = math.inf  # then the others, which may report a failure until then, are asked to end
+        living, was_stopped = True, False
         while living:
             living = self._reap()
             self._copy(_TICK)
-            failed = self._failed()
+            now, failed = time.monotonic(), self._failed()
             if code is None and signals:
                 code = 128 + signals[0]
-                self._end(signals[0])
-            elif code is None and failed is not None and self.was_stopped:
-                self._deadline = min(self._deadline or math.inf, time.monotonic() + self._grace)
+                self._end(signals[0], self._grace)
+            elif code is None and failed is not None and was_stopped:
+                self._deadline = min(self._deadline, now + self._grace)
             elif code is None and failed is not None:
-                self._first = failed
+                self._first, report_until = failed, now + min(_REPORT_LIMIT, self._grace)
                 code, description = _describe_end(self._processes[failed].returncode)
-                parts = [
+                parts = (
                     f"process {failed} {description}",
                     "ending the other processes" if living else "",
                     again if code != BAD_INPUT else "",
-                ]
+                )
                 say("; ".join(filter(None, parts)))
-                self._report_deadline = time.monotonic() + min(_REPORT_LIMIT, self._grace)
-            if self._report_deadline is not None and time.monotonic() > self._report_deadline and self._deadline is None:
-                self._end(signal.SIGTERM)
-            if code is None and failed is None and living and not self.was_stopped and stop is not None and stop():
-                self.was_stopped = True
+            if now > report_until and self._deadline == math.inf:
+                self._end(signal.SIGTERM, self._grace)
+            if code is None and failed is None and living and not was_stopped and stop is not None and stop():
+                was_stopped = True
                 self._end(signal.SIGTERM, _SAVE_LIMIT)
-            if len(signals) > 1 or (self._deadline is not None and time.monotonic() > self._deadline):
+            if len(signals) > 1 or now > self._deadline:
                 self._end(signal.SIGKILL)
         end = time.monotonic() + self._grace
         while self._copy(_TICK) and time.monotonic() < end:  # output left in the pipes; processes that left the group may continue to print
@@ -119,8 +116,7 @@ class ProcessGroup:
             return []
         if self._processes[self._first].returncode > 0 and self._killed:
             return sorted(self._killed)
-        ended = self._ended_before or range(len(self._processes))
-        killed = [n for n in sorted(ended) if self._processes[n].returncode == -signal.SIGKILL]
+        killed = [n for n, process in enumerate(self._processes) if process.returncode == -signal.SIGKILL and n not in self._killed]
         return killed or [self._first]
 
     def close(self) -> None:
@@ -144,15 +140,14 @@ class ProcessGroup:
         failed = [(process.returncode > 0, number) for number, process in enumerate(self._processes) if process.returncode]
         return min(failed)[1] if failed else None
 
-    def _end(self, number: int, limit: float | None = None) -> None:
+    def _end(self, number: int, limit: float = math.inf) -> None:
         """Send the signal to the live processes, and have them killed `limit` seconds from now."""
         alive = {n for n, process in enumerate(self._processes) if process.returncode is None}
-        self._ended_before = self._ended_before or set(range(len(self._processes))) - alive
         if number == signal.SIGKILL:
             self._killed |= alive
         for n in alive:
             _signal(self._processes[n], number)
-        self._deadline = None if number == signal.SIGKILL else time.monotonic() + (self._grace if limit is None else limit)
+        self._deadline = time.monotonic() + limit
 
     def _copy(self, seconds: float) -> bool:
         """Wait for output, copy it, and return whether there was any."""
@@ -224,13 +219,8 @@ def _environment(slot: int, *, one_thread: bool) -> dict[str, str]:
     return current | changes
 
 
-def _child_setup(core: int | None) -> Callable[[], None]:
-    """Return a function that a child calls before its command: the child then ends with this process, and runs on its core."""
-    end_with_parent = ending_with(os.getpid())
-
-    def prepare() -> None:
-        end_with_parent()
-        if core is not None:
-            os.sched_setaffinity(0, {core})
-
-    return prepare
+def _prepare(parent: int, core: int | None) -> None:
+    """End with the parent, and run on a core; a child calls this before its command."""
+    end_with(parent)
+    if core is not None:
+        os.sched_setaffinity(0, {core})

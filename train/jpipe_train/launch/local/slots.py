@@ -1,11 +1,7 @@
-"""The slots of an elastic job: which processes are started, and when the job waits or gives up.
+"""The slots of an elastic job: which processes are started, and when the job waits or gives up."""
 
-A slot is a place for one process, such as a GPU. If a slot fails too often in a row, its process is not started again for a while, and the
-rest go on without it. All functions are pure; times are seconds of any clock.
-"""
-
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import dataclass
 
 _MOST_DOUBLINGS = 10  # of the time for which a slot is left out
 
@@ -29,51 +25,49 @@ class Limits:
     shortage_limit: float = 900.0
 
 
-@dataclass(frozen=True)
-class Slot:
-    """A place for one process.
+class Slots:
+    """Places for one process each, such as GPUs; times are seconds of any clock.
 
-    Attributes:
-        failures: how often it has failed in a row, without a new checkpoint in between.
-        left_out: how often it was left out in a row.
-        back_at: the time from which a process can be started in it.
-    """
-
-    failures: int = 0
-    left_out: int = 0
-    back_at: float = 0.0
-
-
-def after_failure(slots: Sequence[Slot], failed: Collection[int], now: float, limits: Limits) -> tuple[Slot, ...]:
-    """Return the slots after some of them have failed."""
-
-    def one(slot: Slot) -> Slot:
-        if slot.failures + 1 < limits.max_failures:
-            return replace(slot, failures=slot.failures + 1)
-        away = limits.retry_after * 2 ** min(slot.left_out, _MOST_DOUBLINGS)
-        return Slot(slot.failures + 1, slot.left_out + 1, now + away)
-
-    return tuple(one(slot) if number in failed else slot for number, slot in enumerate(slots))
-
-
-def after_checkpoint(slots: Sequence[Slot], members: Collection[int]) -> tuple[Slot, ...]:
-    """Return the slots after the processes in some of them have written a checkpoint, which clears their failures."""
-    return tuple(Slot() if number in members else slot for number, slot in enumerate(slots))
-
-
-def startable(slots: Sequence[Slot], now: float) -> tuple[int, ...]:
-    """Return the numbers of the slots in which a process can be started."""
-    return tuple(number for number, slot in enumerate(slots) if slot.back_at <= now)
-
-
-def wait(slots: Sequence[Slot], now: float, short_since: float, limits: Limits) -> float | None:
-    """Return how long to wait until enough processes can be started, 0 if they can now, or None if there are not enough in time.
+    If a slot fails too often in a row, its process is not started again for a while, and the rest go on without it.
 
     Args:
-        slots: all of them.
-        now: the time.
-        short_since: the time since which fewer than the minimum could be started; `now` if that was not the case.
-        limits: the limits of the job.
+        limits: the limits of the job, which has `maximum` slots.
+
+    Attributes:
+        failures: how often each slot has failed in a row, without a new checkpoint in between.
     """
-    enough = sorted(slot.back_at for slot in slots)[limits.minimum - 1]
-    return max(enough - now, 0.0) if enough <= max(short_since + limits.shortage_limit, now) else None
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self.failures = [0] * limits.maximum
+        self._left_out = [0] * limits.maximum  # how often each was left out in a row
+        self._back_at = [0.0] * limits.maximum  # the time from which a process can be started in it
+        self._short_since: float | None = None  # since when fewer than the minimum can be started
+
+    def fail(self, slot: int, now: float) -> float:
+        """Count a failure of a slot, and return the seconds for which it is left out: 0 if it may be tried at once."""
+        self.failures[slot] += 1
+        if self.failures[slot] < self._limits.max_failures:
+            return 0.0
+        seconds = self._limits.retry_after * 2.0 ** min(self._left_out[slot], _MOST_DOUBLINGS)
+        self._left_out[slot] += 1
+        self._back_at[slot] = now + seconds
+        return seconds
+
+    def save(self, members: Collection[int]) -> None:
+        """Forget the failures of slots after their processes have written a checkpoint."""
+        self._short_since = None
+        for slot in members:
+            self.failures[slot], self._left_out[slot], self._back_at[slot] = 0, 0, 0.0
+
+    def startable(self, now: float) -> list[int]:
+        """Return the numbers of the slots in which a process can be started."""
+        return [slot for slot, back_at in enumerate(self._back_at) if back_at <= now]
+
+    def wait(self, now: float) -> float | None:
+        """Return how long to wait until enough processes can be started, 0 if they can now, or None if there are not enough in time."""
+        enough = sorted(self._back_at)[self._limits.minimum - 1]
+        if enough <= now:
+            return 0.0
+        self._short_since = now if self._short_since is None else self._short_since
+        return enough - now if enough <= self._short_since + self._limits.shortage_limit else None

@@ -46,7 +46,7 @@ class ReportedElsewhere(Exception):
         self.code = code_of(reason) if isinstance(reason, jpipe.InputError) else 1
 
 
-class Together:
+class Team:
     """All processes of this run, for the application.
 
     Attributes:
@@ -136,7 +136,14 @@ class Together:
         Raises:
             jpipe.InputError: `work` raises it; process 0 reports it.
         """
-        text = self.run_on_all(lambda: self._alone(what, work, limit) if self.is_first else "")
+
+        def work_alone() -> str:
+            if not self.is_first:
+                return ""
+            with self.working(what, limit):
+                return work()
+
+        text = self.run_on_all(work_alone)
         if self.processes is None:
             return text
         if self.is_first:
@@ -146,10 +153,6 @@ class Together:
     def working(self, what: str, limit: float = _LONG_WORK) -> contextlib.AbstractContextManager[object]:
         """Return a context for long work, described by `what`: other processes may wait for it, for `limit` seconds at most."""
         return contextlib.nullcontext() if self.processes is None else self.processes.waiting(what, limit=limit)
-
-    def _alone(self, what: str, work: Callable[[], str], limit: float) -> str:
-        with self.working(what, limit):
-            return work()
 
     def meet(self, place: str) -> None:
         """Wait at most ten minutes until all processes have come to a place, which may be the same one again."""
@@ -184,7 +187,7 @@ class Together:
 
 
 @contextlib.contextmanager
-def joined(num_processes: int, limit: float, wait: float) -> Iterator[Together]:
+def joined(num_processes: int, limit: float, wait: float) -> Iterator[Team]:
     """Join the processes of this run in this context; an error in one process ends all.
 
     Args:
@@ -196,12 +199,12 @@ def joined(num_processes: int, limit: float, wait: float) -> Iterator[Together]:
         jpipe.InputError: process 0 cannot be reached, or another process did not connect.
         jpipe.PeerLost: another process died, hung or stopped.
     """
-    together = Together(jpipe.join_processes(limit, wait) if num_processes > 1 else None)
+    team = Team(jpipe.join_processes(limit, wait) if num_processes > 1 else None)
     try:
-        yield together
+        yield team
     except BaseException as error:
-        if together.processes is not None and not together.all_know and not isinstance(error, jpipe.PeerLost):
-            together.processes.stop(_why(error, together.is_first))
+        if team.processes is not None and not team.all_know and not isinstance(error, jpipe.PeerLost):
+            team.processes.stop(_why(error, team.is_first))
         raise
 
 

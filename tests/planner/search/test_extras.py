@@ -8,18 +8,18 @@ from jpipe_planner.cost.devices import network
 from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.ranking.choose import choose
 from jpipe_planner.ranking.improve import improve
-from jpipe_planner.search.candidate import USUAL, Asked
+from jpipe_planner.search.candidate import NO_EXTRAS, Extras
 from jpipe_planner.search.candidates import find_candidates
 from tests.planner.invented import simulate_all, varied
 from tests.planner.search.test_equal import gpt, levels
 
 PROFILE, SLOW = gpt(6), levels((4, 20_000.0, 0.02))
 SCHEDULES = "pipedream_flush", "gpipe", "pipedream_2bw", "pipedream"
-EVERY_FOUR, BYTES = Asked(agree=Agreement(every=4)), Asked(links=Links(activations="int8", gradients="fp8"))
+EVERY_FOUR, BYTES = Extras(agree=Agreement(every=4)), Extras(links=Links(activations="int8", gradients="fp8"))
 
 
-def found(asked, schedules=SCHEDULES):
-    return find_candidates(PROFILE, SLOW, 8, schedules=schedules, asked=asked)
+def found(extras, schedules=SCHEDULES):
+    return find_candidates(PROFILE, SLOW, 8, schedules=schedules, extras=extras)
 
 
 def simulated(candidate):
@@ -28,7 +28,7 @@ def simulated(candidate):
 
 
 def test_pipelines_agree_where_there_are_several_and_send_less():
-    usual = {(one.rows, one.replicas): one for one in found(USUAL) if one.depth == 1}
+    usual = {(one.rows, one.replicas): one for one in found(NO_EXTRAS) if one.depth == 1}
     candidates = found(EVERY_FOUR)
     assert {(one.agree is not None) == (max(one.replicas) > 1) for one in candidates} == {True}
     assert all(len(set(one.replicas)) == 1 for one in candidates)
@@ -37,14 +37,14 @@ def test_pipelines_agree_where_there_are_several_and_send_less():
     for one in alone:
         assert one.sent == pytest.approx(usual[one.rows, one.replicas].sent / 4)
         assert one.seconds < usual[one.rows, one.replicas].seconds
-    assert all(one.agree is None and one.links is None for one in found(USUAL))
+    assert all(one.agree is None and one.links is None for one in found(NO_EXTRAS))
 
 
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize(("schedule", "fragments"), [("pipedream_flush", None), ("gpipe", None), ("pipedream_2bw", "stages")])
 def test_the_time_is_the_mean_over_batches_with_and_without_an_agreement(schedule, fragments, delay):
-    asked = Asked(agree=Agreement(every=4, fragments=fragments, delay=delay))
-    candidates = [one for one in found(asked, [schedule]) if one.replicas[0] == 2 and one.depth == 2][:3]
+    extras = Extras(agree=Agreement(every=4, fragments=fragments, delay=delay))
+    candidates = [one for one in found(extras, [schedule]) if one.replicas[0] == 2 and one.depth == 2][:3]
     assert candidates
     for candidate in candidates:
         plan = candidate.plan(PROFILE.ids)
@@ -61,9 +61,9 @@ def test_the_time_is_the_mean_over_batches_with_and_without_an_agreement(schedul
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asked", [EVERY_FOUR, BYTES], ids=["agree", "links"])
-def test_the_fastest_of_all_is_found_and_its_neighbours_do_the_same(asked):
-    candidates, known = found(asked), {}
+@pytest.mark.parametrize("extras", [EVERY_FOUR, BYTES], ids=["agree", "links"])
+def test_the_fastest_of_all_is_found_and_its_neighbours_do_the_same(extras):
+    candidates, known = found(extras), {}
     choice = choose(PROFILE, SLOW, candidates, tried=known)
     fastest = min(one.seconds / one.candidate.batch for one in simulate_all(PROFILE, SLOW, candidates))
     assert choice.ranked[0].seconds / choice.ranked[0].candidate.batch <= fastest * 1.005
@@ -71,12 +71,12 @@ def test_the_fastest_of_all_is_found_and_its_neighbours_do_the_same(asked):
     assert {one.chunks for one in variants} > {1}
     improved = [one.candidate for one in improve(choice, known).ranked]
     for one in (*variants, *improved):
-        assert one.asked in (asked, USUAL)
-        assert (one.asked == USUAL) == (one.depth == 1 if asked is BYTES else max(one.replicas) == 1)
+        assert one.extras in (extras, NO_EXTRAS)
+        assert (one.extras == NO_EXTRAS) == (one.depth == 1 if extras is BYTES else max(one.replicas) == 1)
 
 
 def test_messages_take_the_bytes_that_are_sent():
-    usual = {one: one for one in found(USUAL)}
+    usual = {one: one for one in found(NO_EXTRAS)}
     for one in found(BYTES):
         if one.depth > 1 and one.schedule == "gpipe" and max(one.replicas) == 1:
             plain = next(other for other in usual.values() if (other.starts, other.rows, other.kind) == (one.starts, one.rows, one.kind))

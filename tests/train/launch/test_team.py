@@ -27,7 +27,7 @@ from jpipe_planner import Profile
 from jpipe_train import cli
 from jpipe_train.config import config_file
 from jpipe_train.console.exit_codes import code_of
-from jpipe_train.launch import distributed, together
+from jpipe_train.launch import distributed, team
 from jpipe_train.report.metrics_log import RunStopped, repeatable
 from jpipe_train.run import loop
 from tests.train.conftest import changed
@@ -404,7 +404,7 @@ def test_processes_that_plan_something_else_are_refused():
 
 
 def code_of_jpipe(patch):
-    patch.setattr(together, "_digest_of_jpipe", lambda: "other")
+    patch.setattr(team, "_digest_of_jpipe", lambda: "other")
 
 
 def version_of_jaxlib(patch):
@@ -434,9 +434,9 @@ def jax_setting(name, value):
 )
 def test_settings_that_change_no_number_may_differ_between_processes(difference, tiny, monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    first = together.facts(changed(tiny))
+    first = team.facts(changed(tiny))
     with difference(monkeypatch) or contextlib.nullcontext():
-        assert together.facts(changed(tiny)) == first
+        assert team.facts(changed(tiny)) == first
 
 
 def changed_code(patch):
@@ -470,9 +470,9 @@ def test_differences_between_processes_are_refused_and_named(difference, name, t
     Path("own/parts.py").write_text("def model(): return 1")
     config = changed(tiny | {"model": {"target": "own.parts:model"}})
     desk = Coordinator(2)
-    desk.answer(0, {"meet": "agreement", "facts": together.facts(config)})
+    desk.answer(0, {"meet": "agreement", "facts": team.facts(config)})
     with difference(monkeypatch) or contextlib.nullcontext():
-        answer = desk.answer(1, {"meet": "agreement", "facts": together.facts(config)})
+        answer = desk.answer(1, {"meet": "agreement", "facts": team.facts(config)})
     (message,) = answer["differences"]
     assert message.startswith(f"{name} differs between processes 0 and 1: ")
     assert message.endswith(f"; start all processes with the same {name}")
@@ -521,13 +521,13 @@ class Pair(Processes):
 
 
 def in_both(work):
-    """Return the result or the exception of `work(together)` for each of two processes, simulated by threads."""
+    """Return the result or the exception of `work(team)` for each of two processes, simulated by threads."""
     shared = {"facts": {}, "messages": {}, "barrier": threading.Barrier(2)}
     results = {}
 
     def run(index):
         try:
-            results[index] = work(together.Together(Pair(index, shared)))
+            results[index] = work(team.Team(Pair(index, shared)))
         except Exception as error:
             results[index] = error
 
@@ -574,7 +574,7 @@ def test_all_processes_end_with_the_code_of_the_one_that_fails(number, code):
         return one.run_on_all(read)
 
     first, second = in_both(work)
-    assert isinstance(first, together.ReportedElsewhere)
+    assert isinstance(first, team.ReportedElsewhere)
     assert first.code == code
     assert (str(second), code_of(second)) == (f"data.path: {os.strerror(number)}", code)
 
@@ -584,7 +584,7 @@ def test_the_plan_and_the_data_must_be_equal_in_all_processes(tiny, monkeypatch)
 
     @contextlib.contextmanager
     def joined(*_):
-        yield together.Together(noted)
+        yield team.Team(noted)
 
     monkeypatch.setattr(loop, "joined", joined)
 
@@ -595,7 +595,7 @@ def test_the_plan_and_the_data_must_be_equal_in_all_processes(tiny, monkeypatch)
     monkeypatch.setattr(loop, "build_and_check", ready)
     monkeypatch.setattr(loop, "may_resume", lambda *_: False)
     monkeypatch.setattr(loop, "find_resumed", lambda *_, **__: None)
-    monkeypatch.setattr(together.Together, "start_devices", lambda *_: None)
+    monkeypatch.setattr(team.Team, "start_devices", lambda *_: None)
     all_facts = []
     for microbatches in 2, 4:
         noted.facts = {}
