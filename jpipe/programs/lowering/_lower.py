@@ -71,9 +71,11 @@ def _refusal(plan: Plan, name: str, value: Any) -> Problem | None:
     """Return why a program cannot do something beside its plan, or None."""
     if (option := known_beside().get(name)) is None:
         return Problem("unknown", change=nearest(name, known_beside()))
-    if value and option.refusal is not None and (reason := option.refusal(plan, value)):
+    if not value:
+        return None
+    if option.refusal is not None and (reason := option.refusal(plan, value)):
         return Problem(reason)
-    return excluded(plan, **{option.stands_for: bool(value)})
+    return excluded(plan, **{option.stands_for: True})
 
 
 def batches_until_full(plan: Plan) -> int:

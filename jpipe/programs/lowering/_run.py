@@ -73,7 +73,8 @@ class Run:
         self.sums = [plan.sums_gradients(s) for s in range(plan.depth)]  # whether updates wait for a sum over replicas
         self.every = [plan.microbatches_per_update(s) for s in range(plan.depth)]  # microbatches for an update
         self.each = [every // count for every, count in zip(self.every, self.replicas, strict=True)]  # backwards of a replica for an update
-        self.unit = max((unit(plan) for unit in hooks("unit", programs_of(plan, uses))), default=1)  # ticks of a forward
+        used = programs_of(plan, uses)
+        self.unit = max((unit(plan) for unit in hooks("unit", used)), default=1)  # ticks of a forward
         again = [int(repeats_forward(stage.recompute)) for stage in plan.stages]  # a forward that is computed again
         self.ticks: dict[tuple[str, int], int] = {}  # of an op at a stage: a unit for each of its halves, and one more if it recomputes
         for (name, op), s in itertools.product(OPS.items(), range(plan.depth)):
@@ -81,7 +82,6 @@ class Run:
         # Without a flush the last of a rank's chunks may come to a microbatch only after the step of its batch.
         several = not self.schedule.flushes and plan.depth > len(plan.pipeline_ranks)
         self.labels_with = 0 if several else plan.depth - 1
-        used = programs_of(plan, uses)
         waiting = {s for waits in hooks("waits", used) for s in waits(plan, uses)}
         self.waits = [s in waiting for s in range(plan.depth)]  # whether updates wait for other stages
         self.route = route_of(plan) if any(self.waits) and not self.schedule.flushes else None

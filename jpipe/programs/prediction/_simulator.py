@@ -236,12 +236,12 @@ class Simulator:
         return tuple(tuple(self._spans(rank)) for rank in self._ranks)
 
     def _spans(self, rank: _Rank) -> list[Span]:
-        plan, works, spans = self._plan, rank.actions.works, list[Span]()
+        works, spans, program = rank.actions.works, list[Span](), self._actions.program
         for n, (work, start) in enumerate(zip(cycle(works), rank.starts, strict=False)):
             number, s, chunk, op, k, version, part, follows, _, _ = work
             seconds, batch = self._seconds[number], n // len(works)
             if batch:
-                k, version = k + batch * plan.microbatches, version + batch * plan.updates_per_batch(s)
+                k, version = k + batch * self._plan.microbatches, version + batch * program.updates_per_batch[s]
             if follows == NOWHERE:
                 spans.append(Span._make((op, k, version, start, start + seconds, False, 0.0, 0.0, chunk, part)))
             else:
