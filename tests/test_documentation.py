@@ -362,6 +362,14 @@ def test_the_table_of_what_libraries_do_names_every_module_of_data():
     assert sorted(named) == sorted(modules - {"__init__", "files"})
 
 
+def test_the_table_of_what_libraries_do_for_checkpoints_names_modules():
+    _, _, section = (ROOT / "CONTRIBUTING.md").read_text().partition("## Checkpoints and libraries\n")
+    cells = re.findall(r"^\| (`.+?) \|", section.partition("\n## ")[0], re.MULTILINE)
+    named = [name for cell in cells for name in re.findall(r"`(.+?)`", cell)]
+    assert named
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+
+
 def test_pages_that_the_code_names_exist():
     """Messages, docstrings, comments and configs name pages by their paths."""
     folders = ("jpipe", "planner", "train", "configs", "examples", "benchmarks", "docs")
