@@ -176,7 +176,7 @@ def test_tensors_are_read_as_the_library_reads_them(tmp_path):
         "none": np.zeros((0, 4)),
     }
     save_file(tensors, tmp_path / "all.safetensors")
-    with safetensors_file.tensors_file(tmp_path / "all.safetensors") as file:
+    with safetensors_file.tensors_file(tmp_path / "all.safetensors", "all") as file:
         assert file.specs.keys() == tensors.keys()
         for name, expected in tensors.items():
             assert file.specs[name].shape == expected.shape

@@ -225,7 +225,11 @@ def test_invalid_files_are_refused(home, tmp_path):
     save_file({}, empty)
     with pytest.raises(InputError, match=r"warm_start\.file: cannot find 'x+': File name too long; choose another"):
         loaded(home, "x" * 300)
-    for file in (cut, text, tmp_path / "missing.safetensors"):
+    with pytest.raises(
+        InputError, match=r"cut\.safetensors': expected [\d,]+ bytes, as its header says, found [\d,]+: it is cut off; give"
+    ):
+        loaded(home, cut)
+    for file in (text, tmp_path / "missing.safetensors"):
         with pytest.raises(InputError, match=r"warm_start\.file: '.*': expected a safetensors file, or the folder of .*, found: .+; give"):
             loaded(home, file)
     with pytest.raises(InputError, match=r"found no such name"):

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError
 
 import jpipe
 from jpipe import InputError
@@ -174,11 +173,8 @@ def _of_file(path: Path) -> Source:
     def opened() -> Iterator[TensorsFile]:
         if path.exists() and not path.is_file():
             raise InputError(where=where, expected=_EXPECTED, found="no regular file", change="give another one")
-        try:
-            with tensors_file(path) as file:
-                yield file
-        except (OSError, SafetensorError) as error:
-            raise InputError(where=where, expected=f"{_EXPECTED}, found: {error}", change="give another one") from None
+        with tensors_file(path, where, _EXPECTED, "give another one") as file:
+            yield file
 
     def read(names: Names) -> Iterator[dict[str, Any]]:
         with opened() as file:

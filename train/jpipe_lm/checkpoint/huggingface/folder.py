@@ -1,29 +1,24 @@
 """The safetensors files of a folder in Hugging Face's layout. It may come from a stranger: no pickle and no file outside it is read."""
 
-import contextlib
 import hashlib
-import json
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import pydantic
-from safetensors import SafetensorError
 
 from jpipe import InputError
 from jpipe.errors import explain, short
 from jpipe.files import expanded, open_to_read, read_bytes, shown
 from jpipe_lm.config.huggingface import ADAPTER_CONFIG, CONFIG, MOST_BYTES, inside, load_json
-from jpipe_train.checkpoint.sources.safetensors_file import TensorsFile, tensors_file
+from jpipe_train.checkpoint.sources.safetensors_file import tensors_file
 from jpipe_train.checkpoint.sources.source import Spec
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _MOST_INDEX = 2**26  # bytes; 100 for each tensor
-_MOST_HEADER = 10**8  # bytes, as in the safetensors library
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 _PICKLE_HINT = (
@@ -57,7 +52,7 @@ class Folder:
         """Read tensors as NumPy arrays, by name."""
         arrays: dict[str, Any] = {}
         for file in dict.fromkeys(self.tensors[name][0] for name in names):
-            with _opened(self.files[file]) as tensors:
+            with tensors_file(self.files[file], shown(self.files[file])) as tensors:
                 arrays |= {name: tensors.read(name) for name in names if self.tensors[name][0] == file}
         return arrays
 
@@ -144,7 +139,7 @@ def _of_files(path: Path, names: list[str], described: str = CONFIG) -> Folder:
     files = {name: inside(path, name) for name in names}
     tensors: dict[str, tuple[str, Spec]] = {}
     for name, file in files.items():
-        with _opened(file) as opened:
+        with tensors_file(file, shown(file)) as opened:
             for tensor, spec in opened.specs.items():
                 if tensor in tensors:
                     raise InputError(
@@ -182,38 +177,3 @@ def _in_index(path: Path) -> list[str]:
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise InputError(f"{shown(file)}: expected names of safetensors files in this folder, found {short(name)}; correct the index")
     return names
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[TensorsFile]:
-    try:
-        with tensors_file(path) as file:
-            yield file
-    except (OSError, SafetensorError) as error:
-        message = str(error)
-    else:
-        return
-    _reject(path, message)
-
-
-def _reject(path: Path, message: str) -> NoReturn:
-    """Raise an error that explains why the safetensors library cannot read a file."""
-    where, hint = shown(path), "download it again"
-    with contextlib.suppress(OSError), open_to_read(path) as file:
-        start, size = file.read(8), path.stat().st_size
-        if start == b"version ":
-            raise InputError(
-                where=where, expected="a safetensors file", found="a pointer of Git LFS", change="fetch the file itself, with git lfs pull"
-            )
-        header = int.from_bytes(start, "little")
-        end = 8 + header
-        if len(start) == 8 and header <= _MOST_HEADER:
-            with contextlib.suppress(ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
-                parts = json.loads(file.read(header))
-                end += max(int(part["data_offsets"][1]) for name, part in parts.items() if name != "__metadata__")
-            if size < end:
-                least = "at least " if size < 8 + header else ""
-                raise InputError(
-                    where=where, expected=f"{least}{end:,} bytes, as its header says", found=f"{size:,}: it is cut off", change=hint
-                )
-    raise InputError(where=where, expected=f"a safetensors file, found: {message}", change=hint)

@@ -3,10 +3,10 @@
 A process that reads a memory map is killed by a signal if another process truncates the file.
 """
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from jpipe import InputError
 from jpipe.files import open_to_read
 from jpipe_train.checkpoint.sources.source import FLOATS, Spec
 
@@ -23,6 +24,8 @@ _DTYPES = {
     "BF16": np.dtype(jnp.bfloat16),
     "BOOL": np.dtype(bool),
 }
+
+_MOST_HEADER = 10**8  # bytes, as in the safetensors library
 
 
 class TensorsFile:
@@ -64,22 +67,51 @@ class TensorsFile:
         return tensor
 
 
-@contextmanager
-def tensors_file(path: Path) -> Iterator[TensorsFile]:
+@contextlib.contextmanager
+def tensors_file(path: Path, where: str, expected: str = "a safetensors file", hint: str = "download it again") -> Iterator[TensorsFile]:
     """Open a safetensors file.
 
     Args:
         path: a regular file, or a symbolic link to one.
+        where: its name, for messages.
+        expected: what it should be, for messages.
+        hint: what to do if it is not that.
 
     Raises:
-        SafetensorError: it is not a safetensors file.
-        OSError: it cannot be read, or is not a regular file.
+        InputError: it is no safetensors file, cannot be read, or is cut off, also while it is read.
     """
-    with open_to_read(path) as file:
-        try:
-            tensors = TensorsFile(file, path)
-        except (OSError, SafetensorError):
-            raise
-        except Exception as error:  # the file was changed after the library had checked it
-            raise SafetensorError(f"the header cannot be read: {error}") from None
-        yield tensors
+    try:
+        with open_to_read(path) as file:
+            try:
+                tensors = TensorsFile(file, path)
+            except (OSError, SafetensorError):
+                raise
+            except Exception as error:  # the file was changed after the library had checked it
+                raise SafetensorError(f"the header cannot be read: {error}") from None
+            yield tensors
+    except (OSError, SafetensorError) as error:
+        message = str(error)
+    else:
+        return
+    with contextlib.suppress(OSError), open_to_read(path) as file:
+        _check_size(file, path.stat().st_size, where, hint)
+    raise InputError(where=where, expected=f"{expected}, found: {message}", change=hint)
+
+
+def _check_size(file: BinaryIO, size: int, where: str, hint: str) -> None:
+    """Check that a file is no pointer of Git LFS and not shorter than its header says, which the library does not say in words."""
+    start = file.read(8)
+    if start == b"version ":
+        raise InputError(
+            where=where, expected="a safetensors file", found="a pointer of Git LFS", change="fetch the file itself, with git lfs pull"
+        )
+    header = int.from_bytes(start, "little")
+    end = 8 + header
+    if len(start) < 8 or header > _MOST_HEADER:
+        return
+    with contextlib.suppress(ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+        parts = json.loads(file.read(header))
+        end += max(int(part["data_offsets"][1]) for name, part in parts.items() if name != "__metadata__")
+    if size < end:
+        least = "at least " if size < 8 + header else ""
+        raise InputError(where=where, expected=f"{least}{end:,} bytes, as its header says", found=f"{size:,}: it is cut off", change=hint)
