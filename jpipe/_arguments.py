@@ -25,7 +25,7 @@ Tree = Any
 
 
 def as_key(key: Any) -> jax.Array:
-    """Return a typed key of JAX's default kind; an old-style `jax.random.PRNGKey` is wrapped."""
+    """Return a typed random key of JAX's default kind; wrap a key that `jax.random.PRNGKey` has made."""
     if isinstance(key, jax.Array) and key.dtype == jnp.uint32 and key.shape == jax.random.key_data(jax.random.key(0)).shape:
         return jax.random.wrap_key_data(key)
     if not isinstance(key, jax.Array) or key.dtype != key_spec().dtype or key.shape != ():
@@ -35,7 +35,7 @@ def as_key(key: Any) -> jax.Array:
 
 
 def initial_arrays(params: Tree | None, stack: LayerStack, specs: Mapping[str, LayerSpec]) -> dict[str, tuple[Tree, Tree]]:
-    """Return (parameters, state) of all layers: arrays of `params`, else those that the model has, else specs of fresh ones."""
+    """Return (parameters, state) by layer id: arrays of `params`, else the model's own arrays, else specs of arrays to initialize."""
     known = stack.by_layer(params), stack.initial
     for layer_id in known[0]:
         if layer_id not in specs:
@@ -57,7 +57,7 @@ def initial_arrays(params: Tree | None, stack: LayerStack, specs: Mapping[str, L
 
 
 def _first_arrays(specs: Tree, trees: Sequence[Tree]) -> Tree:
-    """Return the specs, each replaced by the first array that one of the trees has at its path."""
+    """Replace each spec by the first tree's array at the same path; keep it if no tree has one."""
     arrays: dict[Any, Any] = {}
     for tree in trees:
         leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
@@ -66,24 +66,24 @@ def _first_arrays(specs: Tree, trees: Sequence[Tree]) -> Tree:
 
 
 def _reject_missing(initial: Mapping[str, tuple[Tree, Tree]]) -> None:
-    """Raise `InputError` for an array that is not among the arguments and that an abstract model cannot initialize."""
+    """Raise `InputError` if an abstract model has an array that the user has not passed: only a concrete model can initialize it."""
     for layer_id, trees in initial.items():
         for path, leaf in jax.tree_util.tree_flatten_with_path(trees)[0]:
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 name = jax.tree_util.keystr(path[1:], simple=True, separator="/")
                 raise InputError(
-                    f"params: layer '{layer_id}': '{name}' is missing, and the model, which is abstract, cannot make it; give all of its "
-                    "arrays"
+                    f"params: layer '{layer_id}': '{name}' is missing, and an abstract model cannot initialize it; give all arrays of the "
+                    "layer"
                 )
 
 
 def _params(params: Any, expected: Tree, layer_id: str) -> Tree:
     """Return the parameters of a layer as a plain tree, with specs for those that are missing.
 
-    Of an NNX module or an `nnx.State` these are its `nnx.Param`s.
+    For an NNX module or an `nnx.State` these are the `nnx.Param`s.
 
     Raises:
-        InputError: other NNX variables than parameters and random streams, or all collections of a Linen module.
+        InputError: `params` contains NNX variables that are neither parameters nor random streams, or all collections of a Linen module.
     """
     if isinstance(params, nnx.Module):
         params = nnx.state(params)
@@ -98,7 +98,8 @@ def _params(params: Any, expected: Tree, layer_id: str) -> Tree:
         params = nnx.to_pure_dict(weights)
     elif isinstance(params, Mapping) and "params" in params and not (isinstance(expected, Mapping) and "params" in expected):
         raise InputError(
-            f"params: layer '{layer_id}': expected its parameters, found the key 'params' of all variables; give ['params'] of it"
+            f"params: layer '{layer_id}': expected the layer's parameters, found all collections of its variables; give only the value of "
+            "the key 'params'"
         )
     return filled(expected, params, f"params: layer '{layer_id}'")
 
@@ -115,14 +116,14 @@ def check_model(stack: Any, plan: Any, loss: Any) -> None:
     if stack.carries_rows and max(plan.replicas) > 1:
         raise InputError(
             where="plan.replicas",
-            expected="1 for each stage of layers that carry a state of each row from batch to batch",
+            expected="1 for each stage, because layers carry a state of each row from batch to batch",
             found=max(plan.replicas),
-            change="use more stages instead, or layers that carry none",
+            change="use more stages instead, or layers without such a state",
         )
 
 
 def checked_batch(name: str, batch: Any) -> int:
-    """Return the number of a batch, which is the argument of this name."""
+    """Return the batch number that the argument `name` gives."""
     if not is_int(batch) or batch < 0:
         raise InputError(where=name, expected="the number of a batch, 0 or more", found=repr(batch))
     return int(batch)
@@ -134,12 +135,12 @@ def check_observer(observe: Any) -> None:
 
 
 def checked_arguments(plan: Plan, precision: Precision, **arguments: Any) -> dict[str, Any]:
-    """Check that the options of a pipeline fit its plan, and can be combined with each other and with it.
+    """Check that the options of a pipeline can be combined with each other and with the plan.
 
     Args:
         plan: the plan of the pipeline.
         precision: the precision of the pipeline.
-        arguments: the other options by name; None or False for one that is not set.
+        arguments: the other options by name; None or False means that an option is not set.
 
     Returns:
         All options by name, as in `excluded`.
@@ -155,7 +156,7 @@ def checked_arguments(plan: Plan, precision: Precision, **arguments: Any) -> dic
 
 
 def check_ties(plan: Plan, stack: LayerStack) -> None:
-    """Check that stages of a plan can hold copies of the same parameters, where they do."""
+    """If several stages of a plan hold copies of the same parameters, check that the plan allows it."""
     entries = stack.ties.in_stages([stage.layers for stage in plan.stages])
     if problem := excluded(plan, ties=entries.in_several or None):
         raise InputError(problem)
@@ -187,7 +188,7 @@ def checked_delay_factor(delay_correction: Any) -> float | None:
 
 
 def log_correction(plan: Plan, optimizer: optax.GradientTransformation, factor: float) -> None:
-    """Log a warning for a correction that is known to go too far, and a note for one that does nothing."""
+    """Log a warning if a correction is known to go too far, and a note if it does nothing."""
     log = logging.getLogger("jpipe")
     if not any(plan.delays):
         log.info("delay_correction: it does nothing, because no gradients are late under the schedule '%s'", plan.schedule)

@@ -7,7 +7,7 @@ Value = TypeVar("Value")
 
 
 class FrozenMapping(Mapping[str, Value], Generic[Value]):
-    """An immutable mapping from names to values; comparison and hash depend on the order of the items.
+    """An immutable mapping from names to values; equality and hash depend on the order of the items.
 
     Args:
         items: a mapping with values that can be hashed.

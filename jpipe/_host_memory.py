@@ -10,16 +10,16 @@ def keep_freed_memory() -> bool:
     """Make this process keep freed memory instead of returning it to the system immediately.
 
     On CPUs XLA allocates the temporaries of each call with `malloc`. glibc maps large blocks anew every time, so each call of a stage
-    touches new pages, which the system has to clear: a fifth of the time of a transformer step. A program with one call per step (a
-    scan over microbatches) pays this once per step, a pipeline once per microbatch.
+    touches new pages, which the system has to clear. This takes a fifth of the time of a transformer step. A program with one call per step
+    (a scan over microbatches) pays this once per step; a pipeline pays it once per microbatch.
 
-    The price: threads share one arena, which makes many small allocations slower (a microbatch through four stages that compute almost
-    nothing takes a quarter longer).
+    In return, all threads share one arena, which makes many small allocations slower: a microbatch takes a quarter longer in four stages
+    that compute almost nothing.
 
-    Call it before the first array is made. It affects the whole process, but not GPUs. `jpipe train` calls it.
+    Call this function before the first array is made. It affects the whole process, but not GPUs. `jpipe train` calls it.
 
     Returns:
-        Whether it took effect: False if the C library is not glibc.
+        True if the setting took effect; False if the C library is not glibc.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -1,4 +1,4 @@
-"""Tables in HTML, as notebooks show plans, pipelines and states."""
+"""Tables in HTML: notebooks show plans, pipelines and states in this form."""
 
 import html
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def html_table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]])
 
 
 def size(count: float) -> str:
-    """Return bytes with their unit: `98.6 MB`."""
+    """Return a number of bytes as text with a unit, such as `98.6 MB`."""
     for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if count >= factor:
             return f"{count / factor:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""Interrupts while a state is consumed: signals wait for the result, which the consumed state keeps until its caller has received it."""
+"""Interrupts while a state is consumed: signals wait for the result. The consumed state keeps the result until the caller receives it."""
 
 import contextlib
 import hashlib
@@ -29,8 +29,8 @@ _PATIENCE = 3.0  # seconds after which a second Ctrl-C takes effect at once, sin
 def delayed_signals() -> Iterator[None]:
     """Delay Ctrl-C and SIGTERM until the end of this context.
 
-    A signal that comes `_PATIENCE` after the first is delivered at once.
-    This concerns signals that a Python function handles, and only the main thread: Python runs these functions nowhere else.
+    A signal that comes more than `_PATIENCE` seconds after the first one is delivered at once. Only signals that a Python function handles
+    are delayed, and only in the main thread: Python runs handlers in no other thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -55,7 +55,7 @@ def delayed_signals() -> Iterator[None]:
         if number in handlers and signal.getsignal(number) is hold:
             signal.signal(number, handlers[number])
 
-    # Each handler may raise as soon as it is in place again: hence one block for each.
+    # A handler may raise as soon as it is restored, so each has a block of its own.
     try:
         try:
             try:
@@ -75,7 +75,7 @@ class Outcome:
 
     Attributes:
         result: the next state and the metrics, until the caller has received them.
-        error: why there is no next state, or "".
+        error: why there is no next state; "" if there is one.
         batch: the digest of the batch of an interrupted step.
     """
 
@@ -85,32 +85,32 @@ class Outcome:
         self.batch: bytes | None = None
 
     def note_batch(self, batch: Tree, pieces: int) -> None:
-        """Store the digest of the batch of an interrupted step, read in some pieces: the caller may overwrite its memory."""
+        """Store the digest of an interrupted step's batch, because the caller may overwrite its memory; read it in `pieces` parts."""
         if self.result is not None:
             with contextlib.suppress(Exception), delayed_signals():
                 self.batch = _digest(batch, pieces)
 
     def is_of(self, batch: Tree, pieces: int) -> bool:
-        """Return whether it is the outcome of an interrupted step with this batch."""
+        """Return whether this is the outcome of an interrupted step with the same batch."""
         return self.batch is not None and self.batch == _digest(batch, pieces)
 
 
 @contextlib.contextmanager
 def consuming(before: State, current: State, observe: Observer | None) -> Iterator[tuple[Outcome, Observer | None]]:
-    """Run the body of this context, which consumes a state, to its end in spite of interrupts. The state keeps the outcome.
+    """Run a body that consumes a state to its end in spite of interrupts. The state keeps the outcome.
 
-    The body sets `Outcome.result`. The caller sets it to None when it returns the result.
+    The body sets `Outcome.result`. The caller sets `Outcome.result` to None when it returns the result.
 
     Args:
         before: the state that the caller passed.
-        current: the state to consume: the same, or the result of an interrupted call that consumed `before`.
+        current: the state to consume: `before`, or the result of an interrupted call that consumed `before`.
         observe: the caller's observer.
 
     Yields:
-        The outcome, and the observer for the body to call, which calls the caller's until that fails.
+        The outcome, and the observer for the body. It calls the caller's observer until this one raises an error.
 
     Raises:
-        BaseException: a signal that came meanwhile, or what the observer raised, when the outcome is kept; or what the body raised.
+        BaseException: what the body raised; or, after the outcome is kept, what a signal's handler or the observer raised.
     """
     outcome, earlier, failed = Outcome(), before._outcome, list[BaseException]()
 
@@ -139,10 +139,10 @@ def consuming(before: State, current: State, observe: Observer | None) -> Iterat
 
 
 def current_state(state: State) -> State:
-    """Return the state to go on from: the result of an interrupted call that consumed this one, or the state itself.
+    """Return the state to continue from: the result of an interrupted call that consumed this state, or the state itself.
 
     Raises:
-        InputError: the state is consumed, and there is no such result, or its caller has received it.
+        InputError: the state is consumed, and no interrupted call has left a result that its caller has not yet received.
     """
     outcome, current = state._outcome, state
     if outcome is not None:
@@ -159,17 +159,17 @@ def _keep(before: State, outcome: Outcome) -> None:
 
 
 def merged(first: Metrics, second: Metrics) -> Metrics:
-    """Return the metrics of two consecutive calls as of one call."""
+    """Join the metrics of two consecutive calls into the metrics of one call."""
     return Metrics(**{name: numbers | getattr(second, name) for name, numbers in first._asdict().items()})
 
 
 def _words(error: BaseException) -> str:
     """Return the message for a state that a failed call has consumed."""
     lines = str(error).splitlines() or [""]
-    said = lines[-1 if "Traceback" in str(error) else 0].strip()  # of a host callback's error JAX gives the traceback
+    said = lines[-1 if "Traceback" in str(error) else 0].strip()  # for an error in a host callback JAX's message is a traceback
     shown = type(error).__name__ + (f" ({said[:200]})" if said else "")
     return (
-        f"state: lost: the step or drain that consumed it ended with {shown} when it had written over some of its arrays; "
+        f"state: lost: the step or drain that consumed it ended with {shown} after overwriting some of its arrays; "
         "continue from a checkpoint or snapshot (Pipeline.restore), or begin again with init"
     )
 

@@ -1,4 +1,4 @@
-"""Contexts of traces: for which platform and which mesh, and without the settings of JAX for the user's own programs."""
+"""Contexts in which layers are traced: they set the platform and the mesh, and suspend the mesh that the user has set."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -31,23 +31,23 @@ def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
 
 
 def tracing_for(platform: str) -> contextlib.AbstractContextManager[None]:
-    """Trace layers for another platform than JAX's default one, such as "gpu" where stages are compiled for a GPU that is not here."""
+    """Trace layers for a platform that is not JAX's default, such as "gpu" when stages are compiled for a GPU of another machine."""
     return _set(_platform, platform)
 
 
 def traced_platform() -> str:
-    """Return the platform that layers are traced for, for layers that compute differently on some: "cpu", "gpu" or "tpu"."""
+    """Return the platform that layers are traced for ("cpu", "gpu" or "tpu"), so that a layer can compute differently on each."""
     return _platform.get() or jax.default_backend()
 
 
 @dataclass(frozen=True)
 class StageMesh:
-    """The mesh of a stage, for layers that say themselves how they compute on it, with `jax.shard_map`.
+    """The mesh of a stage, for layers that use `jax.shard_map` to compute on it.
 
     Attributes:
-        mesh: its axes and their sizes, without devices.
-        axes: the axis over which each logical axis of parameters is sharded, of those that are.
-        rows: the axes over which the rows of a microbatch are sharded.
+        mesh: the names and sizes of the mesh axes, without devices.
+        axes: for each logical axis of parameters that is sharded, the mesh axis that shards it.
+        rows: the mesh axes over which the rows of a microbatch are sharded.
     """
 
     mesh: AbstractMesh
@@ -59,26 +59,26 @@ _mesh: ContextVar[StageMesh | None] = ContextVar("_mesh", default=None)
 
 
 def tracing_on(mesh: StageMesh | None) -> contextlib.AbstractContextManager[None]:
-    """Trace layers for a stage on a mesh, or with None for one device."""
+    """Trace layers for a stage on this mesh; None means a stage on one device."""
     return _set(_mesh, mesh)
 
 
 def traced_mesh() -> StageMesh | None:
     """Return the mesh that layers are traced for; None for one device.
 
-    `LayerStack.specs` traces them for one device, so shapes and dtypes must be the same with and without a mesh.
+    `LayerStack.specs` traces layers for one device, so their shapes and dtypes must be the same with and without a mesh.
     """
     return _mesh.get()
 
 
 @contextlib.contextmanager
 def without_mesh() -> Iterator[None]:
-    """Run without the mesh that the user has set (`jax.set_mesh`): the plan says which devices a stage has.
+    """Suspend the mesh that the user has set with `jax.set_mesh`: the plan says which devices a stage has.
 
-    Inside a function that JAX compiles nothing is changed.
+    Inside a function that JAX traces, this context changes nothing.
     """
     outside: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    with contextlib.suppress(ValueError):  # it is being traced
+    with contextlib.suppress(ValueError):  # JAX is tracing
         outside = jax.set_mesh(None)
     with outside:
         yield

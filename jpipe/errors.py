@@ -16,12 +16,12 @@ __all__ = ["MISSING", "Problem", "explain", "nearest", "problems_of", "short", "
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong with an input; its text is `where: key: expected …, found …; change`.
+    """One problem with an input; its text is `where: key: expected …, found …; change`.
 
     Attributes:
         what: what is wrong, in place of `expected`.
         where: the input: a file, an argument, a key of a config.
-        key: the part of it, such as `stages.0.layers`.
+        key: the part of the input, such as `stages.0.layers`.
         expected: what was expected.
         found: what was found.
         change: what to change.
@@ -40,7 +40,7 @@ class Problem(NamedTuple):
         return ": ".join(filter(None, (self.where, self.key, words))) + (f"; {self.change}" if self.change else "")
 
     def renamed(self, names: Mapping[str, str]) -> "Problem":
-        """Return the problem with the name that its place, `where` or `where.key`, has in `names`; `where` may name places in others."""
+        """Return the problem with its place, `where` or `where.key`, renamed as in `names`. In `outer: inner` only `outer` is renamed."""
         first, _, rest = self.key.partition(".")
         if (place := names.get(f"{self.where}.{first}")) is not None:
             return self._replace(where=place + (f".{rest}" if rest else ""), key="")
@@ -51,21 +51,21 @@ class Problem(NamedTuple):
 class InputError(ValueError):
     """An invalid input; the message says where, what was expected, what was found and what to change.
 
-    The place that the raising code names may be one that the user does not know, such as an argument that a key of a config has set. Code
-    that knows a better name sets it with `at` or `renamed`; nothing edits the text.
+    The user may not know the place that the raising code names, such as an argument that a config key has set. Code that knows a better
+    name sets it with `at` or `renamed`, instead of editing the text.
 
     Args:
-        problems: one for each line of the message: a problem, or a sentence that says what is wrong. Characters that are not printable are
-            escaped, so that untrusted text cannot add lines or control a terminal. The middle of a long line is left out, and so are
-            the last of many lines.
-        where: as in `Problem`, like the following ones, of a single problem.
-        key: the part of it.
+        problems: for each line of the message a `Problem`, or a sentence that says what is wrong. Characters that are not printable are
+            escaped, so that untrusted text cannot add lines or control a terminal. Long lines are cut in the middle, and only the first 200
+            of many lines are shown.
+        where: as in `Problem`; this argument and the following ones describe a single problem.
+        key: the part of the input.
         expected: what was expected.
         found: what was found.
         change: what to change.
 
     Attributes:
-        problems: what is wrong.
+        problems: the problems, one for each line of the message.
     """
 
     def __init__(
@@ -92,24 +92,24 @@ class InputError(ValueError):
         return error
 
     def at(self, where: str) -> Self:
-        """Return this error about the input `where`."""
+        """Return this error with `where` as the input of all its problems."""
         return self._with([problem._replace(where=where) for problem in self.problems])
 
     def renamed(self, names: Mapping[str, str]) -> Self:
-        """Return this error with other names of places.
+        """Return this error with its places renamed.
 
         Args:
-            names: the names to print, by the name of a place, `where` or `where.key`.
+            names: the name to print for each place, `where` or `where.key`.
         """
         return self._with([problem.renamed(names) for problem in self.problems])
 
     def with_change(self, change: str) -> Self:
-        """Return this error with what to change as the caller knows it, or without it ("")."""
+        """Return this error with the caller's advice on what to change; "" removes the advice."""
         return self._with([problem._replace(change=change) for problem in self.problems])
 
 
 _MOST_LINES = 200
-_BEGIN, _END = 700, 300  # how many characters stay of a long line
+_BEGIN, _END = 700, 300  # how many characters of a long line are kept
 
 
 def _printable(text: str) -> str:
@@ -118,23 +118,23 @@ def _printable(text: str) -> str:
 
 
 def _cut(line: str) -> str:
-    """Return the line, or its beginning and end if it is long: the end says what to change."""
+    """Cut a long line in the middle, because its end says what to change."""
     return line if len(line) <= _BEGIN + _END else f"{line[:_BEGIN]}…{line[-_END:]}"
 
 
 class PeerLost(RuntimeError):
-    """A process of the run died, hung or stopped; the message names it, how it ended and what this process waited for."""
+    """A process of the run died, hung or stopped; the message says which one, how it ended and what this process waited for."""
 
 
 def cause(error: BaseException) -> str:
-    """Return in one line what the caller's code raised, and where: `KeyError: 'mask' (losses.py:12)`.
+    """Describe an exception in the caller's code and its place in one line, such as `KeyError: 'mask' (losses.py:12)`.
 
     Args:
         error: the exception, with its traceback.
 
     Returns:
-        The exception's name, the first line of its message, and file and line of the last frame in the caller's code. File and line are
-        left out without such a frame, if a library raised the exception or the code was typed in.
+        The exception's name, the first line of its message, and file and line of the last frame in the caller's code. If no frame is in a
+        file of the caller's, file and line are left out.
 
     Example:
         >>> cause(ValueError("no rows"))
@@ -147,7 +147,7 @@ def cause(error: BaseException) -> str:
 
 @contextmanager
 def callers_code(message: Callable[[BaseException], str | Problem]) -> Iterator[None]:
-    """Turn what the caller's code raises in this context into an `InputError`, except Ctrl-C and an `InputError`.
+    """Turn an exception of the caller's code into an `InputError`. Ctrl-C and an `InputError` pass unchanged.
 
     Args:
         message: returns the message for the exception; see `cause`.
@@ -168,7 +168,7 @@ _STANDARD_LIBRARY = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", 
 def _is_the_callers(frame: FrameType) -> bool:
     path = Path(frame.f_code.co_filename)
     return not (
-        path.name.startswith("<")  # not a file: typed in, or generated by a library
+        path.name.startswith("<")  # the code is in no file: it was typed in, or a library generated it
         or frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES
         or _INSTALLED.intersection(path.parts)
         or any(path.is_relative_to(folder) for folder in _STANDARD_LIBRARY)
@@ -176,7 +176,7 @@ def _is_the_callers(frame: FrameType) -> bool:
 
 
 def shortened(names: Sequence[str], most: int = 6) -> str:
-    """Return names as `a, b, c`, with `…` for the middle of a long list."""
+    """Join names as `a, b, c`, with `…` in place of the middle of a long list."""
     shown = list(names) if len(names) <= most else [*names[: most - 2], "…", names[-1]]
     return ", ".join(shown)
 
@@ -205,7 +205,7 @@ MISSING = "add it"
 
 
 def problems_of(error: ValueError) -> Sequence[Problem]:
-    """Return what is wrong by an error that a check of a value has raised."""
+    """Return the problems of an error that a check of a value has raised."""
     return error.problems if isinstance(error, InputError) else [Problem(str(error))]
 
 
@@ -216,9 +216,9 @@ def explain(
 
     Args:
         error: what a validation raised.
-        model: the class that validated the data; unknown keys are compared with its field names.
+        model: the class that validated the data; an unknown key is compared with the field names of this class.
         where: the source of the data, such as a file name; every line begins with it.
-        shown: returns a value as text; by default `short`.
+        shown: a function that returns a value as text; by default `short`.
     """
     lines: list[Problem] = []
     problems = error.errors()
@@ -226,14 +226,14 @@ def explain(
     for problem in problems:
         place = problem["loc"]
         if problem["type"] == "too_short" and any(other["loc"][: len(place)] == place != other["loc"] for other in problems):
-            continue  # it counted only the items without a problem
+            continue  # pydantic counted only the items without a problem
         key = ".".join(map(str, place))
         value = problem.get("input")
         match problem["type"]:
             case "extra_forbidden":
                 lines.append(Problem(f"unknown key '{key}'", where, change=hints[place]))
             case "missing" if f"did you mean '{key}'?" in hints.values():
-                continue  # it is present, but misspelt
+                continue  # the key is present, but misspelt
             case "missing":
                 lines.append(Problem(f"key '{key}' is missing", where, change=MISSING))
             case "too_short":
@@ -259,12 +259,12 @@ def short(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-_REPR = reprlib.Repr()  # takes the same time for values of any size
+_REPR = reprlib.Repr()  # it takes the same time for values of any size
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 80
 
 
 def _nearest_key(model: type[pydantic.BaseModel], location: Sequence[str | int]) -> str:
-    """Return the hint after the unknown key at `location`: the full path of the nearest key, even in another section."""
+    """Return the hint for the unknown key at `location`: the full path of the nearest key, which may be in another section."""
     key, last, inside = ".".join(map(str, location)), str(location[-1]), location[:-1]
     siblings = _fields_at(model, inside)
     known = [*(".".join(map(str, (*inside, field))) for field in siblings), *_keys_of(model)]

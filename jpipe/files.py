@@ -37,14 +37,17 @@ __all__ = [
 ]
 
 TEMPORARY = ".jpipe-*.tmp"
-"""The pattern of the names of files that are being written; a file that a killed process has left can be removed."""
+"""The pattern of names of files that are being written. If a killed process has left such a file, it can be removed."""
 
 
 def unusable(path: str) -> str | None:
-    """Return why a path cannot be one of this machine, and what to change, as the end of a message; None if it can. No disk is asked.
+    """Return why no file of this machine can have this path, and what to change; None if one can. The disk is not read.
 
     Args:
         path: a path from a user.
+
+    Returns:
+        The end of a message, or None.
 
     Example:
         >>> unusable("s3://bucket/run")
@@ -68,25 +71,25 @@ def unusable(path: str) -> str | None:
 
 
 _URL = re.compile(r"\s*[^\s/\\][^/\\]+:/")
-"""What begins as a URL, also as `Path` writes it, with one slash; a drive has one letter, and `./` begins the name of any folder."""
+"""The beginning of a URL, also with one slash, as `Path` writes it. `C:/` is no URL, and `./` in front makes any name a path."""
 
 
 def expanded(path: str, where: str) -> Path:
-    """Return a path with the home folder in place of `~`.
+    """Return a path, with `~` replaced by the home folder.
 
     Args:
         path: a path from a user.
-        where: its config key or option, for messages.
+        where: the config key or option that gives the path, for messages.
 
     Raises:
-        InputError: no file of this machine can have the name: it is a URL, too long, or begins with no user's home folder.
+        InputError: no file of this machine can have this path: it is a URL, is too long, or begins with an unknown user's home folder.
     """
     if problem := unusable(path):
         raise InputError(problem, where=where)
     file = Path(path).expanduser()
     try:
         os.lstat(file)
-    except OSError as error:  # it may be missing or unreadable, which its readers report
+    except OSError as error:  # the file may be missing or unreadable, which the code that reads it reports
         if error.errno == errno.ENAMETOOLONG:
             raise InputError(f"cannot find '{path}': {error.strerror}", where=where, change="choose another") from None
     return file
@@ -100,12 +103,12 @@ def resolved(path: str, where: str) -> Path:
         where: as in `expanded`.
 
     Raises:
-        InputError: no file can have the name, or it is not UTF-8, which TensorStore requires to write checkpoints.
+        InputError: no file can have this path, or the path is not UTF-8, which TensorStore requires to write checkpoints.
     """
     try:
         real = expanded(path, where).resolve()
         str(real).encode()
-        if any(part.is_symlink() for part in (real, *real.parents)):  # since Python 3.13 `resolve` does not raise for a cycle of links
+        if any(part.is_symlink() for part in (real, *real.parents)):  # since Python 3.13 `resolve` raises no error for a cycle of links
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(real))
     except UnicodeEncodeError:
         raise InputError(
@@ -119,12 +122,12 @@ def resolved(path: str, where: str) -> Path:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file completely or, if writing fails or process or machine die, not at all; it is on disk when this returns.
+    """Write a file completely, or not at all if writing fails or the process or the machine dies. On return the file is on disk.
 
-    Text is written as UTF-8. An existing file is replaced, and so is a symbolic link, whatever it points to.
+    Text is written as UTF-8. An existing file is replaced. A symbolic link is replaced, too, not the file that it points to.
 
     Raises:
-        OSError: it cannot be written; nothing is left behind.
+        OSError: the file cannot be written; nothing is left behind.
     """
     unfinished = path.with_name(TEMPORARY.replace("*", secrets.token_hex(8)))
     try:
@@ -142,11 +145,11 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def writing(where: str, name: object) -> Iterator[None]:
-    """Raise `InputError` if a file that was named cannot be written.
+    """Raise `InputError` if a file that the user has named cannot be written.
 
     Args:
-        where: what names it, such as an option.
-        name: the file, as it is shown.
+        where: the option that names the file, for messages.
+        name: the name of the file, for messages.
     """
     try:
         yield
@@ -155,23 +158,23 @@ def writing(where: str, name: object) -> Iterator[None]:
 
 
 def create(path: Path) -> BinaryIO:
-    """Create a file, open for writing.
+    """Create a file and open it for writing.
 
     Raises:
-        OSError: it cannot be created, or the name exists, also as a symbolic link.
+        OSError: the file cannot be created, or the name already exists, even as a symbolic link.
     """
     return open(_open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb")
 
 
 def unused(path: str, where: str) -> Path:
-    """Return the absolute path of a new file or folder; its parent may be behind links.
+    """Return the absolute path of a file or folder that does not exist yet. Symbolic links in its parent folders are followed.
 
     Args:
         path: a path from a user.
-        where: its option, for messages.
+        where: the option that gives the path, for messages.
 
     Raises:
-        InputError: the name exists, or no file can have it.
+        InputError: the path already exists, or no file can have it.
     """
     new = expanded(path, where)
     new = resolved(str(new.parent), where) / new.name
@@ -182,13 +185,13 @@ def unused(path: str, where: str) -> Path:
 
 @contextlib.contextmanager
 def new_folder(path: Path, where: str) -> Iterator[Path]:
-    """Yield a folder to write into that gets its name, with its content on disk, if nothing fails inside, and else is removed.
+    """Yield a temporary folder to write into. At the end it gets the name `path` and is on disk; after an error it is removed.
 
-    Its parents are created.
+    Missing parent folders are created.
 
     Args:
-        path: see `unused`.
-        where: its option, for messages.
+        path: the name of the new folder, from `unused`.
+        where: the option that gives the path, for messages.
 
     Raises:
         InputError: the folder or a file in it cannot be written.
@@ -211,15 +214,15 @@ def new_folder(path: Path, where: str) -> Iterator[Path]:
 
 
 def open_to_append(path: Path) -> BinaryIO:
-    """Open a file to append to it, unbuffered; it is created if it does not exist.
+    """Open a file to append to it, without a buffer; create the file if it does not exist.
 
     Raises:
-        OSError: it cannot be opened, or is a symbolic link, a FIFO or a device, which could block forever.
+        OSError: the file cannot be opened, or is a symbolic link, a FIFO or a device. A FIFO or a device could block forever.
     """
     try:
         number = _open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK)
     except OSError as error:
-        raise (_not_regular(path) if error.errno == errno.ENXIO else error) from None  # a FIFO that nobody reads
+        raise (_not_regular(path) if error.errno == errno.ENXIO else error) from None  # a FIFO without a reader
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
         raise _not_regular(path)
@@ -228,10 +231,10 @@ def open_to_append(path: Path) -> BinaryIO:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its parents, unless it exists.
+    """Create a folder and its parents, unless the folder exists.
 
     Raises:
-        OSError: it cannot be created, or is a symbolic link, whatever it points to.
+        OSError: the folder cannot be created, or the path is a symbolic link, even to a folder.
     """
     path.mkdir(parents=True, exist_ok=True)
     if path.is_symlink():
@@ -239,10 +242,10 @@ def make_folder(path: Path) -> None:
 
 
 def open_to_read(path: Path) -> BufferedReader:
-    """Open a regular file, or a symbolic link to one, to read.
+    """Open a regular file, or a symbolic link to a regular file, to read it.
 
     Raises:
-        OSError: it cannot be opened, or is not a regular file; a FIFO, a device or a socket is not read, which could block forever.
+        OSError: the file cannot be opened, or is not a regular file. A FIFO, a device or a socket could block forever.
     """
     try:
         number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
@@ -264,7 +267,7 @@ def read_bytes(path: Path, most: int) -> bytes:
     """Read a regular file of at most `most` bytes, opened as in `open_to_read`.
 
     Raises:
-        OSError: it cannot be read, is not a regular file, or is larger.
+        OSError: the file cannot be read, is not a regular file, or is larger than `most`.
     """
     with open_to_read(path) as file:
         if os.fstat(file.fileno()).st_size > most:
@@ -273,18 +276,19 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 
 def read_text(path: Path, most: int, cannot: str, hint: str, other: str, where: str = "") -> str:
-    """Read a regular file of text in UTF-8 for a user.
+    """Read a regular text file in UTF-8, and raise `InputError` with a message for the user if that fails.
 
     Args:
         path: the file.
-        most: the largest size, in bytes, a multiple of a MiB.
-        cannot: start of the message, such as "plan.file: cannot read 'plan.json'"; the system's message follows.
-        hint: end of the message.
-        other: the message for a file that is not text.
-        where: the place in front of these, if they begin with none.
+        most: the largest allowed size in bytes, a multiple of a MiB.
+        cannot: the start of the message if the file cannot be read, such as "plan.file: cannot read 'plan.json'"; the system's message
+            follows.
+        hint: the end of this message.
+        other: the message if the file is not text.
+        where: the place to put in front of both messages, if they do not begin with a place.
 
     Raises:
-        InputError: the file cannot be read.
+        InputError: the file cannot be read, is larger than `most`, or is not text.
     """
     try:
         return read_bytes(path, most).decode("utf-8")
@@ -304,7 +308,7 @@ def to_disk(path: Path) -> None:
 
 
 def shown(path: Path) -> str:
-    """Return a path for messages, relative to the current folder if it is inside it."""
+    """Return a path for messages: relative to the current folder if the path is inside this folder."""
     try:
         current = Path.cwd()
     except OSError:  # it was removed

@@ -1,6 +1,7 @@
-"""The ops: one row for each program that a stage runs on a microbatch. Everything that depends on the kind of computation asks this table.
+"""The table of ops. An op is a computation of a stage on a microbatch, such as a forward or a backward.
 
-A new op is a row and a method of the stage's functions (`jpipe.stages`).
+All code that depends on the kind of computation reads this table. To add an op, add a row here and a method to the stage's functions
+(`jpipe.stages`).
 """
 
 from dataclasses import dataclass
@@ -15,19 +16,19 @@ Leaves = Literal["output", "state", "residuals", "gradient", "stash", "accumulat
 
 @dataclass(frozen=True)
 class Op:
-    """What a stage computes of a microbatch in one program.
+    """A computation of a stage on a microbatch, which one compiled program does.
 
-    The program takes the weights, what the op reads, the accumulators if it leaves them, the random numbers and, if it computes gradients,
-    the loss scale. It returns what the op leaves, in this order; a single result stands alone.
+    The program takes the weights, what `reads` names, the accumulators if `leaves` names them, the random numbers and, if it computes
+    gradients, the loss scale. It returns what `leaves` names, in this order; a single result is returned without a tuple.
 
     Attributes:
-        name: capital letters, in orders and timelines.
+        name: the capital letters that stand for the op in orders and timelines.
         function: the method of the stage's functions that computes it.
-        reads: "inputs", the stage input and at the last stage the labels; "residuals", from a forward, and the output gradient; or
-            "stash", what the first half of a backward has left for the second.
-        leaves: "output", the stage output; "state", the layer state; "residuals" and "stash", to be read by a later op; "gradient", the
-            gradient of the stage input; "accumulators", with the microbatch's gradients of the weights.
-        label: its name in reports and pictures.
+        reads: "inputs": the stage input, and at the last stage the labels; "residuals": the residuals of a forward, and the output
+            gradient; or "stash": what the first half of a backward has left for the second half.
+        leaves: "output": the stage output; "state": the layer state; "residuals" and "stash": data for a later op; "gradient": the gradient
+            of the stage input; "accumulators": the sums of weight gradients, including this microbatch's.
+        label: the op's name in reports and pictures.
     """
 
     name: str
@@ -38,32 +39,32 @@ class Op:
 
     @cached_property
     def trains(self) -> bool:
-        """Whether it is part of training, rather than of an evaluation."""
+        """Whether the op is part of training, rather than evaluation."""
         return self.leaves != ("output",)
 
     @cached_property
     def begins(self) -> bool:
-        """Whether the microbatch enters the stage."""
+        """Whether the microbatch enters the stage with this op."""
         return self.reads == "inputs"
 
     @cached_property
     def gives_gradient(self) -> bool:
-        """Whether it computes the gradient of the stage input."""
+        """Whether the op computes the gradient of the stage input."""
         return "gradient" in self.leaves
 
     @cached_property
     def finishes(self) -> bool:
-        """Whether it computes the gradients of the weights, after which nothing remains to be done for the microbatch."""
+        """Whether the op computes the gradients of the weights, which completes the stage's work on the microbatch."""
         return "accumulators" in self.leaves
 
     @cached_property
     def parts(self) -> str:
-        """What it does of a forward (F), a backward for inputs (I) and a backward for weights (W), such as "FI"."""
+        """Which parts the op computes: forward (F), backward for inputs (I), backward for weights (W); for example "FI"."""
         return "F" * self.begins + "I" * self.gives_gradient + "W" * self.finishes
 
     @cached_property
     def pieces(self) -> tuple[str, ...]:
-        """The ops that together compute the same, where a whole backward counts as one op. They determine its time and its picture."""
+        """The ops that together compute the same as this op: a forward, then a whole backward or one of its halves."""
         backward = {"IW": "B"}.get(after := self.parts.removeprefix("F"), after)
         return tuple(name for name in ("F" * self.begins, backward) if name)
 

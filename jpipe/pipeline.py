@@ -73,16 +73,16 @@ _LOG = logging.getLogger("jpipe")
 
 @contextlib.contextmanager
 def isolated_context() -> Iterator[None]:
-    """Run a method of a pipeline, without the mesh and the transfer guard that the user has set.
+    """Run a method of a pipeline without the mesh and the transfer guard that the user has set.
 
-    Other settings of JAX hold for it, too, such as `jax.default_matmul_precision` while `init` compiles.
+    The user's other settings of JAX still apply, such as `jax.default_matmul_precision` while `init` compiles.
 
     Raises:
         InputError: `jax.disable_jit` is on, or the call is inside a function that JAX traces.
     """
     if getattr(jax.config, "jax_disable_jit", False):  # not in the types of all versions
         raise InputError(
-            "jax_disable_jit is on: a pipeline runs programs that are compiled ahead; turn it off, and to look into a layer use "
+            "jax_disable_jit is on, but a pipeline runs programs that are compiled ahead; turn it off; to inspect a layer, use "
             "jax.debug.print, or call LayerStack.apply without a pipeline"
         )
     try:
@@ -92,49 +92,51 @@ def isolated_context() -> Iterator[None]:
             "a method of a pipeline was called inside a function that JAX traces (jax.jit, jax.grad, …): a pipeline compiles programs of "
             "its own; call it outside"
         ) from None
-    with outside, jax.transfer_guard("allow"):  # numbers of microbatches, say, go to devices
+    with outside, jax.transfer_guard("allow"):  # the pipeline transfers small arrays to devices, such as numbers of microbatches
         yield
 
 
 class Pipeline:
     """Trains a model through a pipeline according to a plan. It holds compiled programs, but no training state.
 
-    `init` verifies the programs (see `simulate`) before it compiles what they use. In a run of several processes (after
-    `jax.distributed.initialize`) all processes make the same pipeline and call the same methods in the same order; each runs the workers on
-    its own devices.
+    `init` verifies the programs of the plan (see `simulate`) before it compiles anything. In a run of several processes (after
+    `jax.distributed.initialize`) all processes make the same pipeline and call the same methods in the same order; each process runs the
+    workers on its own devices.
 
     Args:
         stack: the model.
-        plan: stages, schedule, microbatches, recomputation.
-        loss: `(outputs, labels) -> (sum of the losses, weight)` of one microbatch, two scalars. The gradient of a batch is divided by its
-            total weight, so a loss can leave out padded or masked positions. A third parameter named `rngs` gets the microbatch's
-            `flax.nnx.Rngs`, one named `key` its random key.
-        optimizer: any optax transformation that treats layers separately; `init` rejects others. Masks and labels go by layer id, or by the
-            model's own tree if the layers were cut from a model.
-        devices: the device of each rank, in order; for a rank with a mesh, all its devices. By default the plan's placement among the
-            devices of all processes. With too few devices, neighbouring ranks share one. (Without chunks a rank is one replica of a stage.)
-        clip_global_norm: clip the mean gradient of each batch to this norm over all stages, as `optax.clip_by_global_norm` does,
-            independently of the cut. Not for weight stashing. Under schedules that do not flush no worker waits for the norm: an update is
-            made when its norm arrives.
-        clip_stage_norm: clip the mean gradient of each stage to this norm of that stage, under any schedule. It depends on the cut, so
-            prefer `clip_global_norm` if the schedule allows it. Not both, and not if stages share trained parameters.
+        plan: the stages, schedule, microbatches and recomputation.
+        loss: `(outputs, labels) -> (sum of the losses, weight)` of one microbatch, two scalars. The gradient of a batch is divided by the
+            batch's total weight, so a loss can leave out padded or masked positions. A third parameter, if the loss has one, gets the
+            microbatch's `flax.nnx.Rngs` if it is named `rngs`, or the microbatch's random key if it is named `key`.
+        optimizer: an optax transformation that treats layers separately; `init` rejects any other. Masks and labels are trees by layer id,
+            or trees like the model's own parameters if the layers were cut from a model.
+        devices: the device of each rank, in order; for a rank with a mesh, all devices of the mesh. The default is the plan's placement
+            among the devices of all processes. With too few devices, neighbouring ranks share one. (Without chunks a rank is one replica of
+            a stage.)
+        clip_global_norm: clip the mean gradient of each batch to this norm over all stages, as `optax.clip_by_global_norm` does. The result
+            does not depend on the cut. Weight stashing does not allow it. Under schedules that do not flush no worker waits for the norm: a
+            worker updates when the norm arrives.
+        clip_stage_norm: clip the mean gradient of each stage to this norm of the stage, under any schedule. The result depends on the cut,
+            so prefer `clip_global_norm` if the schedule allows it. The two cannot be combined, and stages must not share trained
+            parameters.
         skip_nonfinite: if any gradient of a batch is NaN or infinite, change no weights and no optimizer state at any stage;
-            `Metrics.nonfinite` reports it. Layer state, such as batch statistics, does change. For schedules that allow `clip_global_norm`.
-            A dynamic loss scale implies it.
-        ema_decay: keep an exponential moving average of the weights, `decay * average + (1 - decay) * weights` after each update, from
-            the initial weights on, in float32 for weights of lower precision. `evaluate` and `params` use it with `weights="ema"`.
-            At least 0 and below 1; not with `Plan.shard_optimizer`.
+            `Metrics.nonfinite` reports such batches. Layer state, such as batch statistics, does change. Only schedules that allow
+            `clip_global_norm` allow this. A dynamic loss scale includes it.
+        ema_decay: keep an exponential moving average of the weights, `decay * average + (1 - decay) * weights` after each update, from the
+            initial weights on, in float32 for weights of lower precision. `evaluate` and `params` use the average with `weights="ema"`. The
+            decay is at least 0 and below 1. Not with `Plan.shard_optimizer`.
         precision: the dtypes of parameters, computations and accumulated gradients, and the loss scale.
-        delay_correction: correct the delay of gradients under schedules that do not flush: "predict", or a number in place of 1 as the
-            factor of `jpipe.optimizers.predict_delay`. In the end each update adds λ times itself to the weights, where λ is the stage's
-            delay in updates (`Plan.delay`), and removes what the previous update had added. `evaluate`, `predict`, `params` and the moving
-            average use the weights without this prediction. It needs an optimizer with momentum; with Nesterov's momentum and delays of
-            more than one update use 0.5. Stages with a delay need the memory of their parameters once more; stages without one are not
+        delay_correction: correct the delay of gradients under schedules that do not flush: "predict", or a number that replaces 1 as the
+            factor of `jpipe.optimizers.predict_delay`. With "predict" each update adds λ times itself to the weights, where λ is the
+            stage's delay in updates (`Plan.delay`), and removes what the previous update had added. `evaluate`, `predict`, `params` and the
+            moving average use the weights without this prediction. The optimizer must have momentum; with Nesterov's momentum and delays of
+            more than one update use 0.5. A stage with a delay holds one more copy of its parameters; stages without a delay are not
             changed.
 
     Raises:
-        InputError: the plan does not fit the model or the devices; the schedule cannot clip or skip batches; both ways to clip are set; or
-            a decay or correction is invalid.
+        InputError: the plan does not fit the model or the devices; the schedule cannot clip or skip batches; both norms to clip to are set;
+            or a decay or correction is invalid.
 
     Example:
         >>> import jax.numpy as jnp
@@ -167,7 +169,7 @@ class Pipeline:
         check_precision(precision)
         check_ema_decay(ema_decay)
         if plan.order is not None:
-            lower(plan, 1, workers=())  # raises an error for one that deadlocks, before anything is compiled
+            lower(plan, 1, workers=())  # raises an error if the order deadlocks, before anything is compiled
         self.stack, self.plan, self.loss, self.optimizer = cast_layers(stack, precision), plan, loss, optimizer
         self.clip_global_norm, self.clip_stage_norm = as_python(clip_global_norm), as_python(clip_stage_norm)
         self.skip_nonfinite, self.precision = skip_nonfinite, precision
@@ -186,7 +188,7 @@ class Pipeline:
         return f"Pipeline({self.plan!r}{self._facts()})"
 
     def _repr_html_(self) -> str:
-        devices = None if self._executor is None else place_names(self.places)  # before it is compiled, they may not be there
+        devices = None if self._executor is None else place_names(self.places)  # before compilation the devices may not exist
         return html_of_plan(self.plan, "Pipeline", self._facts(), devices)
 
     def _facts(self) -> str:
@@ -208,15 +210,15 @@ class Pipeline:
 
     @isolated_context()
     def check(self, batch: Batch, metrics: Mapping[str, Loss] | None = None) -> None:
-        """Raise InputError if batches like this one could not run; only the optimizer computes, on tiny arrays.
+        """Raise InputError if batches like this one could not run. Only the optimizer is run, on tiny arrays.
 
         Args:
             batch: as in `init`.
-            metrics: as in `evaluate`; None checks training alone, and neither metrics nor the loss in evaluation.
+            metrics: as in `evaluate`; None checks only training.
 
         Raises:
-            InputError: a batch that is not a pair (inputs, labels), rows not divisible by the microbatches, layers that do not fit, an
-                optimizer that cannot be applied layer by layer, a loss or a metric that does not fit.
+            InputError: the batch is not a pair (inputs, labels), or its rows are not divisible by the microbatches; layers do not fit the
+                inputs; the optimizer cannot be applied layer by layer; or the loss or a metric does not fit the outputs.
         """
         last = self.stage_functions(batch)[-1]
         if metrics is not None:
@@ -226,28 +228,29 @@ class Pipeline:
     def init(self, key: jax.Array, batch: Batch, params: Tree | None = None, *, buckets: Sequence[Batch] = ()) -> State:
         """Compile for batches like this one, and place fresh weights, or the given `params`, on the devices.
 
-        If the pipeline has already compiled for such batches under the same settings of JAX, it does not compile again.
+        If the pipeline has already compiled for batches of this shape under the same settings of JAX, it does not compile again.
 
-        Log one warning if a layer mixes rows, as batch normalization does, or if the loss is not a sum over rows: such a layer or loss sees
-        the rows of a microbatch, not of a batch.
+        If a layer mixes rows, as batch normalization does, or the loss is not a sum over rows, one warning is logged: the layer or loss
+        sees only the rows of a microbatch, not the rows of the whole batch.
 
         Args:
             key: seed of initialization and dropout.
-            batch: (inputs, labels) as in `step`; only shapes and dtypes are used.
-            params: initial parameters by layer id, as `params` returns them: nested dicts of any arrays, an NNX module or its `nnx.state`.
-                If the layers were cut from a model, the model or its own tree of parameters will do, too. They are copied. Layers or
-                parameters that are left out begin with the model's arrays, if it has any, or else fresh. All optimizer state is fresh.
-            buckets: batches of the other shapes that steps and evaluations will get, such as longer sentences; only shapes and dtypes are
-                used. Each step uses the programs compiled for its shape. All must have as many rows as `batch`, and give layers the same
-                shapes of parameters and state.
+            batch: (inputs, labels) as in `step`; only the shapes and dtypes are used.
+            params: initial parameters by layer id, as the method `params` returns them: nested dicts of arrays of any kind, an NNX module
+                or its `nnx.state`. If the layers were cut from a model, `params` may also be the model or its own tree of parameters. The
+                arrays are copied. Missing layers or parameters get the model's arrays if it has any, and fresh arrays otherwise. All
+                optimizer state is fresh.
+            buckets: batches of the other shapes that steps and evaluations will get, such as longer sentences; only the shapes and dtypes
+                are used. Each step uses the programs compiled for its batch's shape. Every bucket must have as many rows as `batch`, and
+                the parameters and state of all layers must have the same shapes for it.
 
         Returns:
             The state before batch 0.
 
         Raises:
-            InputError: as `check`, for `buckets` too; a key of another kind; devices that do not exist; a plan that differs between
-                processes; parameters that the model does not have, or of another shape or dtype; different arrays in the two places of a
-                tie; buckets that differ in their rows or in the names of their arrays, or change the parameters or the state of a layer.
+            InputError: an error of `check`, also for `buckets`; the key is of another kind; devices do not exist; the plan differs between
+                processes; the model does not have the parameters, or has them in another shape or dtype; a tie has different arrays in its
+                two places; or buckets differ in their rows or array names, or change the parameters or state of a layer.
         """
         key = as_key(key)
         spec = microbatch_spec(batch, self.plan.microbatches)
@@ -272,23 +275,23 @@ class Pipeline:
         fresh_optimizer: bool = False,
         buckets: Sequence[Batch] = (),
     ) -> State:
-        """Compile as `init` does, and return the state before batch `at` of the run of a `Snapshot`.
+        """Compile as `init` does, and return the state before batch `at` of the run that a `Snapshot` has saved.
 
-        Under the same plan the run continues as if it had not ended, bit for bit. The plan may have other cuts, replicas, schedule,
+        Under the same plan the run continues as if it had not ended, bit for bit. The plan may also differ in cuts, replicas, schedule,
         recomputation or processes. If it reads weight versions that the snapshot does not have, the newest version replaces them. If a
-        stage has another number of replicas, each begins with the mean of the former replicas' layer state; without `sync_state` they take
-        the former states in order, repeatedly.
+        stage has another number of replicas, each begins with the mean of the former replicas' layer state; without `sync_state` new
+        replica i begins with the state of former replica i mod n, where n is the former number.
 
         Args:
             key: the random key of the run, as passed to `init`.
             batch: as in `init`.
-            layers: the layers from `Snapshot.layers`, with any arrays; at least the layers of this process's workers.
+            layers: the layers from `Snapshot.layers`, with arrays of any kind; at least the layers of this process's workers.
             at: the batch of the snapshot.
-            fresh_optimizer: begin with new optimizer state; another optimizer needs this.
+            fresh_optimizer: begin with new optimizer state; set it if the optimizer is another one than in the snapshot.
             buckets: as in `init`.
 
         Raises:
-            InputError: as `init`; a layer that is missing or of another shape; or the optimizer state of another optimizer.
+            InputError: an error of `init`; a layer is missing or has another shape; or the optimizer state is another optimizer's.
         """
         key, at = as_key(key), checked_batch("at", at)
         executor = self._compile(batch, buckets, {"key": _bits(key), "first batch": str(at)})
@@ -297,16 +300,16 @@ class Pipeline:
 
     @isolated_context()
     def check_layers(self, batch: Batch, layers: Mapping[str, Plain], at: SupportsIndex, *, fresh_optimizer: bool = False) -> None:
-        """Raise InputError for layers that `restore` cannot use, without compiling or waiting for other processes.
+        """Raise InputError if `restore` cannot use the layers; neither compile nor wait for other processes.
 
         Args:
             batch: (inputs, labels); only shapes and dtypes are used.
             layers: as in `restore`.
             at: the batch of the snapshot.
-            fresh_optimizer: do not check the optimizer state: it will not be used.
+            fresh_optimizer: do not check the optimizer state, because `restore` will not use it.
 
         Raises:
-            InputError: a layer that is missing, or of another shape, or optimizer state of another optimizer.
+            InputError: a layer is missing or has another shape, or the optimizer state is another optimizer's.
         """
         functions, at = self.stage_functions(batch), checked_batch("at", at)
         for w, (s, _) in enumerate(self.plan.workers):
@@ -315,10 +318,10 @@ class Pipeline:
                 fitting(self.plan, w, f, for_stage(f, layers, fresh_optimizer), at, fresh_optimizer)
 
     def snapshot(self, batch: SupportsIndex) -> Snapshot:
-        """Return the `Snapshot` that copies a checkpoint of this run before `batch`; call `init` or `restore` first.
+        """Return a `Snapshot` that will copy the state of this run before `batch`. Call `init` or `restore` first.
 
         Raises:
-            InputError: neither has been called, or `batch` is no integer of 0 or more.
+            InputError: neither `init` nor `restore` has been called, or `batch` is not an integer of 0 or more.
         """
         batch = checked_batch("snapshot", batch)
         if self._executor is None:
@@ -331,18 +334,20 @@ class Pipeline:
         Asynchronous schedules do not finish the batch: the remaining work stays in flight in the state.
 
         Ctrl-C does not lose the state. Before the step begins to overwrite arrays, KeyboardInterrupt is raised at once, and `state` is
-        unchanged. Later the step is first dispatched to its end, also if `observe` raises. The caller still has `state`: called with it and
-        the same batch again, `step` returns the result of the interrupted step. With another batch it continues from there, and the metrics
-        are for both steps. `drain`, `evaluate` and `params` continue from there, too. A second Ctrl-C after three seconds does not wait,
-        and loses the state, as does a computation that fails (out of memory, say): the next call with that state raises an InputError that
-        names the cause. SIGTERM is treated as Ctrl-C if a Python function handles it. In a run of several processes each completes its own
-        part, so that the other processes can continue.
+        unchanged. Later, or if `observe` raises an error, the step is first dispatched to its end. The caller still has `state`. If `step`
+        is called again with `state` and the same batch, it returns the result of the interrupted step. With another batch `step` continues
+        from that result, and the metrics are for both steps. `drain`, `evaluate` and `params` continue from that result, too.
+
+        A second Ctrl-C after three seconds does not wait, and loses the state. A computation that fails (out of memory, for example) loses
+        the state, too: the next call with this state raises an InputError that names the cause. SIGTERM is treated like Ctrl-C if a Python
+        function handles it. In a run of several processes each process completes its own part, so that the other processes can continue.
 
         Args:
-            state: consumed; use the returned one from here on.
-            batch: (inputs, labels), pytrees of arrays with the batch as first dim, divisible by the plan's microbatches. Objects with a
-                shape, a dtype and slices of rows will do: only the rows that this process's workers need are read. In a run of several
-                processes all pass the same batch; some rows of NumPy and JAX arrays are compared.
+            state: the current state, which is consumed; use the returned state from here on.
+            batch: (inputs, labels), pytrees of arrays. The first dim holds the rows of the batch; the plan's number of microbatches divides
+                it. A leaf may be any object that has a shape and a dtype and returns slices of rows: only the rows that this process's
+                workers need are read. In a run of several processes all processes pass the same batch; the step compares some rows of NumPy
+                and JAX arrays.
             observe: called with an `Event` after each instruction is dispatched; see `Tracer`.
 
         Returns:
@@ -365,7 +370,7 @@ class Pipeline:
                     outcome.result = executor.step(current, read, bucket, observer)
             result = outcome.result
             assert result is not None
-            outcome.result = None  # from here to the caller's assignment Python lets no signal in
+            outcome.result = None  # Python runs no signal handler from here to the caller's assignment
             return result
         except BaseException:
             if outcome is not None:
@@ -382,21 +387,21 @@ class Pipeline:
     def drain(self, state: State, *, observe: Observer | None = None, with_metrics: bool = False) -> State | tuple[State, Metrics]:
         """Finish all work in flight, including pending updates. Training may continue afterwards, with the same numbers.
 
-        Under a schedule that does not flush each replica has its own layer state: now each gets the mean, unless the plan has `sync_state`
-        false. A layer that reads its state while it trains continues from there.
+        Under a schedule that does not flush each replica has its own layer state. Unless the plan sets `sync_state` to false, `drain`
+        replaces these states by their mean, and layers that read their state while they train continue from the mean.
 
-        Ctrl-C and errors of `observe` wait until `drain` is complete, as in `step`; call it again to get the result.
+        Ctrl-C and errors of `observe` wait until `drain` is complete, as in `step`; call `drain` again to get the result.
 
         Args:
-            state: consumed if anything is in flight; use the returned one from here on.
+            state: the current state, which is consumed if anything is in flight; use the returned state from here on.
             observe: as in `step`.
-            with_metrics: also return the metrics that are known only now: the last norms, if updates wait for them.
+            with_metrics: also return the metrics that are known only after the drain: the last norms, if updates wait for norms.
 
         Returns:
             The state with nothing in flight, or (state, metrics).
 
         Raises:
-            InputError: a state that was used already.
+            InputError: the state was already consumed.
         """
         if observe is not None:
             check_observer(observe)
@@ -430,10 +435,10 @@ class Pipeline:
         Args:
             state: any state that is not consumed.
             batch: as in `step`, with any number of microbatches of the size that `init` saw.
-            metrics: functions by name, `(outputs, labels) -> (sum, weight)` of one microbatch, two scalars like the loss; they run at the
-                last stage, and get random numbers as the loss does. They are compiled at first use, so pass the same function objects each
-                time. They must be the same in all processes.
-            weights: "newest", or "ema" for their moving average, in the dtypes of the parameters.
+            metrics: functions by name. Each is `(outputs, labels) -> (sum, weight)` of one microbatch, two scalars like the loss. They run
+                at the last stage, and get random numbers as the loss does. They are compiled at first use, so pass the same function
+                objects each time. They must be the same in all processes.
+            weights: "newest", or "ema" for the moving average of the weights, in the dtypes of the parameters.
 
         Returns:
             The mean of the loss and of each metric.
@@ -464,19 +469,18 @@ class Pipeline:
     def predict(self, state: State, batch: Tree, *, weights: Weights = "newest", to: To = "all") -> Tree | None:
         """Return the outputs of the last layer for each row, in evaluation mode; the state is not changed.
 
-        The version of the weights and the layer state are as for `evaluate`. Copies of the last row fill up the last microbatch: layers
-        that mix rows see them, and their outputs are dropped. The programs are compiled at the first call.
+        The weight version and the layer state are the same as in `evaluate`. Copies of the last row fill the last microbatch: layers that
+        mix rows see these copies, but their outputs are dropped. The programs are compiled at the first call.
 
         Args:
             state: any state that is not consumed.
             batch: inputs of any number of rows, or (inputs, labels) as in `step`; the labels are not read.
             weights: as in `evaluate`.
-            to: which processes get the outputs in a run of several: "all", or only the "first", process 0. The same in all
-                processes.
+            to: which processes of a run get the outputs: "all", or "first", which is process 0. All processes must pass the same value.
 
         Returns:
-            The outputs as NumPy arrays, in the order of the rows and in the structure that the last layer returns in evaluation; None in
-            processes that do not get them.
+            The outputs as NumPy arrays, in the order of the rows and in the structure that the last layer returns in evaluation; None in a
+            process that does not get them.
 
         Raises:
             InputError: the state was already consumed; the inputs are unlike the inputs of `init`; the outputs do not have one row for each
@@ -504,13 +508,14 @@ class Pipeline:
     def params(self, state: State, *, weights: Weights = "newest") -> Tree:
         """Return the parameters of all layers at one version (as in `evaluate`), by layer id; arrays stay on their devices.
 
-        If the layers were cut from a model (`LayerStack.from_model`), the parameters are in the model's tree; those that this process does
-        not have are `jax.ShapeDtypeStruct`s.
+        If the layers were cut from a model (`LayerStack.from_model`), the result is the model's own tree of parameters, with a
+        `jax.ShapeDtypeStruct` for each parameter that this process does not have.
 
-        They are copies: the next step may overwrite the originals. In a run of several processes each gets the layers of its own workers.
-        If `precision` keeps masters, these are returned, in float32. Only the newest version has masters: if microbatches are in flight, a
-        copy of the state is drained, and its last masters are returned. With `Plan.shard_optimizer` each process gets masters (and with
-        `delay_correction` weights without prediction) of the layers that its replicas update.
+        The arrays are copies, because the next step may overwrite the originals. In a run of several processes each process gets the layers
+        of its own workers. If `precision` keeps masters, the float32 masters are returned. Only the newest version has masters: if
+        microbatches are in flight, a copy of the state is drained, and the last masters of this copy are returned. With
+        `Plan.shard_optimizer` each process gets masters (and with `delay_correction` weights without prediction) only of the layers that
+        its replicas update.
 
         Args:
             state: any state that is not consumed.
@@ -529,18 +534,19 @@ class Pipeline:
     def model(self, state: State, *, weights: Weights = "newest", device: jax.Device | None = None) -> Any:
         """Return the model of `LayerStack.from_model` with the trained weights, for code that does not use pipelines.
 
-        The result is an NNX module of the same class, the variables of a Linen module, the callable pytree, or the parameters of a function
-        (with layer state: parameters and state). Weights and layer state are as for `evaluate`; the arrays are copies. In a run of several
-        processes no process has all arrays: save a checkpoint and load it in one process.
+        For an NNX module the result is a module of the same class, for a Linen module its variables, for a callable pytree the pytree, and
+        for a function its parameters, or (parameters, state) if it has layer state. The weight version and the layer state are the same as
+        in `evaluate`; the arrays are copies. In a run of several processes no process has all arrays: save a checkpoint and load it in one
+        process.
 
         Args:
             state: any state that is not consumed.
             weights: as in `evaluate`.
-            device: where to put its arrays, such as `jax.devices("cpu")[0]` for a model that is larger than one accelerator; by default
+            device: the device for the arrays, such as `jax.devices("cpu")[0]` for a model that is larger than one accelerator; by default
                 JAX's default device.
 
         Raises:
-            InputError: the layers were not cut from a model; this process does not have all of them; the state was already consumed; or
+            InputError: the layers were not cut from a model; this process does not have all layers; the state was already consumed; or
                 weights="ema" without `ema_decay`.
         """
         check_weights(weights, self.ema_decay)
@@ -550,19 +556,19 @@ class Pipeline:
 
     @isolated_context()
     def delay_norms(self, state: State) -> DelayNorms:
-        """Return norms that show the effect of the delay on the weights: of the correction, and of the distance between weight versions.
+        """Return the norms of the delay correction and of the distance between weight versions, which show the effect of the delay.
 
-        The call reads all weights, so do not make it at every step. In a run of several processes all of them call it.
+        The call reads all weights, so do not make it at every step. In a run of several processes all processes call it.
 
         Args:
             state: any state that is not consumed.
 
         Returns:
-            The norms, over the parameters of all stages. The distance is NaN if no stage holds two versions between two steps: under
-            schedules that flush, and under `pipedream` with many microbatches.
+            The norms over the parameters of all stages. The distance is NaN if no stage holds two versions between two steps. This is so
+            under schedules that flush, and under `pipedream` with many microbatches.
 
         Raises:
-            InputError: a state that was used already.
+            InputError: the state was already consumed.
         """
         executor, state = self._running(state)
         with self._undivided():
@@ -577,23 +583,23 @@ class Pipeline:
         stages: Collection[int] | None = None,
         programs: CompiledPrograms | None = None,
     ) -> tuple[StageCost, ...]:
-        """Return from shapes alone the exact bytes that the stages hold and move for batches like this one, for `jpipe.simulate`.
+        """Compute from shapes the exact bytes that the stages hold and move for batches like this one, for `jpipe.simulate`.
 
-        Times are in units: a forward takes 1, a backward 2, each of its halves 1, and recomputation 1 more. Temporaries are known once
-        `init` has compiled, or with `compiled_for`. On a mesh the bytes are for each device of the stage. Once compiled, it is also known
-        how XLA shards residuals; before, they count as sharded only over the rows.
+        Times are in units: a forward takes 1, a backward 2, each half of a backward 1, and recomputation 1 more. Temporaries are known only
+        after `init` has compiled, or with `compiled_for`. On a mesh the bytes are for each device of the stage. Before compilation,
+        residuals count as sharded only over the rows; the compiled programs tell how XLA shards them.
 
         Args:
-            batch: as in `init`; `jax.ShapeDtypeStruct`s will do.
-            compiled_for: compile the stages for this device, whatever the plan's own devices are, only to know their temporaries; stages on
-                meshes for the first devices of its kind in this process, or in a sequence of devices. These may be devices that are not
-                here, such as from `jax.experimental.topologies`.
-            stages: with `compiled_for`, compile only these; all by default. The temporaries of the other stages are 0.
-            programs: a dict, empty at first, that keeps the programs compiled with `compiled_for`, so that other plans of this model reuse
-                equal stages.
+            batch: as in `init`; the leaves may be `jax.ShapeDtypeStruct`s.
+            compiled_for: compile the stages for this device instead of the plan's own devices, only to measure their temporaries. Stages on
+                meshes are compiled for the first devices of the same kind in this process, or for the first ones of a sequence of devices.
+                The devices need not exist: they may come from `jax.experimental.topologies`.
+            stages: with `compiled_for`, compile only these stages; all by default. The temporaries of the other stages are 0.
+            programs: a dict that keeps the programs compiled with `compiled_for`; pass an empty one first. Other plans of this model then
+                reuse the programs of equal stages.
 
         Raises:
-            InputError: a batch or layers that do not fit; see `check`.
+            InputError: the batch or the layers do not fit; see `check`.
         """
         first = compiled_for if compiled_for is None or isinstance(compiled_for, jax.Device) else compiled_for[0]
         with contextlib.nullcontext() if first is None else tracing_for(first.platform):
@@ -611,32 +617,32 @@ class Pipeline:
 
     @cached_property
     def places(self) -> tuple[Place, ...]:
-        """The place where each worker computes: its device, or the devices of its mesh."""
+        """For each worker, in order, the device or the mesh of devices where it computes."""
         return place(self.plan, self._explicit_devices)
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
-        """The device of each worker; for a mesh the first one."""
+        """The device of each worker, in order; for a worker on a mesh, the first device of the mesh."""
         return tuple(place.first for place in self.places)
 
     @property
     def transfers(self) -> str | None:
         """How processes exchange messages, "collectives" or "device_put"; None in one process, and before `init` or `restore`.
 
-        Collectives are jpipe's own; JAX's `device_put` is used if a probe at the start shows that it works between all processes.
+        The collectives are programs of jpipe. JAX's `device_put` is used if a probe at the start shows that it works between all processes.
         """
         return None if self._executor is None else self._executor.transfers
 
     # Inside ------------------------------------------------------------------------------------------------------------
 
     def stage_functions(self, batch: Batch) -> list[StageFunctions]:
-        """Return the pure functions of each stage (forward, backward, update, …) for batches of this shape, for tools."""
+        """Return the pure functions of each stage (forward, backward, update, …) for batches of this shape. Tools use them."""
         return self._builder.build(microbatch_spec(batch, self.plan.microbatches))
 
     def _compile(self, batch: Batch, other_batches: Sequence[Batch], facts: Mapping[str, str]) -> Executor:
-        """Compile the stages, or reuse the last run's if shapes and JAX's settings are the same.
+        """Compile the stages, or reuse the compiled stages of the last run if the shapes and JAX's settings are the same.
 
-        `facts` and the arguments of this pipeline have to be the same in all processes.
+        The processes compare `facts` and the arguments of this pipeline, which must be the same in all of them.
         """
         specs = [microbatch_spec(each, self.plan.microbatches) for each in (batch, *other_batches)]
         distinct = [spec for i, spec in enumerate(specs) if spec not in specs[:i]]
@@ -671,14 +677,14 @@ class Pipeline:
         return executor.state(executor.at_rest(workers), batch, batch)
 
     def _undivided(self) -> contextlib.AbstractContextManager[None]:
-        """Delay Ctrl-C in a run of several processes, even where no state changes: other processes wait for the whole call."""
+        """Delay Ctrl-C in a run of several processes even if the call changes no state, because other processes wait for the whole call."""
         return contextlib.nullcontext() if self.transfers is None else delayed_signals()
 
     def _running(self, state: State) -> tuple[Executor, State]:
         """Return the executor and the state to run: the result of an interrupted call on this state, or the state itself.
 
         Raises:
-            InputError: the state is not of this pipeline, or consumed, or lost.
+            InputError: the state belongs to another pipeline, or is consumed or lost.
         """
         check_state(state, None if self._executor is None else self._executor.fingerprint)
         assert self._executor is not None

@@ -415,8 +415,8 @@ UNTYPED = {
     "Plan.from_json(3)": "plan: expected a plan as JSON text, found int",
     "Pipeline({'a': abs}, plan, loss, sgd)": "stack: expected a jpipe.LayerStack, found dict; wrap the layers in LayerStack(…)",
     "Pipeline(LayerStack({'a': abs}, carries_rows=True), Plan.even('a', 1, 'gpipe', 2, replicas=2), loss, sgd)": (
-        "plan.replicas: expected 1 for each stage of layers that carry a state of each row from batch to batch, found 2; use more stages "
-        "instead, or layers that carry none"
+        "plan.replicas: expected 1 for each stage, because layers carry a state of each row from batch to batch, found 2; use more stages "
+        "instead, or layers without such a state"
     ),
     "Pipeline(stack, {}, loss, sgd)": "plan: expected a jpipe.Plan, found dict; make one with Plan.even(stack.ids, …)",
     "Pipeline(stack, plan, 3, sgd)": "loss: expected a function (outputs, labels) -> (sum, weight), found int",

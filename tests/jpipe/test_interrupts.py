@@ -204,7 +204,7 @@ def test_a_computation_that_fails_loses_the_state_and_reports_it(pipe, start_sta
     monkeypatch.undo()
     assert pipe._executor._transport._mailbox == {}
     message = (
-        r"state: lost: the step or drain that consumed it ended with MemoryError \(RESOURCE_EXHAUSTED: 7 bytes\) when it had written over "
+        r"state: lost: the step or drain that consumed it ended with MemoryError \(RESOURCE_EXHAUSTED: 7 bytes\) after overwriting "
         r"some of its arrays; continue from a checkpoint or snapshot \(Pipeline.restore\), or begin again with init"
     )
     for use in (lambda: pipe.step(state, batches[-1]), lambda: pipe.drain(state), lambda: pipe.params(state)):
@@ -227,7 +227,7 @@ def test_a_second_ctrl_c_after_some_seconds_does_not_wait(pipe, start_state, bat
     with pytest.raises(KeyboardInterrupt):
         pipe.step(state, batches[-1])
     monkeypatch.setitem(interpreter._METHODS, interpreter.Update, update)
-    with pytest.raises(InputError, match="ended with KeyboardInterrupt when it had written over some of its arrays"):
+    with pytest.raises(InputError, match="ended with KeyboardInterrupt after overwriting some of its arrays"):
         pipe.step(state, batches[-1])
 
 
