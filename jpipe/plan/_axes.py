@@ -21,7 +21,7 @@ RULES: Mapping[str, str | None] = {
     "expert": "expert",
     "vocab": "model",
 }
-"""The mesh axis over which each logical axis is sharded, or None. `Plan.rules` adds to these and replaces them."""
+"""For each logical axis the mesh axis over which it is sharded, or None. `Plan.rules` adds to these rules and overrides them."""
 
 
 def _mesh(value: Any) -> FrozenMapping[int]:
@@ -59,13 +59,13 @@ def _lists(axes: Mapping[str, tuple[str | None, ...]]) -> dict[str, list[str | N
 
 
 Mesh = Annotated[FrozenMapping[int], pydantic.PlainValidator(_mesh), pydantic.PlainSerializer(dict)]
-"""Sizes by axis."""
+"""The sizes of a mesh's axes, by axis name."""
 
 Rules = Annotated[FrozenMapping[str | None], pydantic.PlainValidator(_rules), pydantic.PlainSerializer(dict)]
-"""The axis of a mesh, or None, by logical axis."""
+"""For each logical axis the axis of a mesh, or None."""
 
 ParamAxes = Annotated[FrozenMapping[tuple[str | None, ...]], pydantic.PlainValidator(_param_axes), pydantic.PlainSerializer(_lists)]
-"""A logical axis or None for each dim, by pattern of parameters."""
+"""For each pattern of parameters a logical axis or None for each dim."""
 
 
 def mesh_rules(plan: "jpipe.Plan") -> dict[str, str | None]:

@@ -19,7 +19,7 @@ def check(plan: "jpipe.Plan") -> None:
     """Check that a plan can run.
 
     Raises:
-        InputError: its parts do not fit together, or its schedule cannot run it.
+        InputError: parts of the plan do not fit together, or the schedule cannot run the plan.
     """
     if plan.schedule not in SCHEDULES:
         raise ValueError(f"unknown schedule {plan.schedule!r}; {nearest(plan.schedule, SCHEDULES)}")
@@ -43,29 +43,29 @@ def _check_layers(stages: Sequence[Stage]) -> None:
     owner: dict[str, int] = {}
     for s, stage in enumerate(stages):
         for layer_id in stage.layers:
-            if not layer_id or not layer_id.isprintable():  # a plan may be a stranger's, and ids are shown on a terminal
+            if not layer_id or not layer_id.isprintable():  # a plan may come from a stranger, and a terminal shows the ids
                 raise InputError(key=f"stages.{s}.layers", expected="names of printable characters", found=short(layer_id))
             if layer_id in owner:
                 raise ValueError(
-                    f"layer '{layer_id}' is in stage {owner[layer_id]} and again in stage {s}; every layer is in one stage, once"
+                    f"layer '{layer_id}' is in stage {owner[layer_id]} and again in stage {s}; put every layer into one stage, once"
                 )
             owner[layer_id] = s
 
 
 def _check_ranks(plan: "jpipe.Plan") -> None:
-    """Check that the ranks run each stage once, and that the stages of a rank have the same replicas."""
+    """Check that the ranks run each stage once, and that the stages of a rank have the same number of replicas."""
     if plan.ranks is None:
         return
     stages_of_ranks, shown = sorted(s for stages in plan.ranks for s in stages), [list(stages) for stages in plan.ranks]
     if stages_of_ranks != list(range(plan.depth)) or not all(plan.ranks):
         expected = f"each of the stages 0 to {plan.depth - 1} once, on ranks of one stage or more"
-        raise InputError(key="ranks", expected=expected, found=shown, change="put each of them on one rank, or leave out ranks")
+        raise InputError(key="ranks", expected=expected, found=shown, change="put each stage on one rank, or remove the field ranks")
     for p, stages in enumerate(plan.ranks):
         if list(stages) != sorted(stages):
             raise InputError(key=f"ranks.{p}", expected="the stages of a rank in order", found=list(stages), change=f"use {sorted(stages)}")
         if len({plan.stages[s].replicas for s in stages}) > 1:
             counts = [plan.stages[s].replicas for s in stages]
-            expected = f"as many replicas of each of its stages {list(stages)}"
+            expected = f"the same number of replicas for each of the rank's stages {list(stages)}"
             raise InputError(
                 key=f"ranks.{p}",
                 expected=expected,
@@ -74,7 +74,7 @@ def _check_ranks(plan: "jpipe.Plan") -> None:
             )
 
 
-_OF_POSITIONS = ("context", "cp", "sequence", "seq")  # usual names of the axis over which the positions of a row are divided
+_OF_POSITIONS = ("context", "cp", "sequence", "seq")  # usual names of a mesh axis that divides the positions of a row
 
 
 def _check_meshes(plan: "jpipe.Plan") -> None:
@@ -96,11 +96,11 @@ def _check_meshes(plan: "jpipe.Plan") -> None:
                     key=f"stages.{s}.mesh",
                     expected=f"axes that the rules name, {named}",
                     found=f"'{axis}', over which nothing would be sharded",
-                    change=f"rename it, or add a rule such as {{'mlp': '{axis}'}}",
+                    change=f"rename the axis, or add a rule such as {{'mlp': '{axis}'}}",
                 )
         if stage.fsdp and rules["batch"] not in stage.mesh:
             expected = f"a mesh with the axis '{rules['batch']}', over which the rows are sharded"
-            raise InputError(key=f"stages.{s}.fsdp", expected=expected, found=dict(stage.mesh), change="add it, or remove fsdp")
+            raise InputError(key=f"stages.{s}.fsdp", expected=expected, found=dict(stage.mesh), change="add the axis, or remove fsdp")
     for name, axis_of_rule in plan.rules.items():
         if axis_of_rule is not None and axis_of_rule not in axes:
             meshes = ", ".join(f"'{axis}'" for axis in sorted(axes)) or "no mesh"
@@ -114,11 +114,16 @@ def _check_meshes(plan: "jpipe.Plan") -> None:
         if len({(plan.stages[s].shape, plan.stages[s].fsdp) for s in stages}) > 1:
             rank_meshes = [dict(plan.stages[s].mesh) for s in stages]
             expected = f"the same mesh and fsdp for all stages of a rank, {list(stages)}"
-            raise InputError(key=f"ranks.{p}", expected=expected, found=rank_meshes, change="they take turns on its devices")
+            raise InputError(
+                key=f"ranks.{p}",
+                expected=expected,
+                found=rank_meshes,
+                change="give them one mesh and fsdp, because they take turns on the rank's devices",
+            )
 
 
 def _check_per_rank(plan: "jpipe.Plan") -> None:
-    """Check that placement and prediction are of the ranks of the plan."""
+    """Check that placement and prediction have one entry for each rank or stage of the plan."""
     of, ranks = "stages" if plan.depth == len(plan.pipeline_ranks) else "ranks", len(plan.pipeline_ranks)
     if plan.placement is not None:
         counts, expected = [len(devices) for devices in plan.placement], [plan.replicas[stages[0]] for stages in plan.pipeline_ranks]
@@ -134,7 +139,7 @@ def _check_per_rank(plan: "jpipe.Plan") -> None:
         raise InputError(
             key="predicted.stage_seconds", expected=f"one number for each of {plan.depth} stages", found=count, change="plan again"
         )
-    # a plan may be a stranger's, and its texts are shown on a terminal
+    # a plan may come from a stranger, and a terminal shows its texts
     if len(predicted.devices) not in (0, ranks) or not all(map(str.isprintable, predicted.devices)):
         found = short(list(predicted.devices))
         raise InputError(key="predicted.devices", expected=f"a printable text for each of {ranks} {of}", found=found, change="plan again")
@@ -151,7 +156,7 @@ def _check_options(plan: "jpipe.Plan") -> None:
             raise InputError(why, key=option, found=plan.extra_in_flight)
         supporting = [f"'{name}'" for name, schedule in SCHEDULES.items() if option in schedule.options]
         of = f"schedule{'s' if len(supporting) > 1 else ''} {', '.join(supporting)}"
-        raise InputError(f"this is an option of the {of}", key=option, found=f"schedule '{plan.schedule}'", change="remove it")
+        raise InputError(f"this is an option of the {of}", key=option, found=f"schedule '{plan.schedule}'", change="remove the option")
 
 
 def _check_microbatches(plan: "jpipe.Plan") -> None:
@@ -160,7 +165,7 @@ def _check_microbatches(plan: "jpipe.Plan") -> None:
     if plan.microbatches % common:
         raise InputError(
             key="microbatches",
-            expected=f"a multiple of the replicas of each stage, {list(plan.replicas)}, so of {common}",
+            expected=f"a multiple of {common}, so that the replicas of each stage, {list(plan.replicas)}, share the microbatches evenly",
             found=plan.microbatches,
             change=f"use {-(-plan.microbatches // common) * common}, or other replicas",
         )
@@ -175,7 +180,7 @@ def check_layers_of_model(layers: Sequence[str], ids: Sequence[str]) -> None:
     missing = [layer_id for layer_id in ids if layer_id not in layers]
     unknown = [layer_id for layer_id in layers if layer_id not in ids]
     if missing:
-        raise InputError(f"layer '{missing[0]}' of the model is in no stage", where="plan", change="add it to one")
+        raise InputError(f"layer '{missing[0]}' of the model is in no stage", where="plan", change="add it to a stage")
     if unknown:
         raise InputError(f"layer '{unknown[0]}' is not in the model", where="plan", change=nearest(unknown[0], ids))
     for actual, expected in zip(layers, ids, strict=True):

@@ -12,7 +12,7 @@ from jpipe.schedules import SCHEDULES, Ranks, arranged
 
 
 def even_stages(layers: Sequence[str], num_stages: Any, recompute: Any, replicas: Any, mesh: Any, fsdp: bool) -> list[dict[str, Any]]:
-    """Return the fields of stages that hold equally many layers, with the arguments of `Plan.even`."""
+    """Return the fields of stages that hold the same number of layers; the arguments are those of `Plan.even`."""
     layers = _layer_ids(layers)
     if not is_int(num_stages):
         raise InputError(where="plan", key="num_stages", expected="an integer", found=short(num_stages))
@@ -25,7 +25,7 @@ def even_stages(layers: Sequence[str], num_stages: Any, recompute: Any, replicas
     for what, values in (("recomputation policy", policies), ("number of replicas", counts), ("mesh", meshes)):
         if len(values) != num_stages:
             raise InputError(
-                where="plan", expected=f"one {what} for all or one for each of {num_stages} stages", found=f"a list of {len(values)}"
+                where="plan", expected=f"one {what} for all stages or one for each of {num_stages} stages", found=f"a list of {len(values)}"
             )
     starts = list(itertools.accumulate(even_numbers(len(layers), num_stages), initial=0))
     return [
@@ -37,13 +37,13 @@ def even_stages(layers: Sequence[str], num_stages: Any, recompute: Any, replicas
 def _layer_ids(layers: Any) -> Sequence[str]:
     """Return the layer ids as a list."""
     if not isinstance(layers, (Sequence, Mapping)):
-        hint = "its ids, as stack.ids" if hasattr(layers, "ids") else "a list of them"
+        hint = "its ids, stack.ids" if hasattr(layers, "ids") else "a list of ids"
         raise InputError(where="plan", expected="the layer ids in order", found=type(layers).__name__, change=f"give {hint}")
     return list(layers)
 
 
 def even_ranks(schedule: str, num_stages: int, num_layers: int, chunks: Any) -> Ranks | None:
-    """Return the ranks of `chunks` stages each in the layout of the schedule; None for the default ranks."""
+    """Return ranks with `chunks` stages each, in the layout of the schedule; None for the default ranks."""
     if not is_int(chunks) or chunks < 1:
         raise InputError(where="plan", key="chunks_per_rank", expected="an integer of 1 or more", found=short(chunks))
     if schedule not in SCHEDULES:
@@ -54,11 +54,11 @@ def even_ranks(schedule: str, num_stages: int, num_layers: int, chunks: Any) -> 
     if num_stages % chunks:
         whole = [count for count in (-(-num_stages // chunks) * chunks, num_stages // chunks * chunks) if 1 <= count <= num_layers]
         fewer = next(count for count in range(int(min(chunks, num_stages)), 0, -1) if num_stages % count == 0)
-        # a V has no other number of chunks
+        # a V always has two chunks
         change = [*(f"{count} stages" for count in whole[:1]), *([] if rules.layout == "v" else [f"chunks_per_rank {fewer}"])]
         raise InputError(
             where="plan",
-            expected=f"stages that are a multiple of chunks_per_rank {chunks}",
+            expected=f"a number of stages that is a multiple of chunks_per_rank {chunks}",
             found=num_stages,
             change=f"use {' or '.join(change) or 'more layers'}",
         )
@@ -70,5 +70,5 @@ def _for_each(value: Any, kind: Any, num_stages: int, what: str) -> list[Any]:
     if isinstance(value, kind):
         return [value] * num_stages
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
-        raise InputError(where="plan", key=what, expected="one for all stages or a list of one for each", found=short(value))
+        raise InputError(where="plan", key=what, expected="one value for all stages or a list with one for each stage", found=short(value))
     return list(value)

@@ -1,4 +1,4 @@
-"""What cannot be combined: pairs of options of a plan, and of a pipeline with its plan, each once and with the reason."""
+"""Options that cannot be combined: pairs of options of a plan or of a pipeline, each pair with the reason."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import jpipe
 
 
-_STASHING = "weight stashing"  # no option, but what a schedule does
+_STASHING = "weight stashing"  # a property of a schedule, not an option
 EXCLUSIONS = (
     Exclusion("max_in_flight", "extra_in_flight", "one lowers the number that the other raises"),
     Exclusion("max_in_flight", "chunks_per_rank", "the order of several stages on a rank says how many are in flight"),
@@ -29,7 +29,7 @@ EXCLUSIONS = (
     ),
     *(exclusion for option in OPTIONS for exclusion in option.exclusions),
 )
-"""All exclusions; capabilities' stand in their folders."""
+"""All exclusions. The folders of capabilities declare their own."""
 
 _PROPERTIES: Mapping[str, Callable[["jpipe.Plan"], Any]] = MappingProxyType(
     {
@@ -38,18 +38,18 @@ _PROPERTIES: Mapping[str, Callable[["jpipe.Plan"], Any]] = MappingProxyType(
         _STASHING: lambda plan: SCHEDULES[plan.schedule].updates_early(plan) or None,
     }
 )
-"""What is no field of a plan, or is set only if it changes something, and how it follows from the plan; None if it is not set."""
+"""Functions from a plan to the value of a property that is no field, or that counts as set only if it changes something; None: not set."""
 
 _STAGE = Stage.model_fields
 
 
 def excluded(plan: "jpipe.Plan | None", exclusions: Sequence[Exclusion] = EXCLUSIONS, /, **arguments: Any) -> Problem | None:
-    """Return why options that are set cannot be combined, or None.
+    """Return why two options that are set cannot be combined, or None.
 
     Args:
-        plan: a plan, which need not be legal; None: only arguments are checked.
-        exclusions: what cannot be combined.
-        arguments: what there is beside the plan, by key; None or False for what is not set.
+        plan: a plan, which need not be legal; None: only the arguments are checked.
+        exclusions: the pairs that cannot be combined.
+        arguments: options outside the plan, by key; None or False means that an option is not set.
 
     Returns:
         For the first pair that is set: what was expected, what was found, why, and what to change.
@@ -67,7 +67,7 @@ def excluded(plan: "jpipe.Plan | None", exclusions: Sequence[Exclusion] = EXCLUS
 
 
 def _by_stage(plan: "jpipe.Plan | None", arguments: Mapping[str, Any], key: str) -> dict[int, Any]:
-    """Return the value of an option for each stage for which it is set: for all, if it is not an option of single stages."""
+    """Return the value of an option by stage, for the stages that set it; an option of the whole plan counts for all stages."""
     name, _, part = key.partition(".")
     value, default = arguments.get(key), None
     if plan is not None and key not in arguments:

@@ -1,4 +1,4 @@
-"""The plan of a run: its fields, the numbers that follow from them, and reading and writing it as JSON."""
+"""The plan of a run: its fields, the numbers that follow from the fields, and reading and writing a plan as JSON."""
 
 import itertools
 import json
@@ -21,7 +21,7 @@ from jpipe.plan._text import FORMAT, html_of_plan, read_json, text_of_plan
 from jpipe.schedules import SCHEDULES, PlanOptions, Ranks, arranged
 
 Numbers = Annotated[tuple[Annotated[tuple[Annotated[Int, Field(ge=0)], ...], Field(strict=False)], ...], Field(strict=False)]
-"""Lists of numbers: for each pipeline rank its stages, or the devices of its replicas."""
+"""Lists of numbers: for each pipeline rank the stages, or the devices of the replicas."""
 
 
 class _Pipeline(pydantic.BaseModel):
@@ -36,7 +36,7 @@ class _Pipeline(pydantic.BaseModel):
 
 
 class _Layout(pydantic.BaseModel):
-    """The fields of a plan between its options and capabilities' fields."""
+    """The fields of a plan that stand between its options and the fields of capabilities in JSON."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True)
 
@@ -50,32 +50,32 @@ class _Layout(pydantic.BaseModel):
 class Plan(CapabilityOptions, _Layout, PlanOptions, _Pipeline):
     """The stages, schedule, microbatches and recomputation of a run.
 
-    A plan is checked when it is built or read: it can run with its schedule. Pass fields by keyword; they cannot be changed afterwards.
-    Further fields are the options of the schedule (`jpipe.schedules.PlanOptions`) and of capabilities (`jpipe.plan.CapabilityOptions`):
-    `Plan(…, extra_in_flight=1, shard_optimizer=True)`.
+    When a plan is built or read, jpipe checks that it can run with its schedule. Pass fields by keyword; they cannot be changed afterwards.
+    Further fields are the options of the schedule (`jpipe.schedules.PlanOptions`) and the options of capabilities
+    (`jpipe.plan.CapabilityOptions`): `Plan(…, extra_in_flight=1, shard_optimizer=True)`.
 
     Attributes:
-        format: "jpipe-plan/1", by which JSON is recognized as a plan.
+        format: "jpipe-plan/1", which marks JSON as a plan.
         schedule: a name of `jpipe.schedules.SCHEDULES`.
-        microbatches: m, the number of microbatches between two updates over all replicas, 1 to 10^9; a multiple of each stage's
+        microbatches: m, the number of microbatches between two updates over all replicas, 1 to 10^9; a multiple of each stage's number of
             replicas. Microbatch k runs on replica k mod r of a stage with r replicas.
-        stages: a `Stage`, or a dict of its fields, for each stage. Together they have every layer exactly once, in order, cut anywhere.
-        sync_state: whether replicas average the state that forwards update (batch statistics): at each update under schedules that flush,
-            else when it is read from the run. If False, each replica keeps its own: for state that belongs to rows, such as a carried
-            recurrent state.
-        keep_together: what to place on neighbouring devices, inside a host: "replicas", the default, the replicas of a stage, which sum
-            gradients (2BW section 3.3); "stages", the stages of a pipeline, which exchange activations.
-        ranks: the stages that each pipeline rank runs in turn, in order; None: one stage per rank, or the layout that the schedule needs.
-            Each replica of these stages is on its own device. `even` sets it from `chunks_per_rank`.
-        rules: the axis of the meshes over which a logical axis is sharded, or None, for each logical axis that differs from `RULES`.
-        param_axes: the logical axes of models that name none: a pattern (`fnmatch`) for "layer id/path" of parameters, with a logical axis
-            or None for each dim. The first matching pattern counts.
-        placement: the device numbers of each pipeline rank's replicas, counted from 0 over the devices of all processes, process by
-            process; with a mesh the number of its first device, which its other devices follow. None: in the order of `keep_together`.
-        predicted: the prediction of a planner, if there is one.
+        stages: for each stage a `Stage`, or a dict of the fields of a `Stage`. Together the stages have every layer exactly once, in order.
+        sync_state: whether replicas average the state that forwards update (batch statistics). Under schedules that flush they average at
+            each update, otherwise only when the state is read from the run. If False, each replica keeps its own state: use this for state
+            that belongs to rows, such as a carried recurrent state.
+        keep_together: what to place on neighbouring devices, inside a host. "replicas", the default: the replicas of a stage, which sum
+            gradients (2BW section 3.3). "stages": the stages of a pipeline, which exchange activations.
+        ranks: for each pipeline rank the stages that it runs in turn, in order. None: one stage per rank, or the layout that the schedule
+            needs. Each replica of a rank's stages is on its own device. `even` sets this field from `chunks_per_rank`.
+        rules: for each logical axis that differs from `RULES`, the mesh axis over which it is sharded, or None.
+        param_axes: the logical axes of parameters, for models that name none: a pattern (`fnmatch`) for "layer id/path" of parameters, with
+            a logical axis or None for each dim. The first matching pattern counts.
+        placement: for each pipeline rank the device numbers of its replicas, counted from 0 over the devices of all processes, process by
+            process. For a mesh it is the number of the first device; the other devices follow. None: `keep_together` determines the order.
+        predicted: the prediction of a planner, or None.
 
     Raises:
-        InputError: a part is wrong; the message says what was expected.
+        InputError: a field is wrong; the message says what was expected.
     """
 
     placement: Numbers | None = None
@@ -93,7 +93,7 @@ class Plan(CapabilityOptions, _Layout, PlanOptions, _Pipeline):
         return self
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> "Plan":
-        """Return a copy with other values of some fields, without checks; cached properties are computed again."""
+        """Return a copy in which some fields have other values, without checks; cached properties are computed again."""
         copied = super().model_copy(update=update, deep=deep)
         for name in vars(copied).keys() - Plan.model_fields.keys():
             del vars(copied)[name]
@@ -121,18 +121,18 @@ class Plan(CapabilityOptions, _Layout, PlanOptions, _Pipeline):
 
     @cached_property
     def workers(self) -> tuple[tuple[int, int], ...]:
-        """The (stage, replica) of each worker. Workers are numbered stage by stage, the replicas of a stage one after the other."""
+        """The (stage, replica) of each worker. Workers are numbered stage by stage, and within a stage replica by replica."""
         return tuple((s, replica) for s, count in enumerate(self.replicas) for replica in range(count))
 
     @cached_property
     def stage_workers(self) -> tuple[tuple[int, ...], ...]:
-        """The workers of each stage, replica by replica; worker k mod r of a stage runs microbatch k."""
+        """The workers of each stage, replica by replica. Microbatch k runs on number k mod r of a stage's r workers."""
         numbers = iter(range(sum(self.replicas)))
         return tuple(tuple(itertools.islice(numbers, count)) for count in self.replicas)
 
     @cached_property
     def pipeline_ranks(self) -> Ranks:
-        """The stages of each pipeline rank, in order; its replicas are ranks that run the same stages."""
+        """The stages of each pipeline rank, in order. The replicas of a pipeline rank are ranks that run the same stages."""
         if self.ranks is not None:
             return self.ranks
         layout = SCHEDULES[self.schedule].layout
@@ -140,12 +140,12 @@ class Plan(CapabilityOptions, _Layout, PlanOptions, _Pipeline):
 
     @cached_property
     def rank_positions(self) -> tuple[tuple[int, int], ...]:
-        """(pipeline rank, replica) of each rank. Ranks are numbered pipeline rank by pipeline rank, its replicas one after the other."""
+        """The (pipeline rank, replica) of each rank. Ranks are numbered by pipeline rank, and within one by replica."""
         return tuple((p, replica) for p, stages in enumerate(self.pipeline_ranks) for replica in range(self.replicas[stages[0]]))
 
     @cached_property
     def rank_workers(self) -> tuple[tuple[int, ...], ...]:
-        """The workers of each rank, which take turns on its device."""
+        """The workers of each rank, which take turns on the rank's device."""
         return tuple(tuple(self.stage_workers[s][replica] for s in self.pipeline_ranks[p]) for p, replica in self.rank_positions)
 
     @cached_property
@@ -165,16 +165,16 @@ class Plan(CapabilityOptions, _Layout, PlanOptions, _Pipeline):
         return self.stage_workers[s][k % self.replicas[s]]
 
     def microbatches_per_update(self, s: int) -> int:
-        """Return M_s, the microbatches of all replicas in an update of stage s: m, or r_s with update_every "replicas"."""
+        """Return M_s, the number of microbatches over all replicas in an update of stage s: m, or r_s with update_every "replicas"."""
         return self.microbatches if self.update_every == "batch" else self.replicas[s]
 
     def updates_per_batch(self, s: int) -> int:
-        """Return m / M_s, the updates of stage s in a batch: 1, or more with update_every "replicas"."""
+        """Return m / M_s, the number of updates of stage s in a batch: 1, or more with update_every "replicas"."""
         return self.microbatches // self.microbatches_per_update(s)
 
     @cached_property
     def has_parallel_pipelines(self) -> bool:
-        """Whether the replicas of all stages are parallel pipelines, which update by themselves, as with `agree`."""
+        """Whether the replicas of all stages are parallel pipelines, each with its own weights and updates, as with `agree`."""
         return has_parallel_pipelines(self)
 
     @cached_property
@@ -183,18 +183,18 @@ class Plan(CapabilityOptions, _Layout, PlanOptions, _Pipeline):
         return divides_updates(self)
 
     def sums_gradients(self, s: int) -> bool:
-        """Return whether the replicas of stage s sum their gradients for each update: not if they are parallel pipelines."""
+        """Return whether the replicas of stage s sum their gradients for each update. They do not if they are parallel pipelines."""
         return self.replicas[s] > 1 and not self.has_parallel_pipelines
 
     def delay(self, s: int, update: int) -> float:
-        """Return how many updates old, on average, the weights were from which the gradients of an update were computed.
+        """Return the mean age, in updates, of the weights that an update's gradients were computed with.
 
-        It depends only on the plan and the number of the update: 0 with schedules that flush, and smaller for the first updates of a run,
-        while the pipeline fills.
+        The delay depends only on the plan and the number of the update. It is 0 with schedules that flush, and smaller for the first
+        updates of a run, while the pipeline fills.
 
         Args:
             s: the stage.
-            update: the number of the update of that stage, counted from 0.
+            update: the number of the stage's update, counted from 0.
         """
         return SCHEDULES[self.schedule].delay(self, s, update)
 
@@ -224,25 +224,26 @@ class Plan(CapabilityOptions, _Layout, PlanOptions, _Pipeline):
         sum_parts: SupportsIndex = 1,
         **fields: Any,
     ) -> "Plan":
-        """Return a plan with equally many layers in each stage; the first stages take the remainder.
+        """Return a plan with the same number of layers in each stage; the first stages take the remainder.
 
         Args:
             layers: all layer ids in order.
             num_stages: number of stages, at most the number of layers.
             schedule: a name of `jpipe.schedules.SCHEDULES`; the default flushes, so that training equals training without a pipeline.
-            microbatches: microbatches per update, over all replicas; by default 4.
-            replicas: the number of replicas of every stage, or one number for each.
+            microbatches: the number of microbatches per update, over all replicas; by default 4.
+            replicas: the number of replicas of every stage, or one number for each stage.
             chunks_per_rank: how many stages each rank runs, in the layout of the schedule; by default 1, or 2 if the schedule needs a V. It
                 divides the number of stages.
-            recompute: a policy for all stages, or one for each.
-            mesh: axes and sizes of the mesh of every stage, or one mesh for each; None: one device.
-            fsdp: for all stages, as in `Stage`.
-            sum_parts: the number of even parts into which the layers of each stage with replicas are divided (see `Stage`), at most one per
-                layer.
+            recompute: a policy for all stages, or one policy for each stage.
+            mesh: axes and sizes of the mesh of every stage, or one mesh for each stage; None: one device.
+            fsdp: the field `fsdp` of every `Stage`.
+            sum_parts: the number of even parts into which the layers of each stage with replicas are divided (see `Stage`); a stage has at
+                most one part per layer.
             fields: the other fields of `Plan`.
 
         Raises:
-            InputError: there are more stages than layers, or policies or replicas for another number of stages; or the plan is illegal.
+            InputError: there are more stages than layers; policies, replicas or meshes are for another number of stages; or the plan is
+                illegal.
 
         Example:
             >>> Plan.even(["a", "b", "c"], num_stages=2, schedule="gpipe", microbatches=4).stages[0].layers
@@ -265,7 +266,7 @@ class Plan(CapabilityOptions, _Layout, PlanOptions, _Pipeline):
         return html_of_plan(self, "Plan", devices=[of_ranks[rank] for rank in self.rank_of])
 
     def check_layers(self, ids: Sequence[str]) -> None:
-        """Check that the plan is for a model.
+        """Check that the stages of the plan have exactly the layers of a model.
 
         Args:
             ids: the layer ids of the model, in order.
@@ -284,11 +285,11 @@ class Plan(CapabilityOptions, _Layout, PlanOptions, _Pipeline):
         """Read a plan from JSON text.
 
         Args:
-            text: the text from `to_json`, or written by hand.
-            where: names the source (a file, say) in error messages.
+            text: the text that `to_json` has returned, or that a person has written.
+            where: the name of the source, such as a file, for error messages.
 
         Raises:
-            InputError: the text is not JSON (with line and column), not a plan of this format, or a plan that cannot run.
+            InputError: the text is not JSON (the message has line and column), it is not a plan of this format, or the plan cannot run.
         """
         data = read_json(text, FORMAT, where)
         try:

@@ -22,15 +22,15 @@ RECOMPUTE = (
     "dots_saveable",
     "dots_with_no_batch_dims_saveable",
 )
-"""Recomputation of a stage.
+"""The recomputation policies of a stage.
 
-`none`, `elementwise` (all but the results of elementwise operations is kept), `full` (only the stage input is kept), or a policy of
-`jax.checkpoint_policies` by name.
+`none` keeps all residuals, `elementwise` keeps all but the results of elementwise operations, and `full` keeps only the stage input. The
+other names are policies of `jax.checkpoint_policies`.
 """
 
 
 def repeats_forward(policy: str) -> bool:
-    """Return whether recomputation makes a backward longer by about a forward; elementwise operations take almost no time.
+    """Return whether a policy makes a backward longer by about a forward. "elementwise" does not: it recomputes in almost no time.
 
     Args:
         policy: one of `RECOMPUTE`.
@@ -39,7 +39,7 @@ def repeats_forward(policy: str) -> bool:
 
 
 class _Layers(pydantic.BaseModel):
-    """The fields of a stage that stand before capabilities' in JSON."""
+    """The fields of a stage that stand before the fields of capabilities in JSON."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True)
 
@@ -54,15 +54,15 @@ class Stage(StageOptions, _Layers):
     """Consecutive layers that one worker or several replicas run.
 
     Attributes:
-        layers: ids of the layers, in order, of printable characters; at least one.
-        replicas: number of workers that share the stage, 1 by default, at most 65536.
+        layers: the ids of the layers, in order; at least one. Ids have only printable characters.
+        replicas: the number of workers that share the stage, 1 by default, at most 65536.
         recompute: one of `RECOMPUTE`, "none" by default.
-        mesh: axes and sizes of the mesh of each replica, such as `{"data": 2, "model": 4}`; empty, the default: one device. The plan's
+        mesh: the axes and sizes of the mesh of each replica, such as `{"data": 2, "model": 4}`. Empty, the default: one device. The plan's
             rules say over which axes the rows of a microbatch and the weights are sharded.
-        fsdp: shard the weights over the axis of the rows, too; they are gathered where they are used. False by default.
-        sum_parts: the number of layers in each part of the sum of gradients over the replicas, in the order of the layers, such as `(4, 4,
-            4)`. The last backward of an update is computed part by part, from the last layers to the first, and the sum of a part begins
-            while the next part is computed. Empty, the default: one sum after the whole backward.
+        fsdp: also shard the weights over the mesh axis that shards the rows; they are gathered where they are used. False by default.
+        sum_parts: divide the sum of gradients over the replicas into parts: the number of layers in each part, in the order of the layers,
+            such as `(4, 4, 4)`. The last backward of an update is computed part by part, from the last layers to the first, and the sum of
+            a part begins while the next part is computed. Empty, the default: one sum after the whole backward.
     """
 
     @property
@@ -76,10 +76,10 @@ class Stage(StageOptions, _Layers):
         return math.prod(self.mesh.values())
 
     def with_layers(self, layers: Sequence[str]) -> "Stage":
-        """Return the stage with other layers, and what follows from these.
+        """Return the stage with other layers. Options that depend on the layers are adapted.
 
         Args:
-            layers: their ids, in order.
+            layers: the ids of the new layers, in order.
         """
         more = {key: value for option in OPTIONS if option.with_layers for key, value in option.with_layers(self, layers).items()}
         return self.model_copy(update={"layers": tuple(layers), **more})
@@ -96,12 +96,12 @@ class Predicted(pydantic.BaseModel):
     """The prediction of a planner for a plan, to be compared with the run; it does not change the run.
 
     Attributes:
-        batch_seconds: the seconds of one batch.
-        bubble: share of the workers' time in which they do not compute.
-        peak_bytes: the peak bytes of a device of each pipeline rank, including scratch memory.
+        batch_seconds: the time of one batch, in seconds.
+        bubble: the share of the workers' time in which they do not compute.
+        peak_bytes: for each pipeline rank the peak bytes on one of its devices, including temporaries.
         delay: the mean delay of gradients over the stages, in updates; see `Plan.mean_delay`.
-        stage_seconds: the time of a forward and backward of a microbatch at each stage; empty, the default: unknown.
-        devices: the devices that each pipeline rank was planned for, such as "4 × A100"; empty, the default: all are equal.
+        stage_seconds: for each stage the time of a forward and backward of one microbatch, in seconds. Empty, the default: unknown.
+        devices: for each pipeline rank the devices that it was planned for, such as "4 × A100". Empty, the default: all devices are equal.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)

@@ -1,4 +1,4 @@
-"""Plans as JSON, in a notebook and on a terminal."""
+"""Text forms of plans: JSON, HTML for notebooks, and one line for terminals."""
 
 import json
 from collections import Counter
@@ -17,7 +17,7 @@ FORMAT = "jpipe-plan/1"
 
 
 def text_of_plan(plan: "jpipe.Plan") -> str:
-    """Return the plan in one line, as it prints."""
+    """Return the plan in one line, as `print` shows it."""
     stages = shortened([f"[{shortened(s.layers)}]{_mesh_text(s)}{_replicas_text(s)}" for s in plan.stages])
     return f"Plan({plan.schedule}, {plan.microbatches} microbatches, {plan.depth} stages: {stages}{_options_text(plan)})"
 
@@ -41,10 +41,10 @@ def _mesh_text(stage: Stage) -> str:
 
 
 def html_of_plan(plan: "jpipe.Plan", name: str, facts: str = "", devices: Sequence[str] | None = None) -> str:
-    """Return the plan as a table of stages for a notebook, with the other fields in its caption.
+    """Return the plan as an HTML table of stages for a notebook, with the other fields in the caption.
 
     Args:
-        plan: what to show.
+        plan: the plan to show.
         name: the name of the object that has the plan.
         facts: more text for the caption, beginning with a comma.
         devices: the device of each worker; None: no column of devices.
@@ -71,12 +71,12 @@ def read_json(text: str | bytes, expected: str, where: str) -> dict[str, Any]:
     """Read a JSON object with the expected value of the key `format`.
 
     Args:
-        text: JSON from any source; a key that occurs twice gets a value that no field accepts.
+        text: JSON text from any source; a key that occurs twice gets a value that no field accepts.
         expected: the format, such as "jpipe-plan/1".
-        where: names the source (a file, say) in error messages.
+        where: the name of the source, such as a file, for error messages.
 
     Raises:
-        InputError: the text is not JSON (with line and column), not an object, or of another format.
+        InputError: the text is not JSON (the message has line and column), not a JSON object, or has another format.
     """
     kind = expected.removeprefix("jpipe-").partition("/")[0]
     if not isinstance(text, (str, bytes, bytearray)):
@@ -85,11 +85,13 @@ def read_json(text: str | bytes, expected: str, where: str) -> dict[str, Any]:
         data = json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         raise InputError(
-            f"{where}: expected a {kind} as JSON, found text that is none or is cut off "
+            f"{where}: expected a {kind} as JSON, found text that is not JSON or is cut off "
             f"at line {error.lineno}, column {error.colno} ({error.msg})"
         ) from None
     except UnicodeDecodeError:
-        raise InputError(f"{where}: expected a {kind} as JSON, found bytes that are no text in UTF-8; give what to_json wrote") from None
+        raise InputError(
+            f"{where}: expected a {kind} as JSON, found bytes that are not UTF-8 text; give the text that to_json returned"
+        ) from None
     except (RecursionError, ValueError):
         raise InputError(f"{where}: expected a {kind} as JSON, found text nested too deeply, or a number of thousands of digits") from None
     if not isinstance(data, dict) or data.get("format") != expected:
@@ -99,7 +101,7 @@ def read_json(text: str | bytes, expected: str, where: str) -> dict[str, Any]:
 
 
 class _Twice:
-    """The value of a key that occurs twice. No field accepts it, so that the error names the key."""
+    """The value of a key that occurs twice. No field accepts this value, so an error names the key."""
 
     def __repr__(self) -> str:
         return "the key twice"

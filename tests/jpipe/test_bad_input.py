@@ -56,7 +56,7 @@ def without(key):
         ),
         (
             {"vertical_sync": True},
-            r"vertical_sync: this is an option of the schedule 'pipedream', found schedule 'pipedream_2bw'; remove it$",
+            r"vertical_sync: this is an option of the schedule 'pipedream', found schedule 'pipedream_2bw'; remove the option$",
         ),
         (
             {"schedule": "gpipe", "extra_in_flight": 1},
@@ -118,7 +118,7 @@ def without(key):
         ),
         (
             {"stages": [{"layers": ["layer0", "layer1"]}, {"layers": ["layer1"]}]},
-            r"^plan\.json: layer 'layer1' is in stage 0 and again in stage 1; every layer is in one stage, once$",
+            r"^plan\.json: layer 'layer1' is in stage 0 and again in stage 1; put every layer into one stage, once$",
         ),
     ],
 )
@@ -152,7 +152,7 @@ TEXT = Plan.even(IDS, 2, "gpipe", 2).to_json()
 @pytest.mark.parametrize("length", [0, 1, len(TEXT) // 2, len(TEXT) - 3])
 def test_a_truncated_plan_is_refused(length):
     with pytest.raises(
-        InputError, match=r"^my plan: expected a plan as JSON, found text that is none or is cut off at line \d+, column \d+"
+        InputError, match=r"^my plan: expected a plan as JSON, found text that is not JSON or is cut off at line \d+, column \d+"
     ):
         Plan.from_json(TEXT[:length], where="my plan")
 
@@ -265,7 +265,7 @@ def test_a_plan_survives_json():
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
-        ([["layer0", "layer1"], ["layer2"]], r"^plan: layer 'layer3' of the model is in no stage; add it to one$"),
+        ([["layer0", "layer1"], ["layer2"]], r"^plan: layer 'layer3' of the model is in no stage; add it to a stage$"),
         ([["layer0", "layer1"], ["layer2", "layer3", "layer44"]], r"^plan: layer 'layer44' is not in the model; did you mean 'layer\d'\?$"),
         (
             [["layer0", "layer2"], ["layer1", "layer3"]],
@@ -291,7 +291,9 @@ def test_too_few_microbatches_for_2bw_with_more_in_flight():
 
 
 def test_recomputation_for_each_stage_must_name_each():
-    with pytest.raises(InputError, match=r"expected one recomputation policy for all or one for each of 2 stages, found a list of 3"):
+    with pytest.raises(
+        InputError, match=r"expected one recomputation policy for all stages or one for each of 2 stages, found a list of 3"
+    ):
         Plan.even(IDS, 2, "gpipe", 2, recompute=["full"] * 3)
 
 
@@ -300,11 +302,12 @@ def test_recomputation_for_each_stage_must_name_each():
     [
         (
             {"microbatches": 4, "replicas": (3, 2)},
-            r"^plan: microbatches: expected a multiple of the replicas of each stage, \[3, 2\], so of 6, found 4; use 6",
+            r"^plan: microbatches: expected a multiple of 6, so that the replicas of each stage, \[3, 2\], share the microbatches evenly, "
+            r"found 4; use 6",
         ),
         (
             {"microbatches": 2, "replicas": (2,)},
-            r"^plan: expected one number of replicas for all or one for each of 2 stages, found a list of 1$",
+            r"^plan: expected one number of replicas for all stages or one for each of 2 stages, found a list of 1$",
         ),
         (
             {"microbatches": 2, "noam": True},
@@ -405,10 +408,11 @@ UNTYPED = {
     ),
     "LayerStack({'a': lambda rngs: None})": "layer 'a': its constructor returned NoneType, expected a flax.nnx.Module",
     "stack.specs(np.array(['a']))": "inputs: expected arrays of numbers, found <U1[1]",
-    "Plan.even(stack, 1, 'gpipe', 1)": "plan: expected the layer ids in order, found LayerStack; give its ids, as stack.ids",
+    "Plan.even(stack, 1, 'gpipe', 1)": "plan: expected the layer ids in order, found LayerStack; give its ids, stack.ids",
     "Plan.even(stack.ids, '1', 'gpipe', 1)": "plan: num_stages: expected an integer, found '1'",
     "Plan.even(stack.ids, 1, 'gpipe', '1')": "plan: microbatches: expected a valid integer, found '1'",
-    "Plan.even(stack.ids, 1, 'gpipe', 1, replicas=1.5)": "plan: replicas: expected one for all stages or a list of one for each, found 1.5",
+    "Plan.even(stack.ids, 1, 'gpipe', 1, replicas=1.5)": "plan: replicas: expected one value for all stages or a list with one for each "
+    "stage, found 1.5",
     "Plan.even(stack.ids, 1, 'auto_zero_bubble', 1, order='F0.0 B0.0')": (
         "plan: order: expected a list of texts, one for each rank, found 'F0.0 B0.0'; put it into a list"
     ),
@@ -638,7 +642,7 @@ def test_a_batch_that_jax_rejects_is_refused(inputs, message):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Plan.from_json(b"\xff"), "plan: expected a plan as JSON, found bytes that are no text in UTF-8"),
+        (lambda: Plan.from_json(b"\xff"), "plan: expected a plan as JSON, found bytes that are not UTF-8 text"),
         (lambda: Plan.even("abc", True, "gpipe", 2), "plan: num_stages: expected an integer, found True"),
         (lambda: lower(Plan.even("abc", 1, "gpipe", 2), True), "lower: expected integers, .*batches True"),
         (lambda: jpipe.Link(-1), "Link: bandwidth: expected bytes per second above 0, found -1"),

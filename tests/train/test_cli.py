@@ -89,7 +89,7 @@ def refused(write_config, tiny, capsys, monkeypatch):
             "plan.recompute=ful",
             r"tiny.yaml --set plan.recompute=ful: plan.recompute: unknown recomputation policy 'ful'; did you mean 'full'\?",
         ),
-        ("plan.recompute=[full]", r"one recomputation policy for all or one for each of 2 stages, found a list of 1"),
+        ("plan.recompute=[full]", r"one recomputation policy for all stages or one for each of 2 stages, found a list of 1"),
         ("plan.vertical_sync=true", r"vertical_sync: this is an option of the schedule 'pipedream'"),
         ("plan.replicas=0", r"plan.replicas: expected a number from 1 to 1024 or a list of them, one for each stage, found 0"),
         (
@@ -97,10 +97,11 @@ def refused(write_config, tiny, capsys, monkeypatch):
             r"plan.replicas: expected a number from 1 to 1024 or a list of them, one for each stage, found \[1, 'x'\]",
         ),
         ("plan.replicas=true", r"plan.replicas: expected a number from 1 to 1024 or a list of them, one for each stage, found True"),
-        ("plan.replicas=[1, 1, 1]", r"plan: expected one number of replicas for all or one for each of 2 stages, found a list of 3"),
+        ("plan.replicas=[1, 1, 1]", r"plan: expected one number of replicas for all stages or one for each of 2 stages, found a list of 3"),
         (
             "plan.replicas=4",
-            r"jpipe: plan.microbatches: expected a multiple of the replicas of each stage, \[4, 4\], so of 4, found 2; use 4",
+            r"jpipe: plan.microbatches: expected a multiple of 4, so that the replicas of each stage, \[4, 4\], share the microbatches "
+            r"evenly, found 2; use 4",
         ),
         (
             "plan.mesh=2",
@@ -127,7 +128,8 @@ def refused(write_config, tiny, capsys, monkeypatch):
         ("plan.noam=true", r"tiny.yaml --set plan.noam=true: plan: noam is no option any more, found True; remove it: the schedules have"),
         (
             "plan={schedule: gpipe, num_stages: 2, microbatches: 2, flush_first: 2}",
-            r"jpipe: plan.flush_first: this is an option of the schedules 'pipedream', 'pipedream_2bw', found schedule 'gpipe'; remove it",
+            r"jpipe: plan.flush_first: this is an option of the schedules 'pipedream', 'pipedream_2bw', found schedule 'gpipe'; remove the "
+            r"option",
         ),
         ("plan.file=missing.json", r"plan.file: cannot read 'missing.json': No such file or directory"),
         ("data.path=missing.txt", r"data.path: 'missing.txt' does not exist; give a file, a folder or a glob"),
@@ -168,23 +170,30 @@ def test_bad_input_is_refused_with_one_clear_message(refused, override, message)
     [
         (
             lambda plan: plan[: len(plan) // 2],
-            r"plan.json: expected a plan as JSON, found text that is none or is cut off at line \d+, column \d+",
+            r"plan.json: expected a plan as JSON, found text that is not JSON or is cut off at line \d+, column \d+",
         ),
         (lambda plan: '{"a": 1}', r"plan.json: .*is this a plan of jpipe\?"),
         (lambda plan: plan.replace('"block_0"', '"embed"'), r"plan.json: layer 'embed' is in stage 0 and again"),
-        (lambda plan: plan.replace('"head"', '"tail"'), r"jpipe: \S*/plan.json: layer 'head' of the model is in no stage; add it to one\n"),
+        (
+            lambda plan: plan.replace('"head"', '"tail"'),
+            r"jpipe: \S*/plan.json: layer 'head' of the model is in no stage; add it to a stage\n",
+        ),
         (
             lambda plan: plan.replace('"head"', '"head", "tail"'),
             r"jpipe: \S*/plan.json: layer 'tail' is not in the model; known: block_0, embed, head\n",
         ),
-        (lambda plan: plan.replace('"embed",', ""), r"jpipe: \S*/plan.json: layer 'embed' of the model is in no stage; add it to one\n"),
+        (
+            lambda plan: plan.replace('"embed",', ""),
+            r"jpipe: \S*/plan.json: layer 'embed' of the model is in no stage; add it to a stage\n",
+        ),
         (
             lambda plan: plan.replace('"microbatches": 2', '"microbatches": 3'),
             r"jpipe: \S*/plan.json: expected microbatches that divide train.batch_size 4, found 3; change one of them\n",
         ),
         (
             lambda plan: plan.replace('"replicas": 1', '"replicas": 3'),
-            r"jpipe: \S*/plan.json: microbatches: expected a multiple of the replicas of each stage, \[3, 3\], so of 3, found 2; use 3, or",
+            r"jpipe: \S*/plan.json: microbatches: expected a multiple of 3, so that the replicas of each stage, \[3, 3\], share the "
+            r"microbatches evenly, found 2; use 3, or",
         ),
         (
             lambda plan: plan.replace('"placement": null', '"placement": [[0], [100000]]'),

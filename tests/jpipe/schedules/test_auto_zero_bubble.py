@@ -83,7 +83,9 @@ def test_an_order_is_refused_for_other_schedules():
         InputError, match=r"plan: order: expected a list of texts, one for each rank, found 'F0\.0 .*'; put it into a list$"
     ):
         Plan.even("ab", 2, "auto_zero_bubble", 2, order=GOOD[0])
-    with pytest.raises(InputError, match="order: this is an option of the schedule 'auto_zero_bubble', found schedule 'zb_h1'; remove it"):
+    with pytest.raises(
+        InputError, match="order: this is an option of the schedule 'auto_zero_bubble', found schedule 'zb_h1'; remove the option"
+    ):
         Plan.even("ab", 2, "zb_h1", 2, order=GOOD)
     with pytest.raises(InputError, match="order_limit: this is an option of the schedule 'auto_zero_bubble', found schedule 'zb_h1'"):
         Plan.even("ab", 2, "zb_h1", 2, order_limit=2)

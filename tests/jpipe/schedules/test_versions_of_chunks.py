@@ -162,28 +162,29 @@ def test_after_flushed_batches_the_order_restarts():
         (
             "looped_bfs",
             {"chunks_per_rank": 3},
-            r"expected stages that are a multiple of chunks_per_rank 3, found 4; use 3 stages or chunks",
+            r"expected a number of stages that is a multiple of chunks_per_rank 3, found 4; use 3 stages or chunks",
         ),
         (
             "looped_bfs",
             {"chunks_per_rank": 3, "layers": "abcdef"},
-            r"expected stages that are a multiple of chunks_per_rank 3, found 4; use 6 stages or chunks_per_rank 2$",
+            r"expected a number of stages that is a multiple of chunks_per_rank 3, found 4; use 6 stages or chunks_per_rank 2$",
         ),
         (
             "interleaved_1f1b",
             {"chunks_per_rank": 8, "layers": "abcdef"},
-            r"expected stages that are a multiple of chunks_per_rank 8, found 4; use chunks_per_rank 4$",
+            r"expected a number of stages that is a multiple of chunks_per_rank 8, found 4; use chunks_per_rank 4$",
         ),
         ("zb_v", {"layers": "a", "num_stages": 1, "chunks_per_rank": 2}, r"of chunks_per_rank 2, found 1; use more layers$"),
         (
             "interleaved_1f1b",
             {"chunks_per_rank": 2, "replicas": [1, 2, 2, 1], "microbatches": 4},
-            r"ranks\.0: expected as many replicas of each of its stages \[0, 2\], found \[1, 2\]; give these stages the same",
+            r"ranks\.0: expected the same number of replicas for each of the rank's stages \[0, 2\], found \[1, 2\]; give these stages the "
+            r"same",
         ),
         (
             "interleaved_1f1b",
             {"ranks": [[0, 2], [1, 4]]},
-            r"ranks: expected each of the stages 0 to 3 once, .*, found .*; put each of them on one rank, or leave out ranks$",
+            r"ranks: expected each of the stages 0 to 3 once, .*, found .*; put each stage on one rank, or remove the field ranks$",
         ),
         (
             "interleaved_1f1b",

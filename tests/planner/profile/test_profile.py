@@ -80,7 +80,7 @@ def changed(path, value):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "some.json: expected a profile as JSON, found text that is none or is cut off at line 1, column 2"),
+        ("{", "some.json: expected a profile as JSON, found text that is not JSON or is cut off at line 1, column 2"),
         ("[" * 100_000, "some.json: expected a profile as JSON, found text nested too deeply"),
         ("[]", 'some.json: expected a JSON object with "format": "jpipe-profile/1", found \'list\''),
         (changed(("format",), "jpipe-plan/1"), 'some.json: expected a JSON object with "format"'),
