@@ -1,4 +1,4 @@
-"""The registry of schedules. A new schedule is one file in this folder and one line here; one of your own is registered with `register`."""
+"""The registry of schedules. A new schedule is one file in this folder and one line here; code of your own calls `register`."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -32,18 +32,18 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(_BY_NAME)
 
 
 def register(schedule: Schedule) -> Schedule:
-    """Add a schedule of your own to `SCHEDULES`, where plans, pipelines and planners find it by its name.
+    """Add a schedule of your own to `SCHEDULES`, where plans, pipelines and planners look up schedules by name.
 
-    Each process of a run registers it before it makes or reads a plan.
+    In a run of several processes each process must register the schedule before it makes or reads a plan.
 
     Args:
-        schedule: the schedule. To register the same object again changes nothing.
+        schedule: the schedule. Registering the same object again changes nothing.
 
     Returns:
         The schedule.
 
     Raises:
-        InputError: its name is no identifier, or belongs to another schedule.
+        InputError: the schedule's name is not an identifier, or belongs to another schedule.
 
     Example:
         >>> SCHEDULES["gpipe"] is register(SCHEDULES["gpipe"])
@@ -60,10 +60,10 @@ def register(schedule: Schedule) -> Schedule:
 def written_order(plan: Shape) -> tuple[str, ...]:
     """Return the order of a plan for a batch that begins and ends with an empty pipeline, in the form of `PlanOptions.order`.
 
-    An order of your own can begin from a schedule's. With replicas, it has the microbatches of one of them, counted from 0.
+    Use the order of a schedule as a start for an order of your own. With replicas, it has the microbatches of one replica, counted from 0.
 
     Returns:
-        A text for each rank.
+        The text of each pipeline rank's order.
     """
     texts = []
     for p, stages in enumerate(plan.pipeline_ranks):

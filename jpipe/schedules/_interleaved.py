@@ -1,8 +1,9 @@
 """Orders of ranks that run several chunks in turn, after Megatron's interleaved 1F1B.
 
-Microbatches come in groups. A rank does the forwards of a group through its first chunk, then through its second one, and so on, then the
-forwards of the next group; backwards go from its last chunk to its first. After a warm-up of (v - 1) g + a (d - 1 - p) forwards it does a
-forward and a backward in turn: d ranks, this one p; v chunks each; g microbatches in a group; a microbatches ahead for each link.
+Microbatches come in groups. A rank does the forwards of a group at its first chunk, then at its second chunk, and so on, then the forwards
+of the next group. Backwards go from the last chunk to the first. After a warm-up of (v - 1) g + a (d - 1 - p) forwards, rank p does a
+forward and a backward in turn. Here d is the number of ranks, v the chunks of each rank, g the microbatches of a group, and a the number of
+microbatches by which a rank runs ahead of the next one.
 
 Reference: Narayanan et al. 2021, section 2.2.
 """
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from jpipe.schedules._schedule import Action, Shape, fused, pipeline_in_flight, pipeline_order, split_early
 
 _AHEAD = 2
-"""a without a flush: chunks make transfers more frequent, and with 2 microbatches ahead for each link their latency is hidden."""
+"""The value of a without a flush. Chunks make transfers more frequent; with 2 microbatches ahead for each link their latency is hidden."""
 
 
 def flushed_order(plan: Shape, p: int, microbatches: Sequence[int], ahead: int, delay: int | None = None) -> list[Action]:
@@ -22,16 +23,16 @@ def flushed_order(plan: Shape, p: int, microbatches: Sequence[int], ahead: int, 
     Args:
         plan: a plan with looped ranks.
         p: the pipeline rank.
-        microbatches: the microbatches of one of its replicas, in order.
-        ahead: a, as above.
-        delay: how many backwards for inputs a backward for weights waits for; None: they are not split.
+        microbatches: the microbatches of one replica of the rank, in order.
+        ahead: a, as in the module's docstring.
+        delay: the number of backwards for inputs by which a backward for weights is delayed; None: backwards are not split.
     """
     rounds = max(len(microbatches) // len(plan.pipeline_ranks), 1)
     return fused(plan, _interleaved(plan, p, microbatches, -(-len(microbatches) // rounds), 0, ahead, delay))
 
 
 def endless_order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterable[Action]:
-    """Return the order of batches without a flush, with groups of microbatches across batches; with one chunk a rank it is 1F1B."""
+    """Return the order without a flush, with groups of microbatches that may span batches. With one chunk per rank it is 1F1B."""
     if plan.depth == len(plan.pipeline_ranks):
         return pipeline_order(plan, p, microbatches)
     replicas, group = plan.replicas[0], len(plan.pipeline_ranks)
@@ -43,9 +44,9 @@ def endless_order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterable[
 def _interleaved(
     plan: Shape, p: int, microbatches: Sequence[int], group: int, begun: int, ahead: int, delay: int | None
 ) -> Iterator[Action]:
-    """Return the order of groups; the first lacks its first `begun` microbatches, and the last may lack some at its end.
+    """Return the order of whole groups, without the microbatches that are missing.
 
-    It is the order of whole groups without the missing microbatches.
+    The first group lacks its first `begun` microbatches; the last group may lack microbatches at its end.
     """
     stages, count = plan.pipeline_ranks[p], len(microbatches)
     groups = [range(first, first + group) for first in range(-begun, count, group)]
@@ -64,10 +65,10 @@ def _interleaved(
 
 
 def endless_done(plan: Shape, s: int, k: int) -> int:
-    """Return `Schedule.done` of `endless_order`: the backwards that a replica of stage s has done before the forward of k.
+    """Return `Schedule.done` of `endless_order`: the number of backwards that a replica of stage s has done before the forward of k.
 
-    The forward of the n-th microbatch, the b-th of group a, is visit i of its rank; backwards i - w - 1 and earlier are done, where w is
-    the warm-up. Of these, g in every v g are of stage s.
+    The forward of microbatch b of group a is the rank's forward number i, over all its chunks. Before it the rank has done its backwards up
+    to number i - w - 1, where w is the warm-up. Among every v g backwards, g are of stage s.
     """
     if plan.depth == len(plan.pipeline_ranks):
         return max(k // plan.replicas[s] - pipeline_in_flight(plan, s) + 1, 0)
@@ -86,7 +87,7 @@ def endless_in_flight(plan: Shape, s: int) -> int:
     if plan.depth == len(plan.pipeline_ranks):
         return pipeline_in_flight(plan, s)
     group, replicas = len(plan.pipeline_ranks), plan.replicas[0]
-    late = range(100 * group, 101 * group)  # all groups are the same once the pipeline is full
+    late = range(100 * group, 101 * group)  # once the pipeline is full, all groups are the same
     return max(n - endless_done(plan, s, n * replicas) for n in late) + 1
 
 

@@ -1,4 +1,4 @@
-"""The options of schedules, each declared once: plans and configs inherit them, schedules and planners hold them as one value."""
+"""The options of schedules, each declared once. Plans and configs inherit them as fields; schedules and planners hold them as one value."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -16,25 +16,25 @@ REMOVED: Mapping[str, str] = MappingProxyType(
         "scale_learning_rate": "give each stage its own learning rate with jpipe.optimizers.per_stage, or optimizer.per_stage of a config",
     }
 )
-"""Options of earlier versions, which were false by default, and what to use in their place."""
+"""Options of earlier versions, which were false by default, and what to use instead of each."""
 
 
 class ScheduleOptions(pydantic.BaseModel):
-    """Options of a schedule: fields of a plan and of `jpipe.schedules.Shape`, and keys of the section `plan` of a config.
+    """Options of a schedule. They are fields of a plan, and keys of the section `plan` of a config.
 
-    A new option is a field here with its description, and a name in the `options` of the schedules that read it.
+    To add an option, add a field and its description here, and its name to the `options` of the schedules that read it.
 
     Attributes:
-        extra_in_flight: additional microbatches in flight between neighbouring stages, which hide the latency of slow links. 0 means
-            n_s = d - s.
-        max_in_flight: the most microbatches in flight on a replica of any stage. Below n_s, stages wait, and hold fewer activations and
-            weight versions (docs/explanation/memory.md). None: no limit.
-        vertical_sync: every stage reads the version that the first stage read. False by default.
-        update_every: "batch": all stages update after each batch. "replicas": stage s updates after r_s microbatches, as in the original
-            PipeDream. "batch" by default.
-        flush_first: flush after each of the first batches, this many, so that they read the newest weights. 0 by default.
-        split_backward: "early": compute each backward in two halves, and send the input gradient after the first, to hide slow links
-            (docs/explanation/zero-bubble.md). "joint" by default.
+        extra_in_flight: additional microbatches in flight between neighbouring stages, which hide the latency of slow links. 0, the
+            default, means n_s = d - s.
+        max_in_flight: the largest number of microbatches in flight on a replica of any stage. If it is below n_s, stages wait, but they
+            hold fewer activations and weight versions (docs/explanation/memory.md). None: no limit.
+        vertical_sync: every stage reads the weight version that the first stage read for the microbatch. False by default.
+        update_every: "batch", the default: all stages update after each batch. "replicas": stage s updates after r_s microbatches, as in
+            the original PipeDream.
+        flush_first: the number of batches at the start of a run that end with a flush, so that they read the newest weights. 0 by default.
+        split_backward: "joint", the default: each backward is one computation. "early": compute each backward in two halves, and send the
+            input gradient after the first half, to hide slow links (docs/explanation/zero-bubble.md).
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -49,23 +49,24 @@ class ScheduleOptions(pydantic.BaseModel):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _without_removed(cls, fields: Any) -> Any:
-        """Drop removed options that are off, as files of earlier versions have them."""
+        """Drop options that no longer exist if they are off, as in files of earlier versions."""
         if not isinstance(fields, dict) or REMOVED.keys().isdisjoint(fields):
             return fields
         for name, instead in REMOVED.items():
             if fields.get(name, False) is not False:
-                raise ValueError(f"{name} is no option any more, found {short(fields[name])}; remove it: {instead}")
+                raise ValueError(f"the option {name} no longer exists, found {short(fields[name])}; remove it: {instead}")
         return {name: value for name, value in fields.items() if name not in REMOVED}
 
 
 class PlanOptions(ScheduleOptions):
-    """The options of a plan's schedule: what configs also have, and an order of its own, which only plans have.
+    """The options of a plan's schedule: the options that configs have, too, and an order, which only plans have.
 
     Attributes:
-        order: for `auto_zero_bubble`: what each rank computes in a batch, such as "F0.0 F0.1 I0.0 W0.0": a forward of stage 0,
-            microbatch 0, and so on; microbatches of one replica, counted from 0 in each batch. See `jpipe.schedules.greedy_order`.
-        order_limit: the most microbatches that a rank may hold between forward and the end of the backward, summed over its stages; an
-            order that holds more raises an error. None: no limit.
+        order: for `auto_zero_bubble`: for each rank what it computes in a batch, such as "F0.0 F0.1 I0.0 W0.0". "F0.1" is the forward of
+            microbatch 1 at stage 0. Microbatches are those of one replica, counted from 0 in each batch. See
+            `jpipe.schedules.greedy_order`.
+        order_limit: the largest number of microbatches that a rank may hold from the forward to the end of the backward, summed over the
+            rank's stages. If an order holds more, the plan raises an error. None: no limit.
     """
 
     order: Annotated[tuple[str, ...], Field(strict=False)] | None = None
@@ -80,4 +81,4 @@ class PlanOptions(ScheduleOptions):
 
 
 NO_OPTIONS = PlanOptions()
-"""Every option has its default."""
+"""The options with their defaults."""

@@ -11,12 +11,12 @@ from jpipe.ops import OPS
 from jpipe.schedules._options import NO_OPTIONS, PlanOptions
 
 Ranks = tuple[tuple[int, ...], ...]
-"""For each pipeline rank (each rank of one pipeline, replicas not counted) the stages that it runs, in order."""
+"""For each pipeline rank the stages that it runs, in order. All replicas of a stage belong to the same pipeline rank."""
 
 
 @runtime_checkable
 class Shape(Protocol):
-    """The part of a plan that a schedule reads: numbers, no layers."""
+    """The part of a plan that a schedule reads. It has no layers."""
 
     @property
     def schedule(self) -> str: ...
@@ -35,13 +35,13 @@ class Shape(Protocol):
 
 
 class Action(NamedTuple):
-    """One entry of an order: what is computed of a microbatch at a stage.
+    """One entry of an order: a computation of a microbatch at a stage.
 
     Attributes:
-        op: the name of one of `jpipe.ops.OPS`. FB and FI are for the last stage only: there a backward needs only its forward. A stage runs
-            them for all microbatches or for none.
-        stage: counted from 0.
-        microbatch: counted from 0, over all batches.
+        op: the name of an op in `jpipe.ops.OPS`. Only the last stage can run FB and FI, because there a backward needs nothing but its
+            forward. A stage runs them for all microbatches or for none.
+        stage: the stage, counted from 0.
+        microbatch: the microbatch, counted from 0 over all batches.
     """
 
     op: str
@@ -50,17 +50,17 @@ class Action(NamedTuple):
 
     @property
     def is_forward(self) -> bool:
-        """Whether the microbatch enters the stage."""
+        """Whether the microbatch enters the stage with this computation."""
         return OPS[self.op].begins
 
     @property
     def gives_gradient(self) -> bool:
-        """Whether it computes the gradient of the stage input."""
+        """Whether this computes the gradient of the stage input."""
         return OPS[self.op].gives_gradient
 
     @property
     def finishes(self) -> bool:
-        """Whether it computes the gradients of the weights, after which nothing remains to be done at the stage."""
+        """Whether this computes the gradients of the weights, which completes the stage's work on the microbatch."""
         return OPS[self.op].finishes
 
 
@@ -68,35 +68,35 @@ class Action(NamedTuple):
 class Schedule:
     """A pipeline schedule.
 
-    In all functions s is a stage, r_s = `plan.replicas[s]`, k a microbatch, m = `plan.microbatches`, d = `plan.depth`; all count from 0.
-    Microbatch k runs forward and backward on replica k mod r_s of each stage.
+    In all functions s is a stage and k a microbatch, both counted from 0; r_s = `plan.replicas[s]`, m = `plan.microbatches`, d =
+    `plan.depth`. Microbatch k runs forward and backward on replica k mod r_s of each stage.
 
     The paper, its section and a timeline of each schedule are in the docstring of its module in `jpipe/schedules/`. The defaults suit a
-    schedule that flushes: each batch reads the weights of the last update, the only ones alive, and every plan is legal.
+    schedule that flushes: each batch reads the weights of the last update, no other version is alive, and every plan is legal.
     `tests/jpipe/weights/test_schedule_contract.py` checks that the functions of each schedule agree with each other.
 
     Attributes:
-        name: its name in plans.
+        name: the schedule's name in plans.
         flushes: whether the pipeline is empty after each batch.
-        order: `(plan, p, microbatches) -> computations` of one replica of pipeline rank p, from an empty pipeline to an empty one, for
-            the given microbatches (in order, at least one): of one batch if the schedule flushes, of several otherwise. At each
-            stage forwards are in the order of the microbatches, and so are backwards, and both halves of them.
+        order: `(plan, p, microbatches) -> computations` of one replica of pipeline rank p, from an empty pipeline to an empty pipeline.
+            `microbatches` has at least one microbatch, in order: the microbatches of one batch if the schedule flushes, of several batches
+            otherwise. At each stage the forwards are in the order of the microbatches, and so are the backwards, and each half of them.
         in_flight: `(plan, s) -> n_s`, the largest number of microbatches that a replica of stage s has begun but not finished.
-        done: `(plan, s, k) -> int`, without a flush: of how many of its microbatches a replica of stage s has finished the backward when it
-            begins the forward of k, counted from the first batch that is not flushed.
-        period: `(plan) -> int`, without a flush: after how many batches the order repeats.
-        layout: which ranks it can use: "straight", each stage is a rank; "looped", stage s runs on rank s mod p; "v", on rank s and on
-            the way back on rank 2p - 1 - s; "any".
-        formula: `(plan, s, k) -> v`, the weight version (number of updates applied) that forward and backward of k read at stage s,
-            both counted from the first batch that is not flushed; does not decrease with k. See `version`.
+        done: `(plan, s, k) -> int`, without a flush: the number of microbatches for which a replica of stage s has finished the backward
+            when it begins the forward of k, counted from the first batch that is not flushed.
+        period: `(plan) -> int`, without a flush: the number of batches after which the order repeats.
+        layout: the ranks that the schedule can use. "straight": each stage is a rank. "looped": stage s runs on rank s mod p, where p is
+            the number of ranks. "v": stage s runs on rank s if s < p, and on rank 2p - 1 - s otherwise. "any": any ranks.
+        formula: `(plan, s, k) -> v`, the weight version (the number of updates applied) that forward and backward of k read at stage s.
+            Both k and v are counted from the first batch that is not flushed; v does not decrease with k. See `version`.
         versions_alive: `(plan, s) -> int`, the largest number of versions that a replica of stage s holds.
         refusal: `(plan) -> str`, why the schedule cannot run this plan, or "".
-        updates_early: `(plan) -> bool`, whether a stage reads the weights that a batch has updated before all stages have computed the
-            gradients of the batch, so that an update cannot depend on these (weight stashing).
-        options: the names of the `PlanOptions` that it reads; plans with others are illegal.
-        closed_form: the form of its batches, if planners have a closed-form price for it: "serial", one microbatch after the other;
-            "fill and drain", all forwards, then all backwards; "1F1B". None: planners walk through its order, which takes longer.
-        data_parallel: whether planners use it for all schedules that flush if there is one stage, for which these are equal.
+        updates_early: `(plan) -> bool`, whether a stage updates with a batch, and reads these weights, before all stages have computed the
+            gradients of the batch. Then an update cannot depend on the gradients of all stages. This is so under weight stashing.
+        options: the names of the `PlanOptions` that the schedule reads; a plan that sets any other option is illegal.
+        closed_form: the form of the batches if planners have a closed-form price for it: "serial": one microbatch after the other; "fill
+            and drain": all forwards, then all backwards; or "1F1B". None: planners walk through the order, which takes longer.
+        data_parallel: whether planners use this schedule for plans with one stage, for which all schedules that flush are equal.
     """
 
     name: str
@@ -117,7 +117,8 @@ class Schedule:
     def version(self, plan: Shape, s: int, k: int) -> int:
         """Return the weight version that forward and backward of microbatch k read at stage s; it does not decrease with k.
 
-        In the first `plan.options.flush_first` batches that is the newest. After them the schedule runs as if these weights were fresh.
+        In the first `plan.options.flush_first` batches this is the newest version. After these batches the schedule runs as if the weights
+        were fresh.
         """
         first = plan.options.flush_first
         if not first:
@@ -126,18 +127,18 @@ class Schedule:
         return batch if batch < first else first + self.formula(plan, s, k - first * plan.microbatches)
 
     def delay(self, plan: Shape, s: int, update: int) -> float:
-        """Return the mean age of the weights that the gradients of an update were computed with.
+        """Return the mean age, in updates, of the weights that an update's gradients were computed with.
 
-        That is the mean of `update - version(plan, s, k)` over its microbatches k: the number of updates that these weights lacked.
+        This is the mean of `update - version(plan, s, k)` over the microbatches k of the update.
 
         Args:
             plan: the plan.
             s: the stage.
-            update: the number of the update of that stage, counted from 0.
+            update: the number of the stage's update, counted from 0.
         """
         every = plan.microbatches_per_update(s)
         k, end, total = update * every, (update + 1) * every, 0
-        while k < end:  # in runs of equal versions, since versions do not decrease
+        while k < end:  # one run of equal versions after the other, since versions do not decrease
             version = self.version(plan, s, k)
             after = k + bisect_right(range(k, end), version, key=lambda number: self.version(plan, s, number))
             total += (after - k) * (update - version)
@@ -153,7 +154,7 @@ class Schedule:
         means = []
         for s in range(plan.depth):
             rate = plan.microbatches // plan.microbatches_per_update(s)
-            updates = range(full * rate, full * rate + (period if rate == 1 else 1))  # several in a batch are all the same
+            updates = range(full * rate, full * rate + (period if rate == 1 else 1))  # several updates in a batch have the same delay
             means.append(sum(self.delay(plan, s, update) for update in updates) / len(updates))
         return tuple(means)
 
@@ -167,7 +168,7 @@ class Schedule:
         Args:
             plan: the plan.
             p: the pipeline rank.
-            replica: number of the replica.
+            replica: the number of the replica.
             start: the first batch.
             stop: one past the last batch.
         """
@@ -178,7 +179,7 @@ class Schedule:
             start = end
 
     def first_op(self, plan: Shape, s: int) -> str:
-        """Return the first op of stage s, which says whether it runs forward and backward as one program."""
+        """Return the first op of stage s. It shows whether the stage runs forward and backward as one program."""
         return _ops(self, plan)[s][0]
 
     def begins_fused(self, plan: Shape, s: int) -> bool:
@@ -200,13 +201,13 @@ class Schedule:
         return _rank_refusal(self, plan) or self.refusal(plan)
 
     def refuses_chunks(self, chunks: int) -> str:
-        """Return why this schedule cannot run `chunks` stages on each rank, with what to use instead, or ""."""
+        """Return why this schedule cannot run `chunks` stages on each rank and what to use instead, or ""."""
         if self.layout == "straight" and chunks != 1:
             problem = f"the schedule '{self.name}' runs one stage on each rank, found {chunks}"
             return f"{problem}; leave out chunks_per_rank, or use {_SEVERAL}"
         if self.layout == "v" and chunks != 2:
             problem = f"the schedule '{self.name}' runs two stages on each rank, in a V, found {chunks}"
-            return f"{problem}; use chunks_per_rank 2, or leave it out"
+            return f"{problem}; use chunks_per_rank 2, or leave out chunks_per_rank"
         return ""
 
 
@@ -215,14 +216,14 @@ _SEVERAL = "an interleaved schedule such as 'interleaved_1f1b'"
 
 @dataclass(frozen=True)
 class PlainShape:
-    """A `Shape` by itself, without layers: the same for plans that differ in these alone, and cheap to make.
+    """A `Shape` without a plan: cheap to make, and equal for plans that differ only in their layers.
 
     Attributes:
         schedule: a name of `jpipe.schedules.SCHEDULES`.
-        microbatches: the microbatches of a batch, over all replicas.
+        microbatches: the number of microbatches of a batch, over all replicas.
         replicas: the number of replicas of each stage.
         options: the options of the schedule.
-        ranks: for each pipeline rank its stages; None: one stage for each rank.
+        ranks: the stages of each pipeline rank; None: one stage for each rank.
     """
 
     schedule: str
@@ -242,7 +243,7 @@ class PlainShape:
         return tuple((s,) for s in range(self.depth)) if self.ranks is None else self.ranks
 
     def microbatches_per_update(self, s: int) -> int:
-        """Return the microbatches per update of stage s."""
+        """Return the number of microbatches per update of stage s, over all replicas."""
         return self.microbatches if self.options.update_every == "batch" else self.replicas[s]
 
 
@@ -264,8 +265,8 @@ def arranged(layout: str, stages: int, chunks: int) -> Ranks:
     """Return the stages of each rank in a layout.
 
     Args:
-        layout: as in `Schedule`; "any" is "looped" here.
-        stages: a multiple of the chunks.
+        layout: as in `Schedule`; "any" gives the same ranks as "looped".
+        stages: the number of stages, a multiple of `chunks`.
         chunks: the number of stages of each rank.
     """
     ranks = stages // chunks
@@ -284,9 +285,9 @@ def _rank_refusal(schedule: Schedule, plan: Shape) -> str:
     if schedule.layout == "v" and depth % 2:
         even = f"{depth - 1} or {depth + 1}" if depth > 1 else "2"
         return f"{name} needs two stages on each rank, so an even number of stages, found {depth}; use {even} stages"
-    several = "as many stages on each rank, stage s on rank s mod the number of ranks"
+    several = "the same number of stages on each rank, and stage s on rank s mod the number of ranks"
     needs, instead = {
-        "v": ("ranks in a V, on rank p of P the stages p and 2P - 1 - p", ""),
+        "v": ("ranks in a V: rank p of P runs the stages p and 2P - 1 - p", ""),
         "looped": (several, ", or give chunks_per_rank instead"),
         "straight": ("one stage on each rank, in order", f", or use {_SEVERAL}" if len(ranks) < depth else ""),
     }[schedule.layout]
@@ -294,7 +295,7 @@ def _rank_refusal(schedule: Schedule, plan: Shape) -> str:
 
 
 def counted(order: Callable[[Shape, int, Sequence[int]], Iterable[Action]], **fields: Any) -> Schedule:
-    """Return a schedule that flushes and counts the microbatches in flight in its order; `fields` are further fields of `Schedule`."""
+    """Return a schedule that flushes; its `in_flight` counts the microbatches in the order. `fields` are further fields of `Schedule`."""
 
     def in_flight(plan: Shape, s: int) -> int:
         p = next(p for p, stages in enumerate(plan.pipeline_ranks) if s in stages)
@@ -314,9 +315,9 @@ def most_in_flight(order: Iterable[Action]) -> int:
 
 
 def split_early(order: Iterable[Action]) -> Iterator[Action]:
-    """Yield the order with each backward split in two halves, so that the input gradient can be sent after the first.
+    """Yield the order with each backward split into two halves, so that the input gradient can be sent after the first half.
 
-    Stage 0 sends no input gradient, and keeps whole backwards.
+    Stage 0 sends no input gradient, so its backwards stay whole.
     """
     for entry in order:
         if entry.stage > 0 and entry.op in ("B", "FB"):
@@ -329,8 +330,8 @@ def split_early(order: Iterable[Action]) -> Iterator[Action]:
 def fused(plan: Shape, order: Iterable[Action]) -> list[Action]:
     """Fuse computations that always follow each other into one program.
 
-    At stage 0, which sends no input gradient, these are both halves of a backward; at the last stage a forward and the first op of its
-    backward.
+    At stage 0, which sends no input gradient, these are the two halves of a backward. At the last stage they are a forward and the first op
+    of its backward.
     """
     result, last = list(order), plan.depth - 1
     for s, first, second, both in ((0, "I", "W", "B"), (last, "F", "B", "FB"), (last, "F", "I", "FI")):
@@ -342,14 +343,14 @@ def fused(plan: Shape, order: Iterable[Action]) -> list[Action]:
 
 
 def one_forward_one_backward(plan: Shape, s: int, microbatches: Sequence[int], ahead: int) -> Iterator[Action]:
-    """Yield 1F1B: `ahead` forwards, then a backward and a forward in turn, then the remaining backwards.
+    """Yield the 1F1B order: `ahead` forwards, then a backward and a forward in turn, then the remaining backwards.
 
-    At the last stage, with one microbatch in flight, each backward follows its forward, and both are one program.
+    At the last stage, with one microbatch in flight, each backward directly follows its forward, and both are one program.
 
     Args:
         plan: the plan.
         s: the stage.
-        microbatches: the microbatches of one of its replicas, in order.
+        microbatches: the microbatches of one replica of the stage, in order.
         ahead: n_s, at least 1.
     """
     if ahead == 1 and s == plan.depth - 1:
@@ -365,7 +366,7 @@ def one_forward_one_backward(plan: Shape, s: int, microbatches: Sequence[int], a
 
 
 def pipeline_order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Action]:
-    """Return 1F1B with the number of microbatches in flight that keeps every rank busy."""
+    """Return the 1F1B order with as many microbatches in flight as `pipeline_in_flight` says."""
     order = one_forward_one_backward(plan, p, microbatches, pipeline_in_flight(plan, p))
     return split_early(order) if plan.options.split_backward == "early" else order
 
@@ -373,9 +374,9 @@ def pipeline_order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator
 def pipeline_in_flight(plan: Shape, s: int) -> int:
     """Return the n_s that keeps every worker busy: 1 at the last stage, else 1 + ceil(n_{s+1} r_{s+1} / r_s) + extra_in_flight.
 
-    Without replicas and `extra_in_flight` that is d - s. With `max_in_flight` all are smaller in proportion, so that no stage has more than
-    this, and (n_s - 1) r_s does not grow from stage to stage: otherwise a stage would wait for microbatches that the stage before it may
-    not begin.
+    Without replicas and `extra_in_flight` n_s is d - s. `max_in_flight` lowers all n_s in proportion, so that no n_s is larger than this
+    option. It also keeps (n_s - 1) r_s from growing from stage to stage: otherwise a stage would wait for microbatches that the stage
+    before may not begin.
     """
     return _all_in_flight(plan.replicas, plan.options.extra_in_flight, plan.options.max_in_flight)[s]
 
@@ -390,7 +391,7 @@ def _all_in_flight(replicas: tuple[int, ...], extra: int, most: int | None) -> t
 
 
 def _limited(replicas: tuple[int, ...], ahead: Sequence[int], most: int) -> tuple[int, ...]:
-    """Return n_s, in proportion to the busy stages', but at most `most` and few enough for the stage before."""
+    """Return n_s for each stage: `ahead` lowered in proportion to at most `most`, and limited by the n_s of the stage before."""
     limited: list[int] = []
     for s, n in enumerate(ahead):
         n = min(n, -(-n * most // max(ahead)))

@@ -7,22 +7,22 @@ from jpipe.ops import OPS
 from jpipe.schedules._schedule import Action, Shape, fused
 
 Slot = tuple[str, int]
-"""What a rank computes next, and for which of its chunks."""
+"""An op and the number of the chunk for which a rank computes it."""
 
 
 def in_turn(pattern: str, times: int) -> list[Slot]:
-    """Return slots like "F0 I1 W1", op and chunk, repeated `times` times."""
+    """Read a pattern of slots, op and chunk, such as "F0 I1 W1", and repeat it `times` times."""
     return [(name[0], int(name[1:])) for name in pattern.split()] * max(times, 0)
 
 
 def numbered(plan: Shape, p: int, microbatches: Sequence[int], slots: Iterable[Slot]) -> list[Action]:
-    """Return the order of a rank: each op takes the next microbatch at its chunk; slots without one are skipped.
+    """Return the order of a rank: each slot's op takes its next microbatch at the slot's chunk. Slots without a microbatch are skipped.
 
     Args:
         plan: the plan.
         p: the pipeline rank.
-        microbatches: the microbatches of one of its replicas, in order.
-        slots: for as many microbatches, or for more.
+        microbatches: the microbatches of one replica of the rank, in order.
+        slots: the slots, for at least as many microbatches.
     """
     done, order = Counter[tuple[str, int]](), list[Action]()
     for op, chunk in slots:

@@ -1,4 +1,4 @@
-"""DualPipeV: two stages on each rank, in a V; in its steady part each forward stands beside a backward of an earlier microbatch.
+"""DualPipeV: two stages on each rank, in a V. In the steady state each forward is paired with a backward of an earlier microbatch.
 
 4 stages on 2 ranks, 4 microbatches per batch, 1 batch (`F3.1`: forward of microbatch 3 at weight version 1; `F3.1/1`: of the rank's
 second stage; `I`, `W`: the halves of a backward, for inputs and for weights; `*`: an update follows):
@@ -8,10 +8,10 @@ second stage; `I`, `W`: the halves of a backward, for inputs and for weights; `*
     rank 1 |    . F0.0 F0.0/1   F1.0 F1.0/1   F2.0 B0.0/1    - F2.0/1 B0.0      - F3.0 B1.0/1      - F3.0/1   B1.0  - B2.0/1  -    B2.0  - I3.0/1 I3.0 W3.0/1* W3.0*
 
 Version read at any stage: floor(k / m); staleness 0. Versions alive: 1. In flight: at most 2 d + 1 over both stages of each of d ranks.
-Only the last backwards of a rank are split. The forward and the backward of a pair run one after the other; the source overlaps the
-transfers of the one with the computing of the other. Bubble of a batch: (d - 1) F / 2 for equal stages, each taking F / 2, I / 2
-and W / 2, where F = I = W; otherwise near it. Needs m >= 2 d for each replica.
-Reference: DeepSeek 2025, github.com/deepseek-ai/DualPipe, DualPipeV; Sea AI Lab 2025, "cut-in-half".
+Only the last backwards of a rank are split. The forward and the backward of a pair run one after the other; DeepSeek's implementation
+overlaps the transfers of one with the computation of the other. Let each stage take F / 2, I / 2 and W / 2. Bubble of a batch: (d - 1) F /
+2 if F = I = W, and close to this otherwise. Needs m >= 2 d for each replica. Reference: DeepSeek 2025, github.com/deepseek-ai/DualPipe,
+DualPipeV; Sea AI Lab 2025, "cut-in-half".
 """  # noqa: E501 - the timeline
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from jpipe.schedules._slots import Slot, in_turn, numbered
 
 
 def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> list[Action]:
-    """Return the order of a rank; chunk 0 is on the way down the V, chunk 1 on the way back."""
+    """Return the order of a rank. Chunk 0 is the rank's stage on the way down the V, chunk 1 its stage on the way back."""
     ranks = len(plan.pipeline_ranks)
     before_last = ranks - 1 - p
     split = [1 - n % 2 for n in range(p + 1, 2 * (p + 1))]  # the chunks of the last backwards, in turn

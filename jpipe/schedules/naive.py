@@ -1,4 +1,4 @@
-"""Naive model parallelism: one microbatch at a time passes all stages and back; one worker computes, the remaining ones wait.
+"""Naive model parallelism: one microbatch at a time passes through all stages and back. One worker computes while the others wait.
 
 3 stages, 2 microbatches per batch, 1 batch (`F3.1`: forward of microbatch 3 at weight version 1; `*`: an update follows):
 

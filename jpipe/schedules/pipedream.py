@@ -1,4 +1,4 @@
-"""PipeDream: 1F1B without a flush; each stage stashes the versions that its microbatches in flight have read.
+"""PipeDream: 1F1B without a flush. Each stage stashes the weight versions that its microbatches in flight have read.
 
 3 stages, 1 microbatch per batch, 5 batches (`F3.1`: forward of microbatch 3 at weight version 1; `*`: an update follows):
 
@@ -10,21 +10,21 @@
 Version read at stage s: floor(max(k - (n_s - 1), 0) / m) with n_s = d - s: W_s(t - d + s + 1), staleness d - 1 - s updates for m = 1.
 Versions alive: ceil((n_s - 1) / m) + 1.
 
-With `vertical_sync` every stage reads the version that the first stage reads, floor(max(k - (n_0 - 1), 0) / m): W(t - d + 1), staleness
-d - 1 everywhere for m = 1, and every stage holds ceil((n_0 - 1) / m) + 1 versions. The mean staleness is (d - 1 - s) / m, or (d - 1) / m
-with vertical sync: with m >= d and two versions less than under 2BW.
+With `vertical_sync` every stage reads the version that the first stage reads, floor(max(k - (n_0 - 1), 0) / m). For m = 1 this is W(t - d +
+1), so the staleness is d - 1 at every stage. Every stage holds ceil((n_0 - 1) / m) + 1 versions. The mean staleness is (d - 1 - s) / m, or
+(d - 1) / m with vertical sync. For m >= d at most two versions are alive, as under 2BW, but the staleness is less.
 
-Replicated stages (1F1B round-robin): microbatch k runs on replica k mod r_s, and the replicas sum their gradients before an update.
-Version read: floor(max(floor(k / r_s) - (n_s - 1) - l, 0) / (M_s / r_s)). With l = 1 the sum overlaps with one forward and backward;
-l = 0 for r_s = 1. M_s, the number of microbatches per update, is m, or r_s with update_every "replicas".
+Replicated stages (1F1B round-robin): microbatch k runs on replica k mod r_s, and the replicas sum their gradients before an update. Version
+read: floor(max(floor(k / r_s) - (n_s - 1) - l, 0) / (M_s / r_s)). For r_s > 1, l = 1: the sum overlaps with one forward and backward. For
+r_s = 1, l = 0. M_s, the number of microbatches per update, is m, or r_s with update_every "replicas".
 
-With several stages on a rank the order is as in `interleaved_1f1b`, without a flush. Version read:
-floor(max(D(s, k) - l, 0) / (m / r)), where D(s, k) is the number of backwards that the rank has done for stage s before the forward of k
-(`_interleaved.endless_done`), r the replicas and l as above. The groups of p microbatches of a replica continue across batches and drains.
-Versions alive: by counting. Needs m / r >= p, the ranks.
+With several stages on a rank the order is like `interleaved_1f1b`, but without a flush. Version read: floor(max(D(s, k) - l, 0) / (m / r)),
+where D(s, k) is the number of backwards that the rank has done for stage s before the forward of k (`_interleaved.endless_done`), r is the
+number of replicas, and l is as above. A replica's groups of p microbatches, where p is the number of ranks, continue across batches and
+drains. The versions alive are counted in the order. Needs m / r >= p.
 
-`evaluate` in mid-run reads the newest version that all replicas of all stages hold; without one it drains a copy of the state.
-Replicas keep their own layer state until a drain, in the batches of `flush_first`, too.
+While microbatches are in flight, `evaluate` reads the newest version that all replicas of all stages hold; if there is none, it drains a
+copy of the state. Replicas keep their own layer state until a drain, even in the batches of `flush_first`.
 
 Reference: PipeDream (SOSP 2019), sections 3.2 and 3.3, figures 4, 8 and 9.
 """
@@ -36,20 +36,21 @@ from jpipe.schedules._schedule import Schedule, Shape, pipeline_in_flight
 
 
 def _leader(plan: Shape, s: int) -> int:
-    """Return the stage that determines the version by its number in flight: the first under vertical sync, otherwise the stage itself."""
+    """Return the stage that determines the version that stage s reads: stage 0 under vertical sync, otherwise s."""
     return 0 if plan.options.vertical_sync else s
 
 
 def _sync_delay(plan: Shape, s: int) -> int:
-    """Return how many forwards a stage delays a new version: 1 if an all-reduce overlaps with one forward and backward, else 0."""
+    """Return by how many forwards stage s delays a new version: 1 if an all-reduce overlaps with one forward and backward, else 0."""
     return int(plan.replicas[s] > 1)
 
 
 def _version(plan: Shape, s: int, k: int) -> int:
     """Return the newest version that exists when a replica of stage s, with n_s in flight, computes the forward of k.
 
-    floor(max(D(s, k) - l, 0) / (M_s / r_s)), D(s, k) = `endless_done`, l = `_sync_delay`, M_s = `plan.microbatches_per_update(s)`;
-    floor(max(k - (n_s - 1), 0) / m) without replicas and chunks. Under vertical sync, the first stage's.
+    It is floor(max(D(s, k) - l, 0) / (M_s / r_s)) with D(s, k) = `endless_done`, l = `_sync_delay` and M_s =
+    `plan.microbatches_per_update(s)`. Without replicas and chunks it is floor(max(k - (n_s - 1), 0) / m). Under vertical sync every stage
+    reads the version of stage 0.
     """
     leader = _leader(plan, s)
     done = endless_done(plan, leader, k) - _sync_delay(plan, leader)
@@ -61,20 +62,20 @@ def _versions_alive(plan: Shape, s: int) -> int:
     if plan.depth == len(plan.pipeline_ranks):
         return pipedream_versions(pipeline_in_flight(plan, leader), plan.replicas[leader], _sync_delay(plan, leader), every)
     replicas = plan.replicas[s]
-    late = range(100 * plan.depth, 100 * plan.depth + endless_period(plan) * plan.microbatches)  # numbers of a replica's backwards
+    late = range(100 * plan.depth, 100 * plan.depth + endless_period(plan) * plan.microbatches)  # how many backwards a replica has done
     return max(done * replicas // every - _version(plan, s, done * replicas) + 1 for done in late)
 
 
 def pipedream_versions(in_flight: Any, replicas: Any, delay: Any, microbatches: Any) -> Any:
     """Return the number of versions from the one that the next microbatch reads to the newest, ceil((n - 1 + l) / (M / r)) + 1.
 
-    A stage with l = 1 reaches this number only when it is drained. All arguments may be numbers or NumPy arrays.
+    A stage with l = 1 reaches this number only in a drain. All arguments may be numbers or NumPy arrays.
 
     Args:
-        in_flight: n, the number in flight at the stage that determines which versions are read.
-        replicas: r, of that stage.
-        delay: l, of that stage: 1 if its sum over replicas overlaps with computations, otherwise 0.
-        microbatches: M, the microbatches per update of the stage that holds the versions.
+        in_flight: n, the number of microbatches in flight at the leader: the stage that determines which versions are read.
+        replicas: r, the number of replicas of the leader.
+        delay: l, which is 1 if the leader's sum over replicas overlaps with computations, otherwise 0.
+        microbatches: M, the number of microbatches per update of the stage that holds the versions.
     """
     return -(-(in_flight - 1 + delay) * replicas // microbatches) + 1
 
@@ -94,7 +95,7 @@ def _refusal(plan: Shape) -> str:
 def _chunk_refusal(plan: Shape) -> str:
     """Return why ranks cannot run several chunks of this plan, or ""."""
     replica_microbatches, ranks = plan.microbatches_per_update(0) // plan.replicas[0], len(plan.pipeline_ranks)
-    if replica_microbatches < ranks:  # else versions would not advance one by one
+    if replica_microbatches < ranks:  # with fewer, versions would not advance one by one
         least, replicas = ranks * plan.replicas[0], f" with {plan.replicas[0]} replicas" if plan.replicas[0] > 1 else ""
         return (
             f"the schedule 'pipedream' with several stages on each of {ranks} ranks{replicas} needs at least {least} microbatches "
@@ -104,12 +105,12 @@ def _chunk_refusal(plan: Shape) -> str:
 
 
 def _updates_early(plan: Shape) -> bool:
-    """Return whether updates cannot use the gradients of all stages, or their norm: under weight stashing.
+    """Return whether updates cannot use the gradients of all stages, or their norm. This is so under weight stashing.
 
-    There stage s updates before its forward of microbatch L + n_s, where L is the last one of a batch, and the norm is known after the
-    backward of L at stage 0. That backward follows the backwards of the stages before s, but the forward does not: stage s - 1 with n_{s-1}
-    > n_s does its forward of L + n_s before its backward of L. So stage s > 0 would wait for s backwards, whatever m is. Under vertical
-    sync stages update before their forward of L + n_0, which stage 0 begins after its backward of L.
+    Let L be the last microbatch of a batch. With stashing, stage s updates before its forward of microbatch L + n_s, and the norm is known
+    after the backward of L at stage 0. This backward comes after L's backwards at the stages before s, but the forward does not: stage s -
+    1 with n_{s-1} > n_s does its forward of L + n_s before its backward of L. So stage s > 0 would wait for s backwards, for any m. Under
+    vertical sync stages update before their forward of L + n_0, which stage 0 begins after its backward of L.
     """
     return plan.depth > 1 and not plan.options.vertical_sync
 

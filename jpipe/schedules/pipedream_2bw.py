@@ -1,4 +1,4 @@
-"""PipeDream-2BW: 1F1B without a flush; two weight versions, one update every m microbatches.
+"""PipeDream-2BW: 1F1B without a flush, with two weight versions and one update every m microbatches.
 
 3 stages, 3 microbatches per batch, 2 batches (`F3.1`: forward of microbatch 3 at weight version 1; `*`: an update follows):
 
@@ -7,11 +7,11 @@
     rank 1 |    . F0.0  F1.0 . .  B0.0 - F2.0   B1.0    - F3.0 B2.0*    -  F4.0  B3.0    - F5.0   B4.0  -    . B5.0*  -     .  .
     rank 2 |    .    . FB0.0 - - FB1.0 -    - FB2.0*    -    - FB3.0    -     - FB4.0    -    - FB5.0*  -    -     .  .     .  .
 
-Version read at any stage: max(floor(k / m) - 1, 0): W(t + 1) = W(t) - lr * grad f(W(t - 1)), staleness 1. Versions alive: 2.
-Legal if m >= d and, at every stage, m >= r_s (n_s - 1), or m >= r_s n_s for r_s > 1: w parallel pipelines have m / w >= d microbatches
-each, as the paper requires, and with extra_in_flight e m / w >= (1 + e) (d - 1) + 1, one more than m >= (1 + e) (d - 1) without replicas,
-in which their sum is taken. On p ranks of several stages, in the order of `interleaved_1f1b` without a flush, m >= 2 (p - 1), one more
-for odd p; m / r >= 2 p with r > 1 replicas. Reference: PipeDream-2BW (ICML 2021), sections 3.1 and 3.3, figure 2.
+Version read at any stage: max(floor(k / m) - 1, 0): W(t + 1) = W(t) - lr * grad f(W(t - 1)), staleness 1. Versions alive: 2. Legal if m >=
+d and at every stage m >= r_s (n_s - 1), or m >= r_s n_s for r_s > 1. With w replicas of every stage this is m / w >= d, as the paper
+requires. With extra_in_flight e it is m >= (1 + e) (d - 1) without replicas, and m / w >= (1 + e) (d - 1) + 1 with replicas: the additional
+microbatch hides their sum. p ranks of several stages have the order of `interleaved_1f1b` without a flush. They need m >= 2 (p - 1), one
+more for odd p, and m / r >= 2 p with r > 1 replicas. Reference: PipeDream-2BW (ICML 2021), sections 3.1 and 3.3, figure 2.
 """
 
 import math
@@ -23,13 +23,13 @@ from jpipe.schedules._schedule import Schedule, Shape, pipeline_in_flight
 def _refusal(plan: Shape) -> str:
     ranks, replicated = len(plan.pipeline_ranks), max(plan.replicas) > 1
     if plan.depth == ranks:
-        # A stage reads W(t) when it has done all except its last n_s - 1 microbatches of batch t; a sum over replicas delays that by one.
+        # A stage reads W(t) after all but the last n_s - 1 microbatches of batch t; a sum over replicas delays this by one microbatch.
         needs = [r * (pipeline_in_flight(plan, s) - 1 + (r > 1)) for s, r in enumerate(plan.replicas)]
         common, several = math.lcm(*plan.replicas), ""
         least = -(-max(plan.depth, *needs) // common) * common
     elif reason := unequal_replicas(plan):
         return reason
-    else:  # the same, by counting in the order: 2 (p - 1) on p ranks, one more for odd p; 2 p for each of several replicas
+    else:  # the same condition, counted in the order: 2 (p - 1) on p ranks, one more for odd p; 2 p per replica with several replicas
         least, several = 2 * ranks * plan.replicas[0] if replicated else 2 * (ranks - 1) + ranks % 2, f" on {ranks} ranks"
     if plan.microbatches >= least:
         return ""

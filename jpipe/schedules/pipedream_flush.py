@@ -1,4 +1,4 @@
-"""PipeDream-Flush: one forward, one backward in turn, with a flush after each batch. GPipe's bubble, fewer activations.
+"""PipeDream-Flush: one forward and one backward in turn, with a flush after each batch. It has GPipe's bubble, but fewer activations.
 
 3 stages, 4 microbatches per batch, 1 batch (`F3.1`: forward of microbatch 3 at weight version 1; `*`: an update follows):
 

@@ -311,11 +311,12 @@ def test_recomputation_for_each_stage_must_name_each():
         ),
         (
             {"microbatches": 2, "noam": True},
-            r"^plan: noam is no option any more, found True; remove it: the schedules have as many microbatches in flight as keep every",
+            r"^plan: the option noam no longer exists, found True; remove it: the schedules have as many microbatches in flight as keep "
+            r"every",
         ),
         (
             {"microbatches": 2, "scale_learning_rate": True},
-            r"^plan: scale_learning_rate is no option any more, found True; remove it: give each stage its own learning rate with",
+            r"^plan: the option scale_learning_rate no longer exists, found True; remove it: give each stage its own learning rate with",
         ),
         (
             {"microbatches": 2, "replicas": (2, 1), "vertical_sync": True, "update_every": "replicas"},

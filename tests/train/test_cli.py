@@ -125,7 +125,10 @@ def refused(write_config, tiny, capsys, monkeypatch):
             "plan.max_delay=0.5",
             r"jpipe: plan.max_delay: expected a plan with a mean delay of at most 0.5 updates, found pipedream_2bw with 1; ",
         ),
-        ("plan.noam=true", r"tiny.yaml --set plan.noam=true: plan: noam is no option any more, found True; remove it: the schedules have"),
+        (
+            "plan.noam=true",
+            r"tiny.yaml --set plan.noam=true: plan: the option noam no longer exists, found True; remove it: the schedules have",
+        ),
         (
             "plan={schedule: gpipe, num_stages: 2, microbatches: 2, flush_first: 2}",
             r"jpipe: plan.flush_first: this is an option of the schedules 'pipedream', 'pipedream_2bw', found schedule 'gpipe'; remove the "

@@ -1,1 +1,1 @@
-"""The schedules that split backwards, and flush after each batch."""
+"""The schedules that split backwards and flush after each batch."""

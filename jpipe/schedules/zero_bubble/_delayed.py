@@ -1,4 +1,4 @@
-"""1F1B with delayed backwards for weights."""
+"""The 1F1B order with delayed backwards for weights."""
 
 from collections.abc import Sequence
 
@@ -6,12 +6,12 @@ from jpipe.schedules._schedule import Action, Shape, fused, one_forward_one_back
 
 
 def delayed_weights(plan: Shape, p: int, microbatches: Sequence[int], ahead: int, delay: int) -> list[Action]:
-    """Return 1F1B with each backward for weights `delay` microbatches after the backward for inputs.
+    """Return the 1F1B order in which each backward for weights comes `delay` microbatches after its backward for inputs.
 
     Args:
         plan: a plan with one stage for each rank.
-        p: the rank, and its stage.
-        microbatches: the microbatches of one of its replicas, in order.
+        p: the number of the rank and of its stage.
+        microbatches: the microbatches of one replica of the rank, in order.
         ahead: n_s, at least 1.
         delay: the delay in microbatches.
     """

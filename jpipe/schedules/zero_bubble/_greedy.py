@@ -1,4 +1,4 @@
-"""A list scheduler: orders without deadlock for any ranks, by measured times under a limit of memory."""
+"""A list scheduler: it makes orders without deadlock for any ranks, from measured times and under a memory limit."""
 
 import heapq
 from collections import deque
@@ -9,12 +9,12 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from jpipe.schedules._schedule import Action, Ranks
 
 Order = tuple[tuple[Action, ...], ...]
-"""The computations of each rank; the last stage's are not yet one program, and only stage 0 has whole backwards."""
+"""The computations of each rank. At the last stage forwards and backwards are not yet fused; only stage 0 has whole backwards."""
 
 
 @runtime_checkable
 class StageTimes(Protocol):
-    """The times of a stage that `greedy_order` reads, all in the same unit; a `jpipe.programs.StageCost` has them."""
+    """The times of a stage that `greedy_order` reads, all in the same unit. A `jpipe.programs.StageCost` has these times."""
 
     @property
     def forward(self) -> Any: ...
@@ -27,15 +27,15 @@ class StageTimes(Protocol):
 
 
 class Problem:
-    """One batch of one replica of each rank.
+    """The problem to order the computations of one batch, for one replica of each rank.
 
     Args:
-        ranks: for each of them its stages.
+        ranks: the stages of each rank.
         costs: the costs of each stage.
-        microbatches: their number.
-        limits: for each rank the most microbatches that it may hold from forward to the end of the backward, summed over its stages; at
-            least the number of its stages.
-        latency: how long a message between two ranks takes.
+        microbatches: the number of microbatches.
+        limits: for each rank the largest number of microbatches that it may hold from the forward to the end of the backward, summed over
+            the rank's stages; at least the number of these stages.
+        latency: the time that a message between two ranks takes.
     """
 
     def __init__(self, ranks: Ranks, costs: Sequence[StageTimes], microbatches: int, limits: Sequence[int], latency: Any) -> None:
@@ -53,18 +53,18 @@ class Problem:
         return end if self.rank_of[s] == self.rank_of[other] else end + self.latency
 
     def backward_op(self, s: int) -> str:
-        """Return the op of a stage when a gradient arrives: at stage 0, for which no other waits, the whole backward."""
+        """Return the op that a stage runs when a gradient arrives: a whole backward at stage 0, because no other stage waits for it."""
         return "I" if s else "B"
 
 
 class Rules(NamedTuple):
-    """The preferences of a rank. Ready backwards for inputs come before all else, then forwards, then computations for which no rank waits.
+    """The preferences of a rank: first backwards for inputs that are ready, then forwards, then computations for which no rank waits.
 
     Attributes:
-        deepest_first: run the ready forwards of the last stage first, instead of the first stage's.
-        ahead: rank p of d begins no more than ahead (d - p - 1) + 1 microbatches of a stage before the backward for inputs of the first
-            of them; 0: as many as the limit lets.
-        patience: a computation for which no rank waits begins only if this part of it fits before the next known arrival.
+        deepest_first: among the ready forwards, whether to run the rank's last stage first instead of its first stage.
+        ahead: rank p of d has at most ahead (d - p - 1) + 1 microbatches of a stage that wait for their backward for inputs; 0: as many as
+            the memory limit allows.
+        patience: a computation for which no rank waits begins only if this share of its time fits before the next known arrival.
     """
 
     deepest_first: bool
@@ -73,20 +73,20 @@ class Rules(NamedTuple):
 
 
 def list_schedules(problem: Problem) -> Iterator[Order]:
-    """Yield the orders of different rules."""
+    """Yield one order for each of several rules."""
     straight = all(len(stages) == 1 for stages in problem.ranks)
     for rules in product((True,) if straight else (True, False), (0, 1, 2) if straight else (0,), (0.0, 0.5, 1.0)):
         yield _Run(problem, Rules(*rules)).order()
 
 
 class _Rank:
-    """The computations that a rank has done, and those that it can do.
+    """The computations that a rank has done, and the computations that it can do next.
 
     Attributes:
         number: the number of the rank.
-        arrived: for each op and stage the microbatches with inputs sent to it, in order, with the times of their arrival.
-        weights: backwards for weights that can be done, in order.
-        begun: for each unfinished microbatch how many of the rank's stages have done its forward, and its whole backward.
+        arrived: for each op and stage the (arrival time, microbatch) of the inputs that were sent to it, in order.
+        weights: the backwards for weights that can be done, in order.
+        begun: for each unfinished microbatch the number of the rank's stages that have done its forward, and its whole backward.
     """
 
     def __init__(self, problem: Problem, number: int) -> None:
@@ -99,10 +99,10 @@ class _Rank:
         self.begun: dict[int, tuple[int, int]] = {}
 
     def has_room(self, k: int) -> bool:
-        """Return whether there is memory for the forward of microbatch k, so that all begun microbatches can finish in order.
+        """Return whether all begun microbatches can still finish, in order, after the forward of microbatch k has taken its memory.
 
-        This is the banker's algorithm: the first unfinished microbatch can always continue, here and on every other rank, so that ranks
-        never wait for each other.
+        This is the banker's algorithm. The first unfinished microbatch can always continue, on this rank and on every other rank, so the
+        ranks never deadlock.
         """
         counts = self.begun | {k: (self.begun.get(k, (0, 0))[0] + 1, self.begun.get(k, (0, 0))[1])}
         free = self.limit - sum(forwards - backwards for forwards, backwards in counts.values())
@@ -122,13 +122,13 @@ class _Rank:
 
 
 class _Run:
-    """A simulated batch, in which each rank computes what it prefers of what has arrived."""
+    """A simulated batch, in which each rank runs the computation that it prefers among those that can begin."""
 
     def __init__(self, problem: Problem, rules: Rules) -> None:
         self.problem, self.rules = problem, rules
         self.ranks = [_Rank(problem, p) for p in range(len(problem.ranks))]
-        self.in_flight = [0] * (problem.last + 1)  # from forward to the backward for inputs
-        self.events = [(0, p) for p in range(len(self.ranks))]  # when ranks look for something to do
+        self.in_flight = [0] * (problem.last + 1)  # microbatches between forward and backward for inputs, by stage
+        self.events = [(0, p) for p in range(len(self.ranks))]  # (time, rank): when a rank looks for its next computation
 
     def order(self) -> Order:
         """Return the computations of each rank in the batch."""
@@ -138,7 +138,7 @@ class _Run:
             now, p = heapq.heappop(self.events)
             rank = self.ranks[p]
             if now < rank.clock:
-                continue  # it looks again at the end of what it does
+                continue  # the rank looks again when its current computation ends
             if (entry := self._choose(rank, now)) is not None:
                 self._do(rank, entry, now)
             elif later := [queue[0][0] for queue in rank.arrived.values() if queue and queue[0][0] > now]:
@@ -163,7 +163,7 @@ class _Run:
             if queue and queue[0][0] > now and (op != "F" or self._allows(rank, s, queue[0][1]))
         ]
         ends = now + self.rules.patience * self.problem.times[entry.op, entry.stage]
-        return entry if forwards or not arrivals or ends <= min(arrivals) else None  # a forward that is ready waits for room
+        return entry if forwards or not arrivals or ends <= min(arrivals) else None  # a forward that is ready waits for memory
 
     def _allows(self, rank: _Rank, s: int, k: int) -> bool:
         """Return whether a rank may begin microbatch k at stage s."""
@@ -171,7 +171,7 @@ class _Run:
         return (not self.rules.ahead or self.in_flight[s] < most) and rank.has_room(k)
 
     def _do(self, rank: _Rank, entry: Action, now: Any) -> None:
-        """Do a computation, and send its result."""
+        """Run a computation, and send its result."""
         op, s, k = entry
         (rank.weights if op == "W" else rank.arrived[op, s]).popleft()
         rank.clock = now + self.problem.times[op, s]
@@ -192,16 +192,16 @@ class _Run:
 
 
 def seconds(problem: Problem, order: Order) -> tuple[Any, Any] | None:
-    """Return how long an order takes if each computation begins as soon as it can.
+    """Return the time that an order takes if each computation begins as soon as it can.
 
     Returns:
-        From the first start of all to the last end of all, and the longest time from a rank's own first start to its own last end; None
-        if the order deadlocks.
+        The time from the first start on any rank to the last end on any rank, and the longest time from the first start to the last end on
+        one rank; None if the order deadlocks.
     """
-    ends = dict[tuple[bool, int, int], Any]()  # of forwards, and of what makes the input gradient
+    ends = dict[tuple[bool, int, int], Any]()  # by (is forward, stage, microbatch): the ends of forwards and of input gradients
     clocks, starts, positions = [0 for _ in order], [None for _ in order], [0 for _ in order]
     p = waited = 0
-    while waited < len(order):  # until all ranks, one after the other, cannot continue
+    while waited < len(order):  # until no rank can continue
         before = positions[p]
         while positions[p] < len(order[p]):
             op, s, k = order[p][positions[p]]

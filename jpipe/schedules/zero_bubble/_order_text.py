@@ -1,4 +1,4 @@
-"""Orders as text, such as "F0.0 F0.1 B0.0 B0.1" for each rank: reading and checking them."""
+"""Orders as text, such as "F0.0 F0.1 B0.0 B0.1" for each rank: functions that write, read and check them."""
 
 import re
 from collections import Counter
@@ -22,13 +22,13 @@ class _WrongOrder(Exception):
 
 
 def read_order(plan: Shape) -> tuple[tuple[Action, ...], ...] | str:
-    """Return for each rank its computations, with the microbatches of one replica counted from 0, or why the order of a plan is wrong."""
+    """Return the computations of each rank, with the microbatches of one replica counted from 0, or why the plan's order is wrong."""
     assert plan.options.order is not None
     microbatches_of_ranks = tuple(plan.microbatches // plan.replicas[stages[0]] for stages in plan.pipeline_ranks)
     return _read(plan.options.order, plan.pipeline_ranks, microbatches_of_ranks, plan.options.order_limit)
 
 
-@lru_cache(maxsize=16)  # plans ask for it at each step
+@lru_cache(maxsize=16)  # plans read their order at each step
 def _read(order: tuple[str, ...], ranks: Ranks, microbatches: tuple[int, ...], limit: int | None) -> tuple[tuple[Action, ...], ...] | str:
     if len(order) != len(ranks):
         change = "add the other ranks" if len(order) < len(ranks) else f"remove all after the first {len(ranks)}"
@@ -42,14 +42,14 @@ def _read(order: tuple[str, ...], ranks: Ranks, microbatches: tuple[int, ...], l
 
 
 class _Checks:
-    """Reader and checker of the text of one rank.
+    """A reader that checks the text of one rank.
 
     Args:
         p: the pipeline rank.
-        stages: that it runs.
-        microbatches: their number, for one replica.
-        last: the last stage of all.
-        limit: the most microbatches that the rank may hold, or None.
+        stages: the stages that the rank runs.
+        microbatches: the number of microbatches of one replica.
+        last: the last stage of the pipeline.
+        limit: the largest number of microbatches that the rank may hold, or None.
     """
 
     def __init__(self, p: int, stages: tuple[int, ...], microbatches: int, last: int, limit: int | None) -> None:
@@ -95,14 +95,14 @@ class _Checks:
         if self.limit is not None and self.in_flight > self.limit:
             over = self.in_flight - self.limit
             holds = f"with it rank {self.p} holds {self.in_flight} microbatches, {over} more than order_limit {self.limit}"
-            raise _WrongOrder(f"{where}: {holds}; move backwards for weights before it, or raise order_limit")
+            raise _WrongOrder(f"{where}: {holds}; move backwards for weights before this entry, or raise order_limit")
         self.in_flight -= OPS[op].finishes
         return Action(op, s, k)
 
     def _check_forward(self, where: str, op: str, s: int) -> None:
-        """Check that only the last stage fuses forward and backward, and the same way for all microbatches."""
+        """Check that only the last stage fuses forward and backward, and that it uses the same op for all microbatches."""
         if s < self.last and OPS[op].parts != "F":
-            raise _WrongOrder(f"{where}: {op} is for the last stage, {self.last}, which has no other to wait for; use F")
+            raise _WrongOrder(f"{where}: only the last stage, {self.last}, can run {op}, because it waits for no other stage; use F")
         if s == self.last and (self.last_forward or op) != op:
             raise _WrongOrder(f"{where}: expected {self.last_forward}, as for the microbatches before it at stage {s}, found {op}")
         self.last_forward = op if s == self.last else self.last_forward
@@ -113,7 +113,9 @@ class _Checks:
         for part in parts:
             expected = self.done[part, s]
             if expected == self.microbatches:
-                raise _WrongOrder(f"{where}: stage {s} has had the {OPS[part].label} of all {expected} microbatches; remove it")
+                raise _WrongOrder(
+                    f"{where}: stage {s} has already had the {OPS[part].label} of all {expected} microbatches; remove this entry"
+                )
             if k != expected:
                 raise _WrongOrder(
                     f"{where}: expected microbatch {expected} as the next {OPS[part].label} of stage {s}, found microbatch {k}"
@@ -121,5 +123,5 @@ class _Checks:
         for part, needs in (("I", "F"), ("W", "I")):
             if part in parts and needs not in parts and self.done[needs, s] <= k:
                 raise _WrongOrder(
-                    f"{where}: expected the {OPS[needs].label} of microbatch {k} at stage {s} before it; put {needs}{s}.{k} there"
+                    f"{where}: expected the {OPS[needs].label} of microbatch {k} at stage {s} before this entry; put {needs}{s}.{k} there"
                 )

@@ -1,4 +1,4 @@
-"""A schedule by measured times: the order of each rank is data of the plan, from `greedy_order` or by hand; flushes each batch.
+"""A schedule with a flush in which the plan holds the order of each rank, made from measured times by `greedy_order`, or by hand.
 
 3 stages, 4 microbatches per batch, 1 batch, from `greedy_order` for F = I = W and a limit of 4 microbatches (`F3.1`: forward of microbatch
 3 at weight version 1; `I`, `W`: the halves of a backward, for inputs and for weights; `FI`: a forward and the first half; `*`: an update):
@@ -10,10 +10,10 @@
 
 Here ranks compute without a gap from their first start to their last end.
 
-Version read at any stage: floor(k / m); staleness 0. Versions alive: 1. In flight and bubble: as the order has them.
-A plan raises an error if its order is not complete, computes something before what it needs on the same rank, or takes microbatches out of
-order at a stage; for an order that deadlocks `jpipe.lower` and `jpipe.Pipeline` raise an error that shows the grid. Reference: Qi et al.
-2023, "Zero Bubble Pipeline Parallelism", section 3.1.
+Version read at any stage: floor(k / m); staleness 0. Versions alive: 1. The order determines the microbatches in flight and the bubble. A
+plan raises an error if its order is not complete, if a computation comes before one that it needs on the same rank, or if a stage takes
+microbatches out of order. If an order deadlocks, `jpipe.lower` and `jpipe.Pipeline` raise an error that shows the grid. Reference: Qi et
+al. 2023, "Zero Bubble Pipeline Parallelism", section 3.1.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,23 +34,24 @@ from jpipe.schedules.zero_bubble.zb_v import ZB_V
 def greedy_order(
     plan: Shape, costs: Sequence[StageTimes], *, limits: SupportsIndex | Iterable[SupportsIndex], latency: float = 0.0
 ) -> tuple[str, ...]:
-    """Return the `order` of a plan by the times of its stages, under a limit of memory: the greedy of the zero-bubble paper.
+    """Make an `order` for a plan from the times of its stages, under a memory limit, with the greedy rule of the zero-bubble paper.
 
-    Ranks compute what is ready, backwards for inputs before forwards before backwards for weights. Several variants of this are tried,
-    and the static zero-bubble schedules that fit; the shortest is returned. The same arguments always give the same order.
+    Each rank computes what is ready: backwards for inputs before forwards, and forwards before backwards for weights. The function tries
+    several variants of this rule and the static zero-bubble schedules that fit, and returns the shortest order. The same arguments always
+    give the same order.
 
     Args:
-        plan: a plan with the stages, ranks, replicas and microbatches that the order is for, of any schedule with these ranks.
+        plan: a plan with the stages, ranks, replicas and microbatches of the order, under any schedule that allows these ranks.
         costs: the times of each stage, such as `jpipe.programs.StageCost`.
-        limits: the most microbatches that a rank holds between forward and the end of the backward, summed over its stages
-            up; for all ranks, or one for each; at least as many as a rank has stages.
-        latency: how long a message between two ranks takes, in the unit of the costs.
+        limits: the largest number of microbatches that a rank holds from the forward to the end of the backward, summed over the rank's
+            stages; at least the number of these stages. One number for all ranks, or one for each rank.
+        latency: the time that a message between two ranks takes, in the unit of the costs.
 
     Returns:
-        A text for each rank, for `Plan(schedule="auto_zero_bubble", order=…)`.
+        The text of each rank's order, for `Plan(schedule="auto_zero_bubble", order=…)`.
 
     Raises:
-        InputError: stages with different replicas, not one cost for each stage, or a limit that is too small.
+        InputError: stages have different numbers of replicas, there is not one cost for each stage, or a limit is too small.
 
     Example:
         >>> from jpipe import Plan
@@ -61,7 +62,9 @@ def greedy_order(
     """
     ranks = plan.pipeline_ranks
     if len(set(plan.replicas)) > 1:
-        raise InputError(f"greedy_order: expected as many replicas of each stage, found {list(plan.replicas)}; use one number")
+        raise InputError(
+            f"greedy_order: expected the same number of replicas for each stage, found {list(plan.replicas)}; use one number for all"
+        )
     if len(costs) != plan.depth:
         raise InputError(where="greedy_order", expected=f"{plan.depth} costs, one for each stage", found=len(costs))
     problem = Problem(ranks, costs, plan.microbatches // plan.replicas[0], _limits(limits, ranks), latency)
@@ -84,7 +87,7 @@ def _limits(limits: object, ranks: Ranks) -> list[int]:
 
 
 def _static_orders(plan: Shape, problem: Problem) -> Iterator[Order]:
-    """Yield the orders of the static zero-bubble schedules that suit the ranks and keep the limits."""
+    """Yield the orders of the static zero-bubble schedules that can run on the ranks and stay within the limits."""
     for schedule in (ZB_H1, ZB_H2, ZB_V, INTERLEAVED_ZERO_BUBBLE):
         if schedule.refuses(plan) == "":
             order = tuple(_unfused(schedule.order(plan, p, range(problem.microbatches))) for p in range(len(plan.pipeline_ranks)))
@@ -104,7 +107,7 @@ def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> list[Action]:
 
 def _refusal(plan: Shape) -> str:
     if plan.options.order is None:
-        how = "make one with jpipe.schedules.greedy_order, or say what each rank computes, such as 'F0.0 F0.1 I0.0 W0.0'"
+        how = "make one with jpipe.schedules.greedy_order, or write what each rank computes, such as 'F0.0 F0.1 I0.0 W0.0'"
         return f"the schedule 'auto_zero_bubble' needs an order for each rank, found none; {how}"
     return order if isinstance(order := read_order(plan), str) else ""
 

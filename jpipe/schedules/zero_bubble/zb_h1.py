@@ -8,10 +8,10 @@ for inputs and for weights; `FI`: a forward and the first half; `*`: an update f
     rank 1 |    . F0.0  F1.0 .  I0.0 F2.0  I1.0 W0.0 F3.0  I2.0 W1.0 I3.0  W2.0 W3.0*
     rank 2 |    .    . FI0.0 - FI1.0    - FI2.0    - W0.0 FI3.0    - W1.0  W2.0 W3.0*
 
-Version read at any stage: floor(k / m); staleness 0. Versions alive: 1. In flight: up to the backward for inputs n_s = d - s, as under
-1F1B; up to the backward for weights d at every stage. Bubble of a batch: (d - 1) (F + I - W) for equal stages with W <= min(F, I) and
-m >= d, a third of 1F1B's for F = I = W; for longer W more.
-Reference: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.2.
+Version read at any stage: floor(k / m); staleness 0. Versions alive: 1. In flight: up to n_s = d - s microbatches wait for their backward
+for inputs, as under 1F1B, and up to d for their backward for weights, at every stage. Bubble of a batch: (d - 1) (F + I - W) for equal
+stages with W <= min(F, I) and m >= d. For F = I = W this is a third of 1F1B's bubble; for longer W the bubble is larger. Reference: Qi et
+al. 2023, "Zero Bubble Pipeline Parallelism", section 2.2.
 """
 
 from jpipe.schedules._schedule import counted, pipeline_in_flight

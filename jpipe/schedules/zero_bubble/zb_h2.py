@@ -8,11 +8,11 @@ for inputs and for weights; `FI`: a forward and the first half; `*`: an update f
     rank 1 |    . F0.0  F1.0 F2.0  I0.0 F3.0  I1.0 F4.0  I2.0 W0.0  I3.0 W1.0 I4.0  W2.0 W3.0 W4.0*     .
     rank 2 |    .    . FI0.0    - FI1.0    - FI2.0    - FI3.0    - FI4.0    - W0.0  W1.0 W2.0  W3.0 W4.0*
 
-Version read at any stage: floor(k / m); staleness 0. Versions alive: 1. In flight: up to the backward for inputs 2 n_s - 1, n_s = d - s;
-up to the backward for weights 2 d - 1 at every stage. The backward for weights of stage s is delayed by 2 s microbatches.
-Bubble of a batch, from a rank's own first start to its own last end: (d - 1) (F + I - 2 W), so 0 for F = I = W, for equal stages with
-F >= I >= W and m >= 2 d - 1. Ranks that wait for each other at updates (the global norm) start together, and lose this.
-Reference: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.3.
+Version read at any stage: floor(k / m); staleness 0. Versions alive: 1. In flight: with n_s = d - s, up to 2 n_s - 1 microbatches wait for
+their backward for inputs, and up to 2 d - 1 for their backward for weights, at every stage. Stage s delays the backward for weights by 2 s
+microbatches. Bubble of a batch, from a rank's own first start to its own last end: (d - 1) (F + I - 2 W) for equal stages with F >= I >= W
+and m >= 2 d - 1, so 0 for F = I = W. If ranks wait for each other at updates (for the global norm), they start together and lose this
+advantage. Reference: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.3.
 """
 
 from jpipe.schedules._schedule import counted, pipeline_in_flight

@@ -42,16 +42,24 @@ def test_an_order_in_a_plan_runs_as_written():
             "order.0: after 0 entries stage 0 lacks the forward of microbatch 0 and 1 more; expected microbatches 0 to 1; add F0.0 and",
         ),
         (1, "F1.0 I1.0 F1.1 I1.1 W1.0", "order.1: after 5 entries stage 1 lacks the backward for weights of microbatch 1; expected"),
-        (0, "F0.0 F0.1 B0.0 B0.1 B0.1", "order.0: entry 4, B0.1: stage 0 has had the backward for inputs of all 2 microbatches; remove it"),
+        (
+            0,
+            "F0.0 F0.1 B0.0 B0.1 B0.1",
+            "order.0: entry 4, B0.1: stage 0 has already had the backward for inputs of all 2 microbatches; remove this entry",
+        ),
         (0, "F0.0 F0.2 B0.0 B0.2", "order.0: entry 1, F0.2: expected microbatch 1 as the next forward of stage 0, found microbatch 2"),
         (0, "F0.1 F0.0 B0.1 B0.0", "order.0: entry 0, F0.1: expected microbatch 0 as the next forward of stage 0, found microbatch 1"),
-        (0, "F0.0 F0.1 F0.2 B0.0", "order.0: entry 2, F0.2: stage 0 has had the forward of all 2 microbatches; remove it"),
-        (0, "F0.0 B0.0 B0.1 F0.1", "order.0: entry 2, B0.1: expected the forward of microbatch 1 at stage 0 before it; put F0.1 there"),
+        (0, "F0.0 F0.1 F0.2 B0.0", "order.0: entry 2, F0.2: stage 0 has already had the forward of all 2 microbatches; remove this entry"),
+        (
+            0,
+            "F0.0 B0.0 B0.1 F0.1",
+            "order.0: entry 2, B0.1: expected the forward of microbatch 1 at stage 0 before this entry; put F0.1 there",
+        ),
         (0, "B0.0", "order.0: entry 0, B0.0: expected the forward of microbatch 0 at stage 0 before it"),
         (1, "F1.0 W1.0", "order.1: entry 1, W1.0: expected the backward for inputs of microbatch 0 at stage 1 before it"),
         (1, "F1.0 F1.1 I1.0 B1.1", "order.1: entry 3, B1.1: expected microbatch 0 as the next backward for weights of stage 1"),
         (0, "F0.0 F1.0", "order.0: entry 1, F1.0: expected one of the stages [0] of rank 0, found stage 1"),
-        (0, "F0.0 FB0.1", "order.0: entry 1, FB0.1: FB is for the last stage, 1, which has no other to wait for; use F"),
+        (0, "F0.0 FB0.1", "order.0: entry 1, FB0.1: only the last stage, 1, can run FB, because it waits for no other stage; use F"),
         (1, "FI1.0 W1.0 FB1.1", "order.1: entry 2, FB1.1: expected FI, as for the microbatches before it at stage 1, found FB"),
         (0, "F0.0 X0.1", "order.0: entry 1: expected an op (F, B, FB, I, W, FI), a stage and a microbatch, such as F0.3, found 'X0.1'"),
         (
@@ -223,7 +231,9 @@ def test_arguments_that_greedy_order_refuses():
     with pytest.raises(InputError, match=expected):
         greedy_order(plan, [StageCost()] * 4, limits=[2])
     uneven = Plan.even("ab", 2, "zb_h1", 2, replicas=[1, 2])
-    with pytest.raises(InputError, match=r"greedy_order: expected as many replicas of each stage, found \[1, 2\]; use one number$"):
+    with pytest.raises(
+        InputError, match=r"greedy_order: expected the same number of replicas for each stage, found \[1, 2\]; use one number for all$"
+    ):
         greedy_order(uneven, [StageCost()] * 2, limits=4)
 
 

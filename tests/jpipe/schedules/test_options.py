@@ -52,5 +52,5 @@ def test_removed_options_that_are_off_are_ignored():
     old = json.loads(plan.to_json()) | {"noam": False, "scale_learning_rate": False}
     assert Plan.from_json(json.dumps(old)) == plan
     for name in ("noam", "scale_learning_rate"):
-        with pytest.raises(InputError, match=rf"^plan\.json: {name} is no option any more, found True; remove it: "):
+        with pytest.raises(InputError, match=rf"^plan\.json: the option {name} no longer exists, found True; remove it: "):
             Plan.from_json(json.dumps(old | {name: True}), where="plan.json")

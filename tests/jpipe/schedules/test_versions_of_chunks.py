@@ -131,17 +131,34 @@ def test_after_flushed_batches_the_order_restarts():
             r"^plan: the schedule 'zb_v' needs two stages on each rank, so an even number of stages, found 3; use 2 or 4 stages$",
         ),
         ("dualpipe_v", {"num_stages": 1}, r"so an even number of stages, found 1; use 2 stages$"),
-        ("zb_v", {"chunks_per_rank": 1}, r"'zb_v' runs two stages on each rank, in a V, found 1; use chunks_per_rank 2, or leave it out$"),
-        ("zb_v", {"chunks_per_rank": 3}, r"'zb_v' runs two stages on each rank, in a V, found 3; use chunks_per_rank 2, or leave it out$"),
-        ("zb_v", {"chunks_per_rank": 4}, r"'zb_v' runs two stages on each rank, in a V, found 4; use chunks_per_rank 2, or leave it out$"),
+        (
+            "zb_v",
+            {"chunks_per_rank": 1},
+            r"'zb_v' runs two stages on each rank, in a V, found 1; use chunks_per_rank 2, or leave out chunks_per_rank$",
+        ),
+        (
+            "zb_v",
+            {"chunks_per_rank": 3},
+            r"'zb_v' runs two stages on each rank, in a V, found 3; use chunks_per_rank 2, or leave out chunks_per_rank$",
+        ),
+        (
+            "zb_v",
+            {"chunks_per_rank": 4},
+            r"'zb_v' runs two stages on each rank, in a V, found 4; use chunks_per_rank 2, or leave out chunks_per_rank$",
+        ),
         ("zb_v", {"num_stages": 3, "chunks_per_rank": 2}, r"a multiple of chunks_per_rank 2, found 3; use 4 stages$"),
         (
             "zb_v",
             {"ranks": [[0, 2], [1, 3]]},
-            r"'zb_v' needs ranks in a V, on rank p of P the stages p and 2P - 1 - p; found ranks \[\[0, 2\], \[1, 3\]\]; leave out ranks$",
+            r"'zb_v' needs ranks in a V: rank p of P runs the stages p and 2P - 1 - p; found ranks \[\[0, 2\], \[1, 3\]\]; leave out "
+            r"ranks$",
         ),
         ("dualpipe_v", {"ranks": [[0, 2], [1, 3]], "microbatches": 4}, r"'dualpipe_v' needs ranks in a V"),
-        ("interleaved_1f1b", {"ranks": [[0, 3], [1, 2]]}, r"'interleaved_1f1b' needs as many stages on each rank, stage s on rank s mod"),
+        (
+            "interleaved_1f1b",
+            {"ranks": [[0, 3], [1, 2]]},
+            r"'interleaved_1f1b' needs the same number of stages on each rank, and stage s on rank s mod",
+        ),
         (
             "dualpipe_v",
             {"microbatches": 3},
