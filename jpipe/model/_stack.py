@@ -406,7 +406,7 @@ class LayerStack:
                 remedy = f"it holds {built}, which is built already: give the constructor of that module instead"
             elif "rngs" in str(error):
                 remedy = "a layer is called with its input alone: give rngs to its parts in its constructor, as nnx.Dropout(0.1, rngs=rngs)"
-            return f"layer '{layer_id}' does not take what '{before}' gives it: {describe(x)}; it says: {cause(error)}; {remedy}"
+            return f"layer '{layer_id}' does not take what '{before}' gives it: {describe(x)}; it raises {cause(error)}; {remedy}"
 
         def forward(params: Tree, state: Tree, x: Tree, key: jax.Array) -> tuple[Tree, Tree]:
             y, new_state = layer.apply(params, state, x, key, True)

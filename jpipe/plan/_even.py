@@ -12,7 +12,7 @@ from jpipe.schedules import SCHEDULES, Ranks, arranged
 
 
 def even_stages(layers: Sequence[str], num_stages: Any, recompute: Any, replicas: Any, mesh: Any, fsdp: bool) -> list[dict[str, Any]]:
-    """Return the fields of stages that hold the same number of layers; the arguments are those of `Plan.even`."""
+    """Return the fields of stages that hold the same number of layers; for the arguments see `Plan.even`."""
     layers = _layer_ids(layers)
     if not is_int(num_stages):
         raise InputError(where="plan", key="num_stages", expected="an integer", found=short(num_stages))

@@ -63,7 +63,7 @@ class PlanOptions(ScheduleOptions):
 
     Attributes:
         order: for `auto_zero_bubble`: for each rank what it computes in a batch, such as "F0.0 F0.1 I0.0 W0.0". "F0.1" is the forward of
-            microbatch 1 at stage 0. Microbatches are those of one replica, counted from 0 in each batch. See
+            microbatch 1 at stage 0. The microbatches belong to one replica, and are counted from 0 in each batch. See
             `jpipe.schedules.greedy_order`.
         order_limit: the largest number of microbatches that a rank may hold from the forward to the end of the backward, summed over the
             rank's stages. If an order holds more, the plan raises an error. None: no limit.

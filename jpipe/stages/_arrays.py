@@ -20,7 +20,7 @@ Spec = jax.ShapeDtypeStruct
 
 
 def shardings_of(specs: Tree) -> Tree:
-    """Return the shardings of specs."""
+    """Return the sharding of each spec of a tree."""
     return jax.tree.map(lambda spec: spec.sharding, specs)
 
 
@@ -29,8 +29,8 @@ class Share:
     """The entries (see `Ties`) of a stage that one of its replicas updates.
 
     Attributes:
-        exclusive: those that no other replica updates; this one sends them to the other replicas.
-        common: those that each replica updates, because other stages hold them, too.
+        exclusive: the entries that only this replica updates; it sends them to the other replicas.
+        common: the entries that every replica updates, because other stages hold them, too.
     """
 
     exclusive: tuple[str, ...]
@@ -46,7 +46,7 @@ class Share:
 
 
 def shares_of(plan: Plan, f: StageFunctions) -> tuple[Share | None, ...]:
-    """Return the share of each replica of a stage, or Nones where each updates everything."""
+    """Return the share of each replica of a stage, or None for each if every replica updates all entries."""
     for shares in hooks("shares", runtimes_of(plan)):
         divided: tuple[Share | None, ...] = shares(plan, f)
         return divided
@@ -59,10 +59,10 @@ class Arrays:
 
     Attributes:
         functions: the functions of the stage.
-        place: where it runs, or a place without devices for the sizes of shards.
-        chosen: the shardings that XLA chose for arrays between two programs, in order: "saved" from the forward, "stash" from the first
-            half of a backward. Before they are known, these arrays count as sharded like those between stages.
-        share: what this replica updates; None: everything.
+        place: the devices of the stage, or a place without devices if only the sizes of shards are needed.
+        chosen: the shardings that XLA chose for arrays that one program leaves for another, in order: "saved" by the forward, "stash" by
+            the first half of a backward. Before these shardings are known, the arrays count as sharded like messages between stages.
+        share: the entries that this replica updates; None: all.
     """
 
     functions: StageFunctions
@@ -82,7 +82,7 @@ class Arrays:
 
     @cached_property
     def capabilities(self) -> dict[str, Tree]:
-        """What capabilities keep in the state, by their names."""
+        """The arrays that capabilities keep in the state, by the name of the capability."""
         kept = runtimes_for(self.functions.capabilities)
         return {name: hooks.specs(self) for name, hooks in kept.items() if hooks.specs is not None}
 
@@ -104,13 +104,13 @@ class Arrays:
 
     @cached_property
     def accumulators(self) -> Tree:
-        """The sums over a batch; gradients are sharded as their parameters."""
+        """The sums over a batch; gradients are sharded like their parameters."""
         spec = self.functions.accumulators_spec
         return self.whole({**spec, "gradients": None}) | {"gradients": self._of_params(spec["gradients"])}
 
     @cached_property
     def state(self) -> Tree:
-        """The layer state, whole on each device."""
+        """The layer state, replicated on all devices."""
         return self.whole(self.functions.specs.state)
 
     @cached_property
@@ -166,38 +166,38 @@ class Arrays:
 
     @property
     def between(self) -> tuple[Any, Any, Any]:
-        """The triple (forward_arrays, saved, message) that a backward reads."""
+        """The triple (forward_arrays, saved, message), which a backward reads."""
         return self.forward_arrays, self.saved, self.message
 
     @cached_property
     def stash(self) -> tuple[Any, Any]:
-        """The late inputs and the stash that the second half of a backward reads."""
+        """The pair (late inputs, stash), which the second half of a backward reads."""
         return self.functions.halves.late_inputs(*self.between), self.as_chosen("stash", self.functions.halves.stash_spec[1])
 
     @cached_property
     def others(self) -> dict[str, Tree]:
-        """What an update gets of capabilities, by their names."""
+        """The arrays that capabilities pass to an update, by the name of the capability."""
         return {name: changed.spec(self) for name, changed in updates_for(self.functions.capabilities).items()}
 
     @cached_property
     def scale(self) -> Tree:
-        """The dynamic loss scale, if there is one."""
+        """The dynamic loss scale, or None."""
         return self.whole(self.functions.scale_spec)
 
     @property
     def position(self) -> tuple[Tree, ...]:
-        """The last argument of an update, the position that the optimizer needs; none if it needs no entry of it."""
+        """The last argument of an update: the `Position` that the optimizer needs. Empty if the optimizer needs none."""
         needs = self.functions.optimizer.required
         return (self.whole(position_spec(needs)),) if needs else ()
 
     @property
     def reduced(self) -> tuple[Tree, list[Spec]]:
-        """The arrays that replicas sum for an update: accumulators, and layer state if they average it with each update."""
+        """The arrays that replicas sum for an update: the accumulators, and the layer state if replicas average it at each update."""
         return self.accumulators, self.averaged if self.functions.average_state == "update" else []
 
     @property
     def sums(self) -> dict[str, tuple[Tree, list[Spec]]]:
-        """The arrays of `reduced` by the pieces of them that are summed each by itself, see `Instruction.piece`."""
+        """The arrays of `reduced`, divided into the pieces that separate sums take, by `Instruction.piece`."""
         cut = (pieces(self) for pieces in hooks("pieces", runtimes_for(self.functions.capabilities).values()))
         return next((pieces for pieces in cut if pieces), {"": self.reduced})
 
@@ -211,11 +211,11 @@ class Arrays:
         return tree if self.share is None else self.share.part(tree)
 
     def whole(self, tree: Tree) -> Tree:
-        """Return specs of arrays that each device has whole."""
+        """Return specs of arrays that are replicated on all devices."""
         return self.place.specs(tree)
 
     def read_by(self, reads: Reads) -> tuple[Tree, ...]:
-        """Return what an op reads."""
+        """Return the specs of the arrays that an op reads."""
         return {"inputs": lambda: self.arguments, "residuals": lambda: self.between, "stash": lambda: self.stash}[reads]()
 
     def _of_params(self, tree: Tree) -> Tree:
@@ -225,7 +225,7 @@ class Arrays:
         return self.place.specs(tree, self.functions.partition.flow(tree))
 
     def as_chosen(self, name: str, specs: Sequence[Spec]) -> list[Spec]:
-        """Return specs with the shardings that XLA chose for them, if it has."""
+        """Return specs with the shardings that XLA chose, or with the default shardings if `chosen` has none of this name."""
         if name not in self.chosen:
             return list(self._flow(list(specs)))
         return [Spec(spec.shape, spec.dtype, sharding=sharding) for spec, sharding in zip(specs, self.chosen[name], strict=True)]

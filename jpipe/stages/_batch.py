@@ -1,4 +1,4 @@
-"""Batches and their microbatches: checked shapes, the few that a run may have, padding, and rows read on the host."""
+"""Batches and their microbatches: checks of shapes, buckets, padding, and reading rows on the host."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -28,12 +28,12 @@ def microbatch_spec(batch: Any, count: int) -> Batch:
 
 
 def _checked_rows(batch: Tree, where: str) -> int:
-    """Return the number of rows, checked to be the same in all arrays."""
+    """Check that all arrays have the same number of rows, and return this number."""
     try:
         leaves = jax.tree.leaves(batch)
     except ValueError:  # keys of a dict that cannot be sorted
         raise InputError(
-            where=where, expected="dicts with keys that can be sorted", found="some of several types", change="make all of them texts"
+            where=where, expected="dicts with keys that can be sorted", found="keys of several types", change="make all keys strings"
         ) from None
     if masked := [leaf for leaf in leaves if isinstance(leaf, np.ma.MaskedArray)]:
         raise InputError(
@@ -44,7 +44,7 @@ def _checked_rows(batch: Tree, where: str) -> int:
     if len(sizes) != 1 or -1 in sizes:
         numbers = any(isinstance(leaf, int | float | complex) for leaf in leaves)
         hint = "; make an array of a list of numbers with numpy.asarray" if numbers else ""
-        raise InputError(where=where, expected="arrays that agree in their first dim, the batch", found=f"{describe(batch)}{hint}")
+        raise InputError(where=where, expected="arrays with the same number of rows (first dim)", found=f"{describe(batch)}{hint}")
     for leaf in leaves:
         try:
             spec_of(leaf)
@@ -71,8 +71,8 @@ class Bucket(NamedTuple):
     """One of the shapes that batches may have.
 
     Attributes:
-        spec: shapes and dtypes of one microbatch.
-        functions: the functions of each stage, for such microbatches.
+        spec: the shapes and dtypes of one microbatch.
+        functions: the functions of each stage, for microbatches of these shapes.
     """
 
     spec: Batch
@@ -80,10 +80,11 @@ class Bucket(NamedTuple):
 
 
 def bucket_of(batch: Any, count: int, specs: Sequence[Batch]) -> int:
-    """Return which of `specs` the `count` microbatches of a batch have.
+    """Return the index of the spec that the `count` microbatches of a batch have.
 
     Raises:
-        InputError: none of them, or it is not a pair of arrays with a number of rows that `count` divides.
+        InputError: the microbatches have none of the specs, or the batch is not a pair of arrays with a number of rows that `count`
+            divides.
     """
     for number, spec in enumerate(specs):
         if _has_spec(batch, count, spec):
@@ -95,9 +96,9 @@ def bucket_of(batch: Any, count: int, specs: Sequence[Batch]) -> int:
 
 
 def _has_spec(batch: Any, count: int, spec: Batch) -> bool:
-    """Return whether a batch consists of NumPy or JAX arrays that have this spec, each with `count` times as many rows.
+    """Return whether a batch consists of NumPy or JAX arrays that fit this spec, each with `count` times as many rows.
 
-    Every step asks, so this is quick. `microbatch_spec` takes other arrays, too, and says what is wrong with a batch.
+    This check is quick, because every step makes it. `microbatch_spec` also takes other arrays, and says what is wrong with a batch.
     """
     try:
         leaves, structure = jax.tree.flatten(batch)
@@ -117,10 +118,10 @@ def _has_spec(batch: Any, count: int, spec: Batch) -> bool:
 
 
 def bucket_of_inputs(inputs: Tree, specs: Sequence[Tree]) -> int:
-    """Return which of `specs` fits microbatches of these inputs, with any number of rows.
+    """Return the index of the spec that microbatches of these inputs have; the inputs may have any number of rows.
 
     Raises:
-        InputError: none of them.
+        InputError: no spec fits.
     """
     _checked_rows(inputs, "predict")
     rows = rows_of(specs[0])
@@ -131,21 +132,21 @@ def bucket_of_inputs(inputs: Tree, specs: Sequence[Tree]) -> int:
 
 
 def _those(specs: Sequence[Tree]) -> str:
-    return f"{'the one' if len(specs) == 1 else 'one of those'} of init, {describe_shapes(specs)}"
+    return f"{'the shape' if len(specs) == 1 else 'one of the shapes'} given to init, {describe_shapes(specs)}"
 
 
 def check_buckets(buckets: Sequence[Bucket]) -> None:
-    """Check that shapes can alternate in one run.
+    """Check that batches of these shapes can alternate in one run.
 
     Raises:
-        InputError: they differ in their rows or in the names of their arrays, or a layer has other parameters or state with one of them.
+        InputError: buckets differ in their rows or in the names of their arrays, or change the parameters or the state of a layer.
     """
     first = buckets[0]
     for bucket in buckets[1:]:
         if rows_of(bucket.spec) != rows_of(first.spec):
             raise InputError(
                 f"buckets: expected microbatches of {rows_of(first.spec)} rows, as in the first batch, found {describe(bucket.spec)}; "
-                "give each batch as many rows"
+                "give each batch the same number of rows"
             )
         if jax.tree.structure(bucket.spec) != jax.tree.structure(first.spec):  # type: ignore[operator]
             raise InputError(
@@ -162,21 +163,21 @@ def check_buckets(buckets: Sequence[Bucket]) -> None:
                     raise InputError(
                         f"buckets: expected layer '{changed[0]}' to have the same {what} with batches of each shape, found "
                         f"{describe(one[changed[0]])} with microbatches of {describe(first.spec)} and {describe(other.get(changed[0]))} "
-                        f"with {describe(bucket.spec)}; make them independent of the shape, or give one shape"
+                        f"with {describe(bucket.spec)}; make the layer independent of the shape, or use batches of one shape"
                     )
 
 
 def describe_shapes(specs: Sequence[Tree]) -> str:
-    """Describe the shapes for messages."""
+    """Return the shapes as text, for messages."""
     return " or ".join(map(describe, specs))
 
 
 class Padded:
-    """An array of rows padded with copies of its last row: real values, for layers that check them.
+    """An array padded with copies of its last row, which are valid values for layers that check their inputs.
 
     Args:
-        leaf: an array, or anything with a shape, a dtype and slices of rows.
-        size: the number of rows with the copies.
+        leaf: an array, or any object with a shape, a dtype and slices of rows.
+        size: the number of rows including the copies.
     """
 
     def __init__(self, leaf: Any, size: int) -> None:
@@ -188,35 +189,35 @@ class Padded:
 
 
 def check_outputs(outputs: Tree, rows: int, layer_id: str) -> None:
-    """Check that outputs can be joined.
+    """Check that the outputs of microbatches can be concatenated.
 
     Args:
-        outputs: their specs, for a microbatch.
+        outputs: the specs of the outputs of one microbatch.
         rows: the number of rows of a microbatch.
         layer_id: the id of the last layer.
 
     Raises:
-        InputError: an array has not one row for each row of the inputs.
+        InputError: an array does not have one row for each row of the inputs.
     """
     for path, leaf in jax.tree_util.tree_flatten_with_path(outputs)[0]:
         if leaf.shape[:1] != (rows,):
             where = f" at {jax.tree_util.keystr(path)}" if path else ""
             raise InputError(
                 f"predict: expected every output of layer '{layer_id}' to have one row for each row of the inputs, {rows} for a "
-                f"microbatch, found {describe(leaf)}{where}; give each row its own output there, or leave that output out of the layer"
+                f"microbatch, found {describe(leaf)}{where}; return one row for each input row, or remove this output from the layer"
             )
 
 
 def joined_rows(spec: Any, parts: Sequence[np.ndarray], size: int) -> np.ndarray:
-    """Return the first `size` rows of the parts of an array, one after the other; the spec describes a part."""
+    """Concatenate the parts of an array and return the first `size` rows; `spec` describes one part."""
     return np.concatenate([*parts, np.empty((0, *spec.shape[1:]), spec.dtype)])[:size]
 
 
 def to_host(batch: Tree) -> Tree:
-    """Convert the JAX arrays of a batch to NumPy; anything else with rows stays, to be read a microbatch at a time.
+    """Convert the JAX arrays of a batch to NumPy. Other objects with rows are not converted: they are read one microbatch at a time.
 
     Raises:
-        InputError: it has no rows that can be read: only a shape, or arrays that were deleted.
+        InputError: a leaf has no rows that can be read: it has only a shape, or is a deleted array.
     """
     for leaf in jax.tree.leaves(batch):
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
@@ -227,10 +228,10 @@ def to_host(batch: Tree) -> Tree:
 
 
 def read_rows(batch: Tree, start: int, stop: int) -> Tree:
-    """Copy rows start .. stop - 1 of every array of a batch: `device_put` reads late, and the caller may overwrite the batch.
+    """Copy rows start .. stop - 1 of every array of a batch, because `device_put` reads late and the caller may overwrite the batch.
 
     Raises:
-        InputError: they are not of the array's dtype and shape.
+        InputError: the rows do not have the dtype and the shape that their array states.
     """
     return jax.tree.map(lambda leaf: _rows_of_leaf(leaf, start, stop), batch)
 

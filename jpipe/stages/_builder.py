@@ -36,11 +36,11 @@ class StageBuilder:
 
     Attributes:
         stack: the model.
-        plan: its stages.
+        plan: the plan.
         loss: `(outputs, labels) -> (sum of the losses, weight)`.
-        optimizer: probed once for each model, also if several plans of it are built; batches of other shapes may make other parameters.
-        precision: the precision in which the layers of `stack` compute already.
-        ema_decay: the decay of the moving average of the weights, if there is one.
+        optimizer: the optimizer. It is probed once for each model, even for several plans, unless the parameters change with the batch.
+        precision: the precision in which the layers of `stack` already compute.
+        ema_decay: the decay of the moving average of the weights, or None.
         delay_factor: as in `LayerwiseOptimizer`, for the stages with late gradients.
         arguments: all options of the pipeline, as in `excluded`.
     """
@@ -53,23 +53,23 @@ class StageBuilder:
     ema_decay: float | None
     delay_factor: float | None
     arguments: Mapping[str, Any]
-    _built: tuple[Any, list[StageFunctions]] | None = None  # the last batch, and its functions
+    _built: tuple[Any, list[StageFunctions]] | None = None  # what the last result depends on, and the last result
 
     def build(self, spec: Batch) -> list[StageFunctions]:
         """Return the functions of each stage.
 
         Args:
-            spec: shapes and dtypes of one microbatch, (inputs, labels).
+            spec: the shapes and dtypes of one microbatch, (inputs, labels).
 
         Raises:
-            InputError: layers or a loss that do not fit, or an optimizer that cannot be applied layer by layer.
+            InputError: the layers or the loss do not fit, or the optimizer cannot be applied layer by layer.
         """
-        known = spec, jax.dtypes.canonicalize_dtype(np.float64), traced_platform()  # losses are summed in that dtype
+        known = spec, jax.dtypes.canonicalize_dtype(np.float64), traced_platform()  # losses are summed in this dtype
         if self._built is not None and self._built[0] == known:
             return self._built[1]
         inputs, labels = spec
         layers = self.stack.specs(inputs)
-        unprobed = LayerwiseOptimizer(self.optimizer)  # a wrong loss is reported before a wrong optimizer
+        unprobed = LayerwiseOptimizer(self.optimizer)  # a placeholder: a wrong loss is reported before a wrong optimizer
         split = partitions(self.plan, self.stack, layers, rows_of(spec))
         entries = self.stack.ties.in_stages([stage.layers for stage in self.plan.stages])
         capabilities = values_of(self.plan, self.arguments, entries)
@@ -98,9 +98,9 @@ class StageBuilder:
 
     @property
     def _average_state(self) -> Literal["update", "read"] | None:
-        """When replicas average their layer state: at each "update" if the pipeline flushes, otherwise when it is "read"; None: never.
+        """When replicas average their layer state: at each "update" if the pipeline flushes, else when the state is "read"; None: never.
 
-        Parallel pipelines have their own between two flushes, too.
+        Parallel pipelines average only when the state is read, even if they flush.
         """
         if not self.plan.sync_state:
             return None
@@ -118,7 +118,7 @@ class StageBuilder:
             layerwise = find_layerwise(
                 self.optimizer, params, self.precision.has_masters, self.stack.ties, predicts, self.plan.depth, self.stack.tree
             )
-            self.stack.probed.clear()  # one is kept
+            self.stack.probed.clear()  # only the newest is kept
             probed = self.stack.probed[key] = Probed(self.optimizer, params, layerwise)
         return probed.layerwise
 
@@ -137,12 +137,12 @@ def stage_functions(
 
     Args:
         stack, stage, loss, optimizer, precision: fields of `StageFunctions`.
-        layers: the specs from `LayerStack.specs`, all of them.
-        labels: shapes and dtypes of the labels of a microbatch.
+        layers: the specs of all layers, from `LayerStack.specs`.
+        labels: the shapes and dtypes of the labels of a microbatch.
         options: further fields of `StageFunctions`.
 
     Raises:
-        InputError: a loss that does not fit.
+        InputError: the loss does not fit the outputs or the labels.
     """
     first, last, exchange = stage.layers[0] == stack.ids[0], stage.layers[-1] == stack.ids[-1], exchange_of(options.get("capabilities", {}))
     draws = stack.is_stochastic(stage.layers) or (last and random_parameter(loss)) or exchange.draws

@@ -1,4 +1,4 @@
-"""The bytes of the arrays of stages, from shapes alone."""
+"""The bytes of the arrays of stages, computed from shapes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,12 +20,12 @@ from jpipe.stages.functions._stage_functions import StageFunctions
 
 
 def measure_stages(plan: Plan, functions: Sequence[StageFunctions], compiled: Mapping[int, CompiledStage]) -> tuple[StageCost, ...]:
-    """Return the bytes of all stages of a plan, as `measure_bytes` measures each.
+    """Return the bytes of all stages of a plan; `measure_bytes` computes each stage.
 
     Args:
         plan: the plan.
         functions: the functions of each stage.
-        compiled: the stages with known temporaries and shardings, by stage.
+        compiled: the compiled stages by number; their temporaries and shardings are known.
     """
     splits = [SCHEDULES[plan.schedule].splits(plan, s) for s in range(plan.depth)]
     chosen = [compiled[s].chosen if s in compiled else {} for s in range(plan.depth)]
@@ -45,18 +45,18 @@ def measure_stages(plan: Plan, functions: Sequence[StageFunctions], compiled: Ma
 def measure_bytes(
     functions: StageFunctions, recomputes: bool, splits: bool = False, chosen: Mapping[str, Sequence[Any]] | None = None
 ) -> StageCost:
-    """Return the bytes of one stage on each of its devices, from shapes alone.
+    """Compute the bytes of one stage on each of its devices from shapes.
 
-    They are exact, with one exception: arrays on a mesh that XLA chooses the sharding of count as sharded over the rows only until that is
-    known (`chosen`), which is usually more than a device holds.
+    The bytes are exact, with one exception. On a mesh XLA chooses the sharding of some arrays. Until the choice is known (`chosen`), these
+    arrays count as sharded only over the rows, which is usually more than a device holds.
 
-    Times are units: a forward 1, a backward 2 and each of its halves 1, and 1 more where they recompute. A half that computes nothing,
-    because all parameters concerned are frozen, takes 0.
+    Times are in units: a forward takes 1, a backward 2, each half of a backward 1, and recomputation 1 more. A half that computes nothing,
+    because the parameters that it would need are frozen, takes 0.
 
     Args:
         functions: the functions of the stage.
-        recomputes: whether its backward repeats the forward.
-        splits: whether it is cut in two; only then the size of the stash is computed.
+        recomputes: whether the backward repeats the forward.
+        splits: whether the backward runs in two halves; only then the size of the stash is computed.
         chosen: as in `Arrays`.
     """
     f, a = functions, arrays_of(functions, chosen)
@@ -87,10 +87,10 @@ def measure_bytes(
 
 
 def _of_microbatch(a: Arrays, splits: bool) -> tuple[tuple[list[Any], list[Any]], int]:
-    """Select the kept arguments and outputs of one microbatch, without unchanged layer state.
+    """Select the arguments and outputs of one microbatch that are kept for the backward, without unchanged layer state.
 
     Returns:
-        The arguments and the outputs; the bytes of unchanged state that the second half of a backward reads, if there are halves.
+        (arguments, outputs), and the bytes of unchanged state that the second half of a backward reads, 0 without halves.
     """
     f, (arguments, outputs) = a.functions, a.forward_arrays
     unchanged = {i for i, changes in enumerate(f.changed.flags(f.specs.state)) if not changes}
@@ -105,17 +105,17 @@ def _of_microbatch(a: Arrays, splits: bool) -> tuple[tuple[list[Any], list[Any]]
 
 
 def arrays_of(functions: StageFunctions, chosen: Mapping[str, Sequence[Any]] | None = None) -> Arrays:
-    """Return the arrays of a stage without devices, for their sizes; `chosen` as in `Arrays`."""
+    """Return the `Arrays` of a stage without devices, for the sizes of the arrays; `chosen` as in `Arrays`."""
     return Arrays(functions, Place((), functions.partition.mesh), {} if chosen is None else chosen)
 
 
 def kept_by_both(before: StageFunctions, after: StageFunctions, splits: tuple[bool, bool]) -> tuple[KeptByBoth, ...]:
-    """Return the arrays that a stage sends to the next one and that both keep.
+    """Return the arrays that a stage sends to the next stage and that both stages keep.
 
     Args:
         before: the stage.
-        after: the next one.
-        splits: for each of them whether its backward is cut in two.
+        after: the next stage.
+        splits: for each of the two stages whether its backward runs in two halves.
     """
     sizes, state = list(map(nbytes, jax.tree.leaves(arrays_of(after).x))), len(jax.tree.leaves(after.specs.state))
     passed: list[KeptByBoth] = []
@@ -140,5 +140,5 @@ def _with_shares(plan: Plan, cost: StageCost, f: StageFunctions) -> StageCost:
 
 
 def nbytes(tree: Any) -> int:
-    """Return the bytes of all arrays (or specs) of a tree, on each device that has some of them."""
+    """Return the bytes of all arrays (or specs) of a tree on one device; a sharded array counts with one shard."""
     return sum(map(shard_bytes, jax.tree.leaves(tree)))

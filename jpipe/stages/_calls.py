@@ -1,4 +1,4 @@
-"""The programs of a stage before they are compiled: what each computes, takes, donates and returns."""
+"""The programs of a stage before they are compiled: the function, arguments, donations and results of each."""
 
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
@@ -30,12 +30,12 @@ _DONE = jax.ShapeDtypeStruct((), jnp.bool_)
 
 
 def ops_by_call() -> dict[str, Op]:
-    """Return the ops of training by the name of their call, such as `forward`."""
+    """Return the ops of training by the name of the call that computes them, such as `forward`."""
     return {op.function: op for op in OPS.values() if op.trains}
 
 
 def ops_of_stage(f: StageFunctions) -> dict[str, Op]:
-    """Return the ops of training by the name of their call, with the pieces of them that capabilities compute."""
+    """Return the ops of training by the name of the call that computes them, including the parts of ops that capabilities add."""
     more = (ops(f) for ops in hooks("ops", runtimes_for(f.capabilities).values()))
     return reduce(or_, more, ops_by_call())
 
@@ -44,10 +44,10 @@ class Call(NamedTuple):
     """A program of a stage before it is traced.
 
     Attributes:
-        function: what it computes.
-        donated: the positions of its donated arguments.
-        inputs: the specs of its arguments, with shardings.
-        outputs: the specs of its results, with shardings; None in place of what XLA is to shard as it likes.
+        function: the function that the program computes.
+        donated: the positions of the donated arguments.
+        inputs: the specs of the arguments, with shardings.
+        outputs: the specs of the results, with shardings; None in place of a result for which XLA chooses the sharding.
     """
 
     function: Callable[..., Any]
@@ -57,7 +57,7 @@ class Call(NamedTuple):
 
 
 def trace_call(arrays: Arrays, name: str, *, with_effects: bool = True) -> jax.stages.Traced:
-    """Trace one of the calls of a `CompiledStage`.
+    """Trace the call of a `CompiledStage` that has this name.
 
     Args:
         arrays: the arrays of the stage, with its functions and its place.
@@ -70,7 +70,7 @@ def trace_call(arrays: Arrays, name: str, *, with_effects: bool = True) -> jax.s
         function, outputs = _with_done(function), (outputs, place.specs(_DONE))
     function = _named(function, name)
     options: dict[str, Any] = {"donate_argnums": call.donated, "keep_unused": name.startswith(("in_place", "into_retired"))}
-    if place.mesh or name in ("zero_accumulators", "init_optimizer"):  # without arguments that are used JAX would take the first device
+    if place.mesh or name in ("zero_accumulators", "init_optimizer"):  # they use no argument, so JAX would place them on the first device
         options["out_shardings"] = shardings_of(outputs)
     traced = jax.jit(function, **options).trace(*call.inputs)
     if with_effects or not traced.jaxpr.effects:
@@ -79,7 +79,7 @@ def trace_call(arrays: Arrays, name: str, *, with_effects: bool = True) -> jax.s
 
 
 def _call(a: Arrays, name: str) -> Call:
-    """Return a call by name."""
+    """Return the call of a stage that has this name."""
     f = a.functions
     if (op := ops_by_call().get(name)) is not None:
         return _call_of_op(a, op)
@@ -110,7 +110,7 @@ def _call(a: Arrays, name: str) -> Call:
 
 
 def _call_of_op(a: Arrays, op: Op) -> Call:
-    """Return the call of an op, with the arguments and results that its row of the table says."""
+    """Return the call of an op, with the arguments and results that `jpipe.ops.OPS` lists for it."""
     scale = None if a.scale is None else a.scale.value
     results = tuple(_result_of_op(a, op, kind) for kind in op.leaves)
     arguments = a.read_by(op.reads)
@@ -120,7 +120,7 @@ def _call_of_op(a: Arrays, op: Op) -> Call:
 
 
 def _result_of_op(a: Arrays, op: Op, kind: Leaves) -> Any:
-    """Return the specs of one kind of result of an op; None if XLA chooses its sharding."""
+    """Return the specs of one kind of result of an op; None if XLA is to choose the sharding."""
     if kind == "residuals":
         return a.saved if "saved" in a.chosen else None
     if kind == "stash":
@@ -134,7 +134,7 @@ def _result_of_op(a: Arrays, op: Op, kind: Leaves) -> Any:
 
 
 def _calls_for_sums(a: Arrays) -> dict[str, Call]:
-    """Return the calls with which replicas sum what an update needs."""
+    """Return the calls with which replicas sum the arrays that an update needs."""
     calls: dict[str, Call] = {}
     for piece, reduced in a.sums.items():
         calls[f"add{piece}"] = Call(add, (), (reduced, reduced), reduced)
@@ -143,13 +143,13 @@ def _calls_for_sums(a: Arrays) -> dict[str, Call]:
 
 
 def loss_specs(a: Arrays, accumulators: Tree) -> tuple[Any, Any] | None:
-    """Return the specs of the mean loss and the weight of a batch, if these accumulators have them."""
+    """Return the specs of (mean loss, weight) of a batch, or None if these accumulators have no loss."""
     number = a.whole(jax.ShapeDtypeStruct((), loss_dtype()))
     return (number, number) if "loss" in accumulators else None
 
 
 def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return the function with a name, which the compiled program and profiles of it show."""
+    """Return the function under another name, which the compiled program and its profiles show."""
 
     def named(*arguments: Any) -> Any:
         return function(*arguments)
@@ -159,7 +159,7 @@ def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _with_done(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with a second result of one byte, which is ready when the computation is finished."""
+    """Return the function with a second result of one byte, which is ready when the computation has finished."""
     return lambda *arguments: (function(*arguments), jnp.zeros((), jnp.bool_))
 
 

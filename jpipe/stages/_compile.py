@@ -1,4 +1,4 @@
-"""The calls of the stages, and the initialization of layers, compiled ahead of time for the devices of their workers."""
+"""Ahead-of-time compilation of the calls of stages, and of the initialization of layers, for the devices of workers."""
 
 import contextlib
 import functools
@@ -42,7 +42,7 @@ from jpipe.stages.functions._stage_functions import StageFunctions
 
 Tree = Any
 CompiledPrograms = dict[tuple[Place, str], jax.stages.Compiled]
-"""Compiled programs by their place and `program_key`."""
+"""Compiled programs by place and `program_key`."""
 
 
 def compile_workers(
@@ -50,14 +50,14 @@ def compile_workers(
     programs: Iterable[Program],
     like: Mapping[int, CompiledStage] | None = None,
 ) -> dict[int, CompiledStage]:
-    """Compile the calls that the programs need for each of these workers, and its evaluation; replicas in one place share them.
+    """Compile for each of these workers the calls that the programs need, and the evaluation. Workers in one place share calls.
 
     Calls are traced one after the other and compiled in parallel.
 
     Args:
-        workers: the arrays of each.
-        programs: what will run.
-        like: the same workers compiled for microbatches of other shapes; calls that do not depend on the shapes are shared.
+        workers: the arrays of each worker.
+        programs: the programs that will run.
+        like: the same workers, compiled for microbatches of other shapes. Calls that do not depend on the shapes are reused.
     """
     names = {w: {name for name in _always_used(a.functions) if like is None or name == "evaluate"} for w, a in workers.items()}
     for program in programs:
@@ -65,7 +65,7 @@ def compile_workers(
             if (w := instruction.worker) in workers:
                 f = workers[w].functions
                 names[w].update(name for name in _calls(instruction, program, f) if like is None or name in ops_of_stage(f))
-    used: dict[tuple[Any, ...], set[str]] = {}  # by layers, place and share; calls that do not depend on the share have none
+    used: dict[tuple[Any, ...], set[str]] = {}  # by layers, place and share; None for calls that do not depend on the share
     stages: dict[tuple[Any, ...], Arrays] = {}
     keys = {w: (a.functions.stage.layers, a.place) for w, a in workers.items()}
     for w, a in workers.items():
@@ -92,10 +92,10 @@ def _always_used(f: StageFunctions) -> set[str]:
 def _compile_in_turns(
     stages: Sequence[tuple[Arrays, list[str]]], known: CompiledPrograms | None = None
 ) -> list[dict[str, jax.stages.Compiled]]:
-    """Compile the named calls of each stage. On a mesh the calls of `sharded_by_xla` come before those that read their results.
+    """Compile the named calls of each stage. On a mesh the calls of `sharded_by_xla` come before the calls that read their results.
 
-    With `known` they are compiled for analysis only, each while the next ones are traced: programs in it are not compiled again, and new
-    ones are added.
+    With `known` the calls are compiled only for analysis, while further calls are traced. Programs in `known` are not compiled again, and
+    new programs are added to it.
     """
     compiled: list[dict[str, jax.stages.Compiled]] = [{} for _ in stages]
     arrays = [a for a, _ in stages]
@@ -120,9 +120,10 @@ def _compile_in_turns(
 
 
 def _compile_unknown(programs: Iterable[tuple[Place, jax.stages.Lowered]], known: CompiledPrograms) -> list[tuple[Place, str]]:
-    """Compile programs in threads for analysis only, while the next ones are lowered, unless `known` has them; return their keys there.
+    """Compile the programs that `known` lacks, add them, and return the keys of all programs in `known`.
 
-    Programs with the same `program_key`, such as equal stages', are compiled once. After an error nothing more is compiled.
+    The programs are only for analysis. Threads compile them while the next ones are lowered. Programs with the same `program_key`, as equal
+    stages have them, are compiled once. After an error nothing more is compiled.
     """
     keys, begun = list[tuple[Place, str]](), dict[tuple[Place, str], Future[jax.stages.Compiled]]()
     pool = ThreadPoolExecutor(os.cpu_count())  # XLA releases Python's lock while it compiles
@@ -138,18 +139,18 @@ def _compile_unknown(programs: Iterable[tuple[Place, jax.stages.Lowered]], known
 
 
 def with_metrics(workers: Mapping[int, CompiledStage], metrics: Mapping[str, Loss]) -> dict[int, CompiledStage]:
-    """Return workers of the last stage that also compute these metrics in evaluations."""
+    """Return copies of workers of the last stage that also compute these metrics in evaluations."""
     measuring = {w: replace(stage.arrays, functions=replace(stage.functions, metrics=metrics)) for w, stage in workers.items()}
     return _evaluating_by({w: replace(workers[w], arrays=arrays) for w, arrays in measuring.items()}, "evaluate")
 
 
 def with_outputs(workers: Mapping[int, CompiledStage]) -> dict[int, CompiledStage]:
-    """Return workers of the last stage that return the model's outputs in place of the loss in evaluations."""
+    """Return copies of workers of the last stage that return the model's outputs, instead of the loss, in evaluations."""
     return _evaluating_by(workers, "predict")
 
 
 def _evaluating_by(workers: Mapping[int, CompiledStage], name: str) -> dict[int, CompiledStage]:
-    """Return the workers with this call in place of their evaluation."""
+    """Return copies of the workers that run this call as their evaluation."""
     lowered = {stage.place: _lower_call(replace(stage.arrays, share=None), name) for stage in workers.values()}
     compiled = dict(zip(lowered, compile_in_parallel(list(lowered.values())), strict=True))
     return {w: replace(stage, calls=stage.calls | {"evaluate": compiled[stage.place]}) for w, stage in workers.items()}
@@ -158,15 +159,15 @@ def _evaluating_by(workers: Mapping[int, CompiledStage], name: str) -> dict[int,
 def compile_stages(
     plan: Plan, stages: Mapping[int, Arrays], programs: Iterable[Program], known: CompiledPrograms | None = None
 ) -> dict[int, CompiledStage]:
-    """Compile the calls of some stages, except evaluations, for analysis only; equal stages once.
+    """Compile the calls of some stages, except evaluations, only for analysis; equal stages are compiled once.
 
-    Programs in `known` are not compiled again; new ones are added.
+    Programs in `known` are not compiled again; new programs are added to it.
 
     Args:
         plan: the plan.
         stages: the arrays of one replica of each stage, by its number.
-        programs: what would run.
-        known: programs compiled before.
+        programs: the programs that would run.
+        known: the programs that are compiled already.
     """
     names = {s: set[str]() for s in stages}
     for program in programs:
@@ -202,7 +203,7 @@ def _calls_of_core(instruction: Instruction, program: Program) -> tuple[str, ...
 
 
 def compile_start(stage: CompiledStage) -> Callable[[Tree], tuple[Tree, Tree, Tree]]:
-    """Compile `fresh params -> (weight version, optimizer state, accumulators)` of a stage before training, once for each stage."""
+    """Return `fresh params -> (weight version, optimizer state, accumulators)` of a stage before batch 0, compiled once for each stage."""
     f, starts = stage.functions, stage.starts
     if not starts:
         names = ["init_optimizer", "zero_accumulators"] + ["first_version"] * f.precision.has_masters
@@ -218,23 +219,23 @@ def compile_start(stage: CompiledStage) -> Callable[[Tree], tuple[Tree, Tree, Tr
 
 
 def program_key(program: jax.stages.Lowered) -> str:
-    """Return a hash of the text of a program: the same for programs that differ in nothing but the names of their results."""
+    """Return a hash of the text of a program. Programs that differ only in the names of their results have the same hash."""
     return hashlib.sha256(_RESULT_NAME.sub("", program.as_text()).encode()).hexdigest()
 
 
-_RESULT_NAME = re.compile(r'jax\.result_info = "[^"]*"')  # such as a layer's
+_RESULT_NAME = re.compile(r'jax\.result_info = "[^"]*"')  # such as the id of a layer
 
 
 def compile_for_analysis(program: jax.stages.Lowered, device: jax.Device) -> jax.stages.Compiled:
     """Compile a program that will not run, to read its memory.
 
-    XLA assigns memory before it makes kernels, which take most of the time. So these are made with little effort: for CPUs LLVM does not
-    optimize, and for a GPU that is not here none are tried, products have the smallest tiles, and those that an earlier program needed are
-    used again. The memory was the same in all programs that were compared.
+    XLA assigns memory before it makes kernels, and kernels take most of the time. So the kernels are made with little effort. For CPUs LLVM
+    does not optimize. For a GPU of another machine XLA tries no variants of kernels, uses the smallest tiles for matrix products, and
+    reuses the kernels of earlier programs. In all programs that were compared, the memory was the same as with usual compilation.
 
     Args:
-        program: lowered for the device.
-        device: the device of this process, or one that is not here.
+        program: the program, lowered for the device.
+        device: a device of this process, or of another machine.
     """
     if device.platform == "cpu":
         return program.compile(dict(_NO_OPTIMIZATION))
@@ -249,8 +250,8 @@ def compile_for_analysis(program: jax.stages.Lowered, device: jax.Device) -> jax
                 unknown = _UNKNOWN_OPTION.search(str(error))
                 if unknown is None or unknown[1] not in options:
                     break
-                del options[unknown[1]]  # other versions of XLA do not have it
-    return program.compile({"xla_gpu_autotune_level": 0})  # products or convolutions of libraries need other tiles, or none
+                del options[unknown[1]]  # this version of XLA does not have the option
+    return program.compile({"xla_gpu_autotune_level": 0})  # some products or convolutions need other tiles, or none
 
 
 _NO_OPTIMIZATION: Mapping[str, Any] = {"xla_backend_optimization_level": 0}
@@ -264,15 +265,15 @@ _LITTLE_EFFORT: Mapping[str, Any] = {
     "xla_gpu_disable_gpuasm_optimizations": True,
 }
 _UNKNOWN_OPTION = re.compile(r"No such compile option: '(\w+)'")
-_KERNEL_FILES = LifoQueue[str]()  # that no program is using
-_KERNEL_LOCK = threading.Lock()  # two threads at once would make two folders
+_KERNEL_FILES = LifoQueue[str]()  # files that no program is using
+_KERNEL_LOCK = threading.Lock()  # without it two threads could make two folders
 
 
 @contextlib.contextmanager
 def _kernel_file() -> Iterator[dict[str, str]]:
-    """Give the option that names a file with the kernels of earlier programs, which no other thread uses at the same time.
+    """Yield the option that names a file with the kernels of earlier programs; no other thread uses this file at the same time.
 
-    Without a folder for temporary files there is no such option.
+    If no folder for temporary files can be made, the option is left out.
     """
     try:
         name = _KERNEL_FILES.get_nowait()
@@ -297,7 +298,7 @@ def _folder_of_kernels() -> tempfile.TemporaryDirectory[str]:
 def compile_in_parallel(
     lowered: Sequence[jax.stages.Lowered], options: Mapping[str, str | bool] | None = None
 ) -> list[jax.stages.Compiled]:
-    """Compile programs in parallel; `options` are ignored where XLA optimizes by other means, or is set to optimize less."""
+    """Compile programs in parallel. `options` apply only on CPUs, and only if JAX is not set to optimize less."""
     is_usual = jax.default_backend() == "cpu" and not jax.config.values["jax_disable_most_optimizations"]
     chosen = dict(options) if options and is_usual else None
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # XLA releases Python's lock while it compiles
@@ -311,25 +312,26 @@ def _lower_call(arrays: Arrays, name: str) -> jax.stages.Lowered:
 
     def message(error: BaseException) -> str:
         if arrays.place.mesh:
-            where, remedy = " on a mesh", "make it unordered (ordered=False), or give the stage one device"
+            where, remedy = " on a mesh", "make the side effect unordered (ordered=False), or give the stage one device"
         else:
-            where, remedy = "", "leave it out, or for a check of checkify wrap what contains it in checkify.checkify"
-        return f"{arrays.functions.description}: a side effect of it cannot run{where}: {cause(error)}; {remedy}"
+            where, remedy = "", "remove the side effect; for a check of checkify, wrap the function that contains it in checkify.checkify"
+        return f"{arrays.functions.description}: a side effect cannot run{where}: {cause(error)}; {remedy}"
 
     with callers_code(message):
         return traced.lower()
 
 
 _RUN_ONCE: Mapping[str, str | bool] = MappingProxyType({"xla_backend_optimization_level": "1"})
-"""For programs that run once: they compile in half the time, and compute the same bits."""
+"""Options for programs that run once: they compile in half the time, and compute the same bits."""
 
 
 def compile_initializers(
     stack: LayerStack, specs: Mapping[str, LayerSpec], layer_places: Iterable[tuple[str, Place]]
 ) -> dict[tuple[str, Place], jax.stages.Compiled]:
-    """Compile `key -> (params, state)` for each (layer id, place), whole on the first device; equal layers of a device share one program.
+    """Compile `key -> (params, state)` for each (layer id, place), unsharded on the place's first device; equal layers share a program.
 
-    One program per layer, not per stage and not sharded, so that the bits of the weights depend on neither the cut nor the mesh.
+    There is one program per layer, not per stage, and it is not sharded, so the bits of the weights depend neither on the cut nor on the
+    mesh.
     """
     distinct: dict[tuple[str, jax.Device], jax.stages.Lowered] = {}
     program_of = {}

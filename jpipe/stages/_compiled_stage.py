@@ -22,12 +22,12 @@ Tree = Any
 
 
 def sharded_by_xla(f: StageFunctions) -> dict[str, Op]:
-    """Return by call the ops that leave arrays for a later op, in the order in which XLA chooses the shardings of these arrays."""
+    """Return, by the name of their call, the ops that leave arrays for a later op, in the order in which XLA chooses the shardings."""
     return {name: op for name, op in ops_of_stage(f).items() if {"residuals", "stash"} & {*op.leaves}}
 
 
 def update_kind(update: Update) -> UpdateKind:
-    """Return where an update writes the new version: over the version it reads, over another that it retires, or into new memory."""
+    """Return where an update writes the new version: over the version that it reads, over another version, or into new memory."""
     if update.retires is None:
         return "into_new"
     return "in_place" if update.retires == update.batch else "into_retired"
@@ -38,8 +38,8 @@ class UpdateNumber(NamedTuple):
 
     Attributes:
         plan: the plan.
-        stage: the number of the stage that makes it.
-        number: the number of the update, counted from 0 at that stage.
+        stage: the number of the stage that makes the update.
+        number: the number of the update, counted from 0 at this stage.
     """
 
     plan: Plan
@@ -47,7 +47,7 @@ class UpdateNumber(NamedTuple):
     number: int
 
     def position(self, names: Sequence[str]) -> Position:
-        """Return the named entries of its position."""
+        """Return the entries of the update's position that have these names."""
         values: Position = {
             name: np.int32(self.stage) if name == "stage" else np.float32(self.plan.delay(self.stage, self.number)) for name in names
         }
@@ -56,17 +56,17 @@ class UpdateNumber(NamedTuple):
 
 @dataclass(frozen=True)
 class CompiledStage:
-    """The compiled calls of a stage, by name: the functions of `jpipe.ops.OPS` and an update of each kind, those that are used.
+    """The compiled calls of a stage, by name: the used functions of `jpipe.ops.OPS`, and the used kinds of updates.
 
-    Each except `evaluate` returns (result, done), where `done` is an array of one byte that is ready when the computation is finished.
-    If gradients are set aside, there are `zero_accumulators` and at the last stage `mean_loss`; if replicas sum them, `add` and `finish`,
-    or programs of a capability that sums in another way; if they average their layer state when it is read, `add_state` and `mean_state`;
-    programs of capabilities. With `arrays.share`, updates are of this part of the weights. `starts` keeps what runs once before batch 0,
-    compiled at the first use.
+    The calls of ops and updates return (result, done), where `done` is an array of one byte that is ready when the computation has
+    finished. Further calls, if the plan needs them: `zero_accumulators` and at the last stage `mean_loss`, if gradients are set aside;
+    `add` and `finish`, if replicas sum gradients, or the programs of a capability that sums in another way; `add_state` and `mean_state`,
+    if replicas average their layer state when it is read; and programs of capabilities. With `arrays.share`, updates change only this
+    part of the weights. `starts` keeps the programs that run once before batch 0; they are compiled at the first use.
     """
 
     arrays: Arrays
-    calls: dict[str, Any]  # of `jax.stages.Compiled`, or of what stands for them
+    calls: dict[str, Any]  # `jax.stages.Compiled`, or a wrapper of it that checks for NaN
     starts: dict[str, jax.stages.Compiled] = field(default_factory=dict, compare=False)
 
     @cached_property
@@ -76,7 +76,7 @@ class CompiledStage:
 
     @cached_property
     def place(self) -> Place:
-        """Where it runs."""
+        """The devices of the stage."""
         return self.arrays.place
 
     @property
@@ -102,13 +102,13 @@ class CompiledStage:
 
         Args:
             kind: the kind of the update.
-            retired: the version that it overwrites, if it does.
-            params, optimizer, accumulators, others: as of the stage function `update`.
+            retired: the version that the update overwrites; empty if it overwrites none.
+            params, optimizer, accumulators, others: the arguments of the stage function `update`.
             number: the number of the update.
 
         Returns:
-            The results of the stage function `update`, and `done`. With a share the new params are of the share alone. Frozen
-            parameters are the arrays of `params`; no program reads them.
+            The results of the stage function `update`, and `done`. With a share the new params are only the share. Frozen parameters are
+            the same arrays as in `params`; the update does not read them.
         """
         f, position = self.functions, self.position(number)
         *retired, params = map(self.arrays.updated, (*retired, params))
@@ -127,19 +127,19 @@ class CompiledStage:
         return (f.trained.joined(new, frozen), states, {**zeros, "gradients": blank}, loss), done
 
     def position(self, number: UpdateNumber) -> tuple[Position, ...]:
-        """Return the last argument of an update, if the optimizer needs it."""
+        """Return the last argument of an update, or nothing if the optimizer does not need it."""
         needs = self.functions.optimizer.required
         return (number.position(needs),) if needs else ()
 
     @property
     def temporary_bytes(self) -> int:
-        """The largest scratch memory of any of the programs; 0 where the backend does not report it."""
+        """The largest temporary memory of any of the programs; 0 if the backend does not report it."""
         analyses = [call.memory_analysis() for call in self.calls.values()]
         return max((a.temp_size_in_bytes for a in analyses if a is not None), default=0)
 
 
 def choices(f: StageFunctions, name: str, call: jax.stages.Compiled) -> dict[str, Sequence[Any]]:
-    """Return how one of the calls in `sharded_by_xla` shards its results for later calls, as `Arrays.chosen`."""
+    """Return the shardings that XLA chose for the results of a call in `sharded_by_xla`, in the form of `Arrays.chosen`."""
     result, _ = call.output_shardings
     op = sharded_by_xla(f)[name]
     if name not in ops_by_call():
@@ -150,6 +150,6 @@ def choices(f: StageFunctions, name: str, call: jax.stages.Compiled) -> dict[str
     if not op.begins:
         return {"stash": sharded}
     _, late_saved, stash = sharded
-    # The halves do not read the remaining saved arrays: any sharding will do for them.
+    # The halves do not read the remaining saved arrays, so they may have any sharding.
     read = dict(zip(f.halves.late_saved, late_saved, strict=True))
     return {"saved": [read.get(i) for i in range(f.residuals.count)], "stash": stash}

@@ -1,4 +1,4 @@
-"""The places where gradients are computed, and checks by tracing that layers and the loss are differentiable there."""
+"""The stages and layers for which gradients are computed, and checks that the layers and the loss can be differentiated."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,25 +19,25 @@ from jpipe.stages.functions._stage_functions import StageFunctions
 
 Tree = Any
 
-_REMEDY = "use operations that JAX differentiates in reverse (lax.scan, not while_loop), or give it a jax.custom_vjp"
+_REMEDY = "use operations that JAX differentiates in reverse (lax.scan, not while_loop), or define a jax.custom_vjp"
 
 
 def has_gradient(trained: Subset, params: Mapping[str, Tree]) -> bool:
-    """Return whether a gradient is computed for the output of layers with these parameters: not if all are frozen.
+    """Return whether a gradient is computed for the output of layers with these parameters. It is not if all of them are frozen.
 
     Args:
         trained: the parameters that updates change.
-        params: the parameters of all layers up to some point, or their specs; if empty, a gradient is computed.
+        params: the parameters of all layers up to some point, or their specs. If empty, a gradient is computed.
     """
     return trained.has_any(params) or not any(name in trained.chosen for name in params)
 
 
 def with_gradients(functions: Sequence[StageFunctions], earlier: Mapping[str, Tree] = MappingProxyType({})) -> list[StageFunctions]:
-    """Return the functions of consecutive stages, with gradients unless all parameters before are frozen.
+    """Set for consecutive stages whether they compute gradients: a gradient is left out if all parameters before it are frozen.
 
     Args:
         functions: the functions of the stages.
-        earlier: the parameters of all stages before them, by entry.
+        earlier: the parameters of all earlier stages, by entry.
     """
     results, before = [], dict(earlier)
     for f in functions:
@@ -50,18 +50,21 @@ def with_gradients(functions: Sequence[StageFunctions], earlier: Mapping[str, Tr
 def check_gradients(
     stack: LayerStack, layers: Mapping[str, LayerSpec], first_stage: int, loss: Loss, labels: Tree, trained: Subset = EVERYTHING
 ) -> None:
-    """Check that the backward of each layer and of the loss can be traced, where it is computed; of layers given as one object, once.
+    """Check by tracing that the backward of the loss, and of each layer that needs one, can be computed.
+
+    Layers that are the same object are checked once.
 
     Args:
         stack: the model.
-        layers: the specs from `LayerStack.specs`, all of them.
-        first_stage: number of layers of the first stage: for the inputs of all later layers, gradients are always computed.
+        layers: the specs of all layers, from `LayerStack.specs`.
+        first_stage: the number of layers of the first stage. For the inputs of later layers a gradient is computed unless all earlier
+            parameters are frozen.
         loss: as in `Pipeline`.
-        labels: shapes and dtypes of the labels of a microbatch.
+        labels: the shapes and dtypes of the labels of a microbatch.
         trained: the parameters that updates change, by entry.
 
     Raises:
-        InputError: names the layer, or the loss.
+        InputError: a backward fails; the message names the layer, or the loss.
     """
     params = {layer_id: spec.params for layer_id, spec in layers.items()}
     in_layers, before = stack.ties.in_layers(trained, stack.ties.split(params), params), dict[str, Tree]()

@@ -28,19 +28,19 @@ Name = Literal["forward", "backward", "backward_input", "backward_weight", "upda
 
 @dataclass(frozen=True)
 class StandaloneStage:
-    """One stage of a model without a pipeline: its bytes and its programs. It allocates nothing.
+    """One stage of a model without a pipeline: its bytes and its programs. It allocates no arrays.
 
-    A stage with the model's last layer includes the loss. A stage with its first layer computes no gradient for its input, nor does one
-    with only frozen parameters before it.
+    A stage with the model's last layer includes the loss. A stage computes no gradient for its input if it has the model's first layer, or
+    if all parameters of earlier layers are frozen.
 
     Attributes:
         stack: the model.
-        stage: its layers, and how they are recomputed.
-        specs: specs of these layers, from `LayerStack.specs`, and of those before them where the optimizer freezes any.
-        labels: shapes and dtypes of a microbatch's labels; only a stage with the model's last layer reads them.
+        stage: the layers of the stage, and their recomputation.
+        specs: the specs of the stage's layers, from `LayerStack.specs`, and of the layers before it if the optimizer freezes parameters.
+        labels: the shapes and dtypes of a microbatch's labels; only a stage with the model's last layer reads them.
         loss: as in `Pipeline`.
         optimizer: the optimizer from `find_layerwise`.
-        precision: the precision in which the layers of `stack` compute already (see `cast_layers`).
+        precision: the precision in which the layers of `stack` already compute (see `cast_layers`).
     """
 
     stack: LayerStack
@@ -53,32 +53,32 @@ class StandaloneStage:
 
     @cached_property
     def cost(self) -> StageCost:
-        """Exact bytes, from shapes alone; times are units and temporaries are unknown, as in `Pipeline.costs`."""
+        """The exact bytes, computed from shapes. Times are in units and temporaries are unknown, as in `Pipeline.costs`."""
         return measure_bytes(self._functions, repeats_forward(self.stage.recompute))
 
     @property
     def stash_bytes(self) -> int:
-        """The bytes held from the first half of a backward to the second."""
+        """The bytes that the stage holds between the first half of a backward and the second half."""
         return nbytes(self._functions.halves.stash_spec)
 
     def trace(self, name: Name, device: jax.Device) -> jax.stages.Traced:
-        """Trace one of the programs for a device; `.lower().compile()` returns the program that a pipeline runs.
+        """Trace one of the programs for a device. `.lower().compile()` of the result returns the program that a pipeline runs.
 
-        Side effects such as host callbacks are left out: a profile calls the program with dummy values.
+        Side effects such as host callbacks are left out, because a profile calls the program with dummy values.
 
         Args:
-            name: the name of the program; each returns (result, done), where `done` is ready when everything is computed.
+            name: the name of the program. Each program returns (result, done), where `done` is ready when everything is computed.
             device: the device.
 
         Returns:
-            A program with the arguments forward(params, state, x, labels, rng); backward(params, forward_arrays, saved, message,
-            accumulators, rng), which donates `accumulators`; update(trained params, optimizer state, accumulators, {}), which donates
-            the first three. The halves of a backward are as in `StageFunctions`.
+            The traced program. Its arguments are forward(params, state, x, labels, rng); backward(params, forward_arrays, saved, message,
+            accumulators, rng), which donates `accumulators`; or update(trained params, optimizer state, accumulators, {}), which donates
+            its first three arguments. The halves of a backward have the arguments of `StageFunctions`.
         """
         return trace_call(Arrays(self._functions, Place((device,))), "in_place" if name == "update" else name, with_effects=False)
 
     def keep(self, arguments: tuple[Tree, Tree, Tree], outputs: tuple[Tree, Tree]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Return the `forward_arrays` of a backward, from the (state, x, labels) of its forward and the (y, changed state)."""
+        """Return the `forward_arrays` of a backward from its forward's arguments (state, x, labels) and outputs (y, changed state)."""
         y, changed = outputs
         return self._functions.residuals.keep(arguments, (y, self._functions.changed.joined(changed, arguments[0])))
 
@@ -87,12 +87,12 @@ class StandaloneStage:
         return self._functions.trained.part(params)
 
     def updated(self, params: Tree, trained: Tree) -> Tree:
-        """Return the parameters with the results of an update."""
+        """Return the parameters, with the trained parameters replaced by the results of an update."""
         return self._functions.trained.joined(trained, params)
 
     @property
     def gradients(self) -> tuple[bool, bool]:
-        """Whether gradients are computed for the input and for the output."""
+        """Whether a gradient is computed for the stage input, and for the stage output."""
         return self._functions.input_gradient, self._functions.output_gradient
 
     @cached_property

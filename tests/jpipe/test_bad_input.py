@@ -361,11 +361,11 @@ X = np.zeros((4, 3), np.float32)
         (([[0.0] * 3] * 4, [[0.0] * 3] * 4), r"^batch: .*; make an array of a list of numbers with numpy\.asarray$"),
         (
             (X, X[:2]),
-            r"^batch: expected arrays that agree in their first dim, the batch, found \[0\] float32\[4, 3\], \[1\] float32\[2, 3\]$",
+            r"^batch: expected arrays with the same number of rows (first dim), found \[0\] float32\[4, 3\], \[1\] float32\[2, 3\]$",
         ),
         (
             (X, np.float32(1)),
-            r"^batch: expected arrays that agree in their first dim, the batch, found \[0\] float32\[4, 3\], \[1\] float32\[\]$",
+            r"^batch: expected arrays with the same number of rows (first dim), found \[0\] float32\[4, 3\], \[1\] float32\[\]$",
         ),
         (
             (X, 1.5),
@@ -525,7 +525,8 @@ def test_a_batch_of_another_shape_than_that_of_init_is_refused():
     state = pipe.init(jax.random.key(0), (X, X))
     for other in ((np.zeros((8, 3), np.float32),) * 2, (X, X.astype(np.int32)), ({"x": X}, X)):
         with pytest.raises(
-            InputError, match=r"^batch: expected microbatches like the one of init, \[0\] float32\[2, 3\], \[1\] float32\[2, 3\], found "
+            InputError,
+            match=r"^batch: expected microbatches like the shape given to init, \[0\] float32\[2, 3\], \[1\] float32\[2, 3\], found ",
         ):
             pipe.step(state, other)
     pipe.step(state, (X, X))
@@ -546,9 +547,9 @@ def test_a_batch_of_another_shape_than_that_of_init_is_refused():
         (lambda y, labels: None, r"^loss: expected \(sum of the losses, weight\), two scalars, found nothing"),
         (
             lambda y, labels: (y @ labels, 1.0),
-            r"^loss: it does not take outputs float32\[2, 3\] of layer 'layer3' and labels float32\[2, 3\]; it says: TypeError",
+            r"^loss: the function does not take outputs float32\[2, 3\] of layer 'layer3' and labels float32\[2, 3\]; it raises TypeError",
         ),
-        (lambda y: (y.sum(), 1.0), r"^loss: it does not take outputs .* it says: TypeError: .*positional argument"),
+        (lambda y: (y.sum(), 1.0), r"^loss: the function does not take outputs .* it raises TypeError: .*positional argument"),
     ],
 )
 def test_a_wrong_loss_is_refused(loss, message):

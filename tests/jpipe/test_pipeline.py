@@ -220,7 +220,10 @@ def test_metrics_are_compiled_once():
     ("metric", "message"),
     [
         (lambda y, labels: y, r"metrics: 'm': expected \(sum, weight\), two scalars, found float32\[2, 3\]; return values.sum\(\), count"),
-        (lambda y: y, r"metrics: 'm': it does not take outputs float32\[2, 3\] of layer 'out' and labels .*; it says: TypeError"),
+        (
+            lambda y: y,
+            r"metrics: 'm': the function does not take outputs float32\[2, 3\] of layer 'out' and labels .*; it raises TypeError",
+        ),
     ],
 )
 def test_a_metric_that_does_not_fit_is_refused(metric, message):

@@ -117,10 +117,10 @@ def test_inputs_that_cannot_be_predicted_are_refused():
     with pytest.raises(InputError, match=r"^predict: expected every output of layer 'out' .* found float32\[\] at \['sum'\]; give each"):
         pipe.predict(state, x)
     with pytest.raises(
-        InputError, match=r"^predict: expected inputs like the one of init, float32\[2, 3\] for a microbatch, found float32\[4, 2\]"
+        InputError, match=r"^predict: expected inputs like the shape given to init, float32\[2, 3\] for a microbatch, found float32\[4, 2\]"
     ):
         pipe.predict(state, x[:, :2])
-    with pytest.raises(InputError, match=r"^predict: expected arrays that agree in their first dim"):
+    with pytest.raises(InputError, match=r"^predict: expected arrays with the same number of rows"):
         pipe.predict(state, np.float32(1))
     with pytest.raises(InputError, match=r"^to: expected 'all' or 'first', found 'second'$"):
         jpipe._arguments.check_to("second")

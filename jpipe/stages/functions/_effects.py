@@ -1,4 +1,4 @@
-"""The layers of a stage that have side effects, such as host callbacks, for messages."""
+"""Messages that name the layers of a stage with side effects, such as host callbacks."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,7 +15,7 @@ Tree = Any
 
 
 def describe_effects(stack: LayerStack, layer_ids: Sequence[str], x: Tree) -> str:
-    """Name the layers of a stage with side effects in forward or backward, or else the stage, in the words of a message."""
+    """Name, for a message, the layers of a stage with side effects in forward or backward; name the stage if there are none."""
 
     def has_effects(layer_id: str, spec: LayerSpec) -> bool:
         def traced(moves: bool) -> Any:
@@ -24,7 +24,7 @@ def describe_effects(stack: LayerStack, layer_ids: Sequence[str], x: Tree) -> st
 
         try:
             return bool(traced(True).effects)
-        except Exception:  # a layer of the first stage need not have a gradient for its input
+        except Exception:  # a layer of the first stage may not be differentiable in its input
             return bool(traced(False).effects)
 
     names = ", ".join(f"'{layer_id}'" for layer_id, spec in stack.specs(x, layer_ids).items() if has_effects(layer_id, spec))
@@ -34,13 +34,14 @@ def describe_effects(stack: LayerStack, layer_ids: Sequence[str], x: Tree) -> st
 def layer_backward(
     layer: Layer, moves: bool, filled: Callable[[Tree, Tree], Tree], trained: Tree, params: Tree, state: Tree, x: Tree, key: jax.Array
 ) -> Any:
-    """Return the gradients of the trained parameters of a layer and, if it `moves`, of its input, for gradients of one of its output.
+    """Return the gradients of a layer's trained parameters and, if `moves`, of its input; all output gradients are ones.
 
     Args:
         layer: the layer.
-        moves: whether its input has a gradient.
-        filled: (trained parameters, parameters) -> whole parameters.
-        trained, params, state, x, key: as in `Layer.apply`.
+        moves: whether to compute the gradient of the input.
+        filled: `(trained parameters, parameters) -> parameters`, the complete tree.
+        trained: the trained parameters.
+        params, state, x, key: as in `Layer.apply`.
     """
 
     def forward(trained: Tree, floats: list[jax.Array]) -> list[jax.Array]:

@@ -12,7 +12,7 @@ Tree = Any
 
 
 def evaluate(f: StageFunctions, params: Tree, state: Tree, x: Tree, labels: Tree, rng: tuple[Any, Any]) -> Tree:
-    """Return the stage output in evaluation mode; at the last stage (sum, weight) of the loss and of each metric, in their order."""
+    """Return the stage output in evaluation mode; at the last stage a list of (sum, weight), for the loss and then for each metric."""
     y = predict(f, params, state, x, None, rng)
     if not f.last:
         return f.sent(y, None)
@@ -24,29 +24,29 @@ def evaluate(f: StageFunctions, params: Tree, state: Tree, x: Tree, labels: Tree
 
 
 def predict(f: StageFunctions, params: Tree, state: Tree, x: Tree, labels: None, rng: tuple[Any, Any]) -> Tree:
-    """Return the stage output in evaluation mode, at the last stage, too; the arguments are as for `evaluate`, without labels."""
+    """Return the stage output in evaluation mode; at the last stage the model's outputs. The arguments are as in `evaluate`."""
     return f.apply(f.whole(params), state, f.received(x), rng, train=False)[0]
 
 
 def check_evaluation(last: StageFunctions, metrics: Mapping[str, Loss]) -> None:
-    """Check that the loss and the metrics take the labels and what the last stage returns in evaluation.
+    """Check that the loss and the metrics take the labels and the outputs of the last stage in evaluation.
 
     Raises:
-        InputError: names the loss or the metric.
+        InputError: the loss or a metric fails; the message names it.
     """
     spec, layer = last.last_layer, f"'{last.stage.layers[-1]}'"
     functions = {f"metrics: '{name}'": metric for name, metric in metrics.items()}
-    if spec.evaluated != spec.output:  # else the loss was checked with the stage
+    if spec.evaluated != spec.output:  # otherwise the loss was checked with the stage
         functions, layer = {"loss": last.loss, **functions}, f"{layer} in evaluation"
     for where, function in functions.items():
         check_loss(function, where, layer, spec.evaluated, last.specs.labels)
 
 
 def can_evaluate(f: StageFunctions) -> bool:
-    """Return whether a stage can be evaluated: at the last one, whether the loss takes what the model returns in evaluation."""
+    """Return whether a stage can be evaluated. The last stage can if the loss takes the model's outputs in evaluation."""
     try:
         if f.last:
             check_evaluation(f, {})
-    except InputError:  # raised again by an evaluation; training and predictions need none
+    except InputError:  # an evaluation raises the error again; training and predictions need no evaluation
         return False
     return True

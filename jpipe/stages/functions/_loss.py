@@ -1,4 +1,4 @@
-"""The sum and the weight that losses and metrics return, checked, and their sums over the microbatches of a batch, with the gradients."""
+"""Calls of losses and metrics with checks of their results, and the sums of losses, weights and gradients over a batch."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -24,9 +24,9 @@ def call_loss(function: Loss, where: str, outputs: Tree, labels: Tree, key: jax.
 
     Args:
         function: the loss or metric.
-        where: "loss", or where the configuration names the metric; error messages begin with it.
-        outputs, labels: of the model, for one microbatch.
-        key: a random key, if the function asks for one.
+        where: "loss", or the place that names the metric; error messages begin with this text.
+        outputs, labels: the outputs of the model and the labels, for one microbatch.
+        key: a random key, for a function that takes one.
 
     Returns:
         The sum and the weight, scalars of `loss_dtype()`.
@@ -58,13 +58,13 @@ def check_loss(function: Loss, where: str, layer: str, outputs: Tree, labels: Tr
         outputs, labels: specs for one microbatch.
 
     Raises:
-        InputError: the function fails on them, or does not return two scalars.
+        InputError: the function fails, or does not return two scalars.
     """
 
     def message(error: BaseException) -> str:
         return (
-            f"{where}: it does not take outputs {describe(outputs)} of layer {layer} and labels {describe(labels)}; "
-            f"it says: {cause(error)}; fix the function"
+            f"{where}: the function does not take outputs {describe(outputs)} of layer {layer} and labels {describe(labels)}; "
+            f"it raises {cause(error)}; fix the function"
         )
 
     with callers_code(message):
@@ -92,8 +92,8 @@ def accumulate(
 
     Args:
         accumulators: the sums so far.
-        gradients: (entry, gradient), times the loss scale; a parameter that two layers share comes twice.
-        numbers: (weight,), at the last stage (loss, weight); none where the accumulators have none.
+        gradients: pairs (entry, gradient), multiplied by the loss scale. An entry occurs twice if two layers share a parameter.
+        numbers: (weight,), at the last stage (loss, weight); empty if the accumulators have neither.
         scale: the loss scale, or None.
 
     Returns:
@@ -112,16 +112,16 @@ def mean_loss(accumulators: Tree) -> tuple[jax.Array, jax.Array]:
 
 
 def mean(gradient: Tree, weight: jax.Array) -> Tree:
-    """Divide gradients by a weight in the precision of the weight, which may be too large for their dtype."""
+    """Divide gradients by a weight, in the precision of the weight: the weight may be too large for the dtype of the gradients."""
     return jax.tree.map(lambda g: (g.astype(weight.dtype) / weight).astype(g.dtype), gradient)
 
 
 def divisor(weight: jax.Array) -> jax.Array:
-    """Return the weight of a batch, or 1 where it is zero."""
+    """Return the weight of a batch, or 1 if the weight is zero."""
     return jnp.where(weight == 0, jnp.ones_like(weight), weight)
 
 
 def _unscaled(gradient: jax.Array, dtype: Any, scale: Any) -> jax.Array:
-    """Return the gradient of one microbatch as it is accumulated: in the dtype of the sum, without the loss scale."""
+    """Convert the gradient of one microbatch for accumulation: to the dtype of the sum, without the loss scale."""
     wide = widened(gradient, dtype)
     return wide if scale is None else wide / jnp.asarray(scale, dtype)

@@ -1,4 +1,4 @@
-"""The residuals that a backward needs from its forward: no weights, nothing computed from weights alone, no array twice."""
+"""The residuals that a backward needs from its forward. Weights and arrays computed only from weights are not saved, and no array twice."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from jpipe.model.jaxprs._wanted import evaluate_wanted
 
 Tree = Any
 
-_WEIGHTS, _ARGUMENTS, _RNG, _HOST = (1 << bit for bit in range(4))  # what a leaf depends on
+_WEIGHTS, _ARGUMENTS, _RNG, _HOST = (1 << bit for bit in range(4))  # bits for what a leaf depends on
 
 
 class Source(NamedTuple):
-    """The source of one leaf of the VJP for the backward.
+    """Where the backward gets one leaf of the VJP from.
 
-    `saved`: position among the arrays that the forward returns for this. `argument`: the leaf is an argument of the forward, at this
-    position in its flattened (state, x, labels). `output`: at this position in its flattened (y, new state). `weights`: computed from
-    weights, constants and random numbers alone; the backward computes it again.
+    The kinds: "saved": the leaf is at `position` among the arrays that the forward returns for the backward. "argument": it is an argument
+    of the forward, at `position` in the flattened (state, x, labels). "output": it is an output of the forward, at `position` in the
+    flattened (y, new state). "weights": it depends only on weights, constants and random numbers, and the backward computes it again.
     """
 
     kind: Literal["saved", "argument", "output", "weights"]
@@ -31,10 +31,10 @@ class Residuals:
     """The sources of the VJP of a stage's forward.
 
     Attributes:
-        sources: the sources of each leaf of the VJP.
-        arguments, outputs: which of the forward are kept until the backward.
-        forward: the traced forward, of (weights, arguments, rng), with the leaves of the VJP as last results.
-        results: shapes and dtypes of its results: (y, new state) and the VJP.
+        sources: the source of each leaf of the VJP.
+        arguments, outputs: the positions of the forward's arguments and outputs that are kept until the backward.
+        forward: the traced forward `(weights, arguments, rng) -> (y, new state), VJP`; its last results are the leaves of the VJP.
+        results: the shapes and dtypes of the results of the forward: ((y, new state), VJP).
     """
 
     sources: tuple[Source, ...]
@@ -49,7 +49,7 @@ class Residuals:
         return len({source.position for source in self.sources if source.kind == "saved"})
 
     def saved(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the leaves of the VJP that the forward must return: each array once, in order of first use."""
+        """Select the leaves of the VJP that the forward must return: each array once, in order of first use."""
         saved: dict[int, Any] = {}
         for source, leaf in zip(self.sources, leaves, strict=True):
             if source.kind == "saved":
@@ -74,7 +74,7 @@ class Residuals:
         return calls_host(self.forward.jaxpr)
 
     def vjp(self, params: Tree, rng: Tree, forward_arrays: tuple[Sequence[Any], Sequence[Any]], saved: Sequence[Any]) -> Any:
-        """Return the VJP of a forward. Only what depends on weights alone is computed again, without side effects."""
+        """Return the VJP of a forward. Leaves that depend only on weights are computed again, without side effects."""
         jaxpr = self.forward.jaxpr
         weights, drawn = jax.tree.leaves(params), jax.tree.leaves(rng)
         arguments = [*weights, *[None] * (len(jaxpr.invars) - len(weights) - len(drawn)), *drawn]
@@ -96,10 +96,10 @@ class Residuals:
 def find_residuals(forward: Callable[..., tuple[Tree, Any]], params: Tree, arguments: Tree, rng: Tree) -> Residuals:
     """Trace `forward(params, arguments, rng) -> (outputs, vjp)` on specs and decide the source of every leaf of the VJP.
 
-    `jax.vjp` alone would keep the weights, and cast or masked copies of them, once per microbatch. So a leaf that depends on weights but
-    on no argument is not saved. A leaf that depends only on `rng` (a dropout mask) is saved, because drawing it again costs more, and one
-    that a host callback had a part in is saved, because the callback is called once. `rng` is (microbatch, key) or Nones; the backward
-    gets it, too.
+    `jax.vjp` would keep the weights, and cast or masked copies of the weights, once per microbatch. So a leaf that depends on weights but
+    on no argument is not saved. A leaf that depends only on `rng` (a dropout mask) is saved, because drawing it again costs more. A leaf
+    that depends on a host callback is saved, because the callback must run only once. `rng` is (microbatch, key) or Nones; the backward
+    gets `rng`, too.
     """
     closed, (outputs, vjp) = jax.make_jaxpr(forward, return_shape=True)(params, arguments, rng)
     jaxpr = closed.jaxpr

@@ -1,4 +1,4 @@
-"""The backward of a stage in two halves: the gradients of its inputs, and of its weights."""
+"""The backward of a stage in two halves: the gradients of the inputs, and the gradients of the weights."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -19,19 +19,19 @@ LateInputs = tuple[list[Any], tuple[Any, ...]]
 class SplitBackward:
     """The two halves of a backward, `gradients_of_input` and `gradients_of_weights`.
 
-    The second half reads the *stash*, results of the first half, and its *late inputs*: the residuals and the parts of the gradient message
-    that it needs itself. All other arrays can be freed after the first half.
+    The second half reads the *stash*, which the first half returns, and its *late inputs*: the residuals and the parts of the gradient
+    message that the second half needs. All other arrays can be freed after the first half.
 
     Attributes:
         backward: `(params, forward_arrays, saved, message, rng, scale) -> (gradients of inputs, gradients of weights)`.
-        params: specs of the parameters.
-        between: specs of (forward_arrays, saved, message).
-        rng, scale: specs of (microbatch, key) and of the dynamic loss scale, or Nones.
+        params: the specs of the parameters.
+        between: the specs of (forward_arrays, saved, message).
+        rng, scale: the specs of (microbatch, key) and of the dynamic loss scale, or Nones.
         input_count: the number of gradients of inputs.
-        gradients: specs of the gradients of the weights.
+        gradients: the specs of the gradients of the weights.
         residuals: the residuals of the stage.
-        last: whether the stage is the last one, with (loss, weight) as messages.
-        describe: returns what a warning calls the stage.
+        last: whether the stage is the last stage, where messages are (loss, weight).
+        describe: returns the name of the stage for a warning.
     """
 
     backward: Callable[..., tuple[list[Any], Tree]]
@@ -56,7 +56,7 @@ class SplitBackward:
         return self._halves.first(jax.tree.leaves((params, forward_arrays, saved, message, rng, scale)))
 
     def gradients_of_weights(self, params: Tree, late: Sequence[Any], stash: Sequence[Any], rng: Tree, scale: Any) -> Tree:
-        """Run the second half: return the gradients of the trained parameters, keyed by layer id."""
+        """Run the second half, and return the gradients of the trained parameters, keyed by layer id."""
         leaves = jax.tree.leaves((params, self.between, rng, scale))
         for position, leaf in zip(self._late_positions, late, strict=True):
             leaves[position] = leaf
@@ -64,20 +64,20 @@ class SplitBackward:
         return jax.tree.unflatten(jax.tree.structure(self.gradients), gradients)
 
     def late_inputs(self, forward_arrays: Any, saved: Tree, message: Tree) -> LateInputs:
-        """Select what the second half reads in addition to the stash. Nothing is computed.
+        """Select the arrays that the second half reads in addition to the stash. Nothing is computed.
 
         Returns:
-            The arrays; the numbers of the message, (weight,) or at the last stage (loss, weight).
+            The arrays; and the numbers of the message, (weight,) or at the last stage (loss, weight).
         """
         leaves = dict(enumerate(jax.tree.leaves((self.params, forward_arrays, saved, message))))
         return [leaves[i] for i in self._late_positions], tuple(message) if self.last else (message[1],)
 
     def stash_of(self, arguments: tuple[Tree, Tree, Tree], new_state: Tree, results: Any) -> tuple[LateInputs, list[Any]]:
-        """Return the late inputs and the stash after a fused forward and first half. Nothing is computed.
+        """Return (late inputs, stash) after a fused forward and first half. Nothing is computed.
 
         Args:
             arguments: the (state, x, labels) of the forward.
-            new_state: the layer state after it.
+            new_state: the layer state after the forward.
             results: the last result of `StageFunctions.forward_backward_input`.
         """
         y, late_saved, stash = results
@@ -96,12 +96,12 @@ class SplitBackward:
 
     @cached_property
     def late_saved(self) -> tuple[int, ...]:
-        """Which of the saved arrays of a forward the second half reads."""
+        """The positions, among the saved arrays of a forward, that the second half reads."""
         return tuple(sorted(position for kind, position in self.late if kind == "saved"))
 
     @property
     def stash_spec(self) -> tuple[LateInputs, list[Any]]:
-        """Shapes and dtypes of the late inputs and the stash, which are held from the first half to the second."""
+        """The shapes and dtypes of (late inputs, stash), which are held between the two halves."""
         return self.late_inputs(*self.between), list(self._halves.stash)
 
     @cached_property
@@ -121,13 +121,13 @@ class SplitBackward:
             return split(backward, specs, in_first, free)
         except NotSplittable as error:
             warnings.warn(
-                f"{self.describe()}: its backward cannot be split: {error}; the whole backward runs in place of the backward for inputs",
+                f"{self.describe()}: its backward cannot be split: {error}; the whole backward runs instead of the backward for inputs",
                 stacklevel=2,
             )
             return undivided(backward, specs, in_first)
 
     @cached_property
     def _late_positions(self) -> tuple[int, ...]:
-        """What the second half reads, without parameters: positions among the leaves of (params, forward_arrays, saved, message)."""
+        """The positions that the second half reads among the leaves of (params, forward_arrays, saved, message), without parameters."""
         params, between = len(jax.tree.leaves(self.params)), len(jax.tree.leaves(self.between))
         return tuple(i for i in self._halves.arguments if params <= i < params + between)

@@ -1,4 +1,4 @@
-"""One stage of a model: its forward and backward as pure functions, and the shapes of what they take and return."""
+"""One stage of a model: forward and backward as pure functions, and the shapes of their arguments and results."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -34,16 +34,16 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Specs:
-    """Shapes and dtypes at one stage, for one microbatch.
+    """The shapes and dtypes at one stage, for one microbatch.
 
     Attributes:
         params: the parameters of the weight versions.
         state: the layer state.
-        x: the stage input, as the forward gets it: perhaps encoded.
-        labels: at the last stage.
+        x: the stage input as the forward gets it; a capability may have encoded it.
+        labels: the labels, at the last stage.
         rng: (microbatch, key), or Nones without randomness.
         fresh: the parameters as the layers initialize them.
-        input: the stage input, as the layers read it.
+        input: the stage input as the layers read it.
     """
 
     params: Tree
@@ -56,7 +56,7 @@ class Specs:
 
     @property
     def arguments(self) -> tuple[Tree, Tree, Tree]:
-        """What a forward reads in addition to the weights: (state, x, labels)."""
+        """The arguments of a forward in addition to the weights: (state, x, labels)."""
         return self.state, self.x, self.labels
 
 
@@ -74,31 +74,31 @@ class StageFunctions:
     leaves of y, weight of the microbatch); at the last stage it is y. `accumulators` sum over a batch: gradients, weight and, at the
     last stage, loss. `scale` is the loss scale of a microbatch if it is dynamic, else None.
 
-    Gradients, accumulators and the arguments and results of an update have the trained parameters only (`optimizer.trained`), with None
-    in place of the frozen ones; forwards and backwards read whole `params`. Likewise they return the part of the layer state that a
-    microbatch changes (`changed`).
+    Gradients, accumulators and the arguments and results of an update have only the trained parameters (`optimizer.trained`), with None in
+    place of frozen parameters; forwards and backwards read all `params`. Forwards return only the part of the layer state that a microbatch
+    changes (`changed`).
 
-    x, y and the gradients in gradient messages are as they are sent: where a capability encodes them, stages decode what they receive.
+    x, y and the gradients in gradient messages have the form in which they are sent. If a capability encodes them, the receiving stage
+    decodes them.
 
     Attributes:
         stack: the model.
-        stage: its layers, and how they are recomputed.
-        first: whether it is the first stage.
-        last: whether it is the last stage.
+        stage: the layers of the stage, and their recomputation.
+        first: whether the stage is the first one.
+        last: whether the stage is the last one.
         loss: `(outputs, labels) -> (sum, weight)`, called at the last stage.
-        optimizer: applied to each layer separately; its state is keyed by layer id.
-        specs: shapes and dtypes for one microbatch.
-        capabilities: for each capability with its own programs, what the plan or the pipeline says, by key; see
-            `values_of`.
-        average_state: when replicas average their layer state: with each update, when it is read from the run, or never.
+        optimizer: the optimizer, which is applied to each layer separately; its state is keyed by layer id.
+        specs: the shapes and dtypes for one microbatch.
+        capabilities: for each capability with its own programs the values of its options, by key; see `values_of`.
+        average_state: when replicas average their layer state: at each "update", when the state is "read" from the run, or never (None).
         metrics: functions like the loss, by name, which an evaluation also computes.
         number: the number of the stage in its plan.
-        counted: the entries that it counts where all stages together count each once.
-        precision: the dtypes of weight versions and accumulators, and the loss scale; the layers of `stack` compute in it already.
-        partition: how its arrays are sharded over the mesh of each of its workers.
-        input_gradient: whether the gradient of x is computed: not at the first stage, and not where all parameters before are frozen.
-        output_gradient: whether y's gradient is: not if all parameters up to here are frozen. Messages without a gradient have an empty
-            list in its place.
+        counted: the entries that this stage counts in sums over all stages, which count each entry once.
+        precision: the dtypes of weight versions and accumulators, and the loss scale; the layers of `stack` already compute in it.
+        partition: how the stage's arrays are sharded over the mesh of each worker.
+        input_gradient: whether the gradient of x is computed. It is not at the first stage, or if all earlier parameters are frozen.
+        output_gradient: whether the gradient of y is computed. It is not if all parameters up to this stage's last layer are frozen.
+            Messages without a gradient have an empty list in its place.
     """
 
     stack: LayerStack
@@ -121,20 +121,20 @@ class StageFunctions:
     # Computations ------------------------------------------------------------------------------------------------------
 
     def forward(self, params: Tree, state: Tree, x: Tree, labels: Tree, rng: tuple[Any, Any]) -> tuple[Tree, Tree, tuple[jax.Array, ...]]:
-        """Return y, the changed part of the state, and the arrays saved for the backward."""
+        """Run the forward: return y, the changed part of the state, and the arrays saved for the backward."""
         (y, new_state), vjp = self.linearize(params, (state, x, labels), rng)
         return y, self.changed.part(new_state), self.residuals.saved(jax.tree.leaves(vjp))
 
     def backward(
         self, params: Tree, forward_arrays: Any, saved: Tree, message: Tree, accumulators: Tree, rng: tuple[Any, Any], scale: Any = None
     ) -> tuple[Tree, Tree]:
-        """Return the gradient message for the previous stage, and the accumulators with this microbatch added."""
+        """Run the backward: return the gradient message for the previous stage, and the accumulators with this microbatch added."""
         return self._pull_back(self.restored_vjp(params, forward_arrays, saved, rng), message, accumulators, rng, scale)
 
     def forward_backward(
         self, params: Tree, state: Tree, x: Tree, labels: Tree, accumulators: Tree, rng: tuple[Any, Any], scale: Any = None
     ) -> tuple[Any, Tree, Tree]:
-        """Run the last stage's forward and backward in one.
+        """Run the last stage's forward and backward as one computation.
 
         Returns:
             The gradient message for the previous stage; the accumulators with this microbatch added; the changed part of the state.
@@ -160,7 +160,7 @@ class StageFunctions:
     def forward_backward_input(
         self, params: Tree, state: Tree, x: Tree, labels: Tree, rng: tuple[Any, Any], scale: Any = None
     ) -> tuple[Tree, Tree, Any]:
-        """Run the last stage's forward and the first half of its backward in one.
+        """Run the last stage's forward and the first half of its backward as one computation.
 
         Returns:
             The gradient message for the previous stage; the changed part of the state; the results that `halves.stash_of` takes.
@@ -179,7 +179,7 @@ class StageFunctions:
         return zero_accumulators(self.trained.part(params), self.precision, last=self.last)
 
     def first_version(self, fresh: Tree) -> Tree:
-        """Return the weight version of parameters as the layers initialize them; it shares no array with them."""
+        """Return the first weight version from initialized parameters; it shares no array with them."""
         return jax.tree.map(lambda p, spec: p.astype(spec.dtype) if p.dtype != spec.dtype else jnp.copy(p), fresh, self.specs.params)
 
     # Parts of the parameters and the state -------------------------------------------------------------------------------
@@ -204,45 +204,45 @@ class StageFunctions:
         return Subset({layer_id: tuple(leaves) for layer_id, tree in by_layer.items() if not all(leaves := jax.tree.leaves(tree))})
 
     def averaged_state(self, state: Tree) -> list[Any]:
-        """Select what replicas average of the layer state (or its specs): the floating-point leaves that a microbatch changes."""
+        """Select the leaves of the layer state (or of its specs) that replicas average: floating-point leaves that a microbatch changes."""
         return floats_of(self.changed.part(state))
 
     def with_averages(self, state: Tree, means: Iterable[Any]) -> Tree:
-        """Return the layer state with these means in place of `averaged_state`."""
+        """Return the layer state with these means in place of the leaves of `averaged_state`."""
         return self.changed.joined(with_floats(self.changed.part(state), means), state)
 
     @property
     def averages_when_read(self) -> bool:
-        """Whether there is layer state that replicas average when it is read from the run."""
+        """Whether the stage has layer state that replicas average when it is read from the run."""
         return self.average_state == "read" and self.stage.replicas > 1 and bool(self.averaged_state(self.specs.state))
 
     @property
     def summing(self) -> SumHooks | None:
-        """How its replicas sum gradients, if not around a ring."""
+        """How a capability sums the gradients of the stage's replicas; None: around a ring."""
         return self.exchange.sums if self.stage.replicas > 1 else None
 
     @property
     def predicts(self) -> bool:
-        """Whether updates move the weights ahead, because its gradients are late."""
+        """Whether updates move the weights ahead by a prediction, because the stage's gradients are late."""
         return self.optimizer.delay_factor is not None
 
     @cached_property
     def apart(self) -> frozenset[str]:
-        """The entries that capabilities update by programs of their own."""
+        """The entries that capabilities update with their own programs."""
         used = runtimes_for(self.capabilities).values()
         return frozenset(name for hooks in used if hooks.apart is not None for name in hooks.apart.names(self))
 
     def without_apart(self, tree: Mapping[str, Tree]) -> dict[str, Tree]:
-        """Select the entries that the update of the stage itself changes."""
+        """Select the entries that the stage's own update changes."""
         return {entry: part for entry, part in tree.items() if entry not in self.apart}
 
     @cached_property
     def added(self) -> dict[str, Any]:
-        """What capabilities make of these functions once, by their names."""
+        """A cache for objects that capabilities make from these functions, by the name of the capability."""
         return {}
 
     def apply(self, params: Tree, state: Tree, x: Tree, rng: tuple[Any, Any], *, train: bool) -> tuple[Tree, Tree]:
-        """Run the layers with the parameters of whole layers: return the output of the last one, and the new state."""
+        """Run the layers with the parameters of whole layers, and return the output of the last layer and the new state."""
         microbatch, key = rng
         with tracing_on(self.partition.traced):
             return self.stack.apply(self.stage.layers, params, state, x, key=key, microbatch=microbatch, train=train)
@@ -253,11 +253,11 @@ class StageFunctions:
         return exchange_of(self.capabilities)
 
     def received(self, x: Tree) -> Tree:
-        """Return the stage input, as the layers read it."""
+        """Decode the stage input into the form that the layers read."""
         return x if self.first else self.exchange.decode("activation", x, self.specs.input)
 
     def sent(self, y: Tree, rng: tuple[Any, Any] | None) -> Tree:
-        """Return the output of the layers as the forward returns it; `rng` is None in an evaluation."""
+        """Encode the output of the layers into the form that the forward returns; `rng` is None in an evaluation."""
         return y if self.last else self.exchange.encode("activation", y, self.number, rng)
 
     def sent_gradient(self, gradient: Tree, weight: Any, rng: tuple[Any, Any]) -> tuple[Tree, Any]:
@@ -265,7 +265,7 @@ class StageFunctions:
         return self.exchange.encode("gradient", gradient, self.number, rng), weight
 
     def whole(self, params: Tree) -> Tree:
-        """Return the parameters of whole layers, by layer id, as they are used."""
+        """Return the parameters of whole layers, by layer id, gathered for use."""
         params = self.partition.gather(params)
         return {layer_id: self.stack.ties.whole(layer_id, params) for layer_id in self.stage.layers}
 
@@ -273,18 +273,18 @@ class StageFunctions:
 
     @cached_property
     def residuals(self) -> Residuals:
-        """What the backward gets from the forward."""
+        """The arrays that the backward gets from the forward."""
 
         def message(error: BaseException) -> str:
             name = self.description
-            return f"{name}: it cannot be recomputed: {cause(error)}; set recompute to 'none' for the stage, or leave out what is named"
+            return f"{name}: the forward cannot be recomputed: {cause(error)}; set recompute to 'none' for the stage, or remove the cause"
 
         with callers_code(message) if self.stage.recompute != "none" else nullcontext():
             return find_residuals(self.linearize, self.specs.params, self.specs.arguments, self.specs.rng)
 
     @cached_property
     def halves(self) -> SplitBackward:
-        """The backward cut in two."""
+        """The backward in two halves."""
 
         def backward(params: Tree, forward_arrays: Any, saved: Tree, message: Tree, rng: Tree, scale: Any) -> tuple[list[jax.Array], Tree]:
             gradients, x_gradient = self.cotangents(self.restored_vjp(params, forward_arrays, saved, rng), message, scale)
@@ -305,12 +305,12 @@ class StageFunctions:
 
     @property
     def description(self) -> str:
-        """The layers with side effects, or else the stage, in the words of a message."""
+        """The layers with side effects, or the stage if there are none, as text for a message."""
         return describe_effects(self.stack, self.stage.layers, self.specs.input)
 
     @property
     def repeated_effects(self) -> str:
-        """The layers with side effects that the backward repeats, in the words of a message, or an empty string."""
+        """The layers with side effects that the backward repeats, as text for a message; empty if there are none."""
         return self.description if self.stage.recompute != "none" and self.residuals.has_effects else ""
 
     # Shapes and dtypes -----------------------------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ class StageFunctions:
 
     @cached_property
     def between_specs(self) -> tuple[Any, Any, Any]:
-        """Shapes and dtypes of what a backward gets from the forward, and of its gradient message: (forward_arrays, saved, message)."""
+        """The shapes and dtypes of (forward_arrays, saved, message): what a backward gets from the forward, and its gradient message."""
         y, changed, saved = self._forward_spec
         forward_arrays = self.residuals.keep(self.specs.arguments, (y, self.changed.joined(changed, self.specs.state)))
         if self.last:
@@ -359,7 +359,7 @@ class StageFunctions:
 
     @cached_property
     def evaluation_rng(self) -> tuple[Any, Any]:
-        """Specs of (microbatch, key) of an evaluation, or Nones if it draws no random numbers."""
+        """The specs of (microbatch, key) in an evaluation, or Nones if it draws no random numbers."""
         asks = self.last and any(map(random_parameter, (self.loss, *self.metrics.values())))
         return rng_spec() if asks or self.stack.is_stochastic(self.stage.layers, train=False) else (None, None)
 
@@ -378,12 +378,12 @@ class StageFunctions:
     def linearize(self, params: Tree, arguments: tuple[Tree, Tree, Tree], rng: tuple[Any, Any]) -> tuple[tuple[Tree, Tree], Any]:
         """Run the forward in training mode and return its outputs with their VJP.
 
-        A parameter that two layers share is in both: its gradients in the two places are summed in the accumulators, and not before, in
-        the dtype of the parameter.
+        A parameter that two layers share is in both layers. The accumulators sum its two gradients; they are not summed before, in the
+        dtype of the parameter.
 
         Returns:
-            (y, new state); the VJP of y's floating-point leaves with respect to the trained parameters of whole layers and to the leaves of
-            x, or None where no gradient is computed.
+            (y, new state); the VJP of y's floating-point leaves with respect to the trained parameters of whole layers and the leaves of x,
+            or None if no gradient is computed.
         """
         state, received, labels = arguments
         x = self.received(received)
@@ -425,11 +425,11 @@ class StageFunctions:
         return self.stack.ties.in_layers(self.trained, self.specs.params, self.stage.layers)
 
     def restored_vjp(self, params: Tree, forward_arrays: Any, saved: Tree, rng: tuple[Any, Any]) -> Any:
-        """Return the VJP of a forward from its residuals, or None where no gradient is computed."""
+        """Return the VJP of a forward from its residuals, or None if no gradient is computed."""
         return self.residuals.vjp(params, rng, forward_arrays, saved) if self.output_gradient else None
 
     def _pull_back(self, vjp: Any, message: Tree, accumulators: Tree, rng: tuple[Any, Any], scale: Any) -> tuple[Tree, Tree]:
-        """Apply the VJP to a gradient message: return the message for the previous stage, and the new accumulators."""
+        """Apply the VJP to a gradient message, and return the message for the previous stage and the new accumulators."""
         gradients, x_gradient = self.cotangents(vjp, message, scale)
         added = self._accumulated(gradients, tuple(message) if self.last else (message[1],), accumulators, scale)
         return self.sent_gradient(x_gradient, message[1], rng), added
@@ -448,11 +448,11 @@ class StageFunctions:
         return gradients, x_gradient
 
     def _accumulated(self, gradients: Tree, numbers: tuple[Any, ...], accumulators: Tree, scale: Any) -> Tree:
-        """Add the gradients of one microbatch and its numbers, (weight,) or at the last stage (loss, weight), to the accumulators."""
+        """Add one microbatch to the accumulators: the gradients, and the numbers (weight,), or at the last stage (loss, weight)."""
         return accumulate(accumulators, self.stack.ties.by_place(gradients), numbers, self.scale_of(scale))
 
     def scale_of(self, scale: Any) -> Any:
-        """Return the loss scale of a microbatch, the same in all stages; None if there is none."""
+        """Return the loss scale of a microbatch, which is the same in all stages; None if there is none."""
         return self.precision.fixed_scale if scale is None else scale
 
     def loss_of(self, outputs: Tree, labels: Tree, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -461,6 +461,6 @@ class StageFunctions:
         return total, jax.lax.stop_gradient(weight)
 
     def draw_key(self, function: Loss, name: str, rng: tuple[Any, Any], *, train: bool, of_metric: bool = False) -> jax.Array | None:
-        """Return the key of the loss or a metric for a microbatch, if it asks for one."""
+        """Return the random key of the loss or a metric for a microbatch, or None if the function takes none."""
         microbatch, key = rng
         return self.stack.draw_key(key, name, microbatch, train, of_metric=of_metric) if random_parameter(function) else None

@@ -1,4 +1,4 @@
-"""Sums over replicas, the optimizer step of a stage, with what capabilities change in it, and what a delay does to the weights."""
+"""Sums over replicas, the optimizer step of a stage including the changes of capabilities, and norms that show the effect of a delay."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -26,10 +26,10 @@ def add(a: Tree, b: Tree) -> Tree:
 
 
 def finish(f: StageFunctions, summed: tuple[Tree, list[jax.Array]]) -> tuple[Tree, list[jax.Array], tuple[jax.Array, jax.Array] | None]:
-    """Finish a sum over replicas of (accumulators, layer state), or of one part of them.
+    """Finish a sum over replicas of (accumulators, layer state), or of one part of this pair.
 
     Returns:
-        The accumulators; the means of the layer state; at the last stage the mean loss and the weight of the batch, if they are there.
+        The accumulators; the means of the layer state; (mean loss, weight) of the batch if the accumulators have a loss, else None.
     """
     accumulators, state = summed
     return accumulators, mean_state(f, state), mean_loss(accumulators) if "loss" in accumulators else None
@@ -37,7 +37,7 @@ def finish(f: StageFunctions, summed: tuple[Tree, list[jax.Array]]) -> tuple[Tre
 
 def mean_state(f: StageFunctions, total: list[jax.Array]) -> list[jax.Array]:
     """Return the mean of each floating-point leaf of the layer state over the replicas, from their sum."""
-    # XLA may replace a division by a constant by this product; written out, the bits do not depend on that.
+    # XLA may replace a division by a constant with this product. Written as a product, the bits do not depend on XLA's choice.
     return [leaf * (1 / f.stage.replicas) for leaf in total]
 
 
@@ -49,18 +49,18 @@ def update(
     others: Mapping[str, Tree] = _NOWHERE,
     position: Position = _NOWHERE,
 ) -> tuple[Tree, Tree, Tree, tuple[jax.Array, jax.Array] | None]:
-    """Take one optimizer step with the mean gradient. If all weights of a batch are zero, so are gradient and loss.
+    """Take one optimizer step with the mean gradient. If all weights of a batch are zero, its gradient and loss are zero.
 
     Args:
         f: the functions of the stage.
-        params: the trained parameters, without those that are updated apart (`StageFunctions.apart`).
+        params: the trained parameters, without the entries that separate programs update (`StageFunctions.apart`).
         optimizer_state: the optimizer state of the entries to update.
         accumulators: the sums over the batch; they may have more entries.
-        others: what it gets of capabilities, by their names.
-        position: the entries that the optimizer `needs`.
+        others: the arrays that capabilities pass to the update, by the name of the capability.
+        position: the entries of the position that the optimizer `needs`.
 
     Returns:
-        The new parameters; the new optimizer state; zero accumulators; at the last stage the mean loss and the weight of the batch.
+        The new parameters; the new optimizer state; zero accumulators; at the last stage (mean loss, weight) of the batch, else None.
     """
     new_params, new_state = _take_step(f, params, optimizer_state, accumulators, others, position)
     zeros = jax.tree.map(jnp.zeros_like, accumulators)
@@ -76,9 +76,9 @@ def update_entries(
     others: Mapping[str, Tree] = _NOWHERE,
     position: Position = _NOWHERE,
 ) -> tuple[Tree, Tree, Tree]:
-    """Take one optimizer step for some entries, in a program of its own, as all stages run it that hold them.
+    """Take one optimizer step for some entries, as a separate program that all stages with these entries run.
 
-    As a part of the update of different stages XLA would round it differently.
+    If the step were a part of the updates of different stages, XLA could round it differently in each.
 
     Returns:
         The new parameters; the new optimizer state; zero gradients.
@@ -88,27 +88,27 @@ def update_entries(
 
 
 def average_params(f: StageFunctions, optimizer_state: Tree, newest: Tree) -> dict[str, Tree]:
-    """Return the moving average of the parameters, in the dtypes in which it is kept; needs `optimizer.ema_decay`.
+    """Return the moving average of the parameters, in the dtypes in which it is kept. Needs `optimizer.ema_decay`.
 
     Args:
         f: the functions of the stage.
-        optimizer_state: the optimizer state of the entries that the worker updates; the result has these entries alone.
-        newest: the newest parameters; frozen ones are their own average.
+        optimizer_state: the optimizer state of the entries that the worker updates; the result has only these entries.
+        newest: the newest parameters; a frozen parameter is its own average.
     """
     return f.trained.joined({entry: f.optimizer.average(state) for entry, state in optimizer_state.items()}, newest)
 
 
 def newest_params(f: StageFunctions, optimizer_state: Tree, newest: Tree) -> dict[str, Tree]:
-    """Return the newest parameters without prediction: the masters, if any, else in the dtypes of `newest`.
+    """Return the newest parameters without prediction: the masters if there are any, else parameters in the dtypes of `newest`.
 
     Args:
         f: the functions of the stage.
-        optimizer_state: the optimizer state of the entries that the worker updates; the result has these entries alone.
+        optimizer_state: the optimizer state of the entries that the worker updates; the result has only these entries.
         newest: the newest parameters, at least of these entries.
     """
     if f.precision.has_masters:
         trained: Tree = {entry: state.masters for entry, state in optimizer_state.items()}
-        frozen = masters_of(f.trained.unchosen(newest))  # a frozen parameter has none: the newest version is as precise
+        frozen = masters_of(f.trained.unchosen(newest))  # a frozen parameter has no master: its newest version is as precise
     else:
         trained, frozen = f.trained.part({entry: newest[entry] for entry in optimizer_state}), newest
     if f.predicts:
@@ -144,11 +144,11 @@ def _step(
 
 
 def delay_squares(f: StageFunctions, newest: Tree, before: Tree | None, optimizer_state: Tree) -> jax.Array:
-    """Return the squared norms of the prediction of a stage and of the distance of its two newest weight versions.
+    """Return the squared norms of a stage's prediction and of the distance between its two newest weight versions.
 
     Args:
         f: the functions of the stage.
-        newest: the parameters of the newest version, by entry, of the entries to count.
+        newest: the newest version of the entries to count, by entry.
         before: the parameters of the previous version; None if the stage holds one version, which gives NaN for the distance.
         optimizer_state: the optimizer state of these entries.
 

@@ -287,7 +287,7 @@ def unknown(name: str, default: Any) -> linen.Module:
             r"^layer 'a': expected its output to be arrays, found the Python float 1.0 at \[1\]; return an array, such as",
         ),
         (lambda x: {"x": x, "y": "text"}, r"^layer 'a': expected its output to be arrays, found the Python str 'text' at \['y'\]"),
-        (halts, r"^layer 'a' does not take .*; it says: Halt: enough \(.*test_flax_layers\.py:\d+\); fix 'a'$"),
+        (halts, r"^layer 'a' does not take .*; it raises Halt: enough \(.*test_flax_layers\.py:\d+\); fix 'a'$"),
         (lambda rngs: halts(), r"^layer 'a': its constructor fails: Halt: enough \(.*test_flax_layers\.py:\d+\); fix it there$"),
         (doubled, r"^layer 'a': its backward fails: ValueError: Reverse-mode differentiation .*while_loop.*; use operations that JAX"),
         (called_back, r"^layer 'a': its backward fails: ValueError: Pure callbacks .*; use operations that JAX"),
@@ -315,7 +315,7 @@ def test_a_backward_that_is_never_used_need_not_exist():
             lambda y, labels: (y.sum(), "1"),
             r"^loss: expected \(sum of the losses, weight\), two scalars, found \[0\] float32\[\], \[1\] str;",
         ),
-        (halts, r"^loss: it does not take .*; it says: Halt: enough \("),
+        (halts, r"^loss: the function does not take .*; it raises Halt: enough \("),
         (lambda y, labels: (doubled(y).sum(), 1.0), r"^loss: its backward fails: ValueError: Reverse-mode"),
     ],
 )

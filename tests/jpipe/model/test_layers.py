@@ -200,7 +200,7 @@ def test_layers_that_do_not_fit_are_named_with_their_shapes():
     pipe = Pipeline(stack, Plan.even(stack.ids, 2, "gpipe", 2), models.squares, models.momentum())
     with pytest.raises(
         InputError,
-        match=r"layer 'wide' does not take what 'narrow' gives it: float32\[2, 4\]; it says: .*5.*make the output of 'narrow' fit",
+        match=r"layer 'wide' does not take what 'narrow' gives it: float32\[2, 4\]; it raises .*5.*make the output of 'narrow' fit",
     ):
         pipe.check(models.batches_of(1, 4)[0])
 
@@ -230,7 +230,7 @@ def test_a_mistake_in_a_layer_is_reported_with_its_place_and_without_advice_abou
     with pytest.raises(InputError) as refused:
         stack.specs(np.zeros((2, 3), np.float32))
     assert str(refused.value) == (
-        f"layer 'broken' does not take what 'first' gives it: float32[2, 3]; it says: KeyError: 'mask' ({line_of(breaks)}); fix 'broken'"
+        f"layer 'broken' does not take what 'first' gives it: float32[2, 3]; it raises KeyError: 'mask' ({line_of(breaks)}); fix 'broken'"
     )
 
 
@@ -248,8 +248,8 @@ def test_a_mistake_in_a_loss_is_reported_with_its_place():
     with pytest.raises(InputError) as refused:
         Pipeline(stack, Plan.even(stack.ids, 1, "gpipe", 2), loss, models.momentum()).check(models.batches_of(1, 4)[0])
     assert str(refused.value) == (
-        "loss: it does not take outputs float32[2, 3] of layer 'only' and labels float32[2, 3]; "
-        f"it says: KeyError: 'mask' ({line_of(breaks)}); fix the function"
+        "loss: the function does not take outputs float32[2, 3] of layer 'only' and labels float32[2, 3]; "
+        f"it raises KeyError: 'mask' ({line_of(breaks)}); fix the function"
     )
 
 
@@ -260,7 +260,7 @@ def test_a_place_outside_the_callers_files_is_left_out(name):
     typed_in = types.FunctionType(calls[name].__code__.replace(co_filename="<string>"), globals())
     with pytest.raises(InputError) as refused:
         LayerStack({"broken": typed_in}).specs(np.zeros((2, 3), np.float32))
-    assert re.search(r"it says: (TypeError|JSONDecodeError|AttributeError): ", str(refused.value))
+    assert re.search(r"it raises (TypeError|JSONDecodeError|AttributeError): ", str(refused.value))
     assert ".py" not in str(refused.value)
     assert "<string>" not in str(refused.value)
 

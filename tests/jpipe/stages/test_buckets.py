@@ -128,9 +128,9 @@ def test_invalid_round_robin_plans_are_refused():
     with pytest.raises(InputError, match=r"buckets: expected the arrays of the first batch, .*found .*more"):
         pipe.init(jax.random.key(KEY), batches[0], buckets=[(x, labels | {"more": labels["mask"]})])
     state = pipe.init(jax.random.key(KEY), batches[0], buckets=[batches[1]])
-    with pytest.raises(InputError, match=r"like one of those of init, .*\[2, 4, 3\].* or .*\[2, 2, 3\].*, found .*\[2, 5, 3\]"):
+    with pytest.raises(InputError, match=r"like one of the shapes given to init, .*\[2, 4, 3\].* or .*\[2, 2, 3\].*, found .*\[2, 5, 3\]"):
         pipe.step(state, batches[3])
-    with pytest.raises(InputError, match="expected microbatches like one of those of init"):
+    with pytest.raises(InputError, match="expected microbatches like one of the shapes given to init"):
         pipe.evaluate(state, batches[3])
 
 

@@ -143,7 +143,7 @@ def test_frozen_parameters_stay_frozen():
             Layer(lambda key, x: ({}, {}), lambda p, s, x, key, train: (x if train else x.sum(), s)),
             r"layer 'a': its output in evaluation .* expected float32\[4, 3\], found float32\[\]",
         ),
-        (linen.BatchNorm(use_running_average=False), r"layer 'a' .* it says: ModifyScopeVariableError"),
+        (linen.BatchNorm(use_running_average=False), r"layer 'a' .* it raises ModifyScopeVariableError"),
     ],
 )
 def test_layers_whose_form_changes_are_refused_before_any_device_work(layer, message):

@@ -226,7 +226,7 @@ def test_an_unknown_policy():
 
 def test_a_loss_that_does_not_fit():
     stack = jpipe.LayerStack({"in": linear(4, 4), "out": linear(4, 5)})
-    with pytest.raises(InputError, match="loss: it does not take outputs"):
+    with pytest.raises(InputError, match="loss: the function does not take outputs"):
         analyze(stack, floats(4), squares, optax.sgd(0.1), [2], DEVICE)
 
 

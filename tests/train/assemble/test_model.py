@@ -526,7 +526,9 @@ def test_no_line_of_jpipe_is_named_as_the_users(capsys):
 def test_layers_that_do_not_fit_are_reported(capsys):
     code, _, err = run(capsys, "--allow-code", loss={}, model={"target": "own_parts:model"})
     assert code == 2
-    assert re.match(r"jpipe: loss: it does not take outputs float32\[4, 1\] of layer 'scale' and labels float32\[4, 1\]; it says: ", err)
+    assert re.match(
+        r"jpipe: loss: the function does not take outputs float32\[4, 1\] of layer 'scale' and labels float32\[4, 1\]; it raises ", err
+    )
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,10 @@ def test_metrics_of_a_validation_are_logged_and_shown(tiny, capsys):
     ("metrics", "message"),
     [
         ({"top5": "tests.train.metrics:nothing"}, "eval.metrics.top5: the module 'tests.train.metrics' has no function 'nothing'"),
-        ({"top5": "tests.train.metrics:of_outputs"}, r"metrics: 'top5': it does not take outputs float32\[2, 8, 256\] of layer 'head'"),
+        (
+            {"top5": "tests.train.metrics:of_outputs"},
+            r"metrics: 'top5': the function does not take outputs float32\[2, 8, 256\] of layer 'head'",
+        ),
     ],
 )
 def test_metrics_that_do_not_fit_are_refused_before_a_folder_is_made(tiny, metrics, message):

@@ -118,7 +118,7 @@ def _open_nnx(functions: NnxFunctions) -> Whole:
 
 def _open_linen(module: linen.Module, inputs: tuple[Any, ...], variables: Any) -> Whole:
     layer, x = linen_layer(WHERE, module, len(inputs)), inputs[0] if len(inputs) == 1 else inputs
-    with callers_code(lambda error: f"{WHERE} does not take its inputs, {describe(x)}; it says: {cause(error)}; fix one of them"):
+    with callers_code(lambda error: f"{WHERE} does not take its inputs, {describe(x)}; it raises {cause(error)}; fix one of them"):
         specs = jax.eval_shape(layer.init, key_spec(), x)
 
     def trees(tree: Any) -> tuple[Tree, Tree]:

@@ -255,7 +255,7 @@ def test_wrong_variables_are_named():
 
 
 def test_inputs_that_do_not_fit_a_linen_module_are_named():
-    with pytest.raises(InputError, match=r"the model does not take its inputs, float32\[4, 3\]; it says: TypeError: .*scale"):
+    with pytest.raises(InputError, match=r"the model does not take its inputs, float32\[4, 3\]; it raises TypeError: .*scale"):
         open_model(LinenNet(), (SPEC,))
 
 

@@ -202,7 +202,9 @@ def test_a_loss_that_takes_the_outputs_of_training_alone_trains_and_predicts():
     state, _ = pipe.step(pipe.init(jax.random.key(0), batch), batch)
     check_same(pipe.predict(state, X), jax.jit(in_evaluation)(pipe.model(state), X))
     pipe.check(batch)
-    message = r"^loss: it does not take outputs \['ema_pred'\] .* of layer 'c' in evaluation and labels .*; it says: .*'target'.*; fix"
+    message = (
+        r"^loss: the function does not take outputs \['ema_pred'\] .* of layer 'c' in evaluation and labels .*; it raises .*'target'.*; fix"
+    )
     for evaluate in (lambda: pipe.evaluate(state, batch), lambda: pipe.check(batch, {})):
         with pytest.raises(InputError, match=message):
             evaluate()
