@@ -1,4 +1,4 @@
-"""A pipeline compiled for batches of one shape or a few: runs the programs of its plan on the workers of this process."""
+"""A pipeline compiled for batches of one or more shapes, which runs the programs of its plan on the workers of this process."""
 
 import dataclasses
 import math
@@ -37,31 +37,31 @@ Tree = Any
 Weights = Literal["newest", "ema"]
 To = Literal["all", "first"]
 
-_FILLS = 8  # how many times a prediction fills the pipeline before it takes the outputs from the devices
+_FILLS = 8  # the number of times that a prediction fills the pipeline before it copies the outputs to the host
 
 
 class Executor:
-    """Compiles what the workers of this process run, and their transfers to other processes; then runs steps from state to state.
+    """Compiles the programs of this process's workers and their transfers, and runs steps from state to state.
 
-    Its arguments must be valid: `Pipeline` checks everything that a user gives, except metrics, which are checked here.
+    `Pipeline` checks everything that a user passes, except metrics, which the executor checks.
 
     Args:
         plan: the plan.
-        steps: its programs.
-        buckets: the shapes of batches, all with the same rows, weights and layer state.
-        places: where each worker computes.
-        processes: the processes of the run, if there are several.
-        facts: what else has to be the same in all processes, by name.
-        depends_on: what the compiled programs depend on beside the other arguments, such as settings of JAX.
-        before: an executor with compiled programs that this one runs, because nothing that they depend on has changed.
+        steps: the programs of the plan.
+        buckets: the shapes of batches, all with the same number of rows, weights and layer state.
+        places: for each worker the devices where it computes.
+        processes: the processes of the run; None in a run of one process.
+        facts: further values that must be the same in all processes, by name.
+        depends_on: values that the compiled programs depend on in addition to the other arguments, such as settings of JAX.
+        before: an earlier executor; this one reuses its compiled programs, because nothing that they depend on has changed.
 
     Attributes:
         specs: the specs of one microbatch of each bucket.
         functions: the functions of the first bucket.
-        buckets, depends_on: as given.
-        stages: the compiled stage of each worker of this process, by worker; for the first bucket.
-        fingerprint: what determines the content of a state; states with another fingerprint do not fit.
-        initializers: the programs that initialize layers, as `init` has compiled them.
+        buckets, depends_on: the arguments.
+        stages: the compiled stages of this process's workers for the first bucket, by worker.
+        fingerprint: the facts that determine the content of a state; a state with another fingerprint does not fit.
+        initializers: the programs that initialize layers, which `init` has compiled.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Executor:
         before: "Executor | None" = None,
     ) -> None:
         functions, self.specs = buckets[0].functions, [bucket.spec for bucket in buckets]
-        if processes is not None:  # without this, a difference would be noticed late or never
+        if processes is not None:  # otherwise a difference would be noticed late or never
             processes.agree(
                 {"plan": plan.to_json(), "shape of a microbatch": describe_shapes(self.specs), "model": model_of(functions), **facts}
             )
@@ -114,7 +114,7 @@ class Executor:
         self._comparison: BatchComparison | None = None
         if processes is not None:
             self._comparison = BatchComparison(self._exchange.name, processes, rows_of(self.specs[0]), len(buckets) > 1)
-        # The last stage, by bucket, and names and ids of metrics.
+        # The workers of the last stage, by bucket and by the names and ids of metrics.
         self._measuring: dict[tuple[int, tuple[tuple[str, int], ...]], dict[int, CompiledStage]] = {}
         self._predicting: dict[int, dict[int, CompiledStage]] = {}  # by bucket, compiled at the first use
         self.initializers: dict[tuple[str, Place], jax.stages.Compiled] = {}
@@ -124,14 +124,14 @@ class Executor:
         self.fingerprint = fingerprint(plan, steps.uses, places, self.specs, functions)
 
     def connect(self) -> None:
-        """Wait until all processes have compiled, and connect those that exchange arrays."""
+        """Wait until all processes have compiled, and connect the processes that exchange arrays."""
         if self._processes is not None:
             self._processes.barrier(f"{self._exchange.name}: compiled")
             self._transport.connect(self._exchange.name)
             self._processes.barrier(f"{self._exchange.name}: connected")
 
     def compiled_for(self, functions: Sequence[StageFunctions]) -> dict[int, CompiledStage]:
-        """Return the stages of this process as compiled for the bucket of these functions, or else for the first bucket."""
+        """Return this process's stages, compiled for the bucket of these functions, or for the first bucket if none fits."""
         inputs = functions[0].specs.x
         return next((stages for stages, bucket in zip(self._compiled, self.buckets, strict=True) if bucket.spec[0] == inputs), self.stages)
 
@@ -141,35 +141,35 @@ class Executor:
         return None if self._processes is None else self._transport.way
 
     def at_rest(self, workers: Sequence[WorkerState]) -> list[WorkerState]:
-        """Return workers before they begin, with what capabilities move elsewhere at that point."""
+        """Return the workers before the run begins, after capabilities have moved arrays, for example to host memory."""
         resting = list(workers)
         for at_rest in hooks("at_rest", runtimes_of(self._plan)):
             resting = [at_rest(self._plan, self._plan.workers[w][0], worker) for w, worker in zip(self.stages, resting, strict=True)]
         return resting
 
     def state(self, workers: Iterable[WorkerState], batch: int, start: int, buckets: tuple[int, ...] = ()) -> State:
-        """Return the state before `batch` of a pipeline that was empty before batch `start`; `buckets` are from the last batches."""
+        """Return the state before `batch` of a pipeline that was empty before batch `start`; `buckets`: of the last batches."""
         return State(tuple(workers), batch, start, self.functions[0].average_state != "read", self.fingerprint, buckets)
 
     def read(self, state: State, batch: Batch) -> tuple[Mapping[str, Tree], Data]:
         """Read the rows of a batch that the workers of this process load in the next step.
 
         Args:
-            state: before the step.
+            state: the state before the step.
             batch: (inputs, labels).
 
         Returns:
-            What the batch consists of as host arrays, by name, and the rows.
+            The parts of the batch as host arrays, by name, and the rows.
 
         Raises:
-            InputError: as `read_data`; nothing has happened to the state then.
+            InputError: an error of `read_data`; the state is unchanged.
         """
         program, _ = self._steps.program(state.batch - state.start, state.batch, False)
         host = _on_host(batch)
         return host, read_data(program, host, rows_of(self.specs[0]))
 
     def step(self, state: State, batch: tuple[Mapping[str, Tree], Data], bucket: int, observe: Observer | None) -> tuple[State, Metrics]:
-        """Feed one batch, which is of a bucket and was read by `read`; see `Pipeline.step`."""
+        """Feed one batch of a bucket that `read` has returned; see `Pipeline.step`."""
         program, shift = self._steps.program(state.batch - state.start, state.batch, False)
         host, data = batch
         if self._comparison is not None:
@@ -181,7 +181,7 @@ class Executor:
         return self.state(workers, state.batch + 1, start, buckets), self._exchange.metrics(program, shift, results)
 
     def drain(self, state: State, observe: Observer | None = None) -> tuple[State, Metrics]:
-        """Finish what is in flight and return the state and the metrics that it completes; each replica keeps its own layer state."""
+        """Finish the work in flight, and return the state and the metrics that this completes. Each replica keeps its own layer state."""
         if state.start == state.batch:
             return state, Metrics.empty()
         program, shift = self._steps.program(state.batch - state.start, state.batch, True)
@@ -198,7 +198,7 @@ class Executor:
         return self.state(workers, state.batch, state.batch)
 
     def average(self, state: State) -> State:
-        """Return the state with the mean of the replicas' layer state, if they average it when it is read: one sum per stage."""
+        """If replicas average their layer state when it is read, return the state with the mean; this takes one sum per stage."""
         if state.averaged:
             return state
         workers = dict(zip(self.stages, state.workers, strict=True))
@@ -215,10 +215,10 @@ class Executor:
         return dataclasses.replace(state, workers=tuple(workers.values()), averaged=True)
 
     def settle(self, state: State, weights: Weights) -> tuple[State, int]:
-        """Return the state and the newest version, in batches, that all workers of all processes hold; if none, of a drained copy.
+        """Return the state and the newest version, in batches, that all workers of all processes hold; drain a copy if there is none.
 
-        The moving average is held of the newest version of each stage only: with updates in flight there is no common one. The same is
-        true of the weights without prediction, and of those that some capabilities read.
+        A stage holds the moving average of its newest version only, so with updates in flight the stages have no common version. The same
+        is true of weights without prediction, and of weights that some capabilities read.
         """
         version_read = hooks("version_read", runtimes_of(self._plan))
         if weights == "ema" or version_read or any(f.predicts for f in self.functions):
@@ -255,7 +255,7 @@ class Executor:
         padded = jax.tree.map(lambda leaf: Padded(leaf, count * rows_each), to_host(inputs)) if size % rows_each else to_host(inputs)
         workers, version = self._for_evaluation(state, weights)
         parts: dict[int, Tree] = {}
-        at_once = max(self._plan.microbatches, _FILLS * self._plan.depth * max(self._plan.replicas))  # the devices hold their outputs
+        at_once = max(self._plan.microbatches, _FILLS * self._plan.depth * max(self._plan.replicas))  # the devices hold these outputs
         for first in range(0, count, at_once):
             numbers = range(first, min(first + at_once, count))
             results = self._forward(workers, version, {"inputs": padded}, numbers, bucket, self._predicting[bucket])
@@ -278,7 +278,7 @@ class Executor:
         bucket: int,
         stages: Mapping[int, CompiledStage],
     ) -> RunResults:
-        """Forward these microbatches of a bucket through these stages, with the weights of one version, in batches."""
+        """Forward these microbatches of a bucket through these stages, with the weights of one version."""
         program = lower_evaluation(self._plan, len(numbers), version, first=numbers.start, labels="labels" in data, workers=self.stages)
         loads = read_data(program, data, rows_of(self.specs[0]))
         by_bucket = {w: [*compiled[:bucket], stages[w], *compiled[bucket + 1 :]] for w, compiled in self._by_bucket.items()}
@@ -288,7 +288,7 @@ class Executor:
     def params(self, state: State, weights: Weights) -> dict[str, Tree]:
         """Copy this process's parameters, at one version for all stages, without prediction; masters take precedence."""
         has_masters = self.functions[0].precision.has_masters
-        # A stage has masters of its newest version only, which is the same in all stages once nothing is in flight.
+        # A stage has masters of its newest version only. All stages have the same newest version once nothing is in flight.
         state, version = (self.drained_copy(state), state.batch) if has_masters else self.settle(state, weights)
         params: dict[str, Tree] = {}
         for w, entries in self._read(state, version, weights, masters=True).items():
@@ -300,7 +300,7 @@ class Executor:
         return copy({layer_id: params[layer_id] for layer_id in self._plan.layers if layer_id in params})
 
     def layer_state(self, state: State) -> dict[str, Tree]:
-        """Copy the layer state of this process's layers, as an evaluation reads it."""
+        """Copy the layer state of this process's layers, averaged as in an evaluation."""
         state = self.average(state)
         layer_state: dict[str, Tree] = {}
         for worker in state.workers:
@@ -308,7 +308,7 @@ class Executor:
         return copy(layer_state)
 
     def delay_norms(self, state: State) -> DelayNorms:
-        """Return the norms of the prediction and of the distance of the newest versions. Replicas report the entries that they update."""
+        """Return the norms of the prediction and of the distance between the newest versions; replicas report what they update."""
         squared = {}
         for (w, stage), worker in zip(self.stages.items(), state.workers, strict=True):
             (_, replica), share, versions = self._plan.workers[w], stage.arrays.share, worker.weights.versions
@@ -322,16 +322,16 @@ class Executor:
         return self._exchange.delay_norms(squared)
 
     def _read(self, state: State, version: int, weights: Weights, *, masters: bool = False) -> dict[int, dict[str, Tree]]:
-        """Return the weights of one version, without prediction, or their average, for each worker of this process.
+        """Return for each worker of this process the weights of one version without prediction, or their moving average.
 
         Args:
             state: the state, from `settle`.
             version: the version, in batches.
-            weights: which weights.
-            masters: whether to return masters, if any; nothing may be in flight then.
+            weights: "newest", or "ema" for the moving average.
+            masters: whether to return masters, if there are any; then nothing may be in flight.
 
         Returns:
-            By worker the entries that it has: if they follow from optimizer state that replicas share, those that it updates.
+            By worker, its entries. If replicas divide the optimizer state and the result needs it, only the entries that it updates.
         """
         read = {}
         for (w, stage), worker in zip(self.stages.items(), state.workers, strict=True):
@@ -347,7 +347,7 @@ class Executor:
         return read
 
     def _for_evaluation(self, state: State, weights: Weights) -> tuple[dict[int, WorkerState], int]:
-        """Return the workers of this process with what an evaluation reads, and the version of the weights in batches."""
+        """Return the workers of this process in the state that an evaluation reads, and the version of the weights in batches."""
         state, version = self.settle(state, weights)
         state = self.average(state)
         workers = dict(zip(self.stages, state.workers, strict=True))
@@ -377,7 +377,7 @@ class Executor:
         return new_states.values(), results
 
     def _evaluating(self, bucket: int, metrics: Mapping[str, Loss]) -> dict[int, CompiledStage]:
-        """Return the stages of this process with these metrics in the last one's evaluation, compiled at their first use."""
+        """Return the stages of this process; the evaluation of the last stage computes these metrics, and is compiled at the first use."""
         key, stages = (bucket, tuple((name, id(metric)) for name, metric in metrics.items())), self._compiled[bucket]
         if key not in self._measuring:
             check_evaluation(self.buckets[bucket].functions[-1], metrics)
@@ -396,14 +396,14 @@ def _on_host(batch: Batch) -> dict[str, Tree]:
 
 
 def _by_batch(buckets: Sequence[int], end: int) -> Callable[[int], int]:
-    """Return the bucket of each of the last batches before `end`, by batch number; 0 for all if there is only one."""
+    """Return a function from batch number to bucket for the last batches before `end`; always 0 if there is only one bucket."""
     return (lambda batch: buckets[batch - end]) if buckets else (lambda _: 0)
 
 
 def _sends(plan: Plan, buckets: Sequence[Sequence[Arrays]], runs: Iterable[Program], workers: Collection[int]) -> list[Sent]:
-    """Return one send of each kind, with what it moves, between each pair of workers if one of them is in this process.
+    """Return one `Sent` for each kind of message between two workers, at least one of them in this process.
 
-    `buckets` has each worker's arrays by bucket; `workers` are this process's, and the runs have their instructions.
+    `buckets` has for each bucket the arrays of each worker. `workers` are the workers of this process; `runs` have their instructions.
     """
     evaluation = lower_evaluation(plan, math.lcm(*plan.replicas), 0, workers=workers)
     kinds: dict[tuple[int, int, str], Send] = {}
@@ -429,7 +429,7 @@ def _sends(plan: Plan, buckets: Sequence[Sequence[Arrays]], runs: Iterable[Progr
 
 
 def _replica_sums(plan: Plan, arrays: Sequence[Arrays]) -> tuple[list[tuple[int, Tree]], list[tuple[int, Tree]]]:
-    """Return what the replicas of each stage sum, and what each contributes to a sum that all make: the first replica and the specs."""
+    """Return two lists of (first replica of a stage, specs): arrays that replicas sum, and arrays that each gathers to sum itself."""
     sums, gathers = list[tuple[int, Tree]](), list[tuple[int, Tree]]()
     for first, *others in plan.stage_workers:
         a, summing = arrays[first], arrays[first].functions.summing
@@ -444,6 +444,6 @@ def _replica_sums(plan: Plan, arrays: Sequence[Arrays]) -> tuple[list[tuple[int,
 
 
 def _loads(workers: Iterable[int], arrays: Sequence[Arrays]) -> dict[tuple[int, str], Tree]:
-    """Return the shardings of what the workers of this process load."""
+    """Return the shardings of the arrays that the workers of this process load."""
     specs = {(w, name): tree for w in workers for name, tree in (("inputs", arrays[w].x), ("labels", arrays[w].labels))}
     return {key: shardings_of(tree) for key, tree in specs.items()}

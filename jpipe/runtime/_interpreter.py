@@ -32,9 +32,9 @@ class Event(NamedTuple):
     """An instruction that was just dispatched.
 
     Attributes:
-        instruction: what it was; batches, microbatches and versions as in the whole run.
-        done: for a computation, an array that is ready when it is over: `done.block_until_ready()` waits for that. Else None.
-        state: what its worker holds now, as arrays that may not be ready; only to be read, and only during the call.
+        instruction: the instruction; its batch, microbatch and version are counted over the whole run.
+        done: for a computation, an array that is ready when the computation has ended: `done.block_until_ready()` waits. Otherwise None.
+        state: the state of the instruction's worker, with arrays that may not be ready. Only read it, and only during the call.
     """
 
     instruction: Instruction
@@ -61,16 +61,16 @@ def run(
     """Dispatch all instructions of `program`, `shift` batches later than it was lowered for.
 
     Args:
-        program: what to run, with the instructions of the workers of this process alone.
-        shift: batches to add to every batch and version of the program, and m times as many microbatches.
-        stages: the stages by worker of this process, for each bucket.
-        buckets: gives the bucket of a batch, as counted in the run.
-        states: the states by worker of this process.
-        transport: between the workers.
-        data: the data from `read_data`; consumed.
-        observe: called after each instruction is dispatched.
-        added: what the capabilities of the plan add; None: to be looked up.
-        consume: delete the arrays of the states that the new ones do not share. Without it the program must not train.
+        program: the program to run, with only the instructions of this process's workers.
+        shift: the number of batches to add to every batch and version of the program, and m times to every microbatch.
+        stages: for each worker of this process its stage for each bucket.
+        buckets: a function that returns the bucket of a batch, counted over the whole run.
+        states: the states of this process's workers, by worker.
+        transport: the transport between the workers.
+        data: the data from `read_data`, which is consumed.
+        observe: a function that is called after each instruction is dispatched.
+        added: the additions of the plan's capabilities; None: look them up.
+        consume: delete the arrays of the states that the new states do not share. If False, the program must not train.
 
     Returns:
         The new states, and the losses, evaluations and other numbers.
@@ -104,19 +104,19 @@ def run(
             each.delete_state()
         raise
     finally:
-        workers.clear()  # they refer to each other, and would keep arrays until the garbage collector comes
+        workers.clear()  # workers refer to each other, and would keep arrays until the garbage collector runs
 
 
 def read_data(program: Program, batches: Mapping[str, Tree], rows_each: int) -> Data:
-    """Read all rows that the program loads. Reading may fail, so it comes before the run, which consumes its states.
+    """Read all rows that the program loads. Reading may fail, so it is done before the run, which consumes the states.
 
     Args:
-        program: what will run.
+        program: the program that will run.
         batches: host arrays `{"inputs": …, "labels": …}` of the program's batches, concatenated.
-        rows_each: rows per microbatch.
+        rows_each: the number of rows per microbatch.
 
     Raises:
-        InputError: a part of a batch has other rows than its shape and dtype say.
+        InputError: the rows of an array do not have the shape or dtype that the array states.
     """
     data: Data = {}
     for i in program.instructions:

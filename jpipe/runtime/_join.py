@@ -23,61 +23,62 @@ _joined: list[Processes] = []  # the processes of this run, once they have joine
 def join_processes(
     limit: float = 300.0, wait: float = Limits.wait, secret: bytes | None = None, rendezvous: Rendezvous | None = None
 ) -> Processes | None:
-    """Join the processes of this run; returns None if there is only one. All processes call it; only the first call of each joins.
+    """Join the processes of this run, or return None if there is only one. All processes call it; later calls return the first result.
 
-    It does not start JAX devices. When Python ends, a process leaves by itself (`Processes.end`).
+    It does not start JAX devices. When Python ends, the process leaves the run (`Processes.end`).
 
     Args:
-        limit: seconds that the first call waits for the other processes.
-        wait: seconds without progress in any process after which the run counts as hanging. The first call sets it; it must be the same
-            in all processes, and longer than a computation of a microbatch and anything that one process does alone.
-        secret: shared by all processes, which authenticate each other by it (`jpipe.processes.handshake`); by default the value of the
-            variable `JPIPE_SECRET`. Without a secret, whoever reaches JAX's coordinator can join.
-        rendezvous: where the processes find each other, if that is not the store of `jax.distributed`: then they can join before JAX
-            connects them, and so notice if one is missing or ends meanwhile.
+        limit: the time in seconds that the first call waits for the other processes.
+        wait: the time in seconds without progress in any process after which the run counts as hanging. The first call sets it. It must be
+            the same in all processes, and longer than a computation of a microbatch and anything that one process does alone.
+        secret: a secret that all processes share, and by which they authenticate each other (`jpipe.processes.handshake`). The default is
+            the value of the environment variable `JPIPE_SECRET`. Without a secret, anyone who reaches JAX's coordinator can join.
+        rendezvous: the place where the processes find each other; by default the store of `jax.distributed`. With a rendezvous the
+            processes can join before JAX connects them, and so notice if one is missing or ends in the meantime.
 
     Raises:
         InputError: process 0 cannot be reached or has another secret, the secret is too short, or `wait` is not above 0; or processes did
-            not join in time, and are named.
+            not join in time, which the message names.
     """
     if not wait > 0:
         raise InputError(where="wait limit", expected="more than 0 seconds", found=f"{wait:g}")
     if not _joined and (rendezvous is not None or jax.distributed.is_initialized()):
         secret = find_secret() if secret is None else secret
         _joined.append(Processes.join(limit=limit, limits=Limits(wait=wait), rendezvous=rendezvous, progress=progress, secret=secret))
-        atexit.register(_joined[0].end)  # registered after JAX's own exit, and so called before it
+        atexit.register(_joined[0].end)  # registered after JAX's own exit handler, so Python calls it first
     return _joined[0] if _joined and _joined[0].count > 1 else None
 
 
 Tree = Any
 
-_EVERY = 8  # batches that one message is for
-_MOST_BYTES = 1 << 16  # of one array of one batch that are read for its checksum: some microseconds
+_EVERY = 8  # the number of batches that one message covers
+_MOST_BYTES = 1 << 16  # the most bytes that a checksum reads of one array of one batch, which takes some microseconds
 
 
 class BatchComparison:
     """Compares the batches of this process with the other processes', to find a mistake in reading or shuffling them.
 
-    Without it a run would continue with the inputs of one batch and the labels of another, since each process uses what its own stages
-    need. The comparison takes a message for which nobody waits: for the first batch, for all batches since then after every eighth, and for
-    each batch with shapes that may differ. Of a NumPy or JAX array it takes a checksum of the first row of each microbatch. Nothing of any
-    other array is read, since a process may not have the rows that its workers do not need.
+    Each process uses only the parts of a batch that its own stages need. Without the comparison a run could use the inputs of one batch
+    with the labels of another. A comparison is a message for which no process waits. It is sent after the first batch and after every
+    eighth batch, and covers all batches since the last one; if shapes may differ, it is sent for each batch. For a NumPy or JAX array it
+    has a checksum of the first row of each microbatch. Other arrays are not read, because a process may lack rows that its workers do not
+    need.
 
     Args:
         name: the name of the pipeline, the same in all processes.
         processes: the processes of the run.
-        rows_each: rows of a microbatch.
+        rows_each: the number of rows of a microbatch.
         several_shapes: whether batches may differ in their shapes.
     """
 
     def __init__(self, name: str, processes: Processes, rows_each: int, several_shapes: bool) -> None:
         self._name, self._processes, self._rows, self._several_shapes = name, processes, rows_each, several_shapes
         self._first: int | None = None  # the first batch that has not been compared
-        self._checksums: dict[str, int] = {}  # of the batches since then, by array
+        self._checksums: dict[str, int] = {}  # of the batches that have not been compared, by array
         self._evaluations = 0
 
     def step(self, number: int, batch: Tree) -> None:
-        """Take the inputs and labels of batch `number`, as host arrays, before it is trained on."""
+        """Record the inputs and labels of batch `number`, as host arrays, before training on the batch."""
         first = self._first = number if self._first is None else self._first
         self._checksums = _checksums(batch, self._rows, self._checksums)
         if number % _EVERY == 0 or self._several_shapes:
@@ -86,14 +87,14 @@ class BatchComparison:
             self._first, self._checksums = None, {}
 
     def evaluation(self, batch: Tree, options: Mapping[str, str]) -> None:
-        """Take the inputs and labels of a batch, as host arrays, before it is evaluated, and the other arguments of the evaluation."""
+        """Compare the inputs and labels of a batch, as host arrays, and the other arguments of an evaluation before it runs."""
         self._evaluations += 1
         of = f"evaluation {self._evaluations}"
         facts = {f"{name} of {of}": value for name, value in options.items()}
         self._compare(of, facts | _facts(f"the batch of {of}", batch, _checksums(batch, self._rows, {})))
 
     def _compare(self, what: str, facts: dict[str, str]) -> None:
-        self._processes.compare(f"{what} of {self._name}", facts, "pass the same in all processes")
+        self._processes.compare(f"{what} of {self._name}", facts, "pass the same arguments in all processes")
 
 
 def _facts(batches: str, batch: Tree, checksums: Mapping[str, int]) -> dict[str, str]:
@@ -102,7 +103,7 @@ def _facts(batches: str, batch: Tree, checksums: Mapping[str, int]) -> dict[str,
 
 
 def _checksums(batch: Tree, rows_each: int, before: Mapping[str, int]) -> dict[str, int]:
-    """Return the checksums `before`, by array, with this batch's added."""
+    """Return the checksums by array name: the checksums in `before`, continued with the rows of this batch."""
     checksums = dict(before)
     for name, array in _by_name(batch).items():
         if isinstance(array, np.ndarray) and array.size:
@@ -112,33 +113,33 @@ def _checksums(batch: Tree, rows_each: int, before: Mapping[str, int]) -> dict[s
 
 
 def _by_name(batch: Tree) -> dict[str, Any]:
-    """Yield the arrays by their names: `inputs`, or `inputs['tokens']` where the inputs are a dict."""
+    """Return the arrays by name: `inputs`, or `inputs['tokens']` if the inputs are a dict."""
     return {"".join((path[0].key, jax.tree_util.keystr(path[1:]))): leaf for path, leaf in jax.tree.leaves_with_path(batch)}
 
 
 def share_rows(
     processes: Processes, name: str, parts: Mapping[int, Tree], sources: Sequence[int], outputs: Tree, *, keep: bool
 ) -> dict[int, Tree]:
-    """Send the outputs of each microbatch to all processes, bit for bit; all of them call it.
+    """Send the outputs of each microbatch to all processes, bit for bit. All processes call this function.
 
     Args:
         processes: the processes of the run.
         name: the name of the call, the same in all processes.
-        parts: the parts of this process, by microbatch.
-        sources: for each microbatch the process that has it.
-        outputs: the specs of each part.
-        keep: whether this process wants them.
+        parts: the outputs that this process has, by microbatch.
+        sources: for each microbatch the process that has its outputs.
+        outputs: the specs of the outputs of a microbatch.
+        keep: whether this process returns the outputs.
 
     Returns:
-        All parts, or nothing.
+        The outputs by microbatch; empty without `keep`.
     """
-    processes.barrier(name)  # all have computed: no process waits in a collective for another's computation
+    processes.barrier(name)  # after it all have computed, so no process waits in a collective for another's computation
     blank = jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), outputs)
     results = {}
     for k, source in enumerate(sources):
         part = parts.get(k, blank)
         with processes.waiting("the outputs of a prediction", source):
-            # As bytes: a sum of numbers would make 0 of -0.
+            # The outputs are sent as bytes, because a sum of numbers would turn -0 into 0.
             sent = jax.tree.map(lambda leaf: np.ascontiguousarray(leaf).reshape(-1).view(np.uint8), part)
             received = multihost_utils.broadcast_one_to_all(sent, is_source=source == processes.index)
         if keep:

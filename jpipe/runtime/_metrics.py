@@ -1,4 +1,4 @@
-"""The results of steps: losses, weights and norms. All processes get the same results; reading a number waits for it."""
+"""The results of steps: losses, weights and norms. All processes get the same results. Reading a number waits until it is computed."""
 
 import functools
 import itertools
@@ -24,7 +24,7 @@ Number = jax.Array | np.ndarray
 
 
 class RemoteScalar:
-    """A number that one process computes, with the same bits in all processes; `float(…)` waits until it has arrived."""
+    """A number that one process computes; all processes get the same bits. `float(…)` waits until the number has arrived."""
 
     def __init__(self, read: Callable[[], float]) -> None:
         self._read = read
@@ -41,19 +41,19 @@ class Metrics(NamedTuple):
 
     Attributes:
         losses: the mean loss of each finished batch over its labels, by batch index. With `Plan.agree` each pipeline computes its
-            microbatches with its own weights; microbatches of pipelines that skipped their update (`skip_nonfinite`) do not count, unless
-            all pipelines did.
+            microbatches with its own weights. Microbatches of a pipeline that skipped its update (`skip_nonfinite`) do not count, unless
+            all pipelines skipped it.
         weights: the total weight of each of these batches, over the microbatches that count.
         norms: the global norm of the gradient of each of these batches before clipping; empty without `clip_global_norm` and
-            `skip_nonfinite`. Under a schedule that does not flush it comes one step later than the loss, or in the metrics of `drain`. With
-            `Plan.agree` it is the first pipeline's.
-        nonfinite: the number of entries of that gradient that are NaN or infinite; empty or late as `norms`. With `skip_nonfinite` a batch
-            with any such entry changed no weights. With `Plan.agree` it is the sum over all pipelines; a pipeline with any such entry
-            changed no weights.
-        loss_scales: the loss scale after each of these batches, if it is dynamic; empty or late as `norms`.
-        stage_norms: the norm of the gradient of one stage before clipping, by (batch, stage); empty without `clip_stage_norm`. It is known
-            with the update of its stage, so under a schedule that does not flush, norms of early stages may come some steps later. If a
-            batch updates a stage several times, it is the last update's.
+            `skip_nonfinite`. Under a schedule that does not flush, the norm comes one step later than the loss, or in the metrics of
+            `drain`. With `Plan.agree` it is the norm of the first pipeline.
+        nonfinite: the number of entries of this gradient that are NaN or infinite; empty or late like `norms`. With `skip_nonfinite`, a
+            batch with such an entry changed no weights. With `Plan.agree` it is the sum over all pipelines, and a pipeline with such an
+            entry changed no weights.
+        loss_scales: the loss scale after each of these batches, if it is dynamic; empty or late like `norms`.
+        stage_norms: the norm of the gradient of one stage before clipping, by (batch, stage); empty without `clip_stage_norm`. A norm is
+            known after its stage's update, so under a schedule that does not flush the norms of early stages may come some steps later. If
+            a batch updates a stage several times, it is the norm of the last update.
     """
 
     losses: dict[int, jax.Array | RemoteScalar]
@@ -70,11 +70,11 @@ class Metrics(NamedTuple):
 
 
 class Mean(NamedTuple):
-    """A metric over a whole batch; `float(…)` of a number waits for it.
+    """A metric over a whole batch. `float(…)` of a number waits until it is computed.
 
     Attributes:
         mean: the sum of the metric over all microbatches, divided by the total weight.
-        weight: the total weight. The mean over several batches is the sum of `mean * weight` divided by the sum of the weights.
+        weight: the total weight. To get the mean over several batches, divide the sum of `mean * weight` by the sum of the weights.
     """
 
     mean: jax.Array | RemoteScalar
@@ -88,9 +88,9 @@ class Evaluation(NamedTuple):
         loss: the mean loss over the whole batch.
         weight: the total weight of the batch.
         version: the weight version of all stages: the number of batches that had updated the weights. With `Plan.agree` it is the version
-            of the last agreement; with fragments, of the earliest of their last agreements.
+            of the last agreement. With fragments it is the earliest version among the last agreements of the fragments.
         metrics: the mean of each requested metric, by name.
-        microbatches: the (sum, weight) of each of these metrics for each microbatch, by name, to compute metrics that are not means.
+        microbatches: for each of these metrics, by name, the (sum, weight) of each microbatch, for metrics that are not means.
     """
 
     loss: jax.Array | RemoteScalar
@@ -101,11 +101,11 @@ class Evaluation(NamedTuple):
 
 
 class DelayNorms(NamedTuple):
-    """The effect of a delay on the weights: norms over the parameters of all stages; `float(…)` waits for them.
+    """The effect of a delay on the weights: norms over the parameters of all stages. `float(…)` of a norm waits until it is computed.
 
     Attributes:
         correction: the norm of the change by which the delay correction has moved the newest weights ahead; 0 without a correction.
-        distance: the norm of the difference of the two newest weight versions, over the stages that hold two; NaN if none does.
+        distance: the norm of the difference between the two newest weight versions, over the stages that hold two; NaN if no stage does.
     """
 
     correction: jax.Array | RemoteScalar
@@ -118,11 +118,11 @@ class MetricsExchange:
     Args:
         plan: the plan of the run.
         devices: the device of each worker.
-        processes: the processes of the run, if there are several.
+        processes: the processes of the run; None in a run of one process.
         reports: the reports of capabilities, see `RuntimeHooks.report`.
 
     Attributes:
-        name: name of the pipeline, the same in all processes, because they make the same pipelines in the same order.
+        name: the name of the pipeline. It is the same in all processes, because they make the same pipelines in the same order.
     """
 
     def __init__(
@@ -138,22 +138,22 @@ class MetricsExchange:
         self._evaluations = self._delay_norms = 0
 
     def check(self, run: Program) -> None:
-        """Check that a run from an empty pipeline to an empty one reports every batch once.
+        """Check that a run from an empty pipeline to an empty pipeline reports every batch once.
 
         Raises:
-            RuntimeError: it does not. That is an error of jpipe, which would lose results.
+            RuntimeError: it does not. This is an error in jpipe, which would lose results.
         """
         for what, batches in (("loss", run.ended), *(("gradient norm", of_stage) for of_stage in run.updated)):
             _check_complete(what, range(run.start, run.end), batches)
 
     @property
     def reporting(self) -> tuple[int, ...]:
-        """The workers that report the numbers of batches: the first of the last stage, or one for each of the pipelines that agree."""
+        """The workers that report the numbers of batches: the first replica of the last stage, or all its replicas with `Plan.agree`."""
         last = self.plan.stage_workers[-1]
         return last if self.plan.has_parallel_pipelines else last[:1]
 
     def metrics(self, program: Program, shift: int, results: RunResults) -> Metrics:
-        """Return the metrics of the batches that the program finishes, run `shift` batches later, from this process's `results`."""
+        """Return the metrics of the batches that the program, run `shift` batches later, finishes; `results` are this process's results."""
         metrics = Metrics.empty()
         ended, *updated = ([batch + shift for batch in batches] for batches in (program.ended, *program.updated))
         found = [report(self, updated=updated, results=results, metrics=metrics) for report in self._reports]
@@ -161,12 +161,12 @@ class MetricsExchange:
         return metrics
 
     def check_complete(self, what: str, worker: int, batches: Sequence[int], local: Collection[int]) -> None:
-        """Check that a worker, if it is in this process, has numbers of these batches; otherwise jpipe itself has lost them."""
+        """If a worker is in this process, check that it has numbers of these batches. Missing numbers are an error in jpipe."""
         if self._devices[worker].process_index == jax.process_index():
             _check_complete(what, batches, local)
 
     def sum_of(self, numbers: Sequence[Any]) -> jax.Array | RemoteScalar:
-        """Return the sum of a number of each pipeline."""
+        """Return the sum of these numbers, one from each pipeline."""
         if len(numbers) == 1:
             return numbers[0]
         if self._processes is None:
@@ -198,7 +198,7 @@ class MetricsExchange:
             metrics.losses[batch], metrics.weights[batch] = self._mean_of(triples)
 
     def _mean_of(self, triples: Sequence[tuple[Any, Any, Any]]) -> tuple[jax.Array | RemoteScalar, jax.Array | RemoteScalar]:
-        """Return (mean, weight) over the (mean, weight, whether the update was skipped) of each pipeline."""
+        """Return (mean, weight) over all pipelines from (mean, weight, whether the update was skipped) of each."""
         if self._processes is None:
             return _mean(_as_sums(_without_skipped(jax.device_put(triples, self._devices[self.reporting[0]]))))
         dtype = jax.dtypes.canonicalize_dtype(np.float64)
@@ -219,7 +219,7 @@ class MetricsExchange:
         local: Mapping[int, Callable[[], Sequence[Number]]],
         into: Sequence[dict[int, Any]],
     ) -> None:
-        """Put the numbers that a worker computes of these batches into the dicts of all processes; `local` are this process's."""
+        """Put a worker's numbers of these batches into the dicts `into`, in all processes; `local` has the numbers of this process."""
         source = self._devices[worker].process_index
         for batch in batches:
             if self._processes is None:
@@ -234,7 +234,7 @@ class MetricsExchange:
                 values[batch] = number
 
     def evaluation(self, results: RunResults, version: int, names: Sequence[str], count: int) -> Evaluation:
-        """Return the evaluation over all `count` microbatches with the weights of `version`; `names` name the metrics."""
+        """Return the evaluation over all `count` microbatches with the weights of `version`; `names` are the names of the metrics."""
         last = self.plan.stage_workers[-1]
         if self._processes is None:
             parts = [results.evaluations[k] for k in sorted(results.evaluations)]
@@ -274,8 +274,8 @@ class MetricsExchange:
         """Return the norms over all stages.
 
         Args:
-            local: the squares of the norms, (correction, distance), of the workers of this process that report some, by worker: the first
-                replica of each stage, with `Plan.shard_optimizer` all replicas.
+            local: by worker, the squares of the norms (correction, distance) from the workers of this process that report: the first
+                replica of each stage, or all replicas with `Plan.shard_optimizer`.
         """
         plan = self.plan
         reporting = [w for w, (_, replica) in enumerate(plan.workers) if not replica or plan.divides_updates]
@@ -299,10 +299,10 @@ _pipelines = itertools.count()
 
 
 def _check_complete(what: str, expected: Sequence[int], reported: Collection[int]) -> None:
-    """Compare the batches that a program finishes with those that have results.
+    """Check that exactly the batches that a program finishes have results.
 
     Raises:
-        RuntimeError: they differ.
+        RuntimeError: other batches have results.
     """
     if sorted(reported) != sorted(expected):
         raise RuntimeError(
@@ -312,12 +312,12 @@ def _check_complete(what: str, expected: Sequence[int], reported: Collection[int
 
 
 def _send(processes: Processes, name: str, numbers: Callable[[], Sequence[Number]]) -> None:
-    """Send the numbers to all processes from a new thread, which computes and waits for them; does not wait."""
+    """Start a thread that computes the numbers and sends them to all processes."""
 
     def work() -> None:
         try:
             processes.broadcast(name, np.array([float(number) for number in numbers()], np.float64).tobytes())
-        except PeerLost:  # the main thread raises it, too
+        except PeerLost:  # the main thread raises this error, too
             pass
         except BaseException as error:
             processes.fail(error)
@@ -326,12 +326,12 @@ def _send(processes: Processes, name: str, numbers: Callable[[], Sequence[Number
 
 
 def _receive(processes: Processes, name: str, source: int, words: str) -> list[float]:
-    """Return the numbers that another process sends with `_send`."""
+    """Wait for the numbers that another process sends with `_send`, and return them."""
     return np.frombuffer(processes.receive(name, source, words)).tolist()
 
 
 def _mean_loss(updates: Sequence[Tree]) -> tuple[jax.Array, jax.Array]:
-    """Return (mean loss, weight) of a batch from its updates'."""
+    """Return (mean loss, weight) of a batch from the (mean loss, weight) of each of its updates."""
     parts = [arrived(part) for part in updates]
     return parts[0] if len(parts) == 1 else _mean(_as_sums(parts))
 
@@ -352,7 +352,7 @@ def _norms(squared: list[Number]) -> tuple[jax.Array, jax.Array]:
 @without_mesh()  # it may run only when a number is read
 @jax.jit
 def _without_skipped(triples: Sequence[tuple[Any, Any, Any]]) -> list[tuple[Any, Any]]:
-    """Return the (mean, weight) of each pipeline, 0 and 0 of one that has skipped its update, unless all have."""
+    """Return the (mean, weight) of each pipeline, with (0, 0) for pipelines that skipped their update, unless all skipped it."""
     skipped = [count > 0 for _, _, count in triples]
     some = ~jnp.stack(skipped).all()
     return [

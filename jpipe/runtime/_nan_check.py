@@ -18,13 +18,13 @@ Tree = Any
 
 
 def checked(plan: Plan, stages: Mapping[int, Sequence[CompiledStage]]) -> dict[int, list[CompiledStage]]:
-    """Return the stages of the workers with calls that wait for their results and check them.
+    """Return copies of the stages in which each call waits for its results and checks them.
 
-    JAX itself looks at what a compiled program returns the first time, and no more.
+    JAX itself checks only the first results of a compiled program.
 
     Args:
         plan: the plan.
-        stages: the stages by worker, for each bucket.
+        stages: for each worker its stage for each bucket.
     """
 
     def of(w: int, stage: CompiledStage) -> CompiledStage:
@@ -35,7 +35,7 @@ def checked(plan: Plan, stages: Mapping[int, Sequence[CompiledStage]]) -> dict[i
 
 @dataclass(frozen=True)
 class _Checked:
-    """A call of a stage that raises `FloatingPointError`, as JAX does, if there is NaN or infinity in its results."""
+    """A call of a stage that raises `FloatingPointError`, as JAX does, if its results contain NaN or infinity."""
 
     number: int
     stage: CompiledStage
@@ -48,11 +48,11 @@ class _Checked:
             results = self.call(*arguments)
             if values := _nonfinite(self._visible(results), wanted):
                 where = f"stage {self.number} (layers {shortened(self.stage.functions.stage.layers)})"
-                raise FloatingPointError(f"{where}: {values} in what its {self.name} computes; {self._begins(arguments, results, wanted)}")
+                raise FloatingPointError(f"{where}: {values} in the results of {self.name}; {self._begins(arguments, results, wanted)}")
         return results
 
     def _visible(self, results: Any) -> Any:
-        """Drop what a forward keeps for its backward, which may hold NaN that is masked later."""
+        """Drop the arrays that a forward saves for its backward: they may hold NaN that is masked later."""
         if self._op is None or not self._op.trains or len(self._op.leaves) == 1:
             return results
         return [result for kind, result in zip(self._op.leaves, results[0], strict=True) if kind not in ("residuals", "stash")]
@@ -65,7 +65,7 @@ class _Checked:
         return ops_of_stage(self.stage.functions).get(self.name)
 
     def _begins(self, arguments: tuple[Any, ...], results: Any, wanted: "Wanted") -> str:
-        """Describe where the value first occurs in this call, with the layer if it is known."""
+        """Describe where NaN or infinity first occurs in this call, with the layer if it is known."""
         op = self._op
         if op is not None and op.begins and (origin := self._in_forward(op, arguments, wanted)):
             return origin
@@ -75,30 +75,30 @@ class _Checked:
         layers = [entry for entry, gradient in sums.get("gradients", {}).items() if _nonfinite(gradient, wanted)]
         if layers:
             return f"the last layer with it in its gradients is '{layers[-1]}'"
-        return "it begins in its backward" if "backward" in self.name else "it begins there"
+        return "it first occurs in the backward" if "backward" in self.name else "it first occurs there"
 
     def _in_forward(self, op: Op, arguments: tuple[Any, ...], wanted: "Wanted") -> str:
-        """Run the layers one by one and describe where the value first occurs; return "" if it does not."""
+        """Run the layers one by one and describe where NaN or infinity first occurs; return "" if it does not occur."""
         f, (params, state, x) = self.stage.functions, arguments[:3]
         number, train = 5 if op.finishes else 4, op.trains
         microbatch, key = arguments[number] if number < len(arguments) else (None, None)
         if _nonfinite(x, wanted):
-            return "its input has it already"
+            return "the stage's input already has it"
         for layer_id in f.stage.layers:
             whole = f.stack.ties.whole(layer_id, params)
             if _nonfinite(whole, wanted):
-                return f"the parameters of layer '{layer_id}' have it already"
+                return f"the parameters of layer '{layer_id}' already have it"
             try:
                 x, new_state = f.stack.apply([layer_id], {layer_id: whole}, state, x, key=key, microbatch=microbatch, train=train)
             except Exception:  # a layer may run only where it is compiled
                 return ""
             if _nonfinite((x, new_state), wanted):
-                return f"it begins in the forward of layer '{layer_id}'"
-        return "it begins in the loss" if f.last and not train else ""
+                return f"it first occurs in the forward of layer '{layer_id}'"
+        return "it first occurs in the loss" if f.last and not train else ""
 
 
 Wanted = Mapping[str, Callable[[Any], Any]]
-"""The values to look for: a test for each, by name."""
+"""The values to look for: for each name a function that tests the entries of an array."""
 
 
 def _wanted() -> Wanted:
@@ -108,7 +108,7 @@ def _wanted() -> Wanted:
 
 
 def _nonfinite(tree: Tree, wanted: Wanted) -> str:
-    """Return which of the wanted values is in the floating-point arrays of a tree; "" if none."""
+    """Return the name of a wanted value in the floating-point arrays of a tree; "" if there is none."""
     for leaf in jax.tree.leaves(tree):
         if jnp.issubdtype(leaf.dtype, jnp.inexact):
             for name, test in wanted.items():

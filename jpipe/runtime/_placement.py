@@ -1,4 +1,4 @@
-"""Where each worker computes, and the placement as text."""
+"""The devices where each worker computes, and the placement as text."""
 
 import itertools
 import math
@@ -14,16 +14,16 @@ from jpipe.plan import Plan
 
 
 def place(plan: Plan, devices: Sequence[jax.Device] | None = None) -> tuple[Place, ...]:
-    """Return the place of each worker: its rank's.
+    """Return for each worker where it computes (devices and mesh). All workers of a rank share the place of the rank.
 
     Args:
-        plan: the plan, with `placement` or `keep_together`.
-        devices: one for each rank, in their order, or as many as its mesh has. None: all devices of all processes, by process; if there
-            are fewer devices than ranks need, neighbouring ranks share them.
+        plan: the plan. Its `placement` names the devices; without one, `keep_together` decides the order of the ranks.
+        devices: the devices in the order of the ranks: one for each rank, or as many as the rank's mesh has. None: all devices of all
+            processes, by process; if there are fewer devices than ranks need, neighbouring ranks share devices.
 
     Raises:
-        InputError: the number of devices does not fit (the message lists workers and devices), they are of different kinds, or a mesh has
-            devices of several processes.
+        InputError: the number of devices does not fit (the message lists workers and devices), the devices are of different kinds, or a
+            mesh has devices of several processes.
     """
     sizes = [plan.stages[plan.pipeline_ranks[p][0]].devices_each for p, _ in plan.rank_positions]
     of_ranks = _place_ranks(plan, sizes, devices)
@@ -36,19 +36,19 @@ def place(plan: Plan, devices: Sequence[jax.Device] | None = None) -> tuple[Plac
 
 
 def place_on(devices: jax.Device | Sequence[jax.Device], mesh: FrozenMapping[int]) -> Place:
-    """Return a place for a mesh, to compile for: on the first of these devices, or of all devices of this process like a single one.
+    """Return a place to compile for: a mesh on the first of these devices, or on the first local devices of the kind of one device.
 
     Raises:
-        InputError: too few devices exist.
+        InputError: there are too few devices.
     """
     size = math.prod(mesh.values())
     if not isinstance(devices, jax.Device):
-        usable, like, change = list(devices), "", "give as many as the largest mesh has"
+        usable, like, change = list(devices), "", "pass as many devices as the largest mesh has"
     elif not mesh:
         return Place((devices,))
     else:
         usable, like = _local_devices_like(devices), f" like {devices}"
-        change = f"on CPUs jax.config.update('jax_num_cpu_devices', {size}) makes as many before JAX is used"
+        change = f"on CPUs call jax.config.update('jax_num_cpu_devices', {size}) before JAX is used"
     _check_chips(usable[:1], size)
     if size > len(usable):
         raise InputError(where="costs", expected=f"{size} devices{like} for the mesh {dict(mesh)}", found=len(usable), change=change)
@@ -56,18 +56,18 @@ def place_on(devices: jax.Device | Sequence[jax.Device], mesh: FrozenMapping[int
 
 
 def _check_chips(devices: Sequence[jax.Device], size: int) -> None:
-    """Reject meshes of TPU chips for which libtpu's compiler ends the process: collectives over numbers that are no power of two."""
+    """Reject meshes of TPU chips if their size is not a power of two: libtpu ends the process when it compiles collectives over them."""
     if size & (size - 1) and any(device.platform == "tpu" for device in devices):
         raise InputError(
             where="plan",
             expected="meshes of 2, 4, 8, … TPU chips",
-            found=f"one of {size}",
-            change="libtpu cannot compile collectives over it",
+            found=f"a mesh of {size}",
+            change="use another size, because libtpu cannot compile collectives over this one",
         )
 
 
 def _local_devices_like(device: jax.Device) -> list[jax.Device]:
-    """Return the devices of this process of the same kind; only itself if it is not of this machine."""
+    """Return this process's devices of the same kind; only the device itself if JAX has no such platform here."""
     try:
         local = jax.local_devices(backend=device.platform)
     except RuntimeError:
@@ -76,7 +76,7 @@ def _local_devices_like(device: jax.Device) -> list[jax.Device]:
 
 
 def _place_ranks(plan: Plan, sizes: Sequence[int], devices: Sequence[jax.Device] | None) -> list[tuple[jax.Device, ...]]:
-    """Return the devices of each rank; `sizes` says how many it needs."""
+    """Return the devices of each rank; `sizes` has the number of devices that each rank needs."""
     if devices is not None:
         if len(devices) != sum(sizes):
             each = "stage" if len(sizes) == plan.depth == len(plan.workers) else "rank"
@@ -87,19 +87,19 @@ def _place_ranks(plan: Plan, sizes: Sequence[int], devices: Sequence[jax.Device]
     everywhere = _everywhere()
     if plan.placement is not None:
         firsts = [number for ranks in plan.placement for number in ranks]
-        last = max(first + size - 1 for first, size in zip(firsts, sizes, strict=True))
+        last, first = max((first + size - 1, first) for first, size in zip(firsts, sizes, strict=True))
         if last >= len(everywhere):
-            actual = f"there are {len(everywhere)} devices (0 to {len(everywhere) - 1})"
-            names = f"names device {last}" if max(sizes) == 1 else f"has a mesh that ends at device {last}"
-            change = "name one of them" if max(sizes) == 1 else "begin it at another one"
-            problem = Problem(f"it {names}, but {actual}", "plan", "placement", change=change)
+            actual = f"there are only {len(everywhere)} (0 to {len(everywhere) - 1})"
+            needs = f"it names device {last}" if last == first else f"the mesh that begins at device {first} needs devices up to {last}"
+            change = "choose one of these" if last == first else "choose another first device"
+            problem = Problem(f"{needs}, but {actual}", "plan", "placement", change=change)
             raise InputError(problem, *_both_grids(plan, everywhere))
         return [tuple(everywhere[first : first + size]) for first, size in zip(firsts, sizes, strict=True)]
     return _place_in_order(plan, sizes, everywhere)
 
 
 def _place_in_order(plan: Plan, sizes: Sequence[int], everywhere: Sequence[jax.Device]) -> list[tuple[jax.Device, ...]]:
-    """Return the devices of each rank if the plan names none: in order, with fewer devices than ranks shared by neighbours."""
+    """Return the devices of each rank in order, if the plan names none. With too few devices, neighbouring ranks share them."""
     processes, needed = jax.process_count(), sum(sizes)
     if processes > 1 and needed < len(everywhere):
         meshes = max(sizes) > 1
@@ -122,7 +122,7 @@ def _place_in_order(plan: Plan, sizes: Sequence[int], everywhere: Sequence[jax.D
             where="plan",
             expected=f"{needed} devices for the meshes of its ranks, {shortened([str(size) for size in sizes])}",
             found=str(len(everywhere)),
-            change="ranks share devices only where all meshes have one size; use smaller meshes, or fewer stages",
+            change="use smaller meshes or fewer stages: ranks share devices only if all meshes have the same size",
         )
         raise InputError(problem, *_both_grids(plan, everywhere))
     placed = {rank: n * min(groups, count) // count * size for n, rank in enumerate(plan.placing_order)}
@@ -130,38 +130,38 @@ def _place_in_order(plan: Plan, sizes: Sequence[int], everywhere: Sequence[jax.D
 
 
 def _check_apart(plan: Plan, of_ranks: Sequence[tuple[jax.Device, ...]]) -> None:
-    """Reject meshes over several processes, and ranks that share some of their devices but not all."""
+    """Reject meshes over several processes, and ranks that share only some of their devices."""
     names = device_names([device for devices in of_ranks for device in devices])
     owner: dict[jax.Device, tuple[jax.Device, ...]] = {}
     for rank, devices in enumerate(of_ranks):
         processes = sorted({device.process_index for device in devices})
         if len(set(devices)) < len(devices):
             shown = ", ".join(names[device] for device in devices)
-            raise InputError(f"devices: expected {len(devices)} different ones for the mesh of rank {rank}, found {shown}; give each once")
+            raise InputError(f"devices: expected {len(devices)} different devices for the mesh of rank {rank}, found {shown}")
         if len(processes) > 1:
             shown = ", ".join(f"{names[device]} of process {device.process_index}" for device in devices)
             raise InputError(
                 where="plan",
                 expected=f"{len(devices)} different devices of one process for the mesh of rank {rank}",
                 found=shown,
-                change="a stage's collectives would cross the network once a layer: use a mesh that divides the devices of a "
-                "process, or another placement",
+                change="use a mesh that divides the devices of a process, or another placement: otherwise a stage's collectives "
+                "would cross the network in each layer",
             )
         for device in devices:
             if owner.setdefault(device, devices) != devices:
                 raise InputError(
                     where="plan",
-                    expected="ranks that have the same devices or none in common",
+                    expected="ranks that have all their devices in common, or none",
                     found=f"{names[device]} in two meshes",
                     change="name the first device of each mesh in placement so that they do not overlap",
                 )
 
 
 def checked_devices(devices: Any) -> tuple[jax.Device, ...]:
-    """Return the devices that a caller passed, checked.
+    """Check that a caller has passed a list of devices, and return it.
 
     Raises:
-        InputError: they are not a list of devices.
+        InputError: it is not a list of devices.
     """
     if not isinstance(devices, Iterable) or isinstance(devices, str):
         raise InputError(where="devices", expected="a list of devices", found=type(devices).__name__, change="give some of jax.devices()")
@@ -173,13 +173,13 @@ def checked_devices(devices: Any) -> tuple[jax.Device, ...]:
 
 
 def placement_grid(plan: Plan, places: Sequence[Place]) -> str:
-    """Return the placement as text: rows are stages, columns replicas, with the numbers of worker (`w`) and process (`p`).
+    """Return the placement as text: rows are stages, columns are replicas, with the numbers of worker (`w`) and process (`p`).
 
-    Devices have the numbers that `placement` uses, counted over all processes.
+    Devices are numbered as in `Plan.placement`, over all processes.
 
     Args:
         plan: the plan.
-        places: where each worker computes, from `place` (`Pipeline.places`).
+        places: for each worker where it computes (`Pipeline.places`).
     """
     several = len({place.process_index for place in places}) > 1
     prefixes = [f"p{place.process_index} " if several else "" for place in places]
@@ -192,18 +192,18 @@ def placement_grid(plan: Plan, places: Sequence[Place]) -> str:
 
 
 def _everywhere() -> list[jax.Device]:
-    """Return all devices of all processes, in the order in which `placement` counts them."""
+    """Return all devices of all processes, in the order in which `Plan.placement` numbers them."""
     return sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
 
 
 def device_names(devices: Sequence[jax.Device]) -> dict[jax.Device, str]:
-    """Return platform and number of each device. JAX's own numbers have gaps on CPUs: 2048 is the first of the second process."""
+    """Return platform and number of each device. JAX's own numbers have gaps on CPUs: the second process's first device is 2048."""
     numbers = {device: number for number, device in enumerate(_everywhere())}
     return {device: f"{device.platform}:{numbers.get(device, device.id)}" for device in devices}
 
 
 def place_names(places: Sequence[Place]) -> list[str]:
-    """Return the name of each place: `cpu:3`, or `cpu:0-3 (data 2, model 2)`."""
+    """Return the name of each place, such as `cpu:3` or `cpu:0-3 (data 2, model 2)`."""
     names = device_names([device for place in places for device in place.devices])
     names_of_places = []
     for place in places:
@@ -227,7 +227,7 @@ def _one_kind(plan: Plan, places: tuple[Place, ...]) -> tuple[Place, ...]:
             where="plan",
             expected="a worker in every process",
             found=f"none in process {min(idle)}",
-            change="place one there, or start fewer processes",
+            change="place a worker there, or start fewer processes",
         )
         raise InputError(problem, *placement_grid(plan, places).splitlines())
     return places

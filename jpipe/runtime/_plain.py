@@ -1,4 +1,4 @@
-"""Converts any pytree to nested dicts with text as keys, which any program can read, and back."""
+"""Conversion of any pytree to nested dicts with string keys, which any program can read, and back."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,14 +12,14 @@ from jpipe.model._layer import describe
 
 Tree = Any
 Plain = dict[str, Any]
-"""Nested dicts, with text as keys and arrays as leaves."""
+"""Nested dicts with string keys and arrays as leaves."""
 Names = tuple[str, ...]
 Flat = Sequence[tuple[Any, Any]]
-"""(path, leaf) of the leaves of a pytree."""
+"""The (path, leaf) of each leaf of a pytree."""
 
 
 def to_plain(tree: Tree) -> Plain:
-    """Return a pytree as nested dicts, by the keys, names and numbers on the path to each leaf. Random keys become their bits."""
+    """Return a pytree as nested dicts. The keys are the keys, names and numbers on the path to each leaf. Random keys become their bits."""
     plain: Plain = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         *outer, last = _names(path)
@@ -31,48 +31,48 @@ def to_plain(tree: Tree) -> Plain:
 
 
 def from_plain(specs: Tree, plain: Any, where: str, hint: str = "is it of another model?") -> Tree:
-    """Return the pytree from which `to_plain` made `plain`.
+    """Convert the result of `to_plain` back to a pytree.
 
     Args:
-        specs: shapes and dtypes of its leaves.
-        plain: the result of `to_plain`, with any arrays.
-        where: what this is, for error messages.
+        specs: the pytree with the shapes and dtypes of its leaves.
+        plain: the result of `to_plain`, with arrays of any kind.
+        where: the name of the data, for error messages.
         hint: the likely reason for a missing or additional leaf.
 
     Raises:
-        InputError: a leaf is missing, there is an additional one, one has another shape or dtype, or `plain` is not a dict.
+        InputError: a leaf is missing or additional, or has another shape or dtype; or `plain` is not a dict.
     """
     flat, treedef = jax.tree_util.tree_flatten_with_path(specs)
     return jax.tree.unflatten(treedef, _leaves(flat, *_by_names(flat, checked_dict(plain, where)), where, hint))
 
 
 def _leaves(flat: Flat, values: Mapping[Names, Any], unmatched: Mapping[Names, Any], where: str, hint: str) -> list[Any]:
-    """Return the leaves in the order of their specs, checked; `unmatched` are those without a spec."""
+    """Check the leaves and return them in the order of their specs; `unmatched` has the leaves without a spec."""
     leaves = []
     for path, spec in flat:
         name, leaf = "/".join(_names(path)), values.get(_names(path))
         if leaf is None:
-            raise InputError(f"{where}: '{name}', {describe(spec)} in the model, is not in it; {hint}")
+            raise InputError(f"{where}: the model's array '{name}', {describe(spec)}, is missing; {hint}")
         is_key = jnp.issubdtype(spec.dtype, jax.dtypes.prng_key)
         wanted = jax.eval_shape(jax.random.key_data, spec) if is_key else spec
         if (leaf.shape, leaf.dtype) != (wanted.shape, wanted.dtype):
             other = "; is it of another precision?" if leaf.shape == wanted.shape else ""
             raise InputError(where=where, expected=f"'{name}' as in the model, {describe(wanted)}", found=f"{describe(leaf)}{other}")
-        leaves.append(jax.random.wrap_key_data(jnp.asarray(leaf)) if is_key else leaf)  # of JAX's default kind, like all keys of a run
+        leaves.append(jax.random.wrap_key_data(jnp.asarray(leaf)) if is_key else leaf)  # JAX's default kind, like all keys of a run
     if unmatched:
         raise InputError(f"{where}: '{'/'.join(next(iter(unmatched)))}' is not in the model; {hint}")
     return leaves
 
 
 def checked_dict(plain: Any, where: str) -> Plain:
-    """Return `plain`, if it is a dict.
+    """Check that `plain` is a dict, and return it.
 
     Args:
         plain: a value from any source.
-        where: what this is, for the error message.
+        where: the name of the data, for the error message.
 
     Raises:
-        InputError: it is not a dict.
+        InputError: `plain` is not a dict.
     """
     if not isinstance(plain, dict):
         raise InputError(where=where, expected="a dict", found=describe(plain), change="was it written by jpipe?")
@@ -80,15 +80,15 @@ def checked_dict(plain: Any, where: str) -> Plain:
 
 
 def filled(specs: Tree, arrays: Tree, where: str) -> Tree:
-    """Replace specs by arrays.
+    """Replace specs with arrays, where there are arrays.
 
     Args:
-        specs: shapes and dtypes of the leaves, none of them a random key.
+        specs: a pytree of specs, none of a random key.
         arrays: a pytree of the same structure, or plain dicts; leaves may be missing.
-        where: what this is, for error messages.
+        where: the name of the data, for error messages.
 
     Raises:
-        InputError: `specs` does not have one of the leaves, it has another shape or dtype, or it is not an array.
+        InputError: a leaf of `arrays` is not in `specs`, has another shape or dtype, or is not an array.
     """
     for path, leaf in jax.tree_util.tree_flatten_with_path(arrays)[0]:
         if not isinstance(leaf, (np.ndarray, np.generic, jax.Array)):
@@ -100,13 +100,13 @@ def filled(specs: Tree, arrays: Tree, where: str) -> Tree:
 
 
 def overlaid(plain: Plain, above: Plain) -> Plain:
-    """Return nested dicts with the leaves of both; where both have one, `above` counts."""
+    """Merge two nested dicts; if both have a leaf, the result has the leaf of `above`."""
     both = {name: overlaid(plain[name], above[name]) for name in plain.keys() & above.keys() if isinstance(above[name], dict)}
     return {**plain, **above, **both}
 
 
 def _by_names(flat: Flat, plain: Plain) -> tuple[dict[Names, Any], dict[Names, Any]]:
-    """Return the leaves of nested dicts by the names on their paths: those that specs are for, and the remaining ones.
+    """Return two dicts of leaves by the names on their paths: the leaves that have a spec, and the remaining leaves.
 
     A key may also be several names joined by "/". A parameter "a/b" and a parameter "b" inside of "a" are different.
     """
@@ -126,7 +126,7 @@ def _names(path: tuple[Any, ...]) -> Names:
 
 
 def _paths(plain: Mapping[str, Any], before: Names = ()) -> dict[Names, Any]:
-    """Return the leaves by the names on their paths."""
+    """Return the leaves of nested dicts by the names on their paths."""
     leaves: dict[Names, Any] = {}
     for name, inner in plain.items():
         leaves |= _paths(inner, (*before, name)) if isinstance(inner, Mapping) else {(*before, name): inner}

@@ -1,4 +1,4 @@
-"""Snapshots of a running pipeline: what each worker holds after its update, as arrays by layer id; and workers restored from them."""
+"""Snapshots of a running pipeline, which copy each worker's arrays after its update, and workers restored from snapshots."""
 
 import zlib
 from collections.abc import Iterable, Mapping
@@ -35,12 +35,12 @@ class CopiesDiffer(RuntimeError):
 
 
 class Copy(NamedTuple):
-    """A checksum of a worker's copy of a parameter that several stages hold: of the newest version and of the optimizer state.
+    """The checksum of one worker's copy of a parameter that several stages hold.
 
     Attributes:
-        parameter: its number in `Snapshot.copied`.
-        worker: that holds the copy.
-        checksum: CRC-32 of all bytes.
+        parameter: the number of the parameter in `Snapshot.copied`.
+        worker: the worker that holds the copy.
+        checksum: the CRC-32 of the newest version and the optimizer state.
     """
 
     parameter: int
@@ -49,24 +49,23 @@ class Copy(NamedTuple):
 
 
 class Snapshot:
-    """Copies what a checkpoint before one batch needs while the run continues. It does not drain or pause the run, or change its numbers.
+    """Copies the arrays for a checkpoint before one batch while the run continues, without draining, pausing or changing the run.
 
-    Pass it to `Pipeline.step` (and `drain`) as `observe`, from the step before that batch on, until it is `complete`. Each worker is
-    copied right after its last update before the batch. Microbatches in flight are not copied: after `Pipeline.restore` they are
-    computed again, from the weight versions that they read. Layer state is that before the first forward of the batch, for each
-    replica. The copies need memory as long as this object exists, in the memory of the host for what `Plan.offload` lets wait there.
-
-    Make one with `Pipeline.snapshot`.
+    Make a snapshot with `Pipeline.snapshot`. Pass it to `Pipeline.step` (and `drain`) as `observe`, from the step before the batch on,
+    until it is `complete`. Each worker is copied right after its last update before the batch. Microbatches in flight are not copied: after
+    `Pipeline.restore` they are computed again, from the weight versions that they read. The layer state of each replica is copied before
+    the first forward of the batch. The copies take memory as long as this object exists. Arrays that `Plan.offload` keeps in host memory
+    are copied there.
 
     Args:
         plan: the plan of the run.
         batch: the first batch of a restored run.
-        workers: the stage of each worker of this process.
+        workers: the stages of this process's workers, by worker.
 
     Attributes:
         plan: the plan of the run.
         batch: the first batch of a restored run.
-        copied: the parameters that several stages hold copies of, by name, in an order that all processes have.
+        copied: the names of the parameters that several stages hold; the order is the same in all processes.
     """
 
     def __init__(self, plan: Plan, batch: int, workers: Mapping[int, CompiledStage]) -> None:
@@ -82,7 +81,7 @@ class Snapshot:
         """Observe one instruction."""
         i = event.instruction
         self._parts[i.worker].see(event)
-        if isinstance(i, self._sums):  # with the last replica of this process all of them have the sum
+        if isinstance(i, self._sums):  # after the last replica of this process, all its replicas have the sum
             for w in self.plan.stage_workers[self.plan.workers[i.worker][0]]:
                 if w in self._parts:
                     self._parts[w].see_sum(event)
@@ -93,34 +92,41 @@ class Snapshot:
         return all(part.complete for part in self._parts.values())
 
     def layers(self) -> dict[str, Plain]:
-        """Return the arrays of this process's layers by layer id, as `Pipeline.restore` takes them.
+        """Return the arrays of this process's layers by layer id, in the form that `Pipeline.restore` takes.
 
-        Each layer has `params`, with the newest version as "0", the one before as "1", and so on, frozen parameters in "0" only;
-        `optimizer`, of the trained parameters; `state`; and with a dynamic
-        loss scale `loss_scale`, by version as `params`. Replicas differ only in layer state: the layer has the first replica's,
-        entries such as "block_0 replica 1" have the layer state of the other replicas. With `Plan.shard_optimizer` the optimizer state of a
-        layer is in the entry of the replica that updates it. With `Plan.agree` the one version in `params` is from the last agreement that
-        began before the batch, `outer_momentum` belongs to the outer optimizer, and each replica's entry has in `own` the trained
-        parameters of its pipeline, by version as `params` otherwise, in `optimizer` its optimizer state, and in `under_way` the update of
-        an agreement that is still to be applied. With `Links.sums` the entry of each replica has in `sum_error` what rounding has lost of
-        its gradients. Parts without arrays are left out.
+        Each layer has these parts, unless they have no arrays:
+
+        - `params`: the parameters by age: "0" is the newest version, "1" the version before it, and so on. Frozen parameters are only in
+          "0".
+        - `optimizer`: the optimizer state of the trained parameters.
+        - `state`: the layer state.
+        - `loss_scale`, if it is dynamic: the loss scales by age.
+
+        Replicas differ only in layer state. The layer's entry has the layer state of the first replica; entries such as "block_0 replica 1"
+        have the layer state of the other replicas. Some options of a plan change this:
+
+        - `shard_optimizer`: the optimizer state of a layer is in the entry of the replica that updates the layer.
+        - `agree`: `params` has one version, from the last agreement that began before the batch. Each replica's entry has the trained
+          parameters of its pipeline by age (`own`), the pipeline's optimizer state (`optimizer`), and the update of an agreement that is
+          not applied yet (`under_way`). `outer_momentum` belongs to the outer optimizer.
+        - `Links.sums`: the entry of each replica has the rounding errors of its compressed gradients (`sum_error`).
         """
         assert self.complete
         return {name: plain for part in self._parts.values() for name, plain in part.layers().items()}
 
     def copies(self) -> list[Copy]:
-        """Return the checksums of this process's copies of parameters that several stages hold, brought to the host for that."""
+        """Copy this process's copies of parameters that several stages hold to the host, and return their checksums."""
         assert self.complete
         copies = [(n, w, part) for n, name in enumerate(self.copied) for w, part in self._parts.items() if part.holds(name)]
         return [Copy(n, w, part.checksum(self.copied[n])) for n, w, part in copies]
 
 
 _OTHER_OPTIMIZER = (
-    "is it of another optimizer or precision? (With ema_decay or accumulate_batches it is another one.) "
-    "fresh_optimizer=True (in a config resume.optimizer: reset) begins with new state"
+    "is it of another optimizer or precision? (With ema_decay or accumulate_batches the optimizer is another one, too.) "
+    "To begin with new state, set fresh_optimizer=True (in a config resume.optimizer: reset)"
 )
 
-# One call for a whole tree: leaf by leaf it would delay the thread that dispatches the steps.
+# One call copies a whole tree: a call for each leaf would delay the thread that dispatches the steps.
 _copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 
 
@@ -134,11 +140,11 @@ class WorkerSnapshot:
 
     Attributes:
         plan: the plan of the run.
-        stage, replica: of the worker.
-        compiled: its stage.
+        stage, replica: the numbers of the worker's stage and replica.
+        compiled: the compiled stage of the worker.
         newest: the version that the batch begins with.
-        versions: those that are copied, by number.
-        kept: what capabilities keep in the state, by their names.
+        versions: the weight versions that are copied, by number.
+        kept: copies of the arrays that capabilities keep in the state, by the name of the capability.
     """
 
     def __init__(self, plan: Plan, worker: int, batch: int, stage: CompiledStage) -> None:
@@ -150,18 +156,18 @@ class WorkerSnapshot:
         self.newest = batch * plan.updates_per_batch(s)
         self._oldest = SCHEDULES[plan.schedule].version(plan, s, self._first + self.replica)
         self._all, self.trained = f.specs.params.keys(), f.trained
-        self._ids, self._entries = f.stage.layers, f.counted  # of a parameter that several stages hold only the first is copied
+        self._ids, self._entries = f.stage.layers, f.counted  # a parameter that several stages hold is copied only at the first one
         self.versions: dict[int, Tree] = {}
         self._scales: dict[int, LossScale] = {}
         self._optimizer: Tree = None
         self.kept: dict[str, Tree] = {}
         self._state: Tree = None  # layer state after the last forward before the batch
-        self._open: int | None = None  # the version that an update has made, and a capability has still to complete
+        self._open: int | None = None  # a version that an update has made, but that a capability has yet to complete
         self._copies, of_capabilities = hooks("copy_for_snapshot", runtimes_of(plan)), made("snapshot", runtimes_of(plan), self)
         self._see, self._completes = hooks("see", of_capabilities), hooks("completes", of_capabilities)
         self._is_complete, self._saved = hooks("is_complete", of_capabilities), hooks("saved", of_capabilities)
         self._added = hooks("added", of_capabilities)
-        self._last = self._completed_by(self.newest - 1)  # what completes the newest weights
+        self._last = self._completed_by(self.newest - 1)  # the instruction that completes the newest weights
         kept = runtimes_for(f.capabilities).items()
         self._kept_after = {name: hooks.changed_by or self._last for name, hooks in kept if hooks.specs is not None}
         self._has_begun = False  # whether the first forward of the batch has run
@@ -175,7 +181,7 @@ class WorkerSnapshot:
         return next((kind for hook in self._completes if (kind := hook(update)) is not None), Update)
 
     def see_sum(self, event: Event) -> None:
-        """Observe an instruction of the worker or of another replica, after which a capability may have a sum over the replicas."""
+        """Observe an instruction of the worker or of another replica; after it a capability may have a sum over the replicas."""
         for hook in self._see:
             hook(event)
 
@@ -186,7 +192,7 @@ class WorkerSnapshot:
         is_last = getattr(i, "batch", None) == self.newest - 1
         if isinstance(i, Compute) and OPS[i.op].begins:
             self._has_begun |= i.microbatch >= self._first
-            if self._first - self._replicas <= i.microbatch < self._first:  # the worker's last one before the batch
+            if self._first - self._replicas <= i.microbatch < self._first:  # the worker's last microbatch before the batch
                 self._state = _copied(state.layer_state)
         if type(i) is Update:
             self._open = None if self._completed_by(i.batch) is Update else i.batch + 1
@@ -196,13 +202,13 @@ class WorkerSnapshot:
             self.kept |= _copied(kept)
         if type(i) is self._last and is_last:
             self._optimizer = self._copied("optimizer", state.optimizer)
-            if not self._has_begun:  # the layer state perhaps has the mean over the replicas
+            if not self._has_begun:  # the update may have averaged the layer state over the replicas
                 self._state = _copied(state.layer_state)
         self.see_sum(event)
         if self._has_begun or self._optimizer is not None:  # the oldest version that the batch reads may be retired before the last update
             for version in set(state.weights.versions) - self.versions.keys() - {self._open}:
                 params = state.weights.read(version)
-                is_whole = params.keys() == self._all  # what other replicas update may still be to come
+                is_whole = params.keys() == self._all  # entries that other replicas update may still be missing
                 if self._oldest <= version <= self.newest and is_whole:
                     # Nothing writes into frozen parameters.
                     self.versions[version] = self.trained.joined(self._copied("versions", dict(self.trained.part(params))), params)
@@ -210,7 +216,7 @@ class WorkerSnapshot:
                         self._scales[version] = state.loss_scales[version]
 
     def _copied(self, what: Literal["optimizer", "versions"], tree: Tree) -> Tree:
-        """Return copies on the device, or where a capability puts them if not all of it may fit on the device."""
+        """Copy arrays on the device, or to another memory if a capability says so because they may not fit on the device."""
         for copy in self._copies:
             if (copies := copy(self.plan, self.stage, what, tree)) is not None:
                 return copies
@@ -228,7 +234,7 @@ class WorkerSnapshot:
 
     def layers(self) -> dict[str, Plain]:
         layers: dict[str, Plain] = {layer_id: {} for layer_id in (*self._entries, *self._ids)}
-        has_all = self.replica == 0 or self.plan.has_parallel_pipelines  # all optimizer state, not only that which no other replica updates
+        has_all = self.replica == 0 or self.plan.has_parallel_pipelines  # all optimizer state, not only what this replica alone updates
         updated = self._optimizer if has_all else () if self._share is None else self._share.exclusive
         for layer_id, plain in layers.items():
             if self._saved:
@@ -258,21 +264,21 @@ def layer_of(name: str, ids: Iterable[str]) -> str | None:
 
 
 def shared_place(name: str, layers: Mapping[str, Plain]) -> tuple[str, str] | None:
-    """Return the layer id and path at which a shared parameter comes first, or None if the name is not a shared parameter's."""
+    """Return (layer id, path) of the first place of a shared parameter, or None if no shared parameter has this name."""
     layer_id, _, path = name.partition(" shared ")
     return (layer_id, path) if path and layer_id in layers and "state" not in layers[name] and "params" in layers[name] else None
 
 
 def with_optimizers(layers: Mapping[str, Plain]) -> dict[str, Plain]:
-    """Return the layers, each with its optimizer state, whichever replica has kept it (`Plan.shard_optimizer`).
+    """Return the layers with the optimizer state in the entry of each layer; with `Plan.shard_optimizer` other entries may have it.
 
     Args:
-        layers: as from `Snapshot.layers`, with any arrays.
+        layers: the layers from `Snapshot.layers`, with arrays of any kind.
     """
     merged = dict(layers)
     for name, plain in layers.items():
         layer_id, between, replica = name.rpartition(" replica ")
-        # A layer of the model may be called like the entry of a replica, but then it has parameters, or no optimizer state.
+        # A layer of the model may have a name like the entry of a replica, but then it has parameters, or no optimizer state.
         if between and replica.isdecimal() and layer_id in layers and "optimizer" in plain and not {"params", "own"} & plain.keys():
             merged[layer_id] = {**merged[layer_id], "optimizer": plain["optimizer"]}
     return merged
@@ -283,15 +289,15 @@ def fitting(
 ) -> tuple[dict[int, Tree], Tree, Tree, dict[str, Tree]]:
     """Return a worker's weights by version, optimizer state, layer state and `capabilities`, from a snapshot.
 
-    The newest version replaces a version that is missing in the snapshot. Layer state comes from the same replica if the pipeline does not
-    flush and the number of replicas is the same, otherwise it is the mean over the saved replicas; without `sync_state` it is one
-    replica's.
+    The newest version replaces versions that the snapshot does not have. If the pipeline does not flush and the number of replicas is the
+    same, layer state comes from the same replica; otherwise it is the mean over the saved replicas. Without `sync_state` it always comes
+    from one replica.
 
     Args:
-        plan: the plan of the restored run, which may differ from the snapshot's.
+        plan: the plan of the restored run, which may differ from the plan of the snapshot.
         worker: the worker.
-        f: the functions of its stage.
-        layers: the layers of its stage, from `for_stage`.
+        f: the functions of the worker's stage.
+        layers: the layers of the stage, from `for_stage`.
         batch: the first batch of the restored run.
         fresh: leave out the optimizer state.
 
@@ -304,7 +310,7 @@ def fitting(
     entries = f.stack.ties.entries(f.stage.layers)
     for layer_id in (*entries, *f.stage.layers):
         if layer_id not in layers:
-            raise InputError(f"checkpoint: layer '{layer_id}' of the model is not in it; is it of another model?")
+            raise InputError(f"checkpoint: layer '{layer_id}' of the model is missing; is it of another model?")
     of_capabilities = hooks("own_entries", runtimes_of(plan))
     own: dict[str, Plain] = of_capabilities[0](plan, s, replica, layers, entries) if of_capabilities else {}
 
@@ -312,7 +318,7 @@ def fitting(
         where = f"checkpoint: layer '{layer_id}', parameters"
         ages = checked_dict(layers[layer_id].get("params", {}), where)
         latest = checked_dict(ages.get("0", {}), where)
-        if layer_id in own:  # its trained parameters only
+        if layer_id in own:  # the entry has only trained parameters
             ages = checked_dict(own[layer_id].get("own", {}), where)
             latest = overlaid(latest, checked_dict(ages.get("0", {}), where))
         return from_plain(f.specs.params[layer_id], overlaid(latest, checked_dict(ages.get(str(age), {}), where)), where)
@@ -343,11 +349,11 @@ def fitting(
 
 
 def for_stage(f: StageFunctions, layers: Mapping[str, Plain], fresh: bool) -> Mapping[str, Plain]:
-    """Return the layers, each of the stage with its optimizer state, and without prediction unless the stage continues with it.
+    """Prepare the layers of a snapshot for a stage: with the optimizer state in each layer, and without prediction if the stage uses none.
 
     Args:
         f: the functions of the stage.
-        layers: as from `Snapshot.layers`, with any arrays.
+        layers: the layers from `Snapshot.layers`, with arrays of any kind.
         fresh: whether the optimizer state is left out.
     """
     layers = with_optimizers(layers)
@@ -365,14 +371,14 @@ def restored_worker(
     Args:
         plan: the plan of the restored run.
         worker: the worker.
-        stage: its stage.
-        layers: as in `for_stage`, those that `fitting` needs.
+        stage: the stage of the worker.
+        layers: the layers that `fitting` needs, as in `for_stage`.
         batch: the first batch of the restored run.
         key: the random key of the run.
         fresh: begin with new optimizer state.
 
     Raises:
-        InputError: as `fitting`.
+        InputError: an error of `fitting`.
     """
     f, place, a = stage.functions, stage.place, stage.arrays
     layers = for_stage(f, layers, fresh)
@@ -395,7 +401,7 @@ def restored_worker(
     parts = {v: params if v == last else f.trained.part(params) for v, params in versions.items()}
     param_specs = {v: a.params if v == last else a.trained for v in versions}
     specs: Tree = param_specs, a.optimizer, a.state, a.accumulators, a.whole(key), dict.fromkeys(scales, a.scale), a.capabilities
-    # Copied, because a CPU device shares the memory of NumPy arrays, into which an update cannot write.
+    # The arrays are copied, because a CPU device shares the memory of NumPy arrays, and an update cannot write there.
     placed = jax.device_put((parts, optimizer, state, accumulators, key, scales, kept), shardings_of(specs))
     copied, optimizer, state, accumulators, key, scales, kept = jax.tree.map(jnp.copy, placed)
     weights = WeightVersions({v: f.trained.joined(params, copied[last]) for v, params in copied.items()})
@@ -406,10 +412,10 @@ def restored_worker(
 
 
 def _restored_scales(f: StageFunctions, layers: Mapping[str, Plain], versions: Iterable[int]) -> dict[int, LossScale]:
-    """Return the dynamic loss scale of each version, if the run has one; the initial scale if the snapshot has none.
+    """Return the dynamic loss scale of each version, or nothing if the run has none. If the snapshot has none, it is the initial scale.
 
     Raises:
-        InputError: what the snapshot has is no loss scale.
+        InputError: the arrays in the snapshot are not a loss scale.
     """
     if f.precision.dynamic_scale is None:
         return {}
@@ -423,10 +429,10 @@ def _restored_scales(f: StageFunctions, layers: Mapping[str, Plain], versions: I
 def average_replicas(layers: Mapping[str, Plain]) -> dict[str, Plain]:
     """Return the layers of a snapshot with the mean of the replicas' layer states, and without the entries of single replicas.
 
-    Only floating-point numbers are averaged; other arrays, such as counts, are taken from the first replica.
+    Only floating-point arrays are averaged; other arrays, such as counts, are taken from the first replica.
 
     Args:
-        layers: the layers from `Snapshot.layers`, with any arrays.
+        layers: the layers from `Snapshot.layers`, with arrays of any kind.
 
     Raises:
         InputError: the replicas of a layer hold different arrays.
@@ -437,7 +443,7 @@ def average_replicas(layers: Mapping[str, Plain]) -> dict[str, Plain]:
 
 
 def _mean_state(layers: Mapping[str, Plain], layer_id: str) -> Plain:
-    """Return the mean of a layer's state over the replicas, added in their order. Arrays that are equal in all stay unchanged."""
+    """Return the mean of a layer's state over the replicas, summed in order. Arrays that are equal in all replicas stay unchanged."""
     where = f"checkpoint: layer '{layer_id}', state"
     names = [entry_name(layer_id, replica) for replica in range(replicas_in(layers, layer_id))]
     first, *remaining = (checked_dict(layers[name].get("state", {}), where) for name in names)
@@ -451,11 +457,11 @@ def _mean(*parts: Any) -> Any:
     first, *remaining = map(np.asarray, parts)
     if not jnp.issubdtype(first.dtype, jnp.inexact) or all(first.tobytes() == other.tobytes() for other in remaining):
         return parts[0]
-    return np.asarray(sum(remaining, first) * first.dtype.type(1 / len(parts)))  # the same bits as of a drain
+    return np.asarray(sum(remaining, first) * first.dtype.type(1 / len(parts)))  # the same bits as in a drain
 
 
 def replicas_in(layers: Mapping[str, Plain], layer_id: str) -> int:
-    """Return how many replicas have an entry with layer state."""
+    """Return the number of replicas that have an entry for the layer."""
     return next(replica for replica in count(1) if entry_name(layer_id, replica) not in layers)
 
 

@@ -1,4 +1,4 @@
-"""Traces of a pipeline: when each computation runs and what each rank holds, measured during training."""
+"""Traces of a pipeline, measured during training: the times of computations, and the bytes that each rank holds."""
 
 import itertools
 import statistics
@@ -33,9 +33,9 @@ class Trace:
     Attributes:
         timeline: the spans of each rank, in seconds from the start of the trace.
         memory: the bytes that each rank holds after each of its computations.
-        transfers: the messages between ranks, the sums over replicas and the moves to host memory and back, from post to arrival. In one
-            of several processes its own workers', and what it does not know of their times is NaN: `join_transfers` puts together
-            what all know.
+        transfers: the messages between ranks, the sums over replicas and the moves to host memory and back, from post to arrival. In a run
+            of several processes each process has the transfers of its own workers, and unknown times are NaN; `join_transfers` joins the
+            transfers of all processes.
     """
 
     timeline: Timeline
@@ -46,11 +46,11 @@ class Trace:
         return f"Trace({sum(map(len, self.timeline))} computations of {len(self.timeline)} ranks, {len(self.transfers)} transfers)"
 
     def grid(self, tick: float | None = None, transfers: bool = False) -> str:
-        """Return the timeline as text, as `Prediction.grid` does.
+        """Return the timeline as text, in the form of `Prediction.grid`.
 
         Args:
-            tick: a tick in seconds, by default the shortest computation.
-            transfers: whether rows for transfers and sums follow the ranks' rows.
+            tick: the length of a tick in seconds; by default the shortest computation.
+            transfers: whether rows for transfers and sums follow the rows of the ranks.
         """
         return draw_grid(self.timeline, tick, transfers=self.transfers if transfers else ())
 
@@ -58,10 +58,10 @@ class Trace:
 class Tracer:
     """Measures some steps: pass it to `Pipeline.step` (and `drain`) as `observe`, then call `finish`.
 
-    A thread for each rank waits for its computations, one after the other, and records when each ends. A computation is taken to begin
-    when it is dispatched, its input has arrived, and the computation before it on its device has ended. The run does not wait for the
-    measurement, but it costs tens to hundreds of microseconds per computation: measure a few steps, not the whole run. A `with`
-    statement closes an unfinished tracer.
+    For each rank a thread waits for the rank's computations, one after the other, and records when each ends. A computation counts as begun
+    when it has been dispatched, its input has arrived, and the previous computation on its device has ended. The run does not wait for the
+    measurement, but the measurement costs tens to hundreds of microseconds per computation: measure a few steps, not the whole run. A
+    `with` statement closes an unfinished tracer.
 
     Args:
         plan: the plan of the run.
@@ -74,7 +74,7 @@ class Tracer:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._seen: set[type] = set()  # types of instructions
+        self._seen: set[type] = set()  # the types of the observed instructions
         self._began = time.perf_counter()
         self._open = True
         _switch_often(True)
@@ -97,7 +97,7 @@ class Tracer:
         """Wait until all dispatched computations have ended, and return the measurement.
 
         Raises:
-            RuntimeError: a computation failed, for example out of memory; the error of the device.
+            RuntimeError: a computation failed, for example out of memory. This is the error of the device.
         """
         self.close()
         for watcher in self._watchers:
@@ -115,7 +115,7 @@ class Tracer:
         )
 
     def close(self) -> None:
-        """Stop measuring when all dispatched computations have ended."""
+        """Wait until all dispatched computations have ended, and stop measuring."""
         if self._open:
             self._open = False
             for watcher in self._watchers:
@@ -135,7 +135,7 @@ _usual_interval = sys.getswitchinterval()
 
 
 def _switch_often(begin: bool) -> None:
-    """Let threads switch more often while any tracer is open, so that they record the end of a computation without delay."""
+    """Make Python's threads switch more often while a tracer is open, so that they record the end of a computation without delay."""
     global _tracers, _usual_interval
     if begin and _tracers == 0:
         _usual_interval = sys.getswitchinterval()
@@ -158,7 +158,7 @@ class _Computation:
 
 
 class _Watcher:
-    """Notes the computations of one rank, and what the rank holds.
+    """Records the computations of one rank, and the bytes that the rank holds.
 
     Attributes:
         ends: the thread that waits for the computations.
@@ -169,8 +169,8 @@ class _Watcher:
         self.computations: list[_Computation] = []
         self.is_shared = workers > 1
         self._began = began
-        self._sizes: dict[int, dict[str, int]] = {}  # by worker, of parts of constant size: optimizer, accumulators, layer state
-        self._weights: dict[int, tuple[tuple[tuple[int, int, bool], ...], dict[int, int]]] = {}  # by worker, of the last versions
+        self._sizes: dict[int, dict[str, int]] = {}  # by worker, the sizes of parts of constant size: optimizer, accumulators, layer state
+        self._weights: dict[int, tuple[tuple[tuple[int, int, bool], ...], dict[int, int]]] = {}  # by worker: last versions, bytes
         self._parts: dict[int, _Parts] = {}
         self._first_parts: dict[int, _Parts] = {}
         self._buffers: dict[int, _Buffers] = {}  # by worker
@@ -178,7 +178,7 @@ class _Watcher:
         self.ends = Arrivals(self._note_end)
 
     def watch(self, instruction: _Instruction, done: jax.Array, worker: int, state: WorkerState) -> None:
-        """Note a computation of a worker, and what the rank holds when it is over."""
+        """Record a computation of a worker, and the bytes that the rank holds when it has ended."""
         self.look(worker, state)
         sample = _Sample(dict(self._parts), *_sum_buffers(self._buffers.values()))
         self.ends.put((instruction, done, time.perf_counter() - self._began, sample), done)
@@ -186,14 +186,14 @@ class _Watcher:
     def _note_end(self, computation: "tuple[_Instruction, jax.Array, float, _Sample]") -> None:
         instruction, done, dispatched, sample = computation
         end = time.perf_counter() - self._began
-        device = min(done.devices(), key=lambda device: device.id)  # of a mesh the first one
+        device = min(done.devices(), key=lambda device: device.id)  # the first device of a mesh
         self.computations.append(_Computation(instruction, device, dispatched, end))
         self._samples.append(sample)
 
     def look(self, worker: int, state: WorkerState) -> None:
-        """Note what a worker holds."""
+        """Record the bytes that a worker holds."""
         sizes = self._sizes.setdefault(worker, {})
-        count = 0 if state.accumulators is None else len(state.accumulators.get("gradients", ()))  # fewer while parts of them are set aside
+        count = 0 if state.accumulators is None else len(state.accumulators.get("gradients", ()))  # fewer entries while parts are set aside
         summed = f"accumulators of {count} entries"
         optimizer = "optimizer elsewhere" if any(map(is_away, jax.tree.leaves(state.optimizer))) else "optimizer"
         like_optimizer = state.optimizer, state.capabilities
@@ -201,7 +201,7 @@ class _Watcher:
         for name, tree in named:
             if sizes.get(name, 0) == 0:  # accumulators may be missing at first
                 sizes[name] = sum(map(_on_each_device, jax.tree.leaves(tree)))
-        # Of a new version parts may still be to come.
+        # Parts of a new version may still be missing.
         params = {version: state.weights.read(version) for version in state.weights.versions}
         versions = tuple((version, len(tree), any(map(is_away, jax.tree.leaves(tree)))) for version, tree in params.items())
         known, weights = self._weights.get(worker, ((), {}))
@@ -213,7 +213,7 @@ class _Watcher:
         self._buffers[worker] = _Buffers.of(state)
 
     def memory(self, ends: Mapping[_Key, float]) -> tuple[MemorySample, ...]:
-        """Return the memory of the rank after each computation; before its first one a worker counts as at its first instruction."""
+        """Return the memory of the rank after each computation. A worker that has not begun counts as at its first instruction."""
         samples = []
         for computation, (parts, residuals, buffers) in zip(self.computations, self._samples, strict=True):
             workers = [parts.get(w, first) for w, first in self._first_parts.items()]
@@ -227,7 +227,7 @@ class _Watcher:
 
 
 def _bytes_by_version(weights: WeightVersions) -> dict[int, int]:
-    """Return the bytes of each version; frozen parameters, which are the same arrays in all of them, count with the oldest one."""
+    """Return the bytes of each version. Frozen parameters, which all versions share, count with the oldest version."""
     counted, sizes = set[int](), dict[int, int]()
     for version in weights.versions:
         leaves = {id(leaf): leaf for leaf in jax.tree.leaves(weights.read(version))}
@@ -237,7 +237,7 @@ def _bytes_by_version(weights: WeightVersions) -> dict[int, int]:
 
 
 class _Parts(NamedTuple):
-    """Bytes of a worker: weights by version, optimizer state, accumulators, layer state."""
+    """The bytes of a worker's parts: weights by version, optimizer state, accumulators, layer state."""
 
     weights: dict[int, int]
     optimizer: int
@@ -246,7 +246,7 @@ class _Parts(NamedTuple):
 
 
 class _Sample(NamedTuple):
-    """What a rank holds: the known parts of its workers, and its buffers."""
+    """The bytes that a rank holds: the known parts of its workers, residuals and other buffers."""
 
     parts: dict[int, _Parts]
     residuals: int
@@ -254,7 +254,7 @@ class _Sample(NamedTuple):
 
 
 class _Buffers(NamedTuple):
-    """The bytes of the arrays of microbatches in flight and pending updates, by array: those kept for backwards, and all others."""
+    """The bytes of the arrays of microbatches in flight and pending updates, by array id: arrays kept for backwards, and other arrays."""
 
     residuals: dict[int, int]
     other: dict[int, int]
@@ -269,21 +269,21 @@ class _Buffers(NamedTuple):
 
 
 def _sum_buffers(of_workers: Collection[_Buffers]) -> tuple[int, int]:
-    """Return the bytes of residuals and of other buffers; an array that is in several of them counts once, as a residual if it is one."""
+    """Return the bytes of residuals and of other buffers. An array in several buffers counts once, as a residual if it is one anywhere."""
     residuals = {key: size for each in of_workers for key, size in each.residuals.items()}
     other = {key: size for each in of_workers for key, size in each.other.items() if key not in residuals}
     return sum(residuals.values()), sum(other.values())
 
 
 def _on_each_device(leaf: Any) -> int:
-    """Return the bytes of an array on each of its devices; of an array in transfer from another process, its future bytes."""
+    """Return the bytes of an array on each of its devices; an array in transfer from another process counts with its future bytes."""
     if is_away(leaf):
         return 0
     return shard_bytes(leaf) if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1 else leaf.nbytes
 
 
 def _waits_for(ranks: Sequence[Sequence[_Computation]], plan: Plan, uses: Collection[str]) -> dict[_Key, list[_Key]]:
-    """Return the computations that each one waits for: for its inputs, and the one before it on its rank."""
+    """Return for each computation the computations that it waits for: the ones that make its inputs, and the previous one on its rank."""
     keys = [[key_of(c.instruction) for c in row] for row in ranks]
     computations = dict.fromkeys(itertools.chain(*keys))
     instructions = [c.instruction for row in ranks for c in row]
@@ -299,10 +299,10 @@ def _waits_for(ranks: Sequence[Sequence[_Computation]], plan: Plan, uses: Collec
 def _starts(
     ranks: Sequence[Sequence[_Computation]], waits_for: Mapping[_Key, Sequence[_Key]], ends: Mapping[_Key, float]
 ) -> dict[_Key, float]:
-    """Return the start of each computation, in order of their ends: when what it waits for has ended."""
+    """Return the start of each computation, in the order of their ends: the time when all computations that it waits for have ended."""
     computations = {key_of(c.instruction): c for row in ranks for c in row}
     starts: dict[_Key, float] = {}
-    free: dict[jax.Device, float] = {}  # when the previous computation ended
+    free: dict[jax.Device, float] = {}  # when the previous computation on the device ended
     for key in sorted(computations, key=ends.__getitem__):  # stable: equal times stay in a rank's order
         c = computations[key]
         starts[key] = min(max([c.dispatched, free.get(c.device, 0.0), *(ends[k] for k in waits_for[key])]), ends[key])
@@ -332,10 +332,10 @@ def key_of(instruction: _Instruction) -> _Key:
 
 
 def _inputs(key: _Key, plan: Plan) -> list[_Key]:
-    """Return the computations that may produce a computation's input: a neighbour's; for an update all with gradients that it sums."""
+    """Return the computations that may make a computation's input: ops of a neighbouring stage; for an update the backwards it sums."""
     worker, op, k, _ = key
     s = plan.workers[worker][0]
-    match OPS[op].reads if op in OPS else "":  # an update is no op
+    match OPS[op].reads if op in OPS else "":  # an update is not an op
         case "inputs":
             return that_leave("output", plan, s - 1, k) if s > 0 else []
         case "residuals":
@@ -344,12 +344,12 @@ def _inputs(key: _Key, plan: Plan) -> list[_Key]:
             return []
         case _:
             first = (k + 1) * plan.microbatches_per_update(s) - plan.replicas[s]
-            replicas = [plan.workers[worker][1]] if plan.has_parallel_pipelines else range(plan.replicas[s])  # each pipeline updates alone
+            replicas = [plan.workers[worker][1]] if plan.has_parallel_pipelines else range(plan.replicas[s])  # they update alone
             return [key for j in replicas for key in that_leave("accumulators", plan, s, first + j)]
 
 
 def _consistent(ends: dict[_Key, float], waits_for: dict[_Key, list[_Key]]) -> dict[_Key, float]:
-    """Correct ends that a thread recorded late: no computation ends before one that it waits for."""
+    """Correct ends that a thread recorded late: a computation ends no later than the computations that wait for it."""
     changed = True
     while changed:
         changed = False
@@ -362,19 +362,19 @@ def _consistent(ends: dict[_Key, float], waits_for: dict[_Key, list[_Key]]) -> d
 
 
 def fit_costs(costs: Sequence[StageCost], timeline: Timeline, plan: Plan | None = None) -> tuple[StageCost, ...]:
-    """Replace the times in `costs` by each stage's median forward, backward and update times in a measured timeline.
+    """Replace the times in `costs` with each stage's median forward, backward and update times in a measured timeline.
 
-    If two of these are one computation, its time is divided in the ratio of `costs`, or as `Pipeline.costs` has it if they are 0 there. A
-    whole backward is the sum of its halves where only these were measured, which otherwise keep their ratio. Times without a measurement
-    become 0.
+    If forward and backward are one computation, its time is divided in their ratio in `costs`, or in the ratio of `Pipeline.costs` if both
+    are 0. If only the halves of backwards were measured, a whole backward takes the sum of its halves; if only whole backwards were
+    measured, the halves keep their ratio. Times without a measurement become 0.
 
     Args:
-        costs: one for each stage; their bytes are kept.
+        costs: one cost for each stage; their bytes are kept.
         timeline: the timeline in seconds, with a row for each rank.
-        plan: what ran; None: one rank for each stage.
+        plan: the plan that ran; None: one rank for each stage.
 
     Raises:
-        InputError: the number of costs or ranks differs from the plan's, or the timeline's.
+        InputError: the number of costs does not fit the plan, or the number of ranks does not fit the timeline.
     """
     ranks = [(s,) for s in range(len(costs))] if plan is None else [tuple(plan.workers[w][0] for w in row) for row in plan.rank_workers]
     stages = len(costs) if plan is None else plan.depth
@@ -416,7 +416,7 @@ def _fit_whole(cost: StageCost, spans: Sequence[Span]) -> StageCost:
 
 
 def _share(part: float, other: float, usual: float) -> float:
-    """Return the share of `part` in the sum of both, or `usual` if an earlier fit measured neither."""
+    """Return the share of `part` in the sum of both times, or `usual` if both are 0 because an earlier fit measured neither."""
     return part / (part + other) if part + other else usual
 
 

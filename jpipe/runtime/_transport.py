@@ -1,4 +1,4 @@
-"""Transfers of arrays between workers: messages, sums over replicas, host arrays, and the threads in which processes exchange them."""
+"""Transfers of arrays between workers (messages, sums over replicas, host arrays), and the threads that run transfers between processes."""
 
 import contextlib
 import functools
@@ -23,20 +23,20 @@ from jpipe.stages._arrays import shardings_of
 from jpipe.stages._bytes import nbytes
 
 Tree = Any
-_Key = tuple[int, int, str, int]  # of a kind of message: its sender, its receiver, its name, its bucket
+_Key = tuple[int, int, str, int]  # a kind of message: sender, receiver, name, bucket
 
-_LOOK_SECONDS = 0.5  # between two looks at whether the run is lost
+_LOOK_SECONDS = 0.5  # between two checks whether the run is lost
 
 
 class TransferThread:
-    """A thread that does transfers, one after the other."""
+    """A thread that runs transfers, one after the other."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[Callable[[], Tree], Tree, Callable[[BaseException], None], Future[Tree]]] = queue.SimpleQueue()
-        threading.Thread(target=self._work, daemon=True).start()  # a daemon: a collective never ends if its peer is gone
+        threading.Thread(target=self._work, daemon=True).start()  # a daemon, because a collective never ends if its peer is gone
 
     def put(self, transfer: Callable[[], Tree], needs: Tree, fail: Callable[[BaseException], None]) -> "Future[Tree]":
-        """Queue a transfer that runs once the arrays it needs are computed; `fail` gets its error, since perhaps nobody waits for it."""
+        """Queue a transfer, which runs when the arrays in `needs` are computed; `fail` gets its error, even if nobody waits."""
         future: Future[Tree] = Future()
         self._queue.put((transfer, needs, fail, future))
         return future
@@ -45,17 +45,17 @@ class TransferThread:
         while True:
             transfer, needs, fail, future = self._queue.get()
             try:
-                jax.block_until_ready(needs)  # else the collective would wait in the device's queue, and computations behind it
+                jax.block_until_ready(needs)  # otherwise the collective would block the device's queue, and the computations behind it
                 future.set_result(transfer())
             except BaseException as error:
                 future.set_exception(error)
                 fail(error)
-            del transfer, needs, fail, future  # while this thread waits, nothing that was moved is kept alive
+            del transfer, needs, fail, future  # so that the waiting thread keeps no arrays alive
 
 
 @functools.cache
 def transfer_thread(devices: Hashable) -> TransferThread:
-    """Return the thread of a link, or of a set of devices, which all groups of replicas on these devices share."""
+    """Return the thread of a link, or of a set of devices. All groups of replicas on these devices share the thread."""
     return TransferThread()
 
 
@@ -63,12 +63,12 @@ class PendingTransfer:
     """A message in transfer from another process.
 
     Args:
-        future: the arrays.
-        words: what is waited for; converted to text only when it is printed.
-        on: the processes waited for.
+        future: the future of the arrays.
+        words: a description of the message; it is converted to text only when it is printed.
+        on: the processes that send the arrays.
         processes: the processes of the run.
-        specs: gives the shapes and dtypes of the arrays.
-        keys: which part of the arrays this is; by default all of them.
+        specs: a function that returns the shapes and dtypes of the arrays.
+        keys: the path to one part of the arrays; by default all arrays.
     """
 
     def __init__(
@@ -86,12 +86,12 @@ class PendingTransfer:
 
     @property
     def nbytes(self) -> int:
-        """The size of its arrays."""
+        """The bytes of the arrays."""
         return nbytes(self.specs)
 
     @property
     def specs(self) -> Tree:
-        """The shapes and dtypes of its arrays."""
+        """The shapes and dtypes of the arrays."""
         return self._entry(self._specs())
 
     def __getitem__(self, key: int) -> "PendingTransfer":
@@ -100,7 +100,7 @@ class PendingTransfer:
         return PendingTransfer(self._future, self._words, self._on, self._processes, self._specs, (*self._keys, key))
 
     def is_deleted(self) -> bool:
-        """Return whether it was deleted, as arrays are."""
+        """Return whether the message was deleted; arrays have the same method."""
         return self._future is None
 
     def delete(self) -> None:
@@ -108,12 +108,12 @@ class PendingTransfer:
         self._future = None
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Have a function called when the arrays have arrived, by the thread that moves them; at once if they have."""
+        """Call a function when the arrays have arrived, in the thread that moves them; call it now if they have already arrived."""
         assert self._future is not None
         self._future.add_done_callback(lambda future: call() if future.exception() is None else None)
 
     def wait(self) -> Tree:
-        """Return the arrays.
+        """Wait for the arrays, and return them.
 
         Raises:
             PeerLost: a process of the run died, hung or stopped.
@@ -125,7 +125,7 @@ class PendingTransfer:
                     self._processes.check()
                     with contextlib.suppress(TimeoutError):
                         self._future.exception(timeout=_LOOK_SECONDS)
-                while self._future.exception() is not None:  # mostly because a process is gone; the thread finds out and has `check` raise
+                while self._future.exception() is not None:  # mostly because a process is gone; then `check` raises an error
                     self._processes.check()
                     time.sleep(_LOOK_SECONDS)
         return self._entry(self._future.result())
@@ -135,18 +135,18 @@ class PendingTransfer:
 
 
 def arrived(tree: Tree) -> Tree:
-    """Return the arrays of a message, waiting for those that are still in transfer from another process."""
+    """Return the arrays of a message; if they are still in transfer from another process, wait for them."""
     return tree.wait() if isinstance(tree, PendingTransfer) else tree
 
 
 class Sent(NamedTuple):
-    """A kind of message, with the specs of its arrays at both ends.
+    """A kind of message, with the specs of its arrays at the sender and the receiver.
 
     Attributes:
-        send: one of the sends of it.
-        bucket: the bucket of the batches that it is about; 0 if it is the same for all of them.
-        leaving: specs of what it moves, with their shardings at the sender.
-        arriving: the same with those at the receiver.
+        send: one `Send` instruction of this kind.
+        bucket: the bucket of the batches; 0 if the message is the same for all buckets.
+        leaving: the specs of the arrays, with the shardings at the sender.
+        arriving: the specs of the arrays, with the shardings at the receiver.
         copies: whether a receiver on the same device gets a copy.
     """
 
@@ -158,25 +158,26 @@ class Sent(NamedTuple):
 
 
 class Transport:
-    """Moves arrays between workers: in one process by `jax.device_put`, between processes by collectives over just their devices.
+    """Moves arrays between workers: in one process by `jax.device_put`, between processes by collectives over only the devices involved.
 
     Workers on meshes send each other shards, from device to device (`Route`), and replicas sum shard by shard (`Shards`).
 
-    On CPUs such a collective blocks the thread that calls it until all have come, so each directed link and each group of replicas
-    has its thread, and transfers overlap computations. On GPUs it is one more entry of the device's queue: all are called
-    in the order of the program, which is the same in all processes, and never from two threads. Where JAX's own `device_put` moves
-    arrays between processes, as a probe at the start shows, messages go that way instead.
+    On CPUs a collective blocks the calling thread until all processes have called it. So each directed link and each group of replicas has
+    its own thread, and transfers overlap with computations. On GPUs a collective is an entry of the device's queue. All processes call the
+    collectives in the order of the program, and never from two threads. If a probe at the start shows that JAX's `device_put` moves arrays
+    between processes, messages use `device_put` instead.
 
     Args:
-        places: the places of each worker; this process's are served.
+        places: the place of each worker; the transport serves the workers of this process.
         stage_workers: the workers of each stage, replica by replica.
         processes: the processes of the run; None if there is only one.
-        threads: whether collectives run in threads; by default on CPUs only.
+        threads: whether collectives run in threads; by default only on CPUs.
 
     Attributes:
-        calls: how many messages this process has loaded, sent, received or summed, by all transports: while it grows, nothing hangs.
+        calls: the number of messages that all transports of this process have loaded, sent, received or summed. While it grows, the process
+            does not hang.
         way: how messages go between processes: by "collectives", or by JAX's "device_put".
-        crowded: the workers of this process that have to compute one after the other, see `crowded_meshes`.
+        crowded: the workers of this process that must compute one after the other, see `crowded_meshes`.
     """
 
     calls = 0
@@ -196,15 +197,15 @@ class Transport:
         crowded = crowded_meshes(places[w] for w in self._local)
         self.crowded = frozenset(w for w in self._local if places[w] in crowded)
         self._replicas = {worker: tuple(workers) for workers in stage_workers for worker in workers}
-        self._used: dict[Hashable, Connection | Reduction] = {}  # by thread, in the order in which all processes connect
-        self._routes: dict[_Key, Route] = {}  # to and from other processes, to other shards
-        self._arriving: dict[_Key, Tree] = {}  # specs of messages
-        self._targets: dict[_Key, Any] = {}  # of messages in this process: a device or shardings, None: they stay
-        self._copied: set[_Key] = set()  # those that stay as copies
-        self._loads: dict[tuple[int, str], Any] = {}  # likewise of host arrays, by worker and name
+        self._used: dict[Hashable, Connection | Reduction] = {}  # by thread, in the order in which all processes connect them
+        self._routes: dict[_Key, Route] = {}  # of messages between processes, or between different shardings
+        self._arriving: dict[_Key, Tree] = {}  # specs of messages at the receiver
+        self._targets: dict[_Key, Any] = {}  # of messages inside this process: a device or shardings; None: the arrays stay
+        self._copied: set[_Key] = set()  # messages that stay on a device, as copies
+        self._loads: dict[tuple[int, str], Any] = {}  # shardings of host arrays, by worker and name
         self.way: Literal["collectives", "device_put"] = "collectives"
-        self._mailbox: dict[tuple[int, str, int], Tree] = {}  # messages in this process that are not yet received
-        self._parts: dict[tuple[int, int, type, str], dict[int, Tree]] = {}  # of a sum: by first replica, batch, what begins it, piece
+        self._mailbox: dict[tuple[int, str, int], Tree] = {}  # messages inside this process that are not yet received
+        self._parts: dict[tuple[int, int, type, str], dict[int, Tree]] = {}  # by first replica, batch, instruction, piece
 
     def compile(
         self,
@@ -213,13 +214,14 @@ class Transport:
         loads: Mapping[tuple[int, str], Tree],
         gathers: Iterable[tuple[int, Tree]] = (),
     ) -> None:
-        """Compile the transfers; all processes call it with the same kinds of messages, before any of them moves anything.
+        """Compile the transfers. All processes call this with the same kinds of messages, before the first transfer.
 
         Args:
             sends: the kinds of messages of all workers.
-            sums: a stage's first worker, and specs of what its replicas sum, as sharded there; perhaps several for a stage.
-            loads: for workers of this process and data the shardings of host arrays that are loaded.
-            gathers: likewise as `sums` what each replica gives to a sum that all of them make.
+            sums: pairs of a stage's first worker and the specs, sharded at this worker, of arrays that the stage's replicas sum. A stage
+                may have several.
+            loads: the shardings of host arrays that are loaded, by worker of this process and name.
+            gathers: pairs as in `sums`, of arrays that each replica sends to all replicas; each replica computes their sum.
         """
         for (w, name), shardings in loads.items():
             self._loads[w, name] = shardings
@@ -229,7 +231,7 @@ class Transport:
             self._copied |= {key} if copies else set()
             self._targets[key] = None if source == to else shardings_of(arriving) if to.mesh else to.first
             if source.process_index == to.process_index and source != to and not same_shards(leaving, arriving):
-                self._routes[key] = Route(leaving, arriving)  # `device_put` would gather such an array on the host
+                self._routes[key] = Route(leaving, arriving)  # `device_put` would gather the array on the host
             if source.process_index != to.process_index and not self._local.isdisjoint((send.worker, send.to)):
                 self._routes[key] = Route(leaving, arriving)
                 for pair in self._routes[key].pieces:
@@ -243,7 +245,7 @@ class Transport:
                 reduction.compile_gather(shards)
 
     def _reductions(self, first: int, spec: Tree) -> Iterator[tuple[Reduction, Tree]]:
-        """Return the reduction for each shard of a tree that the replicas of a stage sum; none for other processes' shards."""
+        """Yield (reduction, specs) for each shard of a tree that the replicas of a stage sum; nothing if this process has no replica."""
         group = self._group(self._replicas[first])
         if len(group) > 1 and not self._local.isdisjoint(self._replicas[first]):
             for number, shards in Shards(spec, self._places[first].devices).specs.items():
@@ -252,15 +254,15 @@ class Transport:
                 yield reduction_over(devices), shards
 
     def connect(self, name: str) -> None:
-        """Open the connections to other processes; all processes call it, once all have compiled.
+        """Open the connections to other processes. All processes call this, after all have compiled.
 
-        One after the other, and each in its thread, after what another pipeline may still transfer there.
+        The connections are opened one after the other, each in its thread, after transfers of other pipelines in the same thread.
 
         Args:
             name: the name of the pipeline, the same in all processes.
 
         Raises:
-            JaxRuntimeError: they cannot be connected.
+            JaxRuntimeError: the processes cannot be connected.
         """
         other_processes = tuple(sorted({place.process_index for place in self._places} - {jax.process_index()}))
         for thread, collective in self._used.items():
@@ -275,22 +277,22 @@ class Transport:
             self._probe(self._processes, name)
 
     def _probe(self, processes: Processes, name: str) -> None:
-        """Check whether `device_put` moves arrays over all links of all processes; only then do they use it."""
+        """Check whether `device_put` moves arrays over all links of all processes. If it does, use it for messages."""
         if all(place.first.platform == "cpu" for place in self._places):
-            return  # it is not dependable there
+            return  # `device_put` between processes is not dependable on CPUs
         pairs = dict.fromkeys(pair for pair in self._used if isinstance(pair, tuple))
         with processes.waiting("a number to arrive by jax.device_put"):
-            works = [device_put_between(*pair).works() for pair in pairs]  # each is tried, as the other process does
+            works = [device_put_between(*pair).works() for pair in pairs]  # each link is tried, because the other process tries it
         if all(vote == b"yes" for vote in processes.gather(f"{name}: device_put works", b"yes" if all(works) else b"no")):
             self.way = "device_put"
 
     def load(self, worker: int, name: str, data: Tree) -> Tree:
-        """Bring host arrays that nobody will write to (see `read_rows`), inputs or labels, to a worker of this process."""
+        """Copy inputs or labels from the host to a worker of this process; nobody may write into the host arrays (see `read_rows`)."""
         Transport.calls += 1
         return jax.tree.map(_put, data, self._loads[worker, name])
 
     def send(self, i: Send, k: int, tree: Tree, bucket: int = 0) -> None:
-        """Start moving a message about microbatch `k`, which is of a bucket, to the worker `i.to`."""
+        """Start moving a message about microbatch `k`, in this bucket, to the worker `i.to`."""
         Transport.calls += 1
         key = i.worker, i.to, i.message, bucket
         if i.to in self._local:
@@ -314,7 +316,7 @@ class Transport:
         self._parts.clear()
 
     def receive(self, i: Receive, k: int, bucket: int = 0) -> Tree:
-        """Take a message that was sent to the worker; from another process perhaps a `PendingTransfer`."""
+        """Return a message that was sent to the worker; a message from another process may be a `PendingTransfer`."""
         Transport.calls += 1
         if i.source in self._local:
             return self._mailbox.pop((i.worker, i.message, k))
@@ -332,20 +334,20 @@ class Transport:
         finish: jax.stages.Compiled,
         words: object = None,
     ) -> Mapping[int, Tree]:
-        """Contribute a replica's part to the sum of `batch`, consuming the part.
+        """Contribute a replica's part to the sum of `batch`, and consume the part.
 
         Args:
             i: the instruction.
-            batch: as counted in the run.
-            part: what this replica has.
-            add: the sum of two parts, on the device of the first replica of this process.
-            finish: what the replicas get of the sum.
-            words: what is waited for; by default the sum of gradients.
+            batch: the batch, counted over the whole run.
+            part: the part of this replica.
+            add: a function that adds two parts, on the device of the first replica of this process.
+            finish: the program that turns the sum into the result for the replicas.
+            words: a description of the result, for messages; by default the sum of gradients.
 
         Returns:
-            After the last replica of this process has called: for each of them `finish` of the sum over all replicas, perhaps
-            a `PendingTransfer`; added in the order of the replicas, or where several are in a process in the order of processes.
-            Before: nothing.
+            Nothing before the last replica of this process has called; then, for each of its replicas, `finish` of the sum over all
+            replicas, which may be a `PendingTransfer`. The parts are added in the order of the replicas; if processes have several
+            replicas, first inside each process.
         """
         replicas = self._replicas[i.worker]
         local = [w for w in replicas if w in self._local]
@@ -361,17 +363,17 @@ class Transport:
     def sum_replicas(
         self, replicas: Sequence[int], parts: dict[int, Tree], add: Callable[[Tree, Tree], Tree], finish: jax.stages.Compiled, words: object
     ) -> Mapping[int, Tree]:
-        """Sum the parts of a stage's replicas; all processes that hold some of them call it.
+        """Sum the parts of a stage's replicas. All processes with some of these replicas call this.
 
         Args:
             replicas: the workers.
-            parts: the parts of this process; is emptied.
+            parts: the parts of this process's replicas; the dict is emptied.
             add: as in `all_reduce`.
             finish: as in `all_reduce`.
-            words: what is waited for.
+            words: a description of the result, for messages.
 
         Returns:
-            As `all_reduce`, for each of them in this process.
+            The result of `all_reduce` for each replica of this process.
         """
         local, group = list(parts), self._group(replicas)
         first, total = self._places[local[0]], parts.pop(local[0])
@@ -398,16 +400,16 @@ class Transport:
         return {w: coming[w] for w in local}
 
     def sum_gathered(self, i: AllReduce, batch: int, part: Tree, total: jax.stages.Compiled) -> Mapping[int, Tree]:
-        """Contribute what a replica sends to the sum of `batch`, which each replica makes for itself.
+        """Send a replica's part of the sum of `batch` to all replicas; each replica computes the sum itself.
 
         Args:
             i: the instruction.
-            batch: as counted in the run.
-            part: what this replica sends.
-            total: what it makes of what all replicas have sent, in their order.
+            batch: the batch, counted over the whole run.
+            part: the part of this replica.
+            total: the program that computes the result from the parts of all replicas, in order.
 
         Returns:
-            As `all_reduce`: for each replica of this process `total` of all parts.
+            Nothing before the last replica of this process has called; then, for each of its replicas, `total` of all parts.
         """
         replicas = self._replicas[i.worker]
         local = [w for w in replicas if w in self._local]
@@ -449,22 +451,22 @@ class Transport:
         return link_between(*pair) if self.way == "collectives" else device_put_between(*pair)
 
     def _group(self, replicas: Sequence[int]) -> tuple[Place, ...]:
-        """Return the place of the first of these replicas in each process that holds any."""
+        """Return for each process with some of these replicas the place of the first one."""
         return tuple(self._places[first] for first, *_ in self._by_process(replicas))
 
     def _by_process(self, replicas: Sequence[int]) -> list[list[int]]:
-        """Return these replicas by process, in the order of the first of each."""
+        """Return the replicas of each process; the processes are in the order of their first replicas."""
         found: dict[int, list[int]] = {}
         for w in replicas:
             found.setdefault(self._places[w].process_index, []).append(w)
         return list(found.values())
 
     def _moved(self, tree: Tree, place: Place) -> Tree:
-        """Return arrays of one worker at the place of another."""
+        """Copy arrays to the place of another worker."""
         return jax.device_put(tree, place.like(tree) if place.mesh else place.first)
 
     def _copies(self, total: Tree, workers: Sequence[int]) -> dict[int, Tree]:
-        """Copy the sum to each worker's devices; each gets separate memory, because it will write into it."""
+        """Copy the sum to each worker's devices. Each worker gets memory of its own, because its update writes into the sum."""
         copies, first = {workers[0]: total}, self._places[workers[0]]
         for w in workers[1:]:
             moved = self._moved(total, self._places[w])
@@ -480,7 +482,7 @@ class Transport:
         join: Callable[[Mapping[Any, Tree]], Tree],
         specs: Callable[[], Tree],
     ) -> Tree:
-        """Start these transfers and return what `join` makes of their results, by thread."""
+        """Start these transfers, and return `join` of their results by thread, which may be a `PendingTransfer`."""
         assert self._processes is not None
         if not calls:  # a message without arrays
             return join({})
@@ -496,7 +498,7 @@ class Transport:
         return PendingTransfer(whole, words, on, self._processes, specs)
 
     def _call(self, thread: Hashable, transfer: Callable[[], Tree], needs: Tree, words: object, on: tuple[int, ...]) -> Tree:
-        """Do a transfer at once, or queue it in its thread, which waits for what the transfer needs."""
+        """Run a transfer now, or queue it in its thread, which waits for the arrays that the transfer needs."""
         assert self._processes is not None
         if not self._threads:
             with self._processes.waiting(words, on):
@@ -506,7 +508,7 @@ class Transport:
 
 
 class _Words(NamedTuple):
-    """The description of what a process waits for, as text only when it is printed."""
+    """The description of what a process waits for; it is converted to text only when it is printed."""
 
     instruction: Instruction
     number: int
@@ -523,16 +525,16 @@ class _Words(NamedTuple):
 
 
 def progress() -> int:
-    """Return a number that grows as long as this process moves anything, or begins to."""
+    """Return a number that grows while this process begins or completes transfers."""
     return Collective.done + Transport.calls
 
 
 def _put(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Copy a host array to its devices. `device_put` gives the same array in three times the time."""
+    """Copy a host array to its devices. `device_put` would return the same array, but take three times as long."""
     return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
 
-# One of each for the devices concerned, whatever pipelines there are: gloo would mix what two carry.
+# All pipelines share one object for the same devices: gloo would mix up the data of two.
 link_between = functools.cache(Connection)
 reduction_over = functools.cache(Reduction)
 device_put_between = functools.cache(DevicePutConnection)

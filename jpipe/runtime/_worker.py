@@ -1,4 +1,4 @@
-"""The worker of the interpreter: holds the state of one worker while a program runs, with a method for each type of instruction."""
+"""The workers of the interpreter: each holds its state while a program runs, and has a method for each type of instruction."""
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -34,10 +34,10 @@ class RunResults(NamedTuple):
     """The losses, evaluations and other numbers that the workers of this process computed, as arrays that may not be ready.
 
     Attributes:
-        losses: for each finished batch, the (mean loss, weight) of each of its updates, by (batch, pipeline); perhaps still to come from
-            other replicas. Pipeline 0 stands for all pipelines with replicas that sum their gradients.
+        losses: for each finished batch, by (batch, pipeline), the (mean loss, weight) of each of its updates; other replicas may still be
+            computing them. If replicas sum their gradients, the pipeline is 0.
         evaluations: for each evaluated microbatch, (sum, weight) of the loss and of each metric; in a prediction the outputs.
-        others: what capabilities report, by what it is.
+        others: the numbers that capabilities report, by the kind of number.
     """
 
     losses: dict[tuple[int, int], list[Tree]]
@@ -46,20 +46,20 @@ class RunResults(NamedTuple):
 
 
 Data = dict[tuple[str, int], Tree]
-"""What workers load, by name (inputs or labels) and microbatch."""
+"""The rows that workers load, by (name, microbatch); the name is "inputs" or "labels"."""
 
-_COUNTED = ("sums",)  # of a pending update
-_Part = tuple[int, str, int]  # a part of the state: its worker, its kind (see `Worker.read_part`), and the number of it
+_COUNTED = ("sums",)  # the fields of a pending update with counted arrays
+_Part = tuple[int, str, int]  # a part of the state: worker, kind (see `Worker.read_part`), number
 
 
 class ConsumedArrays:
-    """Counts, for each array of the consumed states, the parts of the workers' present states that hold it, and deletes it at zero.
+    """Deletes each array of the consumed states as soon as no part of the workers' current states holds it.
 
-    `jax.Array.delete` waits for no computation: memory is free when those that read the array are over, as after a donation. Arrays of
-    the parts that the run has made itself are not counted: nothing but the run holds them.
+    `jax.Array.delete` waits for no computation: as after a donation, memory is free when the computations that read the array have ended.
+    Arrays that the run itself has made are not counted, because only the run holds them.
 
     Attributes:
-        parts: the parts that hold counted arrays, with the keys of these.
+        parts: for each part that holds counted arrays the keys of these arrays.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class ConsumedArrays:
         self._count(part, leaves)
 
     def recount(self, parts: Sequence[_Part], read: Callable[[_Part], Tree]) -> None:
-        """Delete what is no longer held after an instruction that has changed these parts, which `read` returns."""
+        """After an instruction that has changed these parts, delete the arrays that no part holds any more; `read` returns a part."""
         before = [self.parts.pop(part) for part in parts if part in self.parts]
         for part in dict.fromkeys(parts) if before else ():
             self._count(part, jax.tree_util.tree_leaves(read(part)))
@@ -89,17 +89,17 @@ class ConsumedArrays:
                     self._arrays[key].delete()
 
     def keep(self, tree: Tree) -> None:
-        """Never delete these arrays: something other than the workers' states holds them."""
+        """Stop counting these arrays, so that they are never deleted: something other than the workers' states holds them."""
         for leaf in jax.tree.leaves(tree) if self._uses else ():
             self._uses.pop(id(leaf), None)
 
     def delete(self) -> None:
-        """Delete all arrays that are counted, since the run has failed."""
+        """Delete all counted arrays, because the run has failed."""
         for key in self._uses:
             self._arrays[key].delete()
 
     def _count(self, part: _Part, leaves: Iterable[Any]) -> None:
-        """Note that a part holds the counted leaves among these."""
+        """Record that a part holds these leaves, if they are counted."""
         uses = self._uses
         if keys := [id(leaf) for leaf in leaves if id(leaf) in uses]:
             for key in keys:
@@ -109,7 +109,7 @@ class ConsumedArrays:
 
 @dataclass
 class _MutableState:
-    """The state of a worker while a program runs, with fields that instructions change: see `WorkerState`."""
+    """The state of a worker while a program runs. Instructions change its fields; for the fields see `WorkerState`."""
 
     weights: WeightVersions
     optimizer: Tree
@@ -123,11 +123,11 @@ class _MutableState:
 
     @classmethod
     def of(cls, state: WorkerState) -> "_MutableState":
-        """Return the fields of a state, its dicts copied."""
+        """Return a mutable copy of a state, with copies of its dicts."""
         return cls(**_with_copies(state))
 
     def freeze(self) -> WorkerState:
-        """Return the state that holds these fields, its dicts copied."""
+        """Return an immutable copy of this state, with copies of its dicts."""
         return WorkerState(**_with_copies(self))
 
 
@@ -138,14 +138,14 @@ def _with_copies(state: "WorkerState | _MutableState") -> dict[str, Any]:
 
 
 class Added(NamedTuple):
-    """What the capabilities that a plan uses add to the interpreter.
+    """The additions of a plan's capabilities to the interpreter.
 
     Attributes:
-        handlers: a function for each type of instruction, which runs it at a worker.
-        messages: how messages run, by their names.
-        joins: what puts the pieces of sums together.
-        updates: what they change in updates, by the names of the capabilities.
-        for_updates: the names of what they keep in pending updates until these are made.
+        handlers: for each additional type of instruction the function that runs it at a worker.
+        messages: the hooks of additional messages, by the name of the message.
+        joins: the functions that join the pieces of sums.
+        updates: the hooks that change updates, by the name of the capability.
+        for_updates: the names of the fields that capabilities keep in a pending update until it is made.
     """
 
     handlers: dict[type, Callable[["Worker", Any], None]]
@@ -156,7 +156,7 @@ class Added(NamedTuple):
 
     @classmethod
     def by(cls, plan: Plan, capabilities: Collection[str]) -> "Added":
-        """Return what the capabilities of a plan and of stages (`StageFunctions.capabilities`) add."""
+        """Return the additions of the capabilities of a plan and of stages (`StageFunctions.capabilities`)."""
         used = runtimes_of(plan, capabilities)
         for_updates = tuple(name for each in used for name in each.for_updates)
         return cls(merged("handlers", used), merged("messages", used), hooks("join_sums", used), updates_for(capabilities), for_updates)
@@ -166,24 +166,24 @@ class Worker:
     """A worker while a program runs, with a method for each type of instruction.
 
     Attributes:
-        stage, replica, replicas: its stage, which replica of it the worker is, and how many there are.
-        sums: whether they sum their gradients.
-        separates_sums: as in `Program`, for its stage.
-        microbatch_shift, version_shift: to be added to the numbers of the program to get the run's.
-        compiled, functions, calls: of its stage; what depends on the shapes of a microbatch is in `stage_for`.
-        stages, buckets: as given to `run`, for its stage.
+        stage, replica, replicas: the number of the worker's stage, the number of its replica, and the number of replicas of the stage.
+        sums: whether the replicas sum their gradients.
+        separates_sums: as in `Program`, for the worker's stage.
+        microbatch_shift, version_shift: the numbers to add to microbatches and versions of the program to get the numbers of the run.
+        compiled, functions, calls: the compiled stage for the first bucket, its functions and its calls; see also `stage_for`.
+        stages, buckets: the arguments of `run`, for the worker's stage.
         transport: the transport to and from other workers.
-        added: what capabilities add.
+        added: the additions of capabilities.
         frozen: the frozen parameters, which all versions share.
         has_rng, has_buckets: whether the stage draws random numbers, and whether there are several buckets.
         state: the state, which instructions change.
-        data: what the workers of this process load.
+        data: the rows that the workers of this process load.
         workers: the workers of this process, by number.
-        results: losses, evaluations and other numbers; shared by the workers of this process.
-        consumed: counts the arrays of the consumed states; shared by the workers of this process.
+        results: losses, evaluations and other numbers; the workers of this process share this object.
+        consumed: the counter of arrays of the consumed states; the workers of this process share this object.
         changed_parts: the parts of the state that the current instruction has changed.
-        done: the event of the last computation; see `Event`.
-        runs_serially: whether each computation has to be over before the next one is dispatched, see `Transport.crowded`.
+        done: an array that is ready when the last computation has ended; see `Event`.
+        runs_serially: whether each computation must end before the next one is dispatched, see `Transport.crowded`.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class Worker:
         self.compiled, self.functions, self.calls = stages[0], stages[0].functions, stages[0].calls
         self.state = _MutableState.of(state)
         trained, versions = self.functions.optimizer.trained, self.state.weights.params.values()
-        # A version may still lack what other replicas update.
+        # A version may still lack entries that other replicas update.
         self.frozen = trained.unchosen({entry: tree for params in versions for entry, tree in params.items()}) if trained.chosen else {}
         self.results = results
         self.has_rng, self.has_buckets = self.functions.specs.rng[1] is not None, len(stages) > 1
@@ -230,19 +230,19 @@ class Worker:
         return self.stages[self.bucket(k)]
 
     def settle(self) -> None:
-        """Wait for all that the worker has computed."""
+        """Wait until all arrays of the worker's state are computed."""
         arrays = (leaf for leaf in jax.tree.leaves(vars(self.state)) if isinstance(leaf, jax.Array))
         jax.block_until_ready([leaf for leaf in arrays if not leaf.is_deleted()])
 
     def count_arrays(self) -> None:
-        """Count the arrays of the state that is consumed. Donation deletes what is not counted, such as the optimizer state."""
+        """Count the arrays of the consumed state. Donation deletes the arrays that are not counted, such as the optimizer state."""
         state = self.state
         numbers = {"weights": state.weights.versions, "microbatch": state.microbatches, "update": state.updates, "layer state": (0,)}
         for part in [(self.number, kind, number) for kind, numbers_of_kind in numbers.items() for number in numbers_of_kind]:
             self.consumed.add(part, self.read_part(part))
 
     def read_part(self, part: _Part) -> Tree:
-        """Return a part of the state as it is now, without arrays that are never deleted: frozen parameters, and numbers for metrics."""
+        """Return a part of the current state, without arrays that are never deleted: frozen parameters and numbers for metrics."""
         state, (_, kind, number) = self.state, part
         if kind == "weights":
             params = state.weights.params.get(number)
@@ -255,35 +255,35 @@ class Worker:
         return state.layer_state
 
     def delete_unused(self) -> None:
-        """Delete the arrays of consumed states that nothing needs after the last instruction."""
+        """Delete the arrays of consumed states that no worker needs after the last instruction."""
         self.consumed.recount(self.changed_parts, self.read_part)
         self.changed_parts.clear()
 
     def delete_state(self) -> None:
-        """Delete the arrays of the state that are not counted, since the run has failed."""
+        """Delete the arrays of the state that are not counted, because the run has failed."""
         state = self.state
         for leaf in jax.tree.leaves((state.optimizer, state.accumulators, state.capabilities)):
             leaf.delete()
 
     def changed(self, kind: str, number: int = 0) -> None:
-        """Note that the instruction has changed a part of the state, if that may delete arrays of a consumed state.
+        """Record that the instruction has changed a part of the state, if this may free arrays of a consumed state.
 
-        If an instruction moves arrays from one part into another, it must change the first one first: a part without counted arrays is
-        noted only after one that has some.
+        If an instruction moves arrays from one part to another, it must first change the part that has them: a part without counted arrays
+        is recorded only after a part with counted arrays.
         """
         part = self.number, kind, number
         if self.changed_parts or part in self.consumed.parts:
             self.changed_parts.append(part)
 
     def used_microbatch(self, k: int) -> None:
-        """Note that the instruction has taken fields from a microbatch in flight."""
+        """Record that the instruction has taken fields from a microbatch in flight."""
         if not self.state.microbatches[k]:
             del self.state.microbatches[k]
         if self.consumed.parts:
             self.changed("microbatch", k)
 
     def change_update(self, update: int, **fields: Tree) -> None:
-        """Set fields of a pending update; None removes a field, and the last one the update."""
+        """Set fields of a pending update. None removes a field; an update without fields is removed."""
         self.changed("update", update)
         pending = {**self.state.updates.pop(update, {}), **fields}
         if pending := {name: value for name, value in pending.items() if value is not None}:
@@ -304,7 +304,7 @@ class Worker:
         microbatch[i.data] = self.transport.load(i.worker, i.data, self.data.pop((i.data, i.microbatch)))
 
     def compute(self, i: Compute) -> None:
-        """Run an op on what it reads, and keep what it leaves."""
+        """Run an op: take the fields that it reads from the microbatch, and keep its results."""
         op, state = OPS[i.op], self.state
         if not op.trains:
             self.evaluate(i)
@@ -329,10 +329,10 @@ class Worker:
                 self.after_backward(k)
 
     def run(self, i: Compute, op: Op, stage: CompiledStage, reads: tuple[Any, ...], sums: tuple[Tree, ...]) -> dict[Leaves, Tree]:
-        """Run the program of an op, with what it reads and, in `sums`, the accumulators that it adds to, if it does.
+        """Run the program of an op on the fields `reads`; `sums` has the accumulators if the op adds to them, and is empty otherwise.
 
         Returns:
-            All that it leaves. The layer state and the gradient are kept.
+            The results of the op. The worker has already stored the layer state and the gradient.
         """
         state, k, version = self.state, i.microbatch + self.microbatch_shift, i.version + self.version_shift
         rng, before = (np.uint32(k), state.key) if self.has_rng else (None, None), state.layer_state
@@ -346,7 +346,7 @@ class Worker:
         return left
 
     def take(self, op: Op, microbatch: Fields) -> tuple[Any, ...]:
-        """Pop what an op reads: (state, x, labels), (kept arguments and outputs, saved arrays, message) or (arguments, stash)."""
+        """Pop what an op reads: (state, x, labels), (kept arguments and outputs, saved arrays, message) or (late inputs, stash)."""
         if op.reads == "inputs":
             return self.state.layer_state, arrived(microbatch.pop("inputs")), microbatch.pop("labels", None)
         if op.reads == "residuals":
@@ -355,11 +355,11 @@ class Worker:
         return stash
 
     def fresh_accumulators(self, i: Compute) -> Tree:
-        """Return new accumulators for a computation, where the last ones were set aside."""
+        """Return new accumulators for a computation, after the last ones were set aside."""
         return self.calls["zero_accumulators"](self.state.weights.read(i.version + self.version_shift))
 
     def after_backward(self, k: int) -> None:
-        """Set the accumulators aside if they are complete."""
+        """If the accumulators are complete, set them aside for the update."""
         every = self.plan.microbatches_per_update(self.stage)
         if (k + self.replicas) // every > k // every:
             if self.functions.last and not self.sums:
@@ -368,7 +368,7 @@ class Worker:
             self.state.accumulators = None
 
     def all_reduce(self, i: AllReduce) -> None:
-        """Contribute this replica's part of a sum; after the last one of this process all its replicas get the sum."""
+        """Contribute this replica's part to a sum. After the last replica of this process, all its replicas get the sum."""
         state, update = self.state, i.batch + self.version_shift
         accumulators = state.updates[update][f"sums{i.piece}"]
         means = self.functions.averaged_state(state.layer_state) if self.averages and "weight" in accumulators else []
@@ -382,23 +382,23 @@ class Worker:
             self.workers[w].delete_unused()
 
     def take_sum(self, i: AllReduce, total: Tree, *, has_loss: bool) -> None:
-        """Keep (sums, means of the layer state, (mean loss, weight) at the last stage) of all replicas for the update."""
+        """Keep the total over all replicas for the update: (sums, means of the layer state, (mean loss, weight) at the last stage)."""
         update = i.batch + self.version_shift
         pending = self.state.updates.get(update, {})
         if isinstance(total, PendingTransfer):
-            self.consumed.keep(pending.get(f"sums{i.piece}"))  # the transfer may read them later
+            self.consumed.keep(pending.get(f"sums{i.piece}"))  # the transfer may still read them
         self.change_update(update, **{f"sums{i.piece}": None, f"summed{i.piece}": total})
         if has_loss and self.replica == 0:
             self.finish(update, total[2])
 
     def arrived_sum(self, update: int) -> Tree:
-        """Return the sum over all replicas, as `finish` returns it, waiting for it."""
+        """Wait for the sum over all replicas, and return it in the form of `finish`."""
         for join in self.added.joins:
             join(self, update)
         return arrived(self.state.updates[update]["summed"])
 
     def complete(self, update: int) -> Tree:
-        """Return the accumulators of a whole batch, which stay where they are."""
+        """Return the accumulators of a whole batch; the state keeps them."""
         if self.sums:
             self.change_update(update, summed=self.arrived_sum(update))
             return self.state.updates[update]["summed"][0]
@@ -455,7 +455,7 @@ class Worker:
             self.finish(update, loss)
 
     def gradients(self, update: int) -> Tree:
-        """Return the accumulators of a whole batch for its update, and average the layer state if replicas average it with each update."""
+        """Return the accumulators of a whole batch for its update; if replicas average the layer state at each update, average it."""
         if self.added.for_updates and update in self.state.updates:
             self.change_update(update, **dict.fromkeys(self.added.for_updates))
         if not self.separates_sums:
@@ -471,7 +471,7 @@ class Worker:
         return accumulators
 
     def finish(self, update: int, loss: Tree) -> None:
-        """Keep (mean loss, weight) of an update; the last one of a batch reports all its updates'."""
+        """Keep (mean loss, weight) of an update. The last update of a batch reports the losses of all updates of the batch."""
         rate = self.plan.updates_per_batch(self.stage)
         self.change_update(update, loss=loss)
         if (update + 1) % rate == 0:

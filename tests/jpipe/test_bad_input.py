@@ -343,7 +343,7 @@ def test_devices_must_be_one_for_each_stage():
 def test_a_placement_on_a_device_that_is_not_there_is_refused():
     with pytest.raises(
         InputError,
-        match=r"^plan: placement: it names device 64, but there are 8 devices \(0 to 7\); name one of them\nworkers:\n  stage 0: w0\n",
+        match=r"^plan: placement: it names device 64, but there are only 8 \(0 to 7\); choose one of these\nworkers:\n  stage 0: w0\n",
     ):
         pipeline(placement=((0,), (64,))).init(jax.random.key(0), models.batches_of(1, 4)[0])
 
@@ -369,10 +369,14 @@ X = np.zeros((4, 3), np.float32)
         ),
         (
             (X, 1.5),
-            r"^batch: expected arrays that agree .*, found \[0\] float32\[4, 3\], \[1\] float; make an array of a list .*$",
+            r"^batch: expected arrays with the same number of rows .*, found \[0\] float32\[4, 3\], \[1\] float; make an array of a list "
+            r".*$",
         ),
-        ((X, [1.0, 2.0]), r"^batch: expected arrays that agree .* \[1\]\[0\] float, \[1\]\[1\] float; make an array of a list .*$"),
-        ((X, "text"), r"^batch: expected arrays that agree .* \[1\] str$"),
+        (
+            (X, [1.0, 2.0]),
+            r"^batch: expected arrays with the same number of rows .* \[1\]\[0\] float, \[1\]\[1\] float; make an array of a list .*$",
+        ),
+        ((X, "text"), r"^batch: expected arrays with the same number of rows .* \[1\] str$"),
     ],
 )
 def test_a_wrong_batch_is_refused(batch, message):

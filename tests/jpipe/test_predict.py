@@ -114,7 +114,9 @@ def test_inputs_that_cannot_be_predicted_are_refused():
     pipe = Pipeline(stack, Plan.even(stack.ids, 2, "gpipe", 2), lambda y, labels: (y["sum"], 1.0), optax.sgd(0.1))
     x = np.ones((4, 3), np.float32)
     state = pipe.init(jax.random.key(0), (x, x))
-    with pytest.raises(InputError, match=r"^predict: expected every output of layer 'out' .* found float32\[\] at \['sum'\]; give each"):
+    with pytest.raises(
+        InputError, match=r"^predict: expected every output of layer 'out' .* found float32\[\] at \['sum'\]; return one row"
+    ):
         pipe.predict(state, x)
     with pytest.raises(
         InputError, match=r"^predict: expected inputs like the shape given to init, float32\[2, 3\] for a microbatch, found float32\[4, 2\]"

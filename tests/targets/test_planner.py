@@ -103,7 +103,7 @@ def test_a_mesh_of_six_chips_is_an_error(target):
     plan = jpipe.Plan(schedule="gpipe", microbatches=2, stages=[{"layers": STACK.ids, "mesh": {"data": 6}}])
     pipe = jpipe.Pipeline(STACK, plan, loss, optax.adam(1e-3))
     if target.platform == "tpu":
-        with pytest.raises(jpipe.InputError, match="expected meshes of 2, 4, 8, … TPU chips, found one of 6"):
+        with pytest.raises(jpipe.InputError, match="expected meshes of 2, 4, 8, … TPU chips, found a mesh of 6"):
             pipe.costs(batch(12), compiled_for=devices)
     else:
         assert pipe.costs(batch(12), compiled_for=devices)[0].temporary > 0

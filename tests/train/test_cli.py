@@ -200,7 +200,7 @@ def test_bad_input_is_refused_with_one_clear_message(refused, override, message)
         ),
         (
             lambda plan: plan.replace('"placement": null', '"placement": [[0], [100000]]'),
-            r"jpipe: \S*/plan.json: placement: it names device 100000, but there are 8 devices \(0 to 7\); name one of them\n"
+            r"jpipe: \S*/plan.json: placement: it names device 100000, but there are only 8 \(0 to 7\); choose one of these\n"
             r"workers:\n  stage 0: w0\n",
         ),
     ],

@@ -1,4 +1,4 @@
-"""Arrays of a state that are away, in the memory of the host of their devices: moved there and back, and copied."""
+"""Arrays of a state that are in host memory ("away"): functions that move them there and back, and copy them."""
 
 from typing import Any
 
@@ -8,32 +8,32 @@ import jax.numpy as jnp
 Tree = Any
 
 AWAY = "pinned_host"
-"""The kind of host memory from which devices copy without waiting for the host."""
+"""The kind of host memory that devices read without waiting for the host."""
 
 
 def is_away(leaf: Any) -> bool:
-    """Return whether an array is in the memory of the host."""
+    """Return whether an array is in host memory."""
     return isinstance(leaf, jax.Array) and leaf.sharding.memory_kind == AWAY
 
 
 def sent_away(tree: Tree, without: Tree = None) -> Tree:
-    """Begin to copy arrays to the memory of the host; those that are there already are returned as they are.
+    """Begin to copy arrays to host memory. Arrays that are already there are returned unchanged.
 
     Args:
         tree: the arrays.
-        without: arrays that are returned as they are, too.
+        without: further arrays to return unchanged.
     """
     return _moved(tree, AWAY, without)
 
 
 def fetched(tree: Tree, without: Tree = None) -> Tree:
-    """Begin to copy the arrays in host memory to their devices; other arrays, and the entries in `without`, are returned as they are."""
+    """Begin to copy the arrays in host memory to their devices. Other arrays, and the arrays in `without`, are returned unchanged."""
     away = [leaf for leaf in jax.tree.leaves(tree) if is_away(leaf)]
     return _moved(tree, next(iter(away[0].sharding.device_set)).default_memory().kind, without) if away else tree
 
 
 def copied(tree: Tree) -> Tree:
-    """Copy arrays, each inside its own memory."""
+    """Copy arrays; each copy is in the same memory as its original."""
     return jax.tree.map(lambda leaf: sent_away(fetched(leaf)) if is_away(leaf) else jnp.copy(leaf), tree)
 
 

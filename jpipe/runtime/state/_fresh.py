@@ -30,7 +30,7 @@ def fresh_worker(
         stage: the stage of the worker.
         initializers: the programs for the layers with fresh arrays.
         key: the random key of the run.
-        initial: (parameters, state) of each layer: arrays to copy, specs of fresh ones.
+        initial: (parameters, state) of each layer; arrays are copied, and specs stand for arrays to initialize.
     """
     f, first, a, params, state = stage.functions, stage.place.first, stage.arrays, {}, {}
     for layer_id in initialized_at(stage):
@@ -38,7 +38,7 @@ def fresh_worker(
         if is_fresh(arrays):
             fresh = initializers[layer_id, stage.place](jax.device_put(f.stack.init_key(layer_id, key), first))
         params[layer_id], state[layer_id] = jax.tree.map(partial(_copied_or_fresh, first), arrays, fresh)
-        if layer_id in a.fresh and not f.stack.ties.names([layer_id]):  # the first device of a mesh need not have room for all layers
+        if layer_id in a.fresh and not f.stack.ties.names([layer_id]):  # the first device of a mesh may not have memory for all layers
             params[layer_id] = jax.device_put(params[layer_id], shardings_of(a.fresh[layer_id]))
     entries = jax.device_put(f.stack.ties.split(params, f.stage.layers), shardings_of(a.fresh))
     version, optimizer, accumulators = compile_start(stage)(entries)
@@ -51,16 +51,16 @@ def fresh_worker(
 
 
 def initialized_at(stage: CompiledStage) -> tuple[str, ...]:
-    """Return the layers that a worker initializes: its own, and those that hold the first places of its shared parameters."""
+    """Return the layers that a worker initializes: its own, and the layers that have the first places of its shared parameters."""
     ids, ties = stage.functions.stage.layers, stage.functions.stack.ties
     return tuple(dict.fromkeys((*ids, *(ties.first[name][0] for name in ties.names(ids)))))
 
 
 def is_fresh(arrays: Tree) -> bool:
-    """Return whether any array of a layer is fresh, a spec where there would be an array to copy."""
+    """Return whether any array of a layer has to be initialized; a spec stands for such an array."""
     return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(arrays))
 
 
 def _copied_or_fresh(device: jax.Device, initial: Any, fresh: Any) -> jax.Array:
-    """Return a copy of a given array, since updates write into the memory of the weights, or else the fresh one."""
+    """Return a copy of the initial array, because updates write into the memory of the weights; if there is none, the fresh array."""
     return fresh if isinstance(initial, jax.ShapeDtypeStruct) else jnp.copy(jax.device_put(initial, device))

@@ -1,4 +1,4 @@
-"""Reads and changes the parts of a layer's optimizer state in a snapshot: masters, averages and predictions."""
+"""Functions that read and change the parts of a layer's optimizer state in a snapshot: masters, averages and predictions."""
 
 from typing import Any
 
@@ -14,28 +14,30 @@ Tree = Any
 
 
 def masters_in(plain: Plain) -> Plain | None:
-    """Return a layer's newest parameters in float32, if its snapshot entry has masters; frozen ones, which have none, are converted.
+    """Return a layer's newest parameters in float32 if its snapshot entry has masters, else None.
+
+    Frozen parameters have no masters; they are converted.
 
     Args:
-        plain: the entry, with any arrays.
+        plain: the entry, with arrays of any kind.
     """
     newest, optimizer = plain.get("params", {}).get("0", {}), plain.get("optimizer")
     masters = optimizer.get("masters") if isinstance(optimizer, dict) else None
     if masters is not None and not isinstance(masters, dict):
         masters = {"array": masters}  # the parameters are one array
-    # In the state of optax, trees of parameters have the layer's id above them: they are not mistaken for these.
+    # In the state of optax, trees of parameters are below the layer's id, so they are not mistaken for masters.
     if not masters or not _fits(masters, newest):
         return None
     return overlaid(jax.tree.map(_in_float32, newest), masters)
 
 
 def without_prediction(plain: Plain) -> Plain:
-    """Return a layer of a snapshot with its newest parameters, and masters, without the prediction that has moved them ahead.
+    """Return a layer of a snapshot without its prediction: the newest parameters and masters are moved back, and the prediction is dropped.
 
-    The prediction is then not in it any more. A layer without one is returned as it is. Older versions are left as they are.
+    A layer without a prediction is returned unchanged. Older versions are not changed.
 
     Args:
-        plain: the entry, with any arrays.
+        plain: the entry, with arrays of any kind.
     """
     optimizer, versions = plain.get("optimizer"), plain.get("params")
     if not isinstance(optimizer, dict) or not isinstance(versions, dict):
@@ -56,9 +58,9 @@ def without_prediction(plain: Plain) -> Plain:
 
 
 def with_buffers(f: StageFunctions, layer_id: str, plain: Any) -> Any:
-    """Return the optimizer state of a layer in a snapshot with or without the names of `WithBuffers`, as the stage has it.
+    """Add or remove the field names of `WithBuffers` in a snapshot's optimizer state of a layer, so that it fits the stage.
 
-    A prediction that is missing begins with zeros.
+    A missing prediction begins with zeros.
     """
     spec = f.optimizer_spec[layer_id]
     if f.precision.has_masters:
@@ -68,7 +70,7 @@ def with_buffers(f: StageFunctions, layer_id: str, plain: Any) -> Any:
 
 
 def _filled_in(spec: Tree, plain: Any) -> Any:
-    """Return `with_buffers` for the state without its masters."""
+    """Do the same as `with_buffers` for an optimizer state without masters."""
     if not isinstance(plain, dict):
         return plain
     if not isinstance(spec, WithBuffers):
@@ -81,12 +83,12 @@ def _filled_in(spec: Tree, plain: Any) -> Any:
 
 
 def _has_buffers(plain: Plain) -> bool:
-    """Return whether an optimizer state in a snapshot is a `WithBuffers`."""
+    """Return whether an optimizer state in a snapshot has the field names of `WithBuffers`."""
     return bool(plain) and plain.keys() <= set(WithBuffers._fields)
 
 
 def _as_dict(tree: Any) -> Plain:
-    """Return a tree like the parameters of a layer as a dict, also if they are one array."""
+    """Return the parameters of a layer as a dict; a single array gets the key "array"."""
     return tree if isinstance(tree, dict) else {"array": tree}
 
 
@@ -95,16 +97,16 @@ def _fits_array(part: Any, whole: Any) -> bool:
 
 
 def _fits(part: Any, whole: Any) -> bool:
-    """Return whether each leaf of nested dicts is in another tree, with the same shape."""
+    """Return whether another tree has each leaf of these nested dicts, with the same shape."""
     if isinstance(part, dict):
         return isinstance(whole, dict) and all(name in whole and _fits(inner, whole[name]) for name, inner in part.items())
     return not isinstance(whole, dict) and part.shape == whole.shape
 
 
 def _less(tree: Any, ahead: Any) -> Any:
-    """Subtract `ahead` from the leaves of nested dicts that it has; specs are returned as they are.
+    """Subtract the leaves of `ahead` from the leaves of nested dicts with the same keys; specs are returned unchanged.
 
-    With NumPy, because the arrays of a live snapshot may be on several devices, and in host memory.
+    This uses NumPy, because the arrays of a live snapshot may be on several devices and in host memory.
     """
     if isinstance(ahead, dict):
         return {name: _less(tree[name], inner) for name, inner in ahead.items()}
@@ -112,7 +114,7 @@ def _less(tree: Any, ahead: Any) -> Any:
 
 
 def _in_dtypes(part: Any, whole: Any) -> Any:
-    """Return the leaves of nested dicts in the dtypes of those in another tree."""
+    """Convert the leaves of nested dicts to the dtypes of the same leaves in another tree."""
     if isinstance(part, dict):
         return {name: _in_dtypes(inner, whole[name]) for name, inner in part.items()}
     return whole if isinstance(part, jax.ShapeDtypeStruct) else part.astype(whole.dtype)

@@ -19,12 +19,12 @@ from jpipe.stages.functions._stage_functions import StageFunctions
 
 Tree = Any
 Fields = dict[str, Tree]
-"""What is known of a microbatch in flight, or of a pending update, by name."""
+"""The trees that belong to a microbatch in flight, or to a pending update, by name."""
 
 Fingerprint = tuple[tuple[str, str], ...]
 """Everything that determines the content of the states of a pipeline, by name."""
 
-CONSUMED = "state: step or drain has already consumed it and deleted its arrays; use the state that call returned"
+CONSUMED = "state: step or drain has already consumed it and deleted its arrays; use the state that this call returned"
 """The message for a state that is used a second time."""
 
 
@@ -36,28 +36,24 @@ def _nbytes(tree: Tree) -> int:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, repr=False)
 class WorkerState:
-    """What one worker holds between two steps, an immutable pytree.
+    """The state of one worker between two steps, an immutable pytree.
 
     Attributes:
-        weights: the weight versions. Microbatches in flight that read the same version share it.
-        optimizer: optimizer state by layer id.
-        layer_state: state that forwards update (batch statistics), by layer id.
-        accumulators: sums over the current batch: gradients, weight and loss.
+        weights: the weight versions. Microbatches in flight that read the same version share its arrays.
+        optimizer: the optimizer state by layer id.
+        layer_state: the state that forwards update (batch statistics), by layer id.
+        accumulators: the sums over the current batch: gradients, weight and loss.
         key: the random key of the run.
-        microbatches: the microbatches in flight, by number, each with what is computed and not yet used:
-            `inputs`: the input of the stage.
-            `labels`: the labels, at the last stage.
-            `residuals`: (kept arguments and outputs, saved arrays) of the forward, for the backward.
-            `output`: the output of the stage, until it is sent.
-            `message`: the gradient message from the next stage; at the last stage the output of its forward.
-            `gradient`: the gradient message for the previous stage, until it is sent.
-            `stash`: what the first half of the backward leaves for the second: (its other arguments, the stash).
-        updates: what waits for an update, by the number of the update, with what capabilities keep for it:
-            `sums`: the gradient accumulators, complete and set aside.
-            `summed`: (accumulators, means of the layer state, (mean loss, weight) at the last stage) over all replicas.
-            `loss`: (mean loss, weight), until all updates of the batch are made.
-        loss_scales: the loss scale of each version, if it is dynamic; a microbatch has the scale of the version that it reads.
-        capabilities: what capabilities keep, by their names, see `RuntimeHooks.specs`.
+        microbatches: the microbatches in flight, by number, each with the trees that are computed and not yet used: `inputs`: the input of
+            the stage. `labels`: the labels, at the last stage. `residuals`: (kept arguments and outputs, saved arrays) of the forward, for
+            the backward. `output`: the output of the stage, until it is sent. `message`: the gradient message from the next stage; at the
+            last stage the output of its forward. `gradient`: the gradient message for the previous stage, until it is sent. `stash`: the
+            arguments of the second half of the backward, after its first half: (late inputs, stash).
+        updates: the pending updates by number, each with the trees that wait for it; capabilities may add further ones: `sums`: the
+            gradient accumulators, complete and set aside. `summed`: (accumulators, means of the layer state, (mean loss, weight) at the
+            last stage) over all replicas. `loss`: (mean loss, weight), until all updates of the batch are made.
+        loss_scales: the loss scale of each version, if it is dynamic. A microbatch has the scale of the version that it reads.
+        capabilities: the arrays that capabilities keep, by the name of the capability; see `RuntimeHooks.specs`.
     """
 
     weights: WeightVersions
@@ -76,7 +72,7 @@ class WorkerState:
         return f"WorkerState(versions {self._versions}; {len(self.microbatches)} microbatches in flight)"
 
     def cells(self) -> tuple[str, ...]:
-        """Return its versions and the bytes of its parts, as text, for a table."""
+        """Return the versions of the worker and the bytes of its parts, as text for a table."""
         buffers = self.microbatches, self.updates
         parts = (
             (self.weights, self.loss_scales),
@@ -92,23 +88,22 @@ class WorkerState:
 
     @property
     def is_consumed(self) -> bool:
-        """Whether a step or drain has deleted arrays of it."""
+        """Whether a step or drain has deleted arrays of this state."""
         return any(getattr(leaf, "is_deleted", bool)() for leaf in jax.tree.leaves(self))
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True, repr=False, eq=False)  # two states are one only if they are the same object
+@dataclass(frozen=True, repr=False, eq=False)  # two states are equal only if they are the same object
 class State:
-    """The state of a run, a pytree: `Pipeline.step` consumes one and returns the next.
+    """The state of a run, a pytree. `Pipeline.step` consumes a state and returns the next one.
 
     Attributes:
-        workers: one `WorkerState` for each worker.
-        batch: index of the next batch.
+        workers: one `WorkerState` for each worker of this process.
+        batch: the index of the next batch.
         start: the batch before which the pipeline was last empty.
         averaged: False while replicas have layer state that is averaged when it is read.
-        fingerprint: the fingerprint of the pipeline that made it; other pipelines reject the state.
-        buckets: which of the shapes of the pipeline the last batches had, the newest last, as far back as any is in flight; none where
-            there is one shape.
+        fingerprint: the fingerprint of the pipeline that made the state; other pipelines reject the state.
+        buckets: the buckets of the last batches that may be in flight, the newest last; empty if the pipeline has one bucket.
     """
 
     workers: tuple[WorkerState, ...]
@@ -117,7 +112,7 @@ class State:
     averaged: bool = field(metadata={"static": True}, default=True)
     fingerprint: Fingerprint = field(metadata={"static": True}, default=())
     buckets: tuple[int, ...] = field(metadata={"static": True}, default=())
-    _outcome: ClassVar[Any] = None  # of the call that consumed it, once there is one (jpipe._interrupts): no part of the pytree
+    _outcome: ClassVar[Any] = None  # the outcome of the call that consumed the state (jpipe._interrupts), no part of the pytree
 
     def __repr__(self) -> str:
         return f"State({self._facts()})" if not is_consumed(self) else f"State(before batch {self.batch}, already consumed)"
@@ -134,10 +129,10 @@ class State:
 
 
 def check_state(state: State, expected: Fingerprint | None) -> None:
-    """Reject a state that a pipeline with another fingerprint than `expected` made.
+    """Check that a state comes from a pipeline with the fingerprint `expected`.
 
     Raises:
-        InputError: the message says how the two pipelines differ.
+        InputError: it does not; the message says how the two pipelines differ.
     """
     if not isinstance(state, State):
         raise InputError(where="state", expected="a jpipe.State", found=type(state).__name__)
@@ -146,7 +141,7 @@ def check_state(state: State, expected: Fingerprint | None) -> None:
     if state.fingerprint != expected:
         raise InputError(
             f"state: another pipeline made it: {_difference(state.fingerprint, expected)}; "
-            "make one with init, or take a snapshot of the other run and restore it here"
+            "make a new state with init, or restore a snapshot of the other run here"
         )
 
 
@@ -156,7 +151,7 @@ def is_consumed(state: State) -> bool:
 
 
 def _difference(fingerprint: Fingerprint, expected: Fingerprint) -> str:
-    """Return the first entry in which two fingerprints differ."""
+    """Describe the first entry in which two fingerprints differ."""
     of_state, of_pipeline = dict(fingerprint), dict(expected)
     name = next(name for name in (*of_pipeline, *of_state) if of_pipeline.get(name) != of_state.get(name))
     return f"{name} is {_short(of_state.get(name))} there and {_short(of_pipeline.get(name))} here"
@@ -169,13 +164,13 @@ def _short(text: str | None) -> str:
 def fingerprint(
     plan: Plan, uses: Iterable[str], places: Sequence[Place], specs: Sequence[Batch], functions: Sequence[StageFunctions]
 ) -> Fingerprint:
-    """Everything that determines the content of a state, by name.
+    """Return everything that determines the content of a state, by name.
 
     Args:
         plan: the plan of the pipeline.
-        uses: the names of what programs do beside the plan.
-        places: where each worker computes.
-        specs: shapes and dtypes of a microbatch, of each bucket.
+        uses: the names of the capabilities that are used without an option in the plan.
+        places: for each worker the devices where it computes.
+        specs: the shapes and dtypes of a microbatch of each bucket.
         functions: the functions of each stage.
     """
     fields = plan.model_dump(exclude={"format", "stages", "predicted"}).items()
@@ -199,7 +194,7 @@ def fingerprint(
 
 
 def model_of(functions: Sequence[StageFunctions]) -> str:
-    """Return the layers and a hash of their parameter, state and optimizer state shapes, which no cut into stages changes."""
+    """Return a hash of the shapes of the parameters, state and optimizer state of all layers, which does not depend on the cut."""
     layers: dict[str, Tree] = {}
     for f in functions:
         for kind, entries in (("parameters", f.specs.params), ("state", f.specs.state), ("optimizer", f.optimizer_spec)):

@@ -12,10 +12,11 @@ Tree = Any
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class WeightVersions:
-    """The weight versions that a worker holds, an immutable pytree. A version is the number of updates that made it.
+    """The weight versions that a worker holds, an immutable pytree. The number of a version is the number of updates that made it.
 
-    These are the newest version, which the next update starts from, and those that microbatches in flight read: none, the one before, as in
-    PipeDream-2BW, or as many as the schedule has in flight, as in PipeDream's weight stashing.
+    A worker holds the newest version, from which the next update starts, and the versions that microbatches in flight read. Under a
+    schedule that flushes there are no further versions, under PipeDream-2BW there is one, and under PipeDream's weight stashing there may
+    be as many as microbatches in flight.
 
     Attributes:
         params: the parameters of each version, by version and layer id.
@@ -38,12 +39,12 @@ class WeightVersions:
         return self.params[version]
 
     def with_update(self, params: Tree, retires: int | None = None) -> "WeightVersions":
-        """Return the weights with the version after the newest one, and without the version that it retires, if any."""
+        """Return the weights with a new version after the newest one; the version `retires` is removed, if it is not None."""
         remaining = {version: old for version, old in self.params.items() if version != retires}
         return WeightVersions({**remaining, self.newest + 1: params})
 
     def with_params(self, version: int, params: Tree) -> "WeightVersions":
-        """Return the weights with other parameters at a version."""
+        """Return the weights, with the parameters of one version replaced."""
         assert version in self.params
         return WeightVersions({**self.params, version: params})
 

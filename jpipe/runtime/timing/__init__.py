@@ -1,1 +1,1 @@
-"""Measurements of what the runtime moves: beside a computation, and in traces."""
+"""Measurements of transfers and sums: while a computation runs, and in traces."""

@@ -1,4 +1,4 @@
-"""Time a transfer and a sum beside a computation, moved by the transport of a pipeline."""
+"""Timing of a transfer and a sum by the transport of a pipeline, alone and while a computation runs."""
 
 import itertools
 import statistics
@@ -19,20 +19,21 @@ Tree = Any
 Moved = Literal["transfer", "sum"]
 
 ROUNDS = 7
-_LONGER = 3  # times as long as what is moved is the computation: threads that move it may have to share a core
-_ELEMENTS = 2**20  # of float32 in a message, 4 MB
+_LONGER = 3  # the computation takes this many times as long as the transfer: threads that transfer may have to share a core
+_ELEMENTS = 2**20  # float32 elements of a message, 4 MB
 _MOST_CALLS = 1000
 _numbers = itertools.count()
 
 
 class OverlapTimes(NamedTuple):
-    """How long a computation takes, and what is moved beside it; medians in seconds.
+    """The times of a computation, of a transfer or sum, and of both at once, in seconds; medians unless noted otherwise.
 
     Attributes:
-        computation: alone.
-        moved: a transfer to the last device and its return, or a sum over all, alone.
-        both: if it is begun right before the computation, as the runtime does.
-        beside: what is moved until it has arrived, begun like that; the shortest time, because other programs make it much longer.
+        computation: the time of the computation alone.
+        moved: the time of a transfer to the last device and back, or of a sum over all devices, alone.
+        both: the time until both have ended, if the transfer or sum is begun right before the computation, as in a run.
+        beside: the time until the transfer or sum has arrived in this case. It is the shortest time, because other programs can make it
+            much longer.
     """
 
     computation: float
@@ -42,24 +43,24 @@ class OverlapTimes(NamedTuple):
 
     @property
     def hidden(self) -> float:
-        """The share of the shorter one that the longer one hides: 1 if both take no longer than the longer one, 0 if they add up."""
+        """The share of the shorter time that the longer one hides: 1 if both together take the longer time, 0 if the times add up."""
         shorter = min(self.computation, self.moved)
         return min(max((self.computation + self.moved - self.both) / shorter, 0.0), 1.0) if shorter > 0 else 0.0
 
 
 def time_overlap(devices: Sequence[jax.Device] | None = None, elements: int = _ELEMENTS) -> Mapping[Moved, OverlapTimes] | None:
-    """Time a transfer and a sum between devices, alone and beside a computation of the first one; all processes call it.
+    """Time a transfer and a sum between devices, alone and while the first device computes. All processes call it.
 
-    They are the first devices of all processes, or of one process two devices. Arrays move as between the stages and replicas of a
-    pipeline: copies from the first device to the next ones and back. On CPUs the computation runs on one core, because devices that share
-    cores are another matter.
+    The devices are the first device of each process, or two devices if there is only one process. Arrays move as between the stages and
+    replicas of a pipeline: copies from the first device to the next ones and back. On CPUs the computation runs on one core: devices that
+    share cores are not measured.
 
     Args:
         devices: the devices of the run; by default all.
-        elements: the number of float32 elements that are moved; by default 4 MB.
+        elements: the number of float32 elements to move; by default 2^20, which are 4 MB.
 
     Returns:
-        The times by what is moved; None in processes without the first device, and if there is only one device.
+        The times of "transfer" and "sum"; None in processes without the first device, and if there is only one device.
     """
     devices = jax.devices() if devices is None else list(devices)
     first = {device.process_index: device for device in reversed(devices)}
@@ -79,7 +80,7 @@ def time_overlap(devices: Sequence[jax.Device] | None = None, elements: int = _E
 
 
 def _times(move: Callable[[], Tree], device: jax.Device) -> OverlapTimes:
-    """Time what `move` begins, alone and with a computation after it; it is called 2 × `ROUNDS` + 2 times."""
+    """Time the transfer or sum that `move` begins, alone and followed by a computation. `move` is called 2 × `ROUNDS` + 2 times."""
     compute, start = _computation(device)
 
     def work(calls: int) -> jax.Array:
@@ -111,7 +112,7 @@ def _seconds(begin: Callable[[], Tree]) -> float:
 
 
 def _computation(device: jax.Device) -> tuple[Callable[[jax.Array], jax.Array], jax.Array]:
-    """Return a compiled computation of a fraction of a millisecond, and what it begins with."""
+    """Return a jitted computation that takes a fraction of a millisecond, and its first argument."""
     if device.platform == "cpu":
         steps = jax.jit(lambda x: jax.lax.fori_loop(0, 2000, lambda _, y: y * 0.999 + 0.001, x))
         return steps, jax.device_put(np.ones(64, np.float32), device)
@@ -123,7 +124,9 @@ def _same(total: jax.Array) -> jax.Array:
 
 
 class _Moves:
-    """What a pipeline of one worker on each of some devices moves: as consecutive stages, and as replicas of a stage.
+    """Transfers and sums like a pipeline's, with one worker on each of some devices.
+
+    For transfers the workers are consecutive stages, for sums they are replicas of a stage.
 
     Attributes:
         local: the workers of this process.
@@ -144,7 +147,7 @@ class _Moves:
         self._add, self._finish = jax.jit(jnp.add), None if not self.local else jax.jit(_same).lower(specs[self.local[0]]).compile()
 
     def transfer(self) -> Tree:
-        """Begin to send an array from the first device to the last one and back, and return what comes back; nothing at others."""
+        """Begin to send an array from the first device to the last one and back; return the result, or None without the first device."""
         array = self._arrays.get(0)
         for w in range(self._last):
             array = self._hop(w, w + 1, "activation", array)
@@ -153,7 +156,7 @@ class _Moves:
         return array if 0 in self.local else None
 
     def _hop(self, source: int, to: int, message: str, array: Tree) -> Tree:
-        """Do a hop from one device to another, if they are in this process, and return what arrived, or else `array`."""
+        """Do this process's part of a hop from one device to another; return the received array, or `array` if it receives none."""
         if source in self.local:
             self._transport.send(Send(source, 0, message, to), 0, arrived(array))
         return self._transport.receive(Receive(to, 0, message, source), 0) if to in self.local else array

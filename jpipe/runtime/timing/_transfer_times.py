@@ -1,4 +1,4 @@
-"""Measure when messages between ranks, sums over replicas and moves to host memory begin and end, while a run is traced."""
+"""Measurement, in a traced run, of when messages between ranks, sums over replicas and moves to host memory begin and end."""
 
 import math
 import queue
@@ -24,25 +24,25 @@ from jpipe.runtime.state import WorkerState
 
 Tree = Any
 Computation = tuple[int, str, int, int]
-"""Worker, op or U, microbatch (of an update: batch), how many further pieces of the computation follow."""
+"""A computation: (worker, op, microbatch, number of further pieces that follow). An update has the op "U" and a batch."""
 
 
 _Name = tuple[str, tuple[int, ...], int]
-"""What is moved, the sender and the receiver or all replicas, the microbatch or update."""
+"""A transfer: (kind, sender and receiver or all replicas, microbatch or update)."""
 
 
 @dataclass(eq=False)
 class Moved:
-    """A message, a sum or a move to or from host memory, and what is known of its times.
+    """A message, a sum or a move to or from host memory, with its known times in seconds.
 
     Attributes:
         what, number: as in a `Transfer`.
         workers: the sender and the receiver (one may be `HOST`), or all replicas.
-        makers: the computations that may leave what is moved; one or more do.
-        readers: those that read it.
-        lasts: whether it takes time for sure, also where it was seen to arrive before the end of what makes it was noted.
-        posted: when it was last posted; NaN: not by this process.
-        arrived: when it has arrived; NaN: nobody has seen it.
+        makers: the computations that may make the arrays; one or more of them do.
+        readers: the computations that read the arrays.
+        lasts: whether the transfer certainly takes time, even if its arrival was recorded before the end of the computation that makes it.
+        posted: the time when it was last posted; NaN: this process has not posted it.
+        arrived: the time of its arrival; NaN: this process has not seen the arrival.
         size: the size in bytes.
     """
 
@@ -57,26 +57,26 @@ class Moved:
     size: float = 0.0
 
     def transfer(self, plan: Plan, starts: Mapping[Computation, float], ends: Mapping[Computation, float]) -> Transfer:
-        """Return it with the times that follow from the computations', see `TransferWatcher.transfers`."""
+        """Return the `Transfer` with the times that follow from the computations, see `TransferWatcher.transfers`."""
         made = max((ends[key] for key in self.makers if key in ends), default=0.0)
         start = math.nan if math.isnan(self.posted) else max(self.posted, made)
         reader = min((key for key in self.readers if key in starts), key=starts.__getitem__, default=None)
         used, read = (math.nan, math.inf) if reader is None else (starts[reader], ends[reader])
         end = used if math.isnan(self.arrived) else min(self.arrived, read)
         if self.lasts and end <= start:
-            end = math.nextafter(start, math.inf) if reader is None else read  # without a reader nothing else is known of its end
+            end = math.nextafter(start, math.inf) if reader is None else read  # without a reader its end is unknown
         ranks = tuple(w if w == HOST else plan.rank_of[w] for w in self.workers)
         return Transfer(self.what, ranks, self.number, start, end, end, self.size)
 
 
 class Arrivals:
-    """A thread that waits for the arrays that one transfer thread moves, in order.
+    """A thread that waits for arrays, one after the other.
 
     Args:
-        note: called when what was moved has arrived.
+        note: a function that is called with the first argument of `put` when its arrays have arrived.
 
     Attributes:
-        error: why an array has not arrived: its computation failed, or the run has consumed it before this thread came to it.
+        error: the first error of a wait: a computation failed, or the run consumed the arrays before this thread waited for them.
     """
 
     def __init__(self, note: Callable[[Any], None]) -> None:
@@ -87,11 +87,11 @@ class Arrivals:
         self._thread.start()
 
     def put(self, moved: Any, tree: Tree) -> None:
-        """Wait for the arrays of `tree` after all that were put before."""
+        """Queue the arrays of `tree`: the thread waits for them after all earlier ones."""
         self._queue.put((moved, tree))
 
     def stop(self) -> None:
-        """Return when all of them have arrived."""
+        """Wait until all queued arrays have arrived, and end the thread."""
         self._queue.put(None)
         self._thread.join()
 
@@ -103,37 +103,37 @@ class Arrivals:
                 self._note(moved)
             except Exception as error:
                 self.error = self.error or error
-            del item, tree  # while this thread waits, nothing that was moved is kept alive
+            del item, tree  # so that the waiting thread keeps no arrays alive
 
 
 class TransferWatcher:
-    """Notes the messages and sums of the workers of this process: when they are posted, and when they have arrived.
+    """Records when the messages and sums of this process's workers are posted, and when they arrive.
 
-    What one transfer thread moves arrives in order, so a thread for each waits for the arrays. A transfer from another process that has a
-    thread of its own reports its end itself.
+    Arrays that one transfer thread moves arrive in order, so for each transfer thread another thread waits for the arrays. A transfer from
+    another process that is a `PendingTransfer` reports its end itself.
 
     Args:
         plan: the plan of the run.
-        began: the time that counts as 0.
+        began: the value of `time.perf_counter` that counts as 0.
 
     Attributes:
-        plan: as given.
-        moved: what was noted so far; capabilities add what they move.
+        plan: the plan of the run.
+        moved: the transfers that were recorded so far; capabilities add theirs.
     """
 
     def __init__(self, plan: Plan, began: float) -> None:
         self.plan, self._began = plan, began
         self.moved: list[Moved] = []
-        self._known: dict[tuple[_Name, int], Moved] = {}  # messages and sums, by name and how many pieces of a sum follow
+        self._known: dict[tuple[_Name, int], Moved] = {}  # messages and sums, by name and the number of pieces of a sum that follow
         self._arrivals_by_workers: dict[tuple[int, ...], Arrivals] = {}
         self._notes = made("watch", runtimes_of(plan), self)
 
     def now(self) -> float:
-        """Return the time, in seconds."""
+        """Return the time since `began`, in seconds."""
         return time.perf_counter() - self._began
 
     def note(self, event: Event) -> None:
-        """Note a send, a receive, a sum or a move that was just dispatched."""
+        """Record a send, a receive, a sum or a move that was just dispatched."""
         i, plan = event.instruction, self.plan
         for note in self._notes:
             note(event)
@@ -147,11 +147,11 @@ class TransferWatcher:
             moved = self._of(("sum", replicas, i.batch), i.following)
             moved.posted = self.now()
             total = event.state.updates.get(i.batch, {}).get(f"summed{i.piece}")
-            if total is not None:  # once the last replica of this process has given its part
+            if total is not None:  # after the last replica of this process has contributed
                 self.watch(moved, total, _sent(total[0], plan, len(replicas)))
 
     def watch(self, moved: Moved, tree: Tree, size: float) -> None:
-        """Note when arrays arrive, which have this size."""
+        """Record when arrays of `size` bytes arrive."""
         moved.size = size
         if isinstance(tree, PendingTransfer):
             tree.when_done(lambda: self._note_arrival(moved))
@@ -161,20 +161,20 @@ class TransferWatcher:
             self._arrivals_by_workers[moved.workers].put(moved, tree)
 
     def close(self) -> None:
-        """Stop when all arrays that are awaited have arrived."""
+        """Wait until all recorded arrays have arrived, and stop."""
         for arrivals in self._arrivals_by_workers.values():
             arrivals.stop()
 
     def transfers(self, starts: Mapping[Computation, float], ends: Mapping[Computation, float]) -> tuple[Transfer, ...]:
-        """Return what was noted, for `join_transfers`; what this process does not know is NaN.
+        """Return the recorded transfers, for `join_transfers`; times that this process does not know are NaN.
 
-        A transfer begins when it is posted and what it moves is computed. Where nobody can see when it has arrived, because the run has
-        consumed its arrays before, it ends when the computation that reads it begins. A thread may note an arrival late: a message ends
-        at the latest when the next one of its transfer thread does.
+        A transfer begins when it is posted and its arrays are computed. If its arrival was not recorded, because the run has already
+        consumed its arrays, the transfer ends when the computation that reads it begins. A thread may record an arrival late, so a message
+        ends at the latest when the next message of its transfer thread ends.
 
         Args:
             starts: the time at which each computation of this process began.
-            ends: the time at which it ended.
+            ends: the time at which each computation ended.
         """
         readers, latest = _readers(self.plan, starts), defaultdict[tuple[int, ...], float](lambda: math.inf)
         for (name, _), moved in reversed(self._known.items()):
@@ -185,7 +185,7 @@ class TransferWatcher:
         return tuple(moved.transfer(self.plan, starts, ends) for moved in self.moved)
 
     def _of(self, name: _Name, following: int = 0) -> Moved:
-        """Return what was noted of a message or a sum."""
+        """Return the record of a message or a sum; make one if there is none."""
         if (name, following) not in self._known:
             self._known[name, following] = Moved(*name, _producers(name, following, self.plan))
             self.moved.append(self._known[name, following])
@@ -197,13 +197,13 @@ class TransferWatcher:
 
 
 def join_transfers(*processes: Iterable[Transfer]) -> tuple[Transfer, ...]:
-    """Return the transfers of a run from what each process knows of them, in order of time.
+    """Join the transfers that each process has recorded into the transfers of the run, in order of time.
 
-    A message begins where its sender says, and ends where its receiver does; a sum begins when the last process has given its part.
-    Transfers of a row follow each other, as its links carry them. Transfers with an unknown beginning or end are left out.
+    The beginning of a message comes from its sender, and its end from its receiver. A sum begins when the last process has contributed.
+    Transfers in the same row follow each other, because one link carries them. Transfers with an unknown beginning or end are left out.
 
     Args:
-        processes: `Trace.transfers` of each process. Their clocks began together.
+        processes: `Trace.transfers` of each process. The clocks of all processes must have begun together.
     """
     known: dict[tuple[Any, ...], list[Transfer]] = defaultdict(list)
     for process in processes:
@@ -234,20 +234,20 @@ def _latest(times: Iterable[float]) -> float:
 
 
 def _received(i: Receive, state: WorkerState, plan: Plan) -> Tree:
-    """Return what a worker has just received, which may still be on its way."""
+    """Return the arrays that a worker has just received; they may still be in transfer."""
     if i.message in ("activation", "gradient"):
         return state.microbatches[i.microbatch]["inputs" if i.message == "activation" else "message"]
     return merged("messages", runtimes().values())[i.message].received(state, i, i.microbatch // plan.microbatches)
 
 
 def nbytes(tree: Tree) -> float:
-    """Return the bytes of arrays on each device, or of the specs of those that are to come."""
+    """Return the bytes of arrays on each device; arrays in transfer count with their future bytes."""
     size: float = sum(leaf.nbytes if isinstance(leaf, PendingTransfer) else shard_bytes(leaf) for leaf in jax.tree.leaves(tree))
     return size
 
 
 def _sent(summed: Tree, plan: Plan, replicas: int) -> float:
-    """Return the bytes that each replica has sent for a sum, as a prediction counts them: without layer state that is averaged with it."""
+    """Return the bytes that each replica has sent for a sum. As in a prediction, averaged layer state does not count."""
     others, summing = replicas - 1, exchange_of(values_of(plan)).sums
     if summing is None:
         return 2 * others / replicas * nbytes(summed)
@@ -256,7 +256,7 @@ def _sent(summed: Tree, plan: Plan, replicas: int) -> float:
 
 
 def _producers(name: _Name, following: int, plan: Plan) -> list[Computation]:
-    """Return the computations that may leave what is moved; one does."""
+    """Return the computations that may make the arrays of a transfer; one of them does."""
     what, workers, number = name
     s = plan.workers[workers[0]][0]
     match what:
@@ -268,11 +268,11 @@ def _producers(name: _Name, following: int, plan: Plan) -> list[Computation]:
             end = (number + 1) * plan.microbatches_per_update(s)
             keys = [key for k in range(end - plan.replicas[s], end) for key in that_leave("accumulators", plan, s, k)]
             return [(*key[:3], following) for key in keys]
-    return []  # of small messages the post is the beginning
+    return []  # a small message begins when it is posted
 
 
 def _readers(plan: Plan, computations: Iterable[Computation]) -> dict[_Name, Computation]:
-    """Return for messages and sums the computation that reads them."""
+    """Return for each message or sum the computation that reads it."""
     readers: dict[_Name, Computation] = {}
     for key in computations:
         w, op, k, _ = key
@@ -287,5 +287,5 @@ def _readers(plan: Plan, computations: Iterable[Computation]) -> dict[_Name, Com
 
 
 def that_leave(what: Leaves, plan: Plan, s: int, k: int) -> list[Computation]:
-    """Return the computations that may leave something of a microbatch at a stage; of a computation in pieces the last one."""
+    """Return the computations that may leave `what` of a microbatch at a stage; for a computation in pieces, its last piece."""
     return [(plan.worker(s, k), name, k, 0) for name, op in OPS.items() if what in op.leaves]

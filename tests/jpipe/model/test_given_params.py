@@ -125,7 +125,7 @@ def test_other_flax_variables_than_parameters_are_refused():
         InputError, match=r"layer 'b': expected nnx.Param variables, found 'mean', a BatchStat.*nnx.state\(module, nnx.Param\)"
     ):
         started(pipe, {"b": nnx.state(norm)})
-    with pytest.raises(InputError, match=r"layer 'a': .*the key 'params' of all variables; give \['params'\] of it"):
+    with pytest.raises(InputError, match=r"layer 'a': .*all collections of its variables; give only the value of the key 'params'"):
         started(pipe, {"a": {"params": {}}})
 
 

@@ -166,7 +166,7 @@ def test_a_process_that_passes_other_arguments_is_named(tmp_path):
         assert refusals["rows"].startswith("shape of a microbatch differs between processes 0 and 1: ")
         assert re.fullmatch(
             r"the checksum of inputs of batches 1 to 8 differs in process 1: (\w{8}), and (?!\1)\w{8} in process 0; "
-            "pass the same in all processes",
+            "pass the same arguments in all processes",
             refusals["step"],
         )
         assert 8 <= int(refusals["at"]) < 16

@@ -56,14 +56,14 @@ CASES = {
     "last stage": (
         "forward",
         ("a", "b", "bad"),
-        r"stage 1 \(layers bad\): NaN in what its forward_backward computes; .* forward of layer 'bad'",
+        r"stage 1 \(layers bad\): NaN in the results of forward_backward; .* forward of layer 'bad'",
     ),
     "first stage": (
         "forward",
         ("bad", "a", "b"),
-        r"stage 0 \(layers bad, a\): NaN in what its forward computes; .* forward of layer 'bad'",
+        r"stage 0 \(layers bad, a\): NaN in the results of forward; .* forward of layer 'bad'",
     ),
-    "gradient": ("gradient", ("a", "bad", "b"), r"stage 0 \(layers a, bad\): NaN in what its backward computes; .* gradients is 'a'"),
+    "gradient": ("gradient", ("a", "bad", "b"), r"stage 0 \(layers a, bad\): NaN in the results of backward; .* gradients is 'a'"),
 }
 
 
@@ -83,5 +83,5 @@ def test_without_the_setting_no_output_is_checked():
 def test_an_evaluation_is_checked_for_nan():
     pipe = pipeline("forward", ("a", "b", "bad"))
     state = pipe.init(jax.random.key(0), GOOD)
-    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"stage 1 .*: NaN in what its evaluate computes; .*'bad'"):
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"stage 1 .*: NaN in the results of evaluate; .*'bad'"):
         pipe.evaluate(state, bad())

@@ -88,7 +88,7 @@ def test_fewer_workers_than_devices_are_refused_in_a_run_of_several_processes(ma
 def test_a_missing_device_is_refused(machines):
     machines(1, 1)
     assert refused(plan_of(1, 2, placement=[[0], [1, 2]])) == [
-        "plan: placement: it names device 2, but there are 2 devices (0 to 1); name one of them",
+        "plan: placement: it names device 2, but there are only 2 (0 to 1); choose one of these",
         "workers:",
         "  stage 0: w0",
         "  stage 1: w1 w2",
@@ -101,7 +101,7 @@ def test_a_missing_device_is_refused(machines):
 def test_a_process_without_a_worker_is_refused(machines):
     machines(1, 1, 2)
     assert refused(plan_of(1, 2, placement=[[3], [2, 0]])) == [
-        "plan: expected a worker in every process, found none in process 1; place one there, or start fewer processes",
+        "plan: expected a worker in every process, found none in process 1; place a worker there, or start fewer processes",
         "         replica 0    replica 1",
         "stage 0  w0 p2 cpu:3",
         "stage 1  w1 p2 cpu:2  w2 p0 cpu:0",

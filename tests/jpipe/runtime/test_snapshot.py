@@ -262,7 +262,7 @@ def without(layers, layer_id):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda layers: without(layers, "mix"), "checkpoint: layer 'mix' of the model is not in it; is it of another model?"),
+        (lambda layers: without(layers, "mix"), "checkpoint: layer 'mix' of the model is missing; is it of another model?"),
         (
             lambda layers: (
                 layers | {"mix": layers["mix"] | {"params": {"0": {"b": np.zeros(3, np.float32), "w": np.zeros((3, 4), np.float32)}}}}
@@ -271,11 +271,11 @@ def without(layers, layer_id):
         ),
         (
             lambda layers: layers | {"mix": layers["mix"] | {"params": {}}},
-            "checkpoint: layer 'mix', parameters: 'b', float32[3] in the model, is not in it; is it of another model?",
+            "checkpoint: layer 'mix', parameters: the model's array 'b', float32[3], is missing; is it of another model?",
         ),
         (
             lambda layers: layers | {"track": {"params": layers["track"]["params"], "optimizer": layers["track"]["optimizer"]}},
-            "checkpoint: layer 'track', state: 'count', int32[] in the model, is not in it; is it of another model?",
+            "checkpoint: layer 'track', state: the model's array 'count', int32[], is missing; is it of another model?",
         ),
         (
             lambda layers: layers | {"mix": layers["mix"] | {"params": {"0": layers["mix"]["params"]["0"] | {"more": np.zeros(1)}}}},

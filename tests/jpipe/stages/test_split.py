@@ -391,7 +391,7 @@ def test_a_layer_whose_backward_cannot_be_split():
     batch = tuple(np.random.default_rng(0).normal(size=(2, 2 * ROWS, STEPS, WIDTH)).astype(np.float32))
     for schedule in ("zb_h1", "pipedream_flush"):
         pipe = Pipeline(stack, models.cut(stack.ids, (1, 1, 1), microbatches=2, schedule=schedule), loss, optax.sgd(0.1))
-        warning = "^layer 'reported': its backward cannot be split: it has side effects: .*; the whole backward runs in place of"
+        warning = "^layer 'reported': its backward cannot be split: it has side effects: .*; the whole backward runs instead of"
         with pytest.warns(UserWarning, match=warning) if schedule == "zb_h1" else contextlib.nullcontext():
             state = pipe.init(jax.random.key(0), batch)
         state, _ = pipe.step(state, batch)
