@@ -1,4 +1,5 @@
-"""Optional capabilities of pipelines, each in a folder of its own; `protocol` says what one consists of, `registry` lists them.
+"""Optional capabilities of pipelines, each in its own folder. `protocol` describes their hooks, and `registry` lists the capabilities.
 
-A capability can be read, tested, replaced and removed by itself: remove its folder and its lines of `registry`. The core names none.
+A capability can be read, tested, replaced and removed on its own. To remove one, remove its folder and its lines in `registry`: the core
+names no capability.
 """

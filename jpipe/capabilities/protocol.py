@@ -1,17 +1,17 @@
-"""What an optional capability consists of: frozen values with functions that the core calls; each may be left out.
+"""The hooks of an optional capability: frozen values with functions that the core calls. Every function is optional.
 
 A capability is a folder in `jpipe/capabilities/` with three modules; each has one of these values:
 
-    option.py   OPTION, an `Option`: what stands in the plan, its checks, and what it cannot be combined with
-    program.py  PROGRAM, a `ProgramHooks`: its instructions, where they go into a program, how they are verified and priced; without JAX
-    runtime.py  RUNTIME, a `RuntimeHooks`: how its instructions run, what it keeps in the state, and what snapshots have of that
+    option.py   OPTION, an `Option`: the field of the plan, its checks, and its exclusions
+    program.py  PROGRAM, a `ProgramHooks`: instructions, their places in a program, their verification and price; imports no JAX
+    runtime.py  RUNTIME, a `RuntimeHooks`: how its instructions run, what it keeps in the state, and what snapshots save of this
 
-Some functions belong to one object of the core, such as one verifier, and have a state of their own: they are the methods of a subclass of
-`LoweringHooks`, `VerifyHooks` or `SnapshotHooks`. The core makes one for each capability that a plan uses, and calls its methods in the
-order of the registry.
+Some functions belong to one object of the core, such as one verifier, and need a state of their own. They are methods of a subclass of
+`LoweringHooks`, `VerifyHooks` or `SnapshotHooks`. The core makes one instance for each capability that a plan uses, and calls the methods
+in the order of the registry.
 
-Many hooks have one user so far. Each stands where the core would need a branch on that capability: with the hook, a reader of the core sees
-that something may happen there, and finds what in the folder of the capability. A hook that no capability sets is deleted.
+Many hooks have one user so far. Each hook is called where the core would otherwise need a branch on this capability. A reader of the core
+sees there that something may happen, and finds the details in the capability's folder. A hook that no capability sets is deleted.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -26,16 +26,16 @@ Hook = Callable[..., Any]
 class Exclusion:
     """Two options that cannot be set together. An option is set if its value is not the default.
 
-    Options are named by their keys: fields of a plan; parts of one, as "offload.versions"; "stages.sum_parts" and "chunks_per_rank"; and
-    arguments of a pipeline. Parts of the model, such as "ties", count as options, too. If both are set for some stages only, they exclude
-    each other at the same stage.
+    An option has a key: a field of a plan; a part of a field, such as "offload.versions"; "stages.sum_parts" or "chunks_per_rank"; or an
+    argument of a pipeline. Parts of the model, such as "ties", count as options, too. If both options are set only for some stages, they
+    exclude each other only at the same stage.
 
     Attributes:
-        option: the key at which the error stands.
+        option: the key of the option that the error names first.
         other: the key of the option that cannot be set with it.
         why: the reason.
-        change: what to do; by default to remove one of them.
-        without_flush: whether they exclude each other only under schedules that do not flush.
+        change: what the user can do; by default to remove one of the options.
+        without_flush: whether the options exclude each other only under schedules that do not flush.
     """
 
     option: str
@@ -50,24 +50,24 @@ class Option:
     """The option of a capability in a plan.
 
     Attributes:
-        room: the name of its folder.
-        field: the field of the plan, which is None or False where the plan does not use the capability; None if it is in no plan: then it
-            is used where its room is among what a program `uses`.
-        of_stages: whether it is a field of each stage instead, which is empty where the stage does not use it.
-        check: `(plan) -> None`, raises ValueError if the value does not fit the plan; only called where it is set.
-        stands_for: for an option that is in no plan, the argument of a pipeline with the exclusions of programs that use it.
-        refusal: `(plan, value) -> str`, why no program of a plan can use it with a value, or "".
-        check_model: `(plan, StageEntries) -> None`, raises InputError for a model with which the plan cannot use it.
-        check_arguments: `(arguments) -> None`, raises InputError for values of arguments of a pipeline, by name as in `excluded`.
-        of_arguments: `(arguments, entries) -> value | None` in `StageFunctions.capabilities`, where it comes from arguments of a pipeline;
-            `entries` belong to the stages, see `StageEntries`.
-        used: `(value) -> value` in `Program.uses`, of that value.
-        exclusions: what the option cannot be combined with. Each pair of options is in one list.
-        even: `(value, stages) -> stages`, the fields of stages with an argument of `Plan.even`, which has the name of the field.
-        with_layers: `(stage, layers) -> fields` that a stage has with other layers.
-        text: `(stage) -> str`, what the text of a plan says after the replicas of a stage.
-        parallel_pipelines: whether the replicas of a plan that uses it are parallel pipelines, which update by themselves: they sum no
-            gradients for their updates.
+        room: the name of the capability's folder.
+        field: the field of the plan; its value is None or False if the plan does not use the capability. None: the capability has no field,
+            and a program uses it if `Program.uses` has its room.
+        of_stages: whether the field belongs to each stage instead of the plan; it is empty if the stage does not use the capability.
+        check: `(plan) -> None`, raises ValueError if the value does not fit the plan; only called if the option is set.
+        stands_for: for a capability without a field, the argument of a pipeline with the exclusions that apply to its programs.
+        refusal: `(plan, value) -> str`, why no program of a plan can use the capability with this value, or "".
+        check_model: `(plan, StageEntries) -> None`, raises InputError if the plan cannot use the capability with the model.
+        check_arguments: `(arguments) -> None`, raises InputError if arguments of a pipeline are invalid; by name as in `excluded`.
+        of_arguments: `(arguments, entries) -> value | None` for `StageFunctions.capabilities`, if the value comes from arguments of a
+            pipeline; `entries` are the `StageEntries` of the stages.
+        used: `(value) -> value`, converts this value into the value for `Program.uses`.
+        exclusions: the options that exclude this one. Each pair of options is in one list.
+        even: `(value, stages) -> stages`, applies the argument of `Plan.even` that has the name of the field to the fields of stages.
+        with_layers: `(stage, layers) -> fields`, the fields that change if the stage gets other layers.
+        text: `(stage) -> str`, the text after the replicas of a stage in the text of a plan.
+        parallel_pipelines: whether the replicas of a plan that uses the capability are parallel pipelines, each with its own updates, for
+            which no gradients are summed.
         divides_updates: whether the replicas of a stage update different entries of its weights.
     """
 
@@ -90,7 +90,7 @@ class Option:
 
     @property
     def key(self) -> str:
-        """The name of its value in `StageFunctions.capabilities`: the plan's field, or the room."""
+        """The key of the option's value in `StageFunctions.capabilities`: the plan's field, or the room."""
         return self.field or self.room
 
     def is_set(self, plan: Any) -> bool:
@@ -99,7 +99,7 @@ class Option:
         return value is not None and value is not False
 
     def in_plan(self, plan: Any) -> Any:
-        """Return the plan's value: None or False if it does not use the capability; for a field of stages the values of all stages."""
+        """Return the option's value in a plan: None or False if it is not set; for a field of stages the values of all stages."""
         if self.field is None or not self.of_stages:
             return None if self.field is None else getattr(plan, self.field)
         values = tuple(getattr(stage, self.field) for stage in plan.stages)
@@ -108,19 +108,19 @@ class Option:
 
 @dataclass(frozen=True)
 class MessageHooks:
-    """A message between workers, a sum over the replicas of a stage, or a move to or from the memory of the host.
+    """A message between workers, a sum over the replicas of a stage, or a move to or from host memory.
 
     Attributes:
-        letter: its label in a text grid, before its number.
+        letter: the label in a text grid, in front of the number.
         colour: the colour in pictures.
-        legend: what a picture calls messages of its colour.
-        has_number: whether its label has its number.
-        is_sum: whether it is a sum.
-        price: `(Prices, source, to) -> (freed, size, added)`, in bytes: what it frees at its sender, its size, and what it adds at its
-            receiver. Of a sum: `(Prices, stage) -> int`, the bytes that are summed. By default none.
-        awaited: `(worker, source, microbatch) -> tuple`, the numbers that tell it from others for the worker that waits for it in a
-            prediction; by default the microbatch.
-        received: `(worker, receive) -> None`, what it changes at a worker of a prediction.
+        legend: the name in the legend of a picture.
+        has_number: whether the label has a number.
+        is_sum: whether this is a sum.
+        price: `(Prices, source, to) -> (freed, size, added)`, in bytes: the memory that the message frees at its sender, its size, and the
+            memory that it takes at its receiver. For a sum: `(Prices, stage) -> int`, the bytes that are summed. By default 0.
+        awaited: `(worker, source, microbatch) -> tuple`, the numbers by which a worker of a prediction identifies the message that it waits
+            for; by default the microbatch.
+        received: `(worker, receive) -> None`, changes a worker of a prediction when it receives the message.
     """
 
     letter: str
@@ -135,33 +135,34 @@ class MessageHooks:
 
 @dataclass(frozen=True)
 class ProgramHooks:
-    """What a capability adds to programs, and how that is predicted. In predictions a worker is a `prediction._actions.Worker`.
+    """What a capability adds to programs, and how to predict it. In predictions a worker is a `prediction._actions.Worker`.
 
     Attributes:
-        instructions: the types of its instructions, subclasses of `Instruction`.
-        messages: what it sends, sums or moves, by `Send.message` or `Transfer.what`.
-        carries_over: whether what it does in a batch depends on earlier batches under schedules that flush, too.
-        sums: its instructions with which the replicas of a stage begin a sum, all side by side in the total order.
+        instructions: the types of the capability's instructions, subclasses of `Instruction`.
+        messages: the capability's messages, sums and moves, by `Send.message` or `Transfer.what`.
+        carries_over: whether its instructions of a batch depend on earlier batches even under schedules that flush.
+        sums: the types of instructions with which the replicas of a stage begin a sum; they stand side by side in the total order.
         waits: `(plan, uses) -> stages` with updates that wait for other stages.
-        waits_for: by the type of its instructions, `(instruction) -> (type, number)`: the sum that one waits for, by its batch.
-        modelled: `(plan) -> plan`, a plan with programs that contain all that the capability does in any step; `due` chooses from them.
-        due: `(plan, instruction, shift) -> Instruction | None`, one of its instructions as it is when it runs `shift` batches later.
-        stage_cost: `(plan, stage, StageCost, layers) -> StageCost`, the cost of a stage with what changes in it.
-        sent_cost: `(plan, stage, StageCost) -> StageCost`, the cost with what changes in what is sent or summed, after all else.
-        model_costs: `(plan, costs, shared) -> costs` of all stages, of a model with these `SharedCost`s.
-        used: `(costs) -> value` in `Program.uses`, of programs with these costs of stages.
+        waits_for: by type of instruction, `(instruction) -> (type, number)`: the sum that the instruction waits for, by its batch.
+        modelled: `(plan) -> plan`, a plan with programs that contain everything that the capability does in any step; `due` selects from
+            these programs.
+        due: `(plan, instruction, shift) -> Instruction | None`, an instruction of the modelled plan as it runs `shift` batches later.
+        stage_cost: `(plan, stage, StageCost, layers) -> StageCost`, the cost of a stage with the capability.
+        sent_cost: `(plan, stage, StageCost) -> StageCost`, the cost with the changes of messages and sums; called after all `stage_cost`.
+        model_costs: `(plan, costs, shared) -> costs` of all stages, for a model with these `SharedCost`s.
+        used: `(costs) -> value` for `Program.uses` of programs with these costs of stages.
         fit_cost: `(StageCost, spans) -> StageCost`, the cost of a stage with the times of its measured spans.
-        pieces: `(stage, StageCost) -> list of bytes` of the pieces in which the replicas of a stage sum gradients; empty: in one.
+        pieces: `(stage, StageCost) -> list of bytes` of the pieces in which the replicas of a stage sum gradients; empty: one piece.
         per_piece: the fields of `StageCost` that have a number for each of these pieces.
-        unit: `(plan) -> int`, into how many ticks the lowering divides the time of a forward.
-        lower: the subclass of `LoweringHooks`, made for a `Run`.
-        verify: the subclass of `VerifyHooks`, made for the `Verifier` of one worker.
-        writers: by the type of instructions, `(worker, instruction) -> None`, writes it as actions and changes of bytes; for one of the
-            core in place of its writer there.
-        changes: the changes of bytes, by name, `(Prices, StageCost, stage, *arguments) -> Change`.
-        begin: `(worker) -> None`, before the first instruction; it may note what is elsewhere then, in `Worker.away`.
-        before_compute: `(worker, instruction) -> None`, before a computation.
-        before_update: `(worker, instruction) -> None`, before an update.
+        unit: `(plan) -> int`, the number of ticks into which the lowering divides the time of a forward.
+        lower: the subclass of `LoweringHooks`; the core makes an instance for a `Run`.
+        verify: the subclass of `VerifyHooks`; the core makes an instance for the `Verifier` of one worker.
+        writers: by type of instruction, `(worker, instruction) -> None`, writes the instruction as actions and changes of bytes. For an
+            instruction of the core it replaces the core's writer.
+        changes: the changes of bytes, by name: `(Prices, StageCost, stage, *arguments) -> Change`.
+        begin: `(worker) -> None`, called before the first instruction; it may record in `Worker.away` what is in host memory.
+        before_compute: `(worker, instruction) -> None`, called before a computation.
+        before_update: `(worker, instruction) -> None`, called before an update.
     """
 
     instructions: tuple[type, ...] = ()
@@ -190,45 +191,46 @@ class ProgramHooks:
 
 
 class LoweringHooks:
-    """What a capability writes into a program while it is lowered. A worker is a `lowering._progress.Worker`.
+    """What a capability writes into a program while the core lowers it. A worker is a `lowering._progress.Worker`.
 
     A subclass has some of these:
-        before_compute: `(time, worker) -> None`, before the next computation in the order of the worker's rank.
+        before_compute: `(time, worker) -> None`, called before the next computation in the order of the worker's rank.
         write: `(worker, op, ticks, microbatch, version) -> int | None`, writes a computation of `ticks` ticks that begins now, and returns
-            when it ends; None: the core writes it.
-        begins_sums: the stages for which it begins the sums of gradients itself.
-        settle: `(worker) -> bool`, before the next computation of a worker's rank: whether it can continue; False if it waits.
-        before_update: `(time, worker, batch, retires) -> None`, before an `Update` with these fields is written.
-        after_update: the same, after it.
-        after_backward: `(worker, k) -> None`, after the backward of a microbatch, where updates wait for a sum or for other stages.
-        after_output: `(time, worker, k, to) -> None`, after the output of a microbatch is sent.
-        needed: `(worker, batch) -> list of (what, stage or worker, batch)` in `Run.available`: what an update waits for without a flush.
-        needed_for_sum: the same: what `complete_sum` waits for.
+            the time of its end; None: the core writes the computation.
+        begins_sums: the stages for which the capability begins the sums of gradients itself.
+        settle: `(worker) -> bool`, called before the next computation of a worker's rank: whether the rank can continue, or must wait.
+        before_update: `(time, worker, batch, retires) -> None`, called before an `Update` with these fields is written.
+        after_update: `(time, worker, batch, retires) -> None`, called after an `Update` is written.
+        after_backward: `(worker, k) -> None`, called after the backward of a microbatch, if updates wait for a sum or for other stages.
+        after_output: `(time, worker, k, to) -> None`, called after the output of a microbatch is sent.
+        needed: `(worker, batch) -> list of (what, stage or worker, batch)`, the entries of `Run.available` that an update without a flush
+            waits for.
+        needed_for_sum: `(worker, batch) -> list` as in `needed`, the entries that `complete_sum` waits for.
         complete_sum: `(time, worker, batch) -> None`, completes the gradients that a worker's stage counts (`StageFunctions.counted`),
             before their squares are summed.
-        drain: `(time, batch, workers) -> None`, where the pipeline is empty, before these workers update with a batch.
-        version_ready: `(worker, version) -> int | None`, the time from which a forward can read a version; None: it is not known yet, and
-            the worker's rank is woken later.
-        released: `(worker, version) -> None`, after the release of a version is written.
-        drained: `(time, worker) -> None`, where the pipeline is empty and all updates are made.
+        drain: `(time, batch, workers) -> None`, called when the pipeline is empty, before these workers update with a batch.
+        version_ready: `(worker, version) -> int | None`, the time from which a forward can read a version; None: the time is not known yet,
+            and the worker's rank is woken later.
+        released: `(worker, version) -> None`, called after the release of a version is written.
+        drained: `(time, worker) -> None`, called when the pipeline is empty and all updates are made.
     """
 
 
 class VerifyHooks:
-    """How the instructions of a capability are verified for one worker. All raise `Violation`, by `Verifier.fail`.
+    """How the instructions of a capability are verified for one worker. Every method calls `Verifier.fail`, which raises `Violation`.
 
     A subclass has some of these:
-        checks: by the type of instructions, `(instruction) -> None`; for one of the core in place of its check there.
-        sends: the same of sends, by their message.
-        receives: the same of receives.
-        needs: `(what, number, instruction) -> None`: an instruction of the core reads a weight version, the residuals or the stash of a
-            microbatch, or the optimizer state (number 0).
-        updated: `(instruction) -> None`, after an update.
-        complete: `(batch) -> None`, checks that the gradients are complete that a stage counts, where their squares are summed.
-        whole: `(version, where) -> None`, checks that a version is complete where something reads it.
-        held: `(batch) -> set[Buffer]`, the buffers that it holds where the pipeline is empty before a batch.
-        freed: `(version) -> None`, after a version is freed.
-        end: `() -> None`, after the last instruction.
+        checks: by type of instruction, `(instruction) -> None`. For an instruction of the core it replaces the core's check.
+        sends: by message, `(instruction) -> None` for sends.
+        receives: by message, `(instruction) -> None` for receives.
+        needs: `(what, number, instruction) -> None`, called when an instruction of the core reads a weight version, the residuals or the
+            stash of a microbatch, or the optimizer state (number 0).
+        updated: `(instruction) -> None`, called after an update.
+        complete: `(batch) -> None`, checks that the gradients that a stage counts are complete before their squares are summed.
+        whole: `(version, where) -> None`, checks that a version is complete when an instruction reads it.
+        held: `(batch) -> set[Buffer]`, the buffers that the capability holds when the pipeline is empty before a batch.
+        freed: `(version) -> None`, called after a version is freed.
+        end: `() -> None`, called after the last instruction.
     """
 
 
@@ -237,11 +239,12 @@ class TransportHooks:
     """How a message of a capability runs.
 
     Attributes:
-        send: `(Worker, send, update) -> tree`, what is sent.
-        specs: `(Arrays, Arrays) -> specs` at the sender and at the receiver.
-        receive: `(Worker, receive, update, tree) -> None`, which keeps it; by default under its name in the pending update.
-        received: `(WorkerState, receive, update) -> tree`, what was kept, which may still be on its way.
-        copies: whether a receiver on the device of the sender gets a copy, because both write into it.
+        send: `(Worker, send, update) -> tree`, the arrays to send.
+        specs: `(Arrays, Arrays) -> (specs, specs)`, at the sender and at the receiver.
+        receive: `(Worker, receive, update, tree) -> None`, stores the received arrays; by default in the pending update, under the name of
+            the message.
+        received: `(WorkerState, receive, update) -> tree`, the stored arrays, which may still be in transfer.
+        copies: whether a receiver on the device of the sender gets a copy, because sender and receiver write into the arrays.
     """
 
     send: Hook
@@ -256,10 +259,11 @@ class UpdateHooks:
     """What a capability changes in the updates of a stage.
 
     Attributes:
-        spec: `(Arrays) -> specs` of what an update gets of it.
-        argument: `(Worker, update, accumulators) -> tree` with these shapes.
-        gradient: `(StageFunctions, argument, gradient) -> gradient` of one entry, before the optimizer.
-        step: `(StageFunctions, step) -> step`, functions of (params, optimizer state, accumulators, arguments by capability, position).
+        spec: `(Arrays) -> specs` of the argument that an update gets from the capability.
+        argument: `(Worker, update, accumulators) -> tree`, the argument.
+        gradient: `(StageFunctions, argument, gradient) -> gradient`, changes the gradient of one entry before the optimizer.
+        step: `(StageFunctions, step) -> step`, wraps the optimizer step, a function of (params, optimizer state, accumulators, arguments by
+            capability, position).
     """
 
     spec: Hook
@@ -270,12 +274,12 @@ class UpdateHooks:
 
 @dataclass(frozen=True)
 class ApartHooks:
-    """How a capability updates some entries of a stage by programs of its own.
+    """How a capability updates some entries of a stage with its own programs.
 
     Attributes:
         names: `(StageFunctions) -> names` of the entries.
         update: `(CompiledStage, kind, trees, weight, others, number) -> Iterable of (version, optimizer state, zero gradients)` by entry;
-            `trees` are the retired version if there is one, the version, optimizer state and gradients, with all entries.
+            `trees` are the retired version if there is one, the version, the optimizer state and the gradients, with all entries.
     """
 
     names: Hook
@@ -284,13 +288,13 @@ class ApartHooks:
 
 @dataclass(frozen=True)
 class SumHooks:
-    """How the replicas of a stage sum gradients if each sends something to every other one, and sums what it receives.
+    """How the replicas of a stage sum gradients if each replica sends its part to all others and computes the sum itself.
 
     Attributes:
-        calls: the names of the programs that a sum needs in place of `add` and `finish`.
-        run: `(Worker, AllReduce, accumulators, means of the layer state) -> sums`, as `Transport.sum_gathered` returns them.
-        specs: `(Arrays) -> list of specs` of what a replica gives, one for each of `Arrays.sums`.
-        size: `(accumulators) -> bytes` that a replica gives to each other one for the sum of these.
+        calls: the names of the programs that a sum needs instead of `add` and `finish`.
+        run: `(Worker, AllReduce, accumulators, means of the layer state) -> sums`, the result of `Transport.sum_gathered`.
+        specs: `(Arrays) -> list of specs`, for each of `Arrays.sums` the specs of a replica's part.
+        size: `(accumulators) -> bytes` that a replica sends to each other replica for the sum of these accumulators.
     """
 
     calls: tuple[str, ...]
@@ -301,15 +305,15 @@ class SumHooks:
 
 @dataclass(frozen=True)
 class Exchange:
-    """How workers exchange activations and gradients. By default messages between stages are sent as they are, and sums go around a ring.
+    """How workers exchange activations and gradients. By default messages between stages are sent unchanged, and sums use a ring.
 
     Attributes:
-        encode: `("activation" or "gradient", tree, stage, rng) -> tree` that a stage sends about a microbatch; `rng` is (microbatch, key of
-            the run), or None in an evaluation.
-        decode: `(message, tree, specs) -> tree` with these shapes and dtypes, from what was sent.
-        specs: `(message, specs) -> specs` of what is sent.
+        encode: `("activation" or "gradient", tree, stage, rng) -> tree`, the arrays that a stage sends for a microbatch; `rng` is
+            (microbatch, key of the run), or None in an evaluation.
+        decode: `(message, tree, specs) -> tree` with these shapes and dtypes, from the received arrays.
+        specs: `(message, specs) -> specs` of the arrays that are sent.
         draws: whether `encode` draws random numbers.
-        sums: for stages with replicas.
+        sums: how the replicas of a stage sum gradients; None: by a ring.
     """
 
     encode: Hook = lambda message, tree, stage, rng: tree
@@ -324,48 +328,51 @@ class RuntimeHooks:
     """How a capability runs.
 
     Instructions and messages:
-        handlers: by the type of its instructions, `(Worker, instruction) -> None`.
-        messages: how a message runs, by `Send.message`.
+        handlers: by type of instruction, `(Worker, instruction) -> None`, runs the instruction.
+        messages: the hooks of each message, by `Send.message`.
         exchange: `(values by field of the plan) -> Exchange` of activations and gradients.
-        summed: `(Arrays) -> specs` of what the replicas of a stage sum in place of gradients.
+        summed: `(Arrays) -> specs` of the arrays that the replicas of a stage sum instead of gradients.
 
     Programs of a stage:
-        calls: `(Arrays) -> dict[str, Call]`, programs of its own, by name, or functions that return them.
-        ops: `(StageFunctions) -> dict[str, Op]` for the programs that are pieces of an op, in order. What one leaves as a stash is for the
-            next one.
-        pieces: `(Arrays) -> dict[str, specs]` of what the replicas of a stage sum, by piece (`Instruction.piece`); empty: all at once.
-        costs: `(Arrays) -> dict[str, Any]`, fields of the `StageCost` with the bytes of a stage.
-        join_sums: `(Worker, update) -> None`, before the sum of an update is read: puts its pieces together.
-        used_calls: by the type of an instruction, `(StageFunctions, instruction) -> names` of the `calls` that it needs.
-        shares: `(plan, StageFunctions) -> shares` of the replicas of a stage in its updates.
-        update: what it changes in updates.
-        apart: what it updates by programs of its own.
+        calls: `(Arrays) -> dict[str, Call]`, additional programs by name; a value may also be a function that returns the `Call`.
+        ops: `(StageFunctions) -> dict[str, Op]` for the programs that compute one piece of an op, in order. Each leaves a stash for the
+            next piece.
+        pieces: `(Arrays) -> dict[str, specs]` of the arrays that the replicas of a stage sum, by piece (`Instruction.piece`); empty: one
+            sum.
+        costs: `(Arrays) -> dict[str, Any]`, fields of `StageCost` with the bytes of a stage.
+        join_sums: `(Worker, update) -> None`, joins the pieces of an update's sum, called before the sum is read.
+        used_calls: by type of instruction, `(StageFunctions, instruction) -> names` of the `calls` that the instruction needs.
+        shares: `(plan, StageFunctions) -> shares`, the `Share` of each replica in the updates of a stage.
+        update: the changes of updates.
+        apart: the entries that the capability updates with its own programs.
 
     The state of a worker, and snapshots of it:
-        specs: `(Arrays) -> Tree` of what it keeps in `WorkerState.capabilities`, under the name of the capability.
-        fresh: `(StageFunctions, version, accumulators) -> Tree`, the same before the first batch, from the weights.
-        changed_by: the type of instruction after which this is complete for an update; by default the update.
-        restored: `(StageFunctions, replica, layers, fresh=) -> Tree`, the same from a snapshot, perhaps for fresh optimizer state.
-        restored_updates: `(plan, worker, StageFunctions, layers, updates) -> dict[int, dict]`, the pending updates of a snapshot.
-        own_entries: `(plan, stage, replica, layers, entries) -> dict[str, Plain]`, from a snapshot the entries of the worker alone:
-            its weights by version in `own`, and its optimizer state.
-        at_rest: `(plan, stage, WorkerState) -> WorkerState`: the state before the worker begins.
-        snapshot: the subclass of `SnapshotHooks`, made for the `WorkerSnapshot` of one worker.
-        copy_for_snapshot: `(plan, stage, what, tree) -> tree`, copies of the optimizer state or of a weight version; None: as usual.
-        for_updates: the names of what it keeps in pending updates until these are made.
-        copied: `(StageFunctions) -> names` of the entries that several stages hold copies of, in an order that all stages have.
+        specs: `(Arrays) -> Tree`, the specs of the arrays that the capability keeps in `WorkerState.capabilities`, under its name.
+        fresh: `(StageFunctions, version, accumulators) -> Tree`, these arrays before the first batch, from the weights.
+        changed_by: the type of instruction after which these arrays are complete for an update; by default the update.
+        restored: `(StageFunctions, replica, layers, fresh=) -> Tree`, these arrays from a snapshot; `fresh` says whether the optimizer
+            state is new.
+        restored_updates: `(plan, worker, StageFunctions, layers, updates) -> dict[int, dict]`, the pending updates from a snapshot.
+        own_entries: `(plan, stage, replica, layers, entries) -> dict[str, Plain]`, the entries of a snapshot that belong only to this
+            worker: its weights by version in `own`, and its optimizer state.
+        at_rest: `(plan, stage, WorkerState) -> WorkerState`, the state before the worker begins.
+        snapshot: the subclass of `SnapshotHooks`; the core makes an instance for the `WorkerSnapshot` of one worker.
+        copy_for_snapshot: `(plan, stage, what, tree) -> tree`, copies of the optimizer state or of a weight version; None: the core copies.
+        for_updates: the names of the fields that the capability keeps in a pending update until it is made.
+        copied: `(StageFunctions) -> names` of the entries that several stages hold; the order is the same at all stages.
 
     Reading between programs:
-        read: `(CompiledStage, WorkerState) -> params`, the weights that are evaluated and returned in place of the newest ones.
-        version_read: `(plan, batch) -> int`, the version of these, in batches, where the pipeline is empty before a batch.
-        completes_read: `(plan, functions, batch, workers) -> Program | None`, to run before an evaluation of weights that were read.
+        read: `(CompiledStage, WorkerState) -> params`, the weights that are evaluated and returned instead of the newest weights.
+        version_read: `(plan, batch) -> int`, the version of these weights, in batches, when the pipeline is empty before a batch.
+        completes_read: `(plan, functions, batch, workers) -> Program | None`, a program that runs before an evaluation and completes the
+            weights that were read.
 
     Checks, metrics and traces:
-        report: `(MetricsExchange, StageFunctions, updated, RunResults, Metrics) -> list | None`, puts numbers of updates into the metrics;
-            returns for each pipeline, by batch, a number that is not 0 if its update changed nothing, or None if that cannot be.
-        check_devices: `(plan, devices) -> None`, raises InputError for devices of this process that cannot do it.
-        watch: `(TransferWatcher) -> function(event)`, which notes what the capability moves while a run is traced.
-        waits_for: `(plan, computations) -> dict`, for a trace: which computations each of them waits for beside its inputs'.
+        report: `(MetricsExchange, StageFunctions, updated, RunResults, Metrics) -> list | None`, adds numbers of updates to the metrics. It
+            returns for each pipeline a dict by batch, with a number other than 0 if the update was skipped; None if no update can be.
+        check_devices: `(plan, devices) -> None`, raises InputError if devices of this process cannot run the capability.
+        watch: `(TransferWatcher) -> function(event)`, which records the transfers of the capability while a run is traced.
+        waits_for: `(plan, computations) -> dict`, for a trace: the computations that each computation waits for in addition to its inputs.
     """
 
     handlers: Mapping[type, Hook] = field(default_factory=dict)
@@ -406,27 +413,27 @@ class RuntimeHooks:
 
 
 class SnapshotHooks:
-    """What a capability has of one worker in a snapshot.
+    """What a capability saves of one worker in a snapshot.
 
     A subclass has some of these:
-        see: `(event) -> None`, after each instruction of the worker, and of the other replicas of its stage in this process.
-        completes: `(update) -> type`, the instruction that completes the version that an update makes, if that is another one.
-        is_complete: `() -> bool`, whether it has all that it needs.
-        saved: `(layer id) -> Plain`, the weights of a layer in place of its versions.
-        added: `(layer id) -> dict[str, Plain]`, what it adds to the entry of a layer.
+        see: `(event) -> None`, called after each instruction of the worker, and of the other replicas of its stage in this process.
+        completes: `(update) -> type`, the type of instruction that completes an update's version, if it is not the update itself.
+        is_complete: `() -> bool`, whether the snapshot has everything that the capability saves.
+        saved: `(layer id) -> Plain`, the weights of a layer, saved instead of its versions.
+        added: `(layer id) -> dict[str, Plain]`, additions to the entry of a layer.
     """
 
 
 def hooks(name: str, values: Iterable[Any]) -> tuple[Hook, ...]:
-    """Return the functions of one name that some values have, in order."""
+    """Return the functions that the values have under a name, in order; values without it are skipped."""
     return tuple(hook for value in values if (hook := getattr(value, name, None)) is not None)
 
 
 def made(name: str, values: Iterable[Any], core: Any) -> list[Any]:
-    """Return what the functions of one name make for an object of the core."""
+    """Call the functions that the values have under a name with an object of the core, and return the results."""
     return [hook(core) for hook in hooks(name, values)]
 
 
 def merged(name: str, values: Iterable[Any]) -> dict[Any, Any]:
-    """Return what all values have by type of instruction, or by message."""
+    """Merge the dicts that the values have under a name, by type of instruction or by message."""
     return {kind: hook for value in values for kind, hook in getattr(value, name, {}).items()}

@@ -1,4 +1,4 @@
-"""The list of all capabilities, and what they add to plans. To remove one, remove its lines here and its folder."""
+"""The list of all capabilities, and their fields of plans. To remove a capability, remove its lines here and its folder."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ OPTIONS: Sequence[Option] = [
     COMPRESSED_MESSAGES,
 ]
 
-__all__ = [  # what `jpipe.plan` exports of them
+__all__ = [  # `jpipe.plan` exports these
     "Agreement",
     "HostMemory",
     "Kept",
@@ -47,15 +47,15 @@ class CapabilityOptions(pydantic.BaseModel):
     """The fields of a plan, and keys of a config, that belong to capabilities.
 
     Attributes:
-        links: messages between stages, and what replicas sum, are compressed, see `jpipe.plan.Links`. None, the default: they are sent
-            as they are.
-        shard_optimizer: replicas of a stage share its optimizer state (ZeRO stage 1): each updates some of the layers, and they send each
-            other what they have updated. The numbers are the same. With update_every "batch". False by default.
-        agree: the replicas of all stages, equally many, are parallel pipelines: each makes its own updates, without sums of gradients, and
-            they agree on their weights rarely (DiLoCo), see `jpipe.plan.Agreement`. None, the default: replicas sum their
-            gradients for each update.
-        offload: what waits in the memory of the host while no computation needs it, see `jpipe.plan.HostMemory`. None, the default:
-            everything is on the devices.
+        links: how messages between stages, and sums over replicas, are compressed, see `jpipe.plan.Links`. None, the default: they are sent
+            unchanged.
+        shard_optimizer: the replicas of a stage divide its optimizer state (ZeRO stage 1): each replica updates some of the layers, and
+            sends their new weights to the others. The numbers are the same. Needs update_every "batch". False by default.
+        agree: the replicas of all stages form parallel pipelines: each pipeline makes its own updates, without sums of gradients, and the
+            pipelines agree on their weights rarely (DiLoCo), see `jpipe.plan.Agreement`. None, the default: replicas sum their gradients
+            for each update.
+        offload: the arrays that stay in host memory while no computation needs them, see `jpipe.plan.HostMemory`. None, the default: all
+            arrays are on the devices.
     """
 
     links: Links | None = None
@@ -82,63 +82,63 @@ class Costs(
 
 @cache
 def programs() -> dict[str, ProgramHooks]:
-    """Return what capabilities add to programs, by their names.
+    """Return the `ProgramHooks` of all capabilities, by name.
 
-    Modules are imported here, by name, because they import the core, which calls this. So there is no circle of imports, and nothing that
-    lowers and simulates imports JAX.
+    Their modules are imported by this function, because they import the core, which calls it. This avoids an import cycle. Code that lowers
+    and simulates does not import JAX.
     """
     return {option.room: import_module(f"jpipe.capabilities.{option.room}.program").PROGRAM for option in OPTIONS}
 
 
 @cache
 def runtimes() -> dict[str, RuntimeHooks]:
-    """Return how capabilities run, by their names."""
+    """Return the `RuntimeHooks` of all capabilities, by name."""
     return {option.room: import_module(f"jpipe.capabilities.{option.room}.runtime").RUNTIME for option in OPTIONS}
 
 
 def uses_of(**values: Any) -> FrozenMapping[Any]:
-    """Return what a program does beside its plan, by capability: the values that are not False or empty."""
+    """Return the value of `Program.uses`: for each capability a value that is not in the plan; False and empty values are left out."""
     return FrozenMapping({name: _as_tuples(value) for name, value in sorted(values.items()) if value})
 
 
 def _as_tuples(value: Any) -> Any:
-    """Return a value with tuples in place of lists, so that it can be compared and hashed."""
+    """Replace lists with tuples, so that the value can be compared and hashed."""
     return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def uses_by(capabilities: Mapping[str, Any]) -> FrozenMapping[Any]:
-    """Return what programs do beside their plan, for stages with these capabilities (`StageFunctions.capabilities`)."""
+    """Return `Program.uses` for stages with these capabilities (`StageFunctions.capabilities`)."""
     used = {option.room: option.used(capabilities[option.key]) for option in OPTIONS if option.used and option.key in capabilities}
     return uses_of(**used)
 
 
 def known_beside() -> dict[str, Option]:
-    """Return the capabilities that are in no plan, by their names in what a program `uses`."""
+    """Return the capabilities without a field in the plan, by their names in `Program.uses`."""
     return {option.room: option for option in OPTIONS if option.field is None}
 
 
 def programs_of(plan: Any, uses: Collection[str] = ()) -> list[ProgramHooks]:
-    """Return what those capabilities add to programs that a plan uses, or a program beside its plan."""
+    """Return the `ProgramHooks` of the capabilities that a plan sets or that `uses` names."""
     return [programs()[option.room] for option in OPTIONS if option.room in uses or option.is_set(plan)]
 
 
 def runtimes_of(plan: Any, uses: Collection[str] = ()) -> list[RuntimeHooks]:
-    """Return how the capabilities of `programs_of` run."""
+    """Return the `RuntimeHooks` of the capabilities that a plan sets or that `uses` names."""
     return [runtimes()[option.room] for option in OPTIONS if option.room in uses or option.is_set(plan)]
 
 
 def runtimes_for(capabilities: Collection[str]) -> dict[str, RuntimeHooks]:
-    """Return how capabilities run, by their names, from their keys in `StageFunctions.capabilities`."""
+    """Return the `RuntimeHooks` of capabilities, by name, from their keys in `StageFunctions.capabilities`."""
     return {option.room: runtimes()[option.room] for option in OPTIONS if option.key in capabilities} if capabilities else {}
 
 
 def updates_for(capabilities: Collection[str]) -> dict[str, UpdateHooks]:
-    """Return what capabilities change in updates, as `runtimes_for`."""
+    """Return the `UpdateHooks` of capabilities, by name, from their keys in `StageFunctions.capabilities`."""
     return {name: used.update for name, used in runtimes_for(capabilities).items() if used.update is not None}
 
 
 def values_of(plan: Any, arguments: Mapping[str, Any] = NOTHING, entries: Any = None) -> dict[str, Any]:
-    """Return the values that stages have of capabilities, by key: of all those that have programs of their own.
+    """Return the values for `StageFunctions.capabilities`, by key, of all capabilities with their own programs of stages.
 
     Args:
         plan: the plan of the pipeline.
@@ -155,7 +155,7 @@ def values_of(plan: Any, arguments: Mapping[str, Any] = NOTHING, entries: Any = 
 
 
 def with_options(stages: Sequence[dict[str, Any]], **values: Any) -> Sequence[dict[str, Any]]:
-    """Return the fields of even stages with what capabilities make of arguments of `Plan.even`."""
+    """Apply the arguments of `Plan.even` that belong to capabilities to the fields of stages."""
     for option in OPTIONS:
         if option.even is not None and option.field in values:
             stages = option.even(values[option.field], stages)
@@ -169,7 +169,7 @@ def exchange_of(values: Mapping[str, Any]) -> Exchange:
 
 
 def has_parallel_pipelines(plan: Any) -> bool:
-    """Return whether the replicas of a plan are parallel pipelines, which update by themselves."""
+    """Return whether the replicas of a plan are parallel pipelines, each with its own updates."""
     return any(option.parallel_pipelines and option.is_set(plan) for option in OPTIONS)
 
 

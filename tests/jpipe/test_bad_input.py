@@ -361,11 +361,11 @@ X = np.zeros((4, 3), np.float32)
         (([[0.0] * 3] * 4, [[0.0] * 3] * 4), r"^batch: .*; make an array of a list of numbers with numpy\.asarray$"),
         (
             (X, X[:2]),
-            r"^batch: expected arrays with the same number of rows (first dim), found \[0\] float32\[4, 3\], \[1\] float32\[2, 3\]$",
+            r"^batch: expected arrays with the same number of rows \(first dim\), found \[0\] float32\[4, 3\], \[1\] float32\[2, 3\]$",
         ),
         (
             (X, np.float32(1)),
-            r"^batch: expected arrays with the same number of rows (first dim), found \[0\] float32\[4, 3\], \[1\] float32\[\]$",
+            r"^batch: expected arrays with the same number of rows \(first dim\), found \[0\] float32\[4, 3\], \[1\] float32\[\]$",
         ),
         (
             (X, 1.5),

@@ -116,7 +116,7 @@ def refused(write_config, tiny, capsys, monkeypatch):
         ("plan.rules={mlp: model}", r"jpipe: plan.rules.mlp: expected an axis of the stages' meshes, no mesh, found 'model'"),
         ("plan.param_axes={a/*: [mlp]}", r"jpipe: plan.param_axes: 'a/\*' matches no parameter of the model"),
         ("plan.shard_optimizer=true", r"jpipe: plan.shard_optimizer: expected a stage with replicas, found none"),
-        ("plan.agree={every: 2}", r"jpipe: plan.agree: expected as many replicas of each stage, 2 or more, .*, found \[1, 1\]"),
+        ("plan.agree={every: 2}", r"jpipe: plan.agree: expected the same number of replicas for each stage, 2 or more, .*, found \[1, 1\]"),
         ("plan.agree={every: 0}", r"plan.agree.every: expected greater than or equal to 1, found 0"),
         ("plan.offload={optimizer: [7]}", r"plan.offload.optimizer: expected stages from 0 to \d, or 'all', found 7"),
         ("plan.links={activations: int4}", r"plan.links.activations: expected 'bfloat16', 'int8' or 'fp8', found 'int4'"),

@@ -1,1 +1,1 @@
-"""Rare agreement: parallel pipelines that make their own updates and agree on their weights rarely (`Plan.agree`)."""
+"""Rare agreement: parallel pipelines that make their own updates and rarely agree on their weights (`Plan.agree`)."""

@@ -1,8 +1,8 @@
 """Parallel pipelines that agree rarely (DiLoCo): when their stages agree, and how the agreed weights move.
 
-Replica k of every stage forms pipeline k, of w. Each pipeline makes its updates from its own microbatches alone, by the schedule, with
-optimizer state of its own; no gradients are summed. All counts from 0; update u makes version u + 1. An agreement has the number of the
-update after which it begins.
+The replicas k of all stages form pipeline k of w. Each pipeline makes its updates only from its own microbatches, in the order of the
+schedule, with its own optimizer state; no gradients are summed. All counts begin at 0; update u makes version u + 1. The number of an
+agreement is the number of the update after which it begins.
 
     begins      after update u of stage s, if (u + 1 - o_s) mod H = 0
     changes     D_k = A - W_k: the agreed weights A since the last agreement (at first the initial weights) less version u + 1 of pipeline k
@@ -11,19 +11,19 @@ update after which it begins.
     applied     after update u + τ, between that update and the first forward that reads version u + τ + 1: this version becomes A if τ = 0,
                 otherwise α W_k + (1 - α) A with W_k what it was; the next update of each pipeline starts from it
 
-Order: update u, agreement, then whatever reads version u + 1, update u + 1 included. With a delay τ the pipelines go on from their own
-weights while the mean is under way, and its result is applied τ updates later, τ < H, so that one agreement ends before the next begins.
-Versions that microbatches in flight have read stay as they are until their backwards are done: an agreement changes the newest version
-only. So a gradient that is late (PipeDream, PipeDream-2BW) is applied to the agreed weights, as it is to any newer version. The optimizer
-state of a pipeline is its own throughout.
+Order: update u, then the agreement, then everything that reads version u + 1, including update u + 1. With a delay τ the pipelines continue
+from their own weights while the mean is computed, and apply the result τ updates later. τ < H, so an agreement ends before the next one
+begins. An agreement changes only the newest version: versions that microbatches in flight have read do not change until their backwards are
+done. So a late gradient (PipeDream, PipeDream-2BW) is applied to the agreed weights, like to any newer version. Each pipeline always keeps
+its own optimizer state.
 
-o_s is 0 where all stages agree at once. In F fragments of consecutive stages, fragment f = floor(s F / d) of stage s of d has
-o_s = floor(f H / F): each stage agrees every H updates, and fragments at different updates. The first round of a fragment with o_s > 0 has
-o_s updates. Fragments and a delay together are Streaming DiLoCo; α is its mixing factor.
+If all stages agree at once, o_s is 0. With F fragments of consecutive stages, stage s of d is in fragment f = floor(s F / d), and o_s =
+floor(f H / F): each stage agrees every H updates, and different fragments agree after different updates. The first round of a fragment with
+o_s > 0 has o_s updates. Fragments and a delay together are Streaming DiLoCo; α is its mixing factor.
 
-Evaluations and exports use the agreed weights, between agreements from the last one that has begun, even before it is applied. With H = 1,
-η = 1, μ = 0, SGD and microbatches of equal weight this is data parallelism. References: DiLoCo (arXiv:2311.08105), algorithm 1; Streaming
-DiLoCo (arXiv:2501.18512).
+Evaluations and exports use the agreed weights of the last agreement that has begun, even if it is not applied yet. With H = 1, η = 1, μ =
+0, SGD and microbatches of equal weight this is data parallelism. References: DiLoCo (arXiv:2311.08105), algorithm 1; Streaming DiLoCo
+(arXiv:2501.18512).
 """
 
 import reprlib
@@ -43,12 +43,13 @@ _MIXING = 0.5
 
 
 class OuterOptimizer(pydantic.BaseModel):
-    """The optimizer that moves the weights on which parallel pipelines agree, with the mean of their changes as gradient.
+    """The optimizer that moves the agreed weights of parallel pipelines. Its gradient is the mean of the pipelines' changes.
 
     Attributes:
-        optimizer: "nesterov", SGD with Nesterov's momentum.
-        learning_rate: 0.7 by default, as in DiLoCo; 1 without momentum makes the agreed weights the mean of the pipelines'.
-        momentum: at least 0 and below 1, 0.9 by default; with 0 no momentum is kept.
+        optimizer: "nesterov", which is SGD with Nesterov's momentum.
+        learning_rate: the learning rate, 0.7 by default, as in DiLoCo. With 1, and without momentum, the agreed weights are the mean of the
+            pipelines' weights.
+        momentum: the momentum, at least 0 and below 1, 0.9 by default. With 0 no momentum is kept.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -63,13 +64,14 @@ class Agreement(pydantic.BaseModel):
 
     Attributes:
         every: H, the number of updates of each stage from one agreement to the next, 1 or more.
-        outer: how the agreed weights move.
-        fragments: None, the default: all stages agree after the same update. "stages": one stage after the other, at updates that are
-            spread over the H. A number: as many fragments of consecutive stages, at most as many as there are stages.
-        delay: τ, how many updates later an agreement is applied, below `every`; meanwhile the pipelines go on from their own weights. 0,
-            the default: a stage waits for the agreement.
+        outer: the optimizer that moves the agreed weights.
+        fragments: None, the default: all stages agree after the same update. "stages": the stages agree one after the other, spread over
+            the H updates. A number: the stages are divided into this number of fragments of consecutive stages, which agree one after the
+            other; at most the number of stages.
+        delay: τ, the number of updates after which an agreement is applied, below `every`; in the meantime the pipelines continue from
+            their own weights. 0, the default: a stage waits for the agreement.
         mixing: α, the share of its own weights that a pipeline keeps when it applies an agreement late, at least 0 and below 1; 0.5 by
-            default. Without a delay nothing is mixed.
+            default. Not used without a delay.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -94,16 +96,16 @@ class Agreement(pydantic.BaseModel):
             expected = f"less than every, {self.every}, because an agreement is applied before the next one begins"
             raise InputError(key="delay", expected=expected, found=self.delay)
         if not self.delay and self.mixing != _MIXING:
-            raise InputError(key="mixing", expected="no value without a delay", found=self.mixing, change="remove it, or set delay")
+            raise InputError(key="mixing", expected="no value without a delay", found=self.mixing, change="remove mixing, or set delay")
         return self
 
     def last(self, s: int, depth: int, updates: int) -> int:
-        """Return the version of stage s at which its last agreement began, after some updates; 0 before the first agreement.
+        """Return the version at which the last agreement of stage s began, when the stage has made `updates` updates; 0 if there was none.
 
         Args:
             s: the stage.
             depth: the number of stages.
-            updates: how many updates the stage has made.
+            updates: the number of updates that the stage has made.
         """
         fragments = depth if self.fragments == "stages" else self.fragments or 1
         offset = s * fragments // depth * self.every // fragments
@@ -111,7 +113,7 @@ class Agreement(pydantic.BaseModel):
 
 
 def agrees(plan: "jpipe.Plan", s: int, update: int) -> bool:
-    """Return whether an agreement of parallel pipelines on the weights of stage s begins after an update, counted from 0."""
+    """Return whether parallel pipelines begin to agree on the weights of stage s after this update, counted from 0."""
     return plan.agree is not None and plan.agree.last(s, plan.depth, update + 1) == update + 1
 
 
@@ -122,7 +124,7 @@ def agreement_applied(plan: "jpipe.Plan", s: int, update: int) -> int | None:
 
 
 def agreement_under_way(plan: "jpipe.Plan", s: int, updates: int) -> int | None:
-    """Return the agreement that is under way at stage s after its first `updates`, or None, by the update after which it began."""
+    """Return the agreement that stage s has begun but not applied after `updates` updates, or None."""
     if plan.agree is None:
         return None
     begun = plan.agree.last(s, plan.depth, updates) - 1
@@ -137,17 +139,15 @@ def check(plan: "jpipe.Plan") -> None:
     """
     assert plan.agree is not None
     if len(set(plan.replicas)) > 1 or plan.replicas[0] == 1:
-        expected = "as many replicas of each stage, 2 or more, which are parallel pipelines"
-        raise InputError(
-            key="agree", expected=expected, found=list(plan.replicas), change="give all stages the same number, or remove agree"
-        )
+        expected = "the same number of replicas for each stage, 2 or more, which form parallel pipelines"
+        raise InputError(key="agree", expected=expected, found=list(plan.replicas), change="give all stages this number, or remove agree")
     if isinstance(plan.agree.fragments, int) and plan.agree.fragments > plan.depth:
         expected = f"'stages', or a number of fragments up to the number of stages, {plan.depth}"
         raise InputError(key="agree.fragments", expected=expected, found=plan.agree.fragments, change="a stage is in one fragment")
 
 
 _OWN_GRADIENTS = "pipelines that agree sum no gradients"
-_NORM = "each pipeline needs a norm of its own, and without a flush one norm travels along with a batch"
+_NORM = "each pipeline needs its own norm, but without a flush a batch has only one norm"
 
 EXCLUSIONS = (
     Exclusion("stages.sum_parts", "agree", _OWN_GRADIENTS),
@@ -158,27 +158,27 @@ EXCLUSIONS = (
         "clip_global_norm",
         "agree",
         _NORM,
-        "use a schedule that flushes, or clip_stage_norm, which clips each stage by its own norm",
+        "use a schedule that flushes, or clip_stage_norm, which clips each stage by the stage's norm",
         without_flush=True,
     ),
     Exclusion("skip_nonfinite", "agree", _NORM, "use a schedule that flushes, or remove one of them", without_flush=True),
-    Exclusion("precision: loss_scale: dynamic", "agree", "each pipeline would need a scale of its own"),
+    Exclusion("precision: loss_scale: dynamic", "agree", "each pipeline would need its own scale"),
     Exclusion(
         "precision: params",
         "agree",
-        "an agreement moves the weights, and not the copies in float32 that the optimizer updates",
+        "an agreement moves the weights, but not the float32 copies that the optimizer updates",
         "use compute 'bfloat16' with params 'float32', or remove plan.agree",
     ),
-    Exclusion("ema_decay", "agree", "each pipeline would average weights of its own, and not the agreed ones"),
+    Exclusion("ema_decay", "agree", "each pipeline would average its own weights instead of the agreed weights"),
     Exclusion("delay_correction", "agree", "the pipelines would agree on predicted weights"),
     Exclusion(
         "ties",
         "agree",
-        "without a flush pipelines sum their gradients of shared parameters too late, and fragments would agree on each copy by itself",
+        "without a flush pipelines sum the gradients of shared parameters too late, and fragments would agree on each copy separately",
         "put the layers that share a parameter into one stage, or remove one of them",
     ),
 )
-"""What pipelines that agree cannot be combined with."""
+"""The options that cannot be combined with pipelines that agree."""
 
 OPTION = Option(
     room="agreement",

@@ -1,4 +1,4 @@
-"""Agreements of parallel pipelines: where they go into a program, how they are verified, and what they cost."""
+"""Agreements of parallel pipelines: their places in a program, their verification and their cost."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,9 +18,9 @@ from jpipe.programs.prediction._prices import Change
 
 @dataclass(frozen=True, slots=True)
 class SumChanges(Instruction):
-    """Begin to sum the changes of a stage's weights since the last agreement over the parallel pipelines, after update `batch`.
+    """After update `batch`, begin to sum the changes of a stage's weights since the last agreement over the parallel pipelines.
 
-    The instructions of all replicas stand side by side in the total order. The rank does not wait for the sum: `Agree` does.
+    The instructions of all replicas stand side by side in the total order. The rank does not wait for the sum; `Agree` waits for it.
     """
 
     worker: int
@@ -29,9 +29,10 @@ class SumChanges(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Agree(Instruction):
-    """Move the agreed weights by the mean change from `SumChanges` of update `begun`, and make version `batch + 1` of them.
+    """Move the agreed weights by the mean change of the `SumChanges` after update `begun`, and set version `batch + 1` from them.
 
-    If the agreement is applied at once, `begun` is `batch`, and the version becomes the agreed weights; otherwise it is mixed with them.
+    If the agreement is applied at once, `begun` is `batch`, and the version becomes the agreed weights. Otherwise the version is mixed with
+    the agreed weights.
     """
 
     worker: int
@@ -47,14 +48,14 @@ class Agree(Instruction):
 
 
 class _Lowering(LoweringHooks):
-    """The agreements of a run: pipelines agree on the weights of a stage as soon as all of them have made the update."""
+    """The agreements of a run: pipelines agree on the weights of a stage as soon as all pipelines have made the update."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._plan = run, run.plan
-        self._made: dict[tuple[int, int], list[int]] = {}  # when each pipeline has made an update, by stage and update
+        self._made: dict[tuple[int, int], list[int]] = {}  # by stage and update: the times when pipelines have made it
 
     def after_update(self, time: int, worker: int, batch: int, retires: int | None) -> None:
-        """Write the agreements on the weights of a stage that begin or are applied after an update, once all pipelines have made it."""
+        """After all pipelines have made an update, write the agreements on the stage's weights that begin or are applied after it."""
         run, (s, _) = self._run, self._plan.workers[worker]
         begins, applied = agrees(self._plan, s, batch), agreement_applied(self._plan, s, batch)
         if not begins and applied is None:
@@ -72,7 +73,7 @@ class _Lowering(LoweringHooks):
         run.available.announce("agreed", s, batch, last)
 
     def version_ready(self, worker: Worker, version: int) -> int | None:
-        """Return when the agreements that a version waits for have begun and are applied, or None."""
+        """Return the time when the agreements that a version waits for have begun or are applied; None if it is not known yet."""
         s, update = worker.stage, version - 1
         waits = agrees(self._plan, s, update) or agreement_applied(self._plan, s, update) is not None
         return self._run.available.time("agreed", s, update, worker) if waits and version > self._run.start else 0
@@ -85,9 +86,9 @@ def modelled(plan: Plan) -> Plan:
 
 
 def due(plan: Plan, i: SumChanges | Agree, shift: int) -> SumChanges | Agree | None:
-    """Return an instruction of `modelled` as it is `shift` batches later, or None if there is none then.
+    """Return an instruction of `modelled` as it runs `shift` batches later, or None if it does not run then.
 
-    An agreement that is applied late is applied where `modelled` applies another one at once. That removes nothing but waits.
+    A late agreement is applied in the place where `modelled` applies another agreement at once. This only removes waits.
     """
     s, update = plan.workers[i.worker][0], i.batch + shift
     if isinstance(i, SumChanges):
@@ -100,7 +101,7 @@ def due(plan: Plan, i: SumChanges | Agree, shift: int) -> SumChanges | Agree | N
 
 
 class _Verification(VerifyHooks):
-    """The agreements of one worker: the updates after which an agreement has to begin or to be applied before their version is read."""
+    """The agreements of one worker: the updates after which an agreement must begin or be applied before the version is read."""
 
     def __init__(self, verifier: Verifier) -> None:
         self._verifier, self._plan, self._stage = verifier, verifier.plan, verifier.stage
@@ -124,7 +125,7 @@ class _Verification(VerifyHooks):
         self._to_apply.remove(i.batch)
 
     def updated(self, i: Update) -> None:
-        """Note the agreements that follow an update."""
+        """Record the agreements that follow an update."""
         if agrees(self._plan, self._stage, i.batch):
             self._to_begin.add(i.batch)
         if agreement_applied(self._plan, self._stage, i.batch) is not None:
@@ -136,13 +137,13 @@ class _Verification(VerifyHooks):
             self._verifier.fail(f"{where}: the pipelines have not agreed on version {version}")
 
     def held(self, batch: int) -> set[tuple[str, int]]:
-        """Return the buffer with the changes of an agreement that has begun before a batch and is applied later, if there is one."""
+        """Return the buffer with the changes of an agreement that has begun before a batch and is not applied yet, if there is one."""
         begun = agreement_under_way(self._plan, self._stage, batch * self._plan.updates_per_batch(self._stage))
         return set() if begun is None else {("changes", begun)}
 
 
 def _one_of(updates: set[int]) -> str:
-    """Return what is expected in place of an instruction for a wrong update."""
+    """Return the expected updates, as text for a message about an instruction for another update."""
     return f"one of update {', '.join(map(str, sorted(updates)))}" if updates else "none here"
 
 
@@ -150,7 +151,7 @@ def _one_of(updates: set[int]) -> str:
 
 
 def _begin(worker: prediction.Worker) -> None:
-    """Count the changes of an agreement that is under way when the program begins."""
+    """Count the changes of an agreement that has begun but is not applied when the program begins."""
     plan, start = worker.all.plan, worker.all.program.start
     if (begun := agreement_under_way(plan, worker.stage, start * plan.updates_per_batch(worker.stage))) is not None:
         worker.change("changes")
@@ -158,7 +159,7 @@ def _begin(worker: prediction.Worker) -> None:
 
 
 def _write_sum(worker: prediction.Worker, i: SumChanges) -> None:
-    worker.change("changes")  # then their mean
+    worker.change("changes")  # the changes, and then their mean
     worker.change("sum changes")
     worker.begin_sum("changes", i.batch)
 
@@ -169,7 +170,7 @@ def _write_agree(worker: prediction.Worker, i: Agree) -> None:
 
 
 def stage_cost(plan: Plan, stage: Stage, cost: StageCost, layers: Mapping[str, LayerCost]) -> StageCost:
-    """Return the cost of a stage with the agreed weights and their momentum; shared parameters count with each of their layers."""
+    """Return the cost of a stage with the agreed weights and their momentum. A shared parameter counts with each layer that uses it."""
     assert plan.agree is not None
     copies = 1 + bool(plan.agree.outer.momentum)
     return replace(cost, kept=cost.kept + copies * sum(layers[layer_id].trained for layer_id in stage.layers))

@@ -1,4 +1,4 @@
-"""The agreement of parallel pipelines on the weights of a stage, by the rule of `jpipe.plan.Agreement`, as pure functions."""
+"""The rule by which parallel pipelines agree on the weights of a stage (see `jpipe.plan.Agreement`), as pure functions."""
 
 from typing import Any, NamedTuple
 
@@ -12,21 +12,21 @@ Tree = Any
 
 
 ALREADY_AGREED: Tree = {}
-"""In place of the mean of the changes where a restored run has the agreed weights that were moved with it already.
+"""Replaces the mean of the changes in a restored run if the agreed weights have already been moved by it.
 
-An empty pytree, as `ALREADY_APPLIED`, because it is part of a state, which is one.
+It is an empty pytree, like `ALREADY_APPLIED`, because it is part of a state, which is a pytree.
 """
 
 ALREADY_APPLIED: Tree = ()
-"""In place of the mean of the changes where a restored run goes on from the agreed weights, or has applied the agreement already."""
+"""Replaces the mean of the changes in a restored run that continues from the agreed weights or has already applied the agreement."""
 
 
 class Agreed(NamedTuple):
-    """What each pipeline keeps of a stage from one agreement to the next, the same in all of them.
+    """The result of the last agreement on a stage, which each pipeline keeps; it is the same in all pipelines.
 
     Attributes:
-        params: A, the trained parameters on which the pipelines have agreed last; at first the initial ones.
-        momentum: V of the outer optimizer, as `params`; empty without momentum.
+        params: A, the trained parameters on which the pipelines have agreed last; at first the initial parameters.
+        momentum: V of the outer optimizer, a tree like `params`; empty without momentum.
     """
 
     params: Tree
@@ -34,12 +34,12 @@ class Agreed(NamedTuple):
 
 
 def like_agreed(outer: OuterOptimizer, params: Tree) -> Agreed:
-    """Return a tree of the structure of `Agreed`, with `params` in both places."""
+    """Return an `Agreed` with `params` as parameters and as momentum; without momentum the latter is empty."""
     return Agreed(params, params if outer.momentum else {})
 
 
 def changes(agreed: Tree, params: Tree) -> Tree:
-    """Return D_k, the agreed weights minus this pipeline's."""
+    """Return D_k, the agreed weights minus the weights of this pipeline."""
     return jax.tree.map(jnp.subtract, agreed, params)
 
 
@@ -54,10 +54,10 @@ def agree(outer: OuterOptimizer, agreed: Agreed, mean: Tree) -> Agreed:
     Args:
         outer: the outer optimizer.
         agreed: the result of the last agreement.
-        mean: D.
+        mean: D, the mean of the pipelines' changes.
 
     Returns:
-        The result of this one.
+        The result of this agreement.
     """
     momentum: Tree = {}
     if outer.momentum:
@@ -77,10 +77,10 @@ def mix(mixing: float, own: Tree, agreed: Tree) -> Tree:
     """Return the mixed parameters of a pipeline that applies an agreement late.
 
     Args:
-        mixing: α, the share of its own.
-        own: its own parameters.
-        agreed: the result of the agreement.
+        mixing: α, the share of the pipeline's own parameters.
+        own: the pipeline's own parameters.
+        agreed: the parameters from the agreement.
     """
-    if not mixing:  # even where its own are not finite
+    if not mixing:  # even if its own parameters are not finite
         return jax.tree.map(jnp.copy, agreed)
     return jax.tree.map(lambda own_leaf, leaf: mixing * own_leaf + (1 - mixing) * leaf, own, agreed)

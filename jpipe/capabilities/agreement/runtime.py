@@ -1,4 +1,4 @@
-"""How agreements run: programs, instructions, what a worker keeps of them, and the weights that are read in place of its own."""
+"""How agreements run: programs, instructions, the arrays that a worker keeps, and the weights that evaluations read."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,17 +35,17 @@ Tree = Any
 
 
 class _Words(NamedTuple):
-    """The description of what a process waits for, as text only when it is printed."""
+    """The description of what a process waits for; it is converted to text only when it is printed."""
 
     worker: int
     update: int
 
     def __str__(self) -> str:
-        return f"the mean of what the pipelines have changed up to update {self.update} of the stage of worker {self.worker}"
+        return f"the mean of the pipelines' changes up to update {self.update} of the stage of worker {self.worker}"
 
 
 def sum_changes(worker: Worker, i: SumChanges) -> None:
-    """Contribute this pipeline's changes; the last pipeline of this process starts the sum, and all get the mean."""
+    """Contribute this pipeline's changes. The last pipeline of this process starts the sum, and all its pipelines get the mean."""
     state, update, calls = worker.state, i.batch + worker.version_shift, worker.calls
     part = calls["changes"](state.capabilities["agreement"].params, worker.functions.trained.part(state.weights.read(update + 1)))
     words = _Words(i.worker, update)
@@ -55,7 +55,7 @@ def sum_changes(worker: Worker, i: SumChanges) -> None:
 
 
 def move_agreed(worker: Worker, i: Agree) -> None:
-    """Move the agreed weights, and continue from them or from their mixture with this pipeline's weights."""
+    """Move the agreed weights. The pipeline continues from the agreed weights, or from a mixture of them and its own weights."""
     state, update, begun = worker.state, i.batch + worker.version_shift, i.begun + worker.version_shift
     kept, trained = state.capabilities, worker.functions.trained
     mean = arrived(state.updates[begun]["changes"])
@@ -89,7 +89,7 @@ def calls(a: Arrays) -> dict[str, Call]:
     }
     if not agreement.delay:
         return {**sums, "agree": Call(partial(agree_at_once, outer), (0, 1), (agreed, params), (agreed, params))}
-    # A snapshot may still read the mean, and no other program makes the agreed weights, so that their bits are the same everywhere.
+    # A snapshot may still read the mean, so it is not donated. No other program makes the agreed weights, so all have the same bits.
     return {
         **sums,
         "agree": Call(partial(agree, outer), (0,), (agreed, params), agreed),
@@ -103,15 +103,15 @@ def specs(a: Arrays) -> Agreed:
 
 
 def fresh(f: StageFunctions, version: Tree, accumulators: Tree) -> Agreed:
-    """Return what pipelines have agreed on before their first update: copies of these weights, and no momentum."""
+    """Return the `Agreed` before the first update: copies of these weights, and zero momentum."""
     trained = f.trained.part(version)
     zeros = jax.tree.map(lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding), trained)
-    copies, momentum = jax.tree.map(jnp.copy, (trained, zeros))  # of zeros, too: a CPU device shares the memory of NumPy arrays
+    copies, momentum = jax.tree.map(jnp.copy, (trained, zeros))  # zeros are copied, too: a CPU device shares the memory of NumPy arrays
     return Agreed(copies, momentum if _agreement(f).outer.momentum else {})
 
 
 def version_read(plan: Plan, batch: int) -> int:
-    """Return the version of the last agreement before a batch; with fragments the first of their last ones."""
+    """Return the version of the last agreement before a batch; with fragments the earliest version among their last agreements."""
     assert plan.agree is not None
     return min(plan.agree.last(s, plan.depth, batch) for s in range(plan.depth))
 

@@ -1,4 +1,4 @@
-"""Agreements in snapshots: the agreed weights, each pipeline's own, and agreements that are still to be applied."""
+"""Agreements in snapshots: the agreed weights, each pipeline's own weights, and agreements that are not applied yet."""
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property
@@ -25,7 +25,7 @@ Tree = Any
 
 
 def changes_under_way(worker: WorkerState) -> Tree:
-    """Return the mean of the changes of an agreement that is still to be applied, perhaps still in transfer; None: there is none."""
+    """Return the mean of the changes of an agreement that is not applied yet, or None. It may be a `PendingTransfer`."""
     return next((pending["changes"] for pending in worker.updates.values() if "changes" in pending), None)
 
 
@@ -34,8 +34,8 @@ def last_agreed(stage: CompiledStage, agreed: Agreed, changes: Tree) -> Agreed:
 
     Args:
         stage: the stage of the worker.
-        agreed: the result of the last agreement that it has applied.
-        changes: the changes from `changes_under_way`, of this worker or another replica of its stage.
+        agreed: the result of the last agreement that the worker has applied.
+        changes: the result of `changes_under_way` for this worker or another replica of its stage.
     """
     mean = arrived(changes)
     if mean is None or mean in (ALREADY_AGREED, ALREADY_APPLIED):
@@ -44,21 +44,21 @@ def last_agreed(stage: CompiledStage, agreed: Agreed, changes: Tree) -> Agreed:
 
 
 def agreed_params(stage: CompiledStage, worker: WorkerState) -> Tree:
-    """Return the weights on which the pipelines have agreed last, with the frozen parameters."""
+    """Return the weights of the last agreement that has begun, including the frozen parameters."""
     agreed = last_agreed(stage, worker.capabilities["agreement"], changes_under_way(worker))
     return stage.functions.trained.joined(agreed.params, worker.weights.read(worker.weights.newest))
 
 
 class AgreementSnapshot(SnapshotHooks):
-    """What one worker has of agreements in a snapshot."""
+    """The part of a snapshot of one worker that belongs to agreements."""
 
     def __init__(self, part: WorkerSnapshot) -> None:
         self._part = part
-        self._under_way = agreement_under_way(part.plan, part.stage, part.newest)  # of an agreement that is applied later
-        self._changes: Tree = None  # the mean of its changes
+        self._under_way = agreement_under_way(part.plan, part.stage, part.newest)  # an agreement that is not applied yet
+        self._changes: Tree = None  # the mean of the changes of this agreement
 
     def see(self, event: Event) -> None:
-        """Note the mean of the changes of the agreement that is under way, if a worker of the stage has it."""
+        """Keep the mean of the changes of the agreement that is not applied yet, if a worker of the stage has it."""
         if self._changes is None and self._under_way is not None and self._under_way in event.state.updates:
             self._changes = event.state.updates[self._under_way].get("changes")
 
@@ -69,7 +69,7 @@ class AgreementSnapshot(SnapshotHooks):
         return self._under_way is None or self._changes is not None
 
     def saved(self, layer_id: str) -> Plain:
-        """Return the weights of a layer: the pipeline's own, and for the first pipeline the agreed ones, too."""
+        """Return the weights of a layer: the pipeline's own weights, and for the first pipeline also the agreed weights."""
         part = self._part
         own = {str(part.newest - v): to_plain(part.trained.part(params)[layer_id]) for v, params in part.versions.items()}
         plain: Plain = {"own": own}
@@ -90,7 +90,7 @@ class AgreementSnapshot(SnapshotHooks):
 
 
 def own_entries(plan: Plan, s: int, replica: int, layers: Mapping[str, Plain], entries: Iterable[str]) -> dict[str, Plain]:
-    """Return the entries with a pipeline's own weights; none if the snapshot has another number of pipelines that agree."""
+    """Return the entries with a pipeline's own weights; empty if the snapshot has another number of pipelines."""
     with_own = [entry for entry in entries if "own" in layers[entry]]
     if any(replicas_in(layers, entry) != plan.replicas[s] for entry in with_own):
         return {}
@@ -98,7 +98,7 @@ def own_entries(plan: Plan, s: int, replica: int, layers: Mapping[str, Plain], e
 
 
 def restored(f: StageFunctions, replica: int, layers: Mapping[str, Plain], *, fresh: bool) -> Agreed:
-    """Return the weights on which pipelines have agreed last, and the momentum, which begins with zeros if the snapshot has none."""
+    """Return the agreed weights and the momentum of a snapshot; if the snapshot has no momentum, it begins with zeros."""
     params, momentum = {}, {}
     for entry in f.stack.ties.entries(f.stage.layers):
         where = f"checkpoint: layer '{entry}', parameters"
@@ -115,7 +115,7 @@ def restored(f: StageFunctions, replica: int, layers: Mapping[str, Plain], *, fr
 
 
 def restored_updates(plan: Plan, worker: int, f: StageFunctions, layers: Mapping[str, Plain], updates: int) -> dict[int, Fields]:
-    """Return what a restored worker holds of an agreement that is applied later: whether it still has to be mixed in."""
+    """Return the pending update of a restored worker for an agreement that was not applied: whether it must still be mixed in."""
     s, replica = plan.workers[worker]
     if (begun := agreement_under_way(plan, s, updates)) is None:
         return {}

@@ -1,4 +1,4 @@
-"""Measure when the sums of agreements begin and end, while a run is traced, and which computations wait for them."""
+"""Measurement, in a traced run, of when the sums of agreements begin and end, and which computations wait for them."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from jpipe.runtime.timing._transfer_times import Computation, Moved, TransferWat
 
 
 class ChangesWatcher:
-    """Notes the agreements of the workers of this process.
+    """Records the agreements of this process's workers.
 
     Args:
         watcher: the watcher that records all moves.
@@ -21,10 +21,10 @@ class ChangesWatcher:
     def __init__(self, watcher: TransferWatcher) -> None:
         self._watcher, self._plan = watcher, watcher.plan
         self._sums: dict[tuple[int, int], Moved] = {}  # by stage and update
-        self._agreed: dict[int, tuple[Moved, int]] = {}  # by worker its last agreement and the version that it made, until that is read
+        self._agreed: dict[int, tuple[Moved, int]] = {}  # by worker: its last agreement and the version of it, until the version is read
 
     def __call__(self, event: Event) -> None:
-        """Note a sum or an agreement that was just dispatched, or a computation that reads the agreed weights."""
+        """Record a sum or an agreement that was just dispatched, or a computation that reads the agreed weights."""
         i = event.instruction
         if isinstance(i, SumChanges):
             self._note_sum(i, event)
@@ -32,7 +32,7 @@ class ChangesWatcher:
             moved = self._sums.get((self._plan.workers[i.worker][0], i.begun))
             if moved is not None:
                 self._agreed[i.worker] = moved, i.batch + 1
-                if moved.size:  # the agreement has consumed the changes, perhaps before the transfer thread saw them
+                if moved.size:  # the agreement may have consumed the changes before the watching thread saw them
                     self._watcher.watch(moved, event.state.weights.read(i.batch + 1), moved.size)
         elif isinstance(i, Compute | Update) and i.worker in self._agreed:
             moved, made = self._agreed[i.worker]
@@ -49,12 +49,12 @@ class ChangesWatcher:
         moved = self._sums[s, i.batch]
         moved.posted = self._watcher.now()
         mean = event.state.updates.get(i.batch, {}).get("changes")
-        if mean is not None:  # else other replicas of this process have still to give their parts
+        if mean is not None:  # otherwise other replicas of this process have not contributed yet
             self._watcher.watch(moved, mean, 2 * (len(moved.workers) - 1) / len(moved.workers) * nbytes(mean))
 
 
 def waits_for(plan: Plan, computations: Sequence[Compute | Update]) -> dict[Computation, list[Computation]]:
-    """Return for each computation that is the first to read agreed weights the updates that their agreement waits for."""
+    """Return, for each first computation that reads agreed weights, the updates that the agreement waits for."""
     first: dict[tuple[int, int], Computation] = {}  # by worker and version
     for i in computations:
         first.setdefault((i.worker, i.batch if isinstance(i, Update) else i.version), key_of(i))

@@ -1,1 +1,1 @@
-"""Compressed messages: arrays are rounded to fewer bits where they are sent, between stages and between replicas (`Plan.links`)."""
+"""Compressed messages: arrays are rounded to fewer bits before they are sent, between stages and between replicas (`Plan.links`)."""

@@ -1,6 +1,6 @@
-"""Arrays in fewer bits as pure functions: see `jpipe.plan.Links` for the rule.
+"""Compression of arrays to fewer bits, as pure functions. For the rule see `jpipe.plan.Links`.
 
-Each row is compressed by itself. On a mesh the rows are sharded, and so are the values and the scales: nothing is gathered.
+Each row is compressed separately. On a mesh the rows are sharded, and so are the values and the scales: nothing is gathered.
 """
 
 import math
@@ -18,16 +18,16 @@ Tree = Any
 
 
 def compress(tree: Tree, kind: Kind | None, key: jax.Array | None = None) -> Tree:
-    """Return a tree with its floating-point leaves compressed, where that makes them smaller.
+    """Compress the floating-point leaves of a tree that this makes smaller.
 
     Args:
         tree: a tree of arrays.
-        kind: the kind of the compression; None: the tree is returned as it is.
+        kind: the kind of compression; None: the tree is returned unchanged.
         key: a random key for stochastic rounding; None: round to nearest.
 
     Returns:
-        The tree. In place of a compressed leaf it has an array, or a dict of arrays: values, with the shape of the leaf, and scales, with
-        the shape (rows, blocks).
+        The tree. A compressed leaf is replaced by an array, or by a dict of two arrays: "values" with the shape of the leaf, and "scales"
+        with the shape (rows, blocks).
     """
     if kind is None:
         return tree
@@ -38,7 +38,7 @@ def compress(tree: Tree, kind: Kind | None, key: jax.Array | None = None) -> Tre
 
 
 def decompress(tree: Tree, kind: Kind | None, specs: Tree) -> Tree:
-    """Return the arrays of a compressed tree, with these shapes and dtypes."""
+    """Decompress a tree into arrays with these shapes and dtypes."""
     if kind is None:
         return tree
     return jax.tree.map(lambda spec, leaf: _decompress(leaf, kind, spec) if _shrinks(spec, kind) else leaf, specs, tree)
@@ -49,11 +49,11 @@ def compressed_specs(specs: Tree, kind: Kind | None) -> Tree:
     return specs if kind is None else jax.eval_shape(partial(compress, kind=kind), specs)
 
 
-_PURPOSES = {"activation": 6, "gradient": 7, "sum": 8}  # of a key of the run; the layers' are below
+_PURPOSES = {"activation": 6, "gradient": 7, "sum": 8}  # numbers to fold into the key of the run; layers use smaller ones
 
 
 def key_of(message: str, stage: int, rng: tuple[Any, Any]) -> jax.Array:
-    """Return the key with which a stage rounds a message or a sum at random, from (its number, key of the run)."""
+    """Return the key for the random rounding of a stage's message or sum; `rng` is (number of the message, key of the run)."""
     number, key = rng
     for fixed in (_PURPOSES[message], stage, number):
         key = jax.random.fold_in(key, fixed)
@@ -61,12 +61,12 @@ def key_of(message: str, stage: int, rng: tuple[Any, Any]) -> jax.Array:
 
 
 class _Format(NamedTuple):
-    """Values with a common scale.
+    """A format of values that share a scale.
 
     Attributes:
         largest: the largest magnitude.
         dtype: the dtype of the values.
-        step: the distance of two neighbouring values, for magnitudes up to `largest`.
+        step: returns the distance between neighbouring values, for magnitudes up to `largest`.
     """
 
     largest: float
@@ -75,8 +75,8 @@ class _Format(NamedTuple):
 
 
 def _step_of_fp8(values: jax.Array) -> jax.Array:
-    """Return the distance of two neighbouring values of float8_e4m3: three bits of mantissa, exponents from -6."""
-    _, exponent = jnp.frexp(values)  # a magnitude from 0.5 up to 1
+    """Return the distance between neighbouring values of float8_e4m3, which has three bits of mantissa and exponents from -6."""
+    _, exponent = jnp.frexp(values)  # of a mantissa from 0.5 up to 1
     return jnp.ldexp(jnp.ones_like(values), jnp.maximum(exponent - 1, -6) - 3)
 
 
@@ -93,7 +93,7 @@ def _shrinks(leaf: Any, kind: Kind) -> bool:
 
 
 def _blocks(leaf: Any) -> tuple[int, int]:
-    """Return the rows of an array and the blocks of each row."""
+    """Return the number of rows of an array and the number of blocks of each row."""
     rows = leaf.shape[0] if leaf.ndim else 1
     return rows, -(-leaf.size // rows // BLOCK)
 
@@ -104,7 +104,7 @@ def _compress(leaf: jax.Array, kind: Kind, key: jax.Array | None) -> Any:
     form, (rows, blocks) = _FORMATS[kind], _blocks(leaf)
     wide = leaf.astype(wider(leaf.dtype, jnp.float32)).reshape(rows, -1)
     padding = ((0, 0), (0, blocks * BLOCK - wide.shape[1]))
-    # XLA may replace a division by a constant by this product; written out, the bits do not depend on that.
+    # XLA may replace a division by a constant with this product. Written as a product, the bits do not depend on XLA's choice.
     scales = jnp.max(jnp.abs(jnp.pad(wide, padding)).reshape(rows, blocks, BLOCK), axis=2) * (1 / form.largest)
     scales = scales.astype(jnp.float32)
     scaled = wide / _spread(jnp.where(scales == 0, 1, scales), wide)
@@ -117,7 +117,7 @@ def _compress(leaf: jax.Array, kind: Kind, key: jax.Array | None) -> Any:
         scaled = jnp.round(scaled)
     values = scaled.astype(form.dtype)
     if kind == "fp8":
-        values = jax.lax.bitcast_convert_type(values, jnp.uint8)  # transfers and files need not know its dtype
+        values = jax.lax.bitcast_convert_type(values, jnp.uint8)  # transfers and files need not know the dtype
     return {"scales": scales, "values": values.reshape(leaf.shape)}
 
 
@@ -137,7 +137,7 @@ def _spread(scales: jax.Array, wide: jax.Array) -> jax.Array:
 
 
 def _stochastic_bfloat16(leaf: jax.Array, key: jax.Array) -> jax.Array:
-    """Round to bfloat16, the upper half of the bits of float32, up or down at random."""
+    """Round up or down at random to bfloat16, which is the upper half of the bits of float32."""
     single = leaf.astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(single, jnp.uint32)
     drawn = jax.random.bits(key, single.shape, jnp.uint16).astype(jnp.uint32)

@@ -1,4 +1,4 @@
-"""How messages are compressed: those between stages about a microbatch, and with error feedback what replicas sum."""
+"""How messages are compressed: messages between stages, and, with error feedback, the sums over replicas."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial, reduce
@@ -55,11 +55,11 @@ def exchange(values: Mapping[str, Any]) -> Exchange:
 
 
 def sum_compressed(f: StageFunctions, parts: Sequence[tuple[Tree, list[jax.Array]]]) -> tuple[Tree, list[jax.Array], Any]:
-    """Sum what all replicas have sent, in their order, and finish it as `finish` does.
+    """Sum the parts of all replicas, in order, and apply `finish` to the sum.
 
     Args:
         f: the functions of the stage.
-        parts: the parts of each replica (accumulators with compressed gradients, layer state), or one part of them.
+        parts: for each replica (accumulators with compressed gradients, layer state), or one piece of them.
     """
     specs, of_replicas = f.accumulators_spec["gradients"], []
     for accumulators, state in parts:
@@ -85,7 +85,7 @@ def calls(a: Arrays) -> dict[str, Call]:
 
 
 def specs_of_given(a: Arrays) -> list[tuple[Tree, list[Any]]]:
-    """Return the specs of what a replica contributes to the sum of each piece."""
+    """Return for each piece of a sum the specs of a replica's part."""
     found = []
     for accumulators, averaged in a.sums.values():
         sent = specs_of_sent(a.functions.partition, a.functions.capabilities["links"].sums, accumulators["gradients"])
@@ -94,16 +94,16 @@ def specs_of_given(a: Arrays) -> list[tuple[Tree, list[Any]]]:
 
 
 def give_compressed(worker: Worker, i: AllReduce, accumulators: Tree, means: Tree) -> Mapping[int, Tree]:
-    """Contribute compressed accumulators, in place of the replica's own, to a sum, and keep the rounding error."""
+    """Compress the accumulators of a replica, contribute the result to a sum, and keep the rounding error."""
     state, update = worker.state, i.batch + worker.version_shift
     links: Links = worker.functions.capabilities["links"]
     gradients, numbers = accumulators["gradients"], {name: tree for name, tree in accumulators.items() if name != "gradients"}
-    weight = numbers.get("weight", state.updates[update].get("given_weight"))  # the first piece has it
+    weight = numbers.get("weight", state.updates[update].get("given_weight"))  # only the first piece has the weight
     rng = (np.uint32(update * worker.replicas + worker.replica), state.key) if links.rounding == "stochastic" else (None, None)
     before = state.capabilities[ROOM]
     sent, errors = worker.calls[f"compress{i.piece}"](gradients, weight, {entry: before[entry] for entry in gradients}, rng)
     state.capabilities[ROOM] = {**before, **errors}
-    worker.consumed.keep((numbers, weight))  # the transfer may read them later
+    worker.consumed.keep((numbers, weight))  # the transfer may still read them
     worker.change_update(update, **{f"sums{i.piece}": None}, given_weight=weight if i.following else None)
     return worker.transport.sum_gathered(i, update, ({**numbers, "gradients": sent}, means), worker.calls[f"sum{i.piece}"])
 
@@ -117,14 +117,14 @@ def specs(a: Arrays) -> Tree:
 
 
 def fresh(f: StageFunctions, version: Tree, accumulators: Tree) -> Tree:
-    """Return the rounding error before the first batch: zeros."""
+    """Return the rounding error before the first batch, which is zero."""
     return {} if f.summing is None else jax.tree.map(jnp.copy, accumulators["gradients"])
 
 
 def restored(f: StageFunctions, replica: int, layers: Mapping[str, Plain], *, fresh: bool) -> Tree:
-    """Return the rounding error of a replica's gradients, from a snapshot.
+    """Return the rounding error of a replica's gradients from a snapshot.
 
-    It is zero with new optimizer state, and if the snapshot does not have as many replicas with compressed sums.
+    It is zero with new optimizer state, or if the snapshot has another number of replicas, or no compressed sums.
     """
     errors: dict[str, Tree] = {}
     for entry, specs in f.accumulators_spec["gradients"].items() if f.summing is not None else ():
@@ -137,7 +137,7 @@ def restored(f: StageFunctions, replica: int, layers: Mapping[str, Plain], *, fr
 
 
 class _Snapshot(SnapshotHooks):
-    """The rounding errors of the updates before a snapshot's batch, in the entries of a replica."""
+    """The part of a snapshot of one worker with the rounding errors of its compressed sums."""
 
     def __init__(self, part: WorkerSnapshot) -> None:
         self._part = part

@@ -1,6 +1,6 @@
-"""Sums of gradients over replicas in fewer bits, with error feedback, as pure functions: see `jpipe.plan.Links` for the rule.
+"""Compressed sums of gradients over replicas, with error feedback, as pure functions. For the rule see `jpipe.plan.Links`.
 
-On a mesh each shard is compressed by itself, and nothing is gathered: its blocks are of neighbouring values of the shard.
+On a mesh each shard is compressed separately, and nothing is gathered: a block has neighbouring values of one shard.
 """
 
 import functools
@@ -24,7 +24,7 @@ from jpipe.stages.functions._stage_functions import StageFunctions
 Tree = Any
 Spec = jax.ShapeDtypeStruct
 Keys = Mapping[str, jax.Array]
-"""A random key for each entry, to round at random."""
+"""For each entry a random key for stochastic rounding."""
 
 
 def with_feedback(
@@ -34,9 +34,9 @@ def with_feedback(
 
     Args:
         f: the functions of the stage.
-        gradients: the sums over the microbatches of the replica, by entry.
-        weight: the weight of these microbatches.
-        errors: what rounding has lost before, in the structure of the gradients.
+        gradients: the gradients summed over the microbatches of the replica, by entry.
+        weight: the total weight of these microbatches.
+        errors: the rounding errors of earlier updates, a tree like the gradients.
         rng: (number of the update and the replica, key of the run); (None, None): round to nearest.
 
     Returns:
@@ -53,7 +53,7 @@ def with_feedback(
 
 
 def without_compression(partition: Partition, kind: Kind, sent: Tree, specs: Mapping[str, Tree]) -> Tree:
-    """Return the gradients that were compressed by `with_feedback`, with the shapes and dtypes of `specs`."""
+    """Decompress the gradients that `with_feedback` has compressed; the result has the shapes and dtypes of `specs`."""
     return jax.tree.map(lambda array, one: array.decompress(one), _arrays(partition, kind, specs), sent)
 
 
@@ -64,7 +64,7 @@ def specs_of_sent(partition: Partition, kind: Kind, gradients: Mapping[str, Tree
 
 
 def bytes_of_given(kind: Kind, accumulators: Mapping[str, Any]) -> int:
-    """Return the bytes on each device that a replica contributes to a sum, from accumulators or their specs, with their shardings."""
+    """Return the bytes on each device that a replica contributes to a sum of these accumulators, or of specs with shardings."""
     gradients = jax.tree.leaves(accumulators["gradients"])
     return nbytes({**accumulators, "gradients": None}) + sum(
         _bytes_of_row(shard_bytes(leaf) // leaf.dtype.itemsize, leaf.dtype, kind) for leaf in gradients
@@ -81,12 +81,12 @@ class _Array:
     """An array of gradients on the mesh of a stage.
 
     Attributes:
-        entry: the entry of its parameters.
-        number: among the arrays of the entry.
-        whole: its shape and dtype.
+        entry: the entry to which the array belongs.
+        number: the number of the array among the arrays of the entry.
+        whole: the shape and dtype of the array.
         partition: the partition of the stage.
-        spec: how it is sharded.
-        kind: the kind of the compression.
+        spec: the sharding of the array.
+        kind: the kind of compression.
     """
 
     entry: str
@@ -98,7 +98,7 @@ class _Array:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """The number of its shards in each dim."""
+        """The number of shards in each dim."""
         axes = *self.spec, *(None,) * (len(self.whole.shape) - len(self.spec))
         return tuple(1 if axis is None else self.partition.mesh[axis] for axis in axes)
 
@@ -109,30 +109,30 @@ class _Array:
 
     @property
     def row(self) -> Spec:
-        """The values of a shard in one row."""
+        """The shape and dtype of a shard as one row."""
         return Spec((1, math.prod(self.shard.shape)), self.whole.dtype)
 
     @property
     def sent_shapes(self) -> Tree:
-        """The shapes and dtypes of what is sent, of all shards."""
+        """The shapes and dtypes of the compressed array, over all shards."""
         sent = jax.eval_shape(lambda row: self._as_shard(compress(row, self.kind)), self.row)
         counts = *self.counts, 1  # scales have a dim of blocks
         return jax.tree.map(lambda one: Spec(tuple(map(math.prod, zip(one.shape, counts, strict=False))), one.dtype), sent)
 
     @property
     def sent_specs(self) -> Tree:
-        """The `PartitionSpec`s of what is sent."""
+        """The `PartitionSpec`s of the compressed array."""
         is_scaled = isinstance(compressed_specs(self.row, self.kind), dict)
         return {"scales": self.spec, "values": self.spec} if is_scaled else self.spec
 
     def compress(self, gradient: jax.Array, error: jax.Array, weight: jax.Array, keys: Keys | None) -> tuple[Tree, jax.Array]:
-        """Return what is sent, and the new error."""
+        """Return the compressed gradient and the new error."""
         key = () if keys is None else (keys[self.entry],)
         inputs = self.spec, self.spec, WHOLE, *(WHOLE for _ in key)
         return self._on_shards(self._compressed, inputs, (self.sent_specs, self.spec))(gradient, error, weight, *key)
 
     def decompress(self, sent: Tree) -> jax.Array:
-        """Return the array that was compressed."""
+        """Decompress the array."""
 
         def of_shard(sent: Tree) -> jax.Array:
             rows = jax.tree.map(lambda leaf: leaf.reshape(1, -1), sent)
@@ -156,14 +156,14 @@ class _Array:
         return key
 
     def _as_shard(self, sent: Tree) -> Tree:
-        """Return a compressed row in the shape of its shard; scales have one value for each block in a further dim."""
+        """Give a compressed row the shape of its shard; scales get one more dim, with one value per block."""
         shape = self.shard.shape
         if not isinstance(sent, dict):
             return sent.reshape(shape)
         return {"scales": sent["scales"].reshape(*(1 for _ in shape), -1), "values": sent["values"].reshape(shape)}
 
     def _on_shards(self, function: Callable[..., Any], inputs: Tree, outputs: Tree) -> Callable[..., Any]:
-        """Return a function of shards as one of whole arrays."""
+        """Turn a function of shards into a function of whole arrays."""
         if not self.partition.mesh:
             return function
         mesh = without_devices(self.partition.mesh)

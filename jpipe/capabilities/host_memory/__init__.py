@@ -1,1 +1,1 @@
-"""Host memory: what a plan lets wait in the memory of the host while no computation needs it (`Plan.offload`)."""
+"""Host memory: arrays that stay in the memory of the host while no computation needs them (`Plan.offload`)."""

@@ -1,14 +1,14 @@
-"""What a plan lets wait in the memory of the host, and when it is moved there and back. The numbers are the same.
+"""The arrays that a plan moves to host memory, and when they are moved there and back. The numbers of a run do not change.
 
-    optimizer   in host memory except during updates: fetched before the last backward of an update, or before the update itself where that
-                waits for other workers; moved out after the update
-    versions    moved out before a computation of the stage if neither this one nor the next one reads them; fetched before a computation
-                if this one or the next one reads them, and before an update that starts from them
-    residuals   likewise, between forward and backward, but they also stay if the computation after the next one reads them
-    stash       as residuals, between the halves of a backward
+    optimizer   in host memory except during updates; fetched before the last backward of an update, or before the update itself if the
+                update waits for other workers; moved out after the update
+    versions    moved out before a computation of the stage if neither this computation nor the next one reads them; fetched before a
+                computation if this one or the next one reads them, and before an update that starts from them
+    residuals   like versions, between forward and backward, but they also stay if the computation after the next one reads them
+    stash       like residuals, between the halves of a backward
 
-Moves run beside the computations that follow them. What the next step reads is not looked at, so that what it reads soon may leave and come
-back. Where the pipeline is empty all versions are on the device, and the optimizer state is in host memory.
+Moves overlap with the computations that follow them. The computations of the next step are not considered, so an array that the next step
+soon reads may be moved out and back. When the pipeline is empty, all versions are on the device, and the optimizer state is in host memory.
 """
 
 from collections.abc import Collection, Mapping
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     import jpipe
 
 Kept = Literal["optimizer", "versions", "residuals", "stash"]
-"""What may wait in host memory."""
+"""The kinds of arrays that may stay in host memory."""
 
 
 def _checked(value: Any) -> Any:
-    """Return "all", or stages as a tuple."""
+    """Check the value of a field, and return "all" or a tuple of stages."""
     if isinstance(value, str) and value == "all":
         return value
     if isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping):
@@ -42,13 +42,15 @@ Stages = Annotated[Literal["all"] | tuple[int, ...], pydantic.BeforeValidator(_c
 
 
 class HostMemory(pydantic.BaseModel):
-    """What waits in host memory while no computation needs it. For each, the stages, counted from 0, or "all"; by default none.
+    """The arrays that stay in host memory while no computation needs them. Each field has the stages, counted from 0, or "all".
+
+    By default every field is empty.
 
     Attributes:
-        optimizer: the optimizer state, between updates.
-        versions: weight versions that neither the next computation nor the one after it reads.
-        residuals: what forwards leave for backwards that are further away.
-        stash: what the first halves of backwards leave for second halves that are further away.
+        optimizer: the stages with their optimizer state in host memory, between updates.
+        versions: the stages with weight versions in host memory that neither the next computation nor the one after it reads.
+        residuals: the stages with residuals in host memory that forwards leave for later backwards.
+        stash: the stages with a stash in host memory that first halves of backwards leave for later second halves.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -59,28 +61,28 @@ class HostMemory(pydantic.BaseModel):
     stash: Stages = ()
 
     def keeps(self, what: Kept, s: int) -> bool:
-        """Return whether something of a stage waits in host memory."""
+        """Return whether arrays of this kind of stage s stay in host memory."""
         stages: Stages = getattr(self, what)
         return stages == "all" or s in stages
 
 
 def offloads(plan: "jpipe.Plan", what: Kept, s: int) -> bool:
-    """Return whether something of stage s waits in host memory while no computation needs it."""
+    """Return whether arrays of this kind of stage s stay in host memory while no computation needs them."""
     return plan.offload is not None and plan.offload.keeps(what, s)
 
 
 def check(plan: "jpipe.Plan") -> None:
-    """Check that the stages exist for which something waits in host memory.
+    """Check that the stages in `offload` exist.
 
     Raises:
-        ValueError: it names stages that the plan does not have.
+        ValueError: the plan does not have a stage in `offload`.
     """
     assert plan.offload is not None
     for part, stages in plan.offload:
         beyond = [s for s in stages if s >= plan.depth] if stages != "all" else []
         if beyond:
             raise InputError(
-                key=f"offload.{part}", expected=f"stages from 0 to {plan.depth - 1}, or 'all'", found=beyond[0], change="remove it"
+                key=f"offload.{part}", expected=f"stages from 0 to {plan.depth - 1}, or 'all'", found=beyond[0], change="remove this stage"
             )
 
 
@@ -89,10 +91,10 @@ OPTION = Option(
     field="offload",
     check=check,
     exclusions=(
-        Exclusion("offload.versions", "shard_optimizer", "its replicas complete their versions later"),
+        Exclusion("offload.versions", "shard_optimizer", "replicas of a stage complete their versions later"),
         Exclusion("offload.residuals", "chunks_per_rank", "two stages of a rank may keep the same arrays"),
-        Exclusion("offload.residuals", "stages.sum_parts", "the last backward of a batch reads them part by part"),
+        Exclusion("offload.residuals", "stages.sum_parts", "the last backward of a batch reads residuals part by part"),
         Exclusion("offload.stash", "chunks_per_rank", "two stages of a rank may keep the same arrays"),
-        Exclusion("offload.stash", "stages.sum_parts", "the last backward of a batch reads it part by part"),
+        Exclusion("offload.stash", "stages.sum_parts", "the last backward of a batch reads the stash part by part"),
     ),
 )

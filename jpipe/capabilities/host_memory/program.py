@@ -1,4 +1,4 @@
-"""Moves between a device and the memory of its host: where they go into a program, how they are verified, and what they cost."""
+"""Moves between a device and host memory: their places in a program, their verification and their cost."""
 
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -19,7 +19,7 @@ from jpipe.programs.prediction._prices import Change, Prices
 from jpipe.schedules import Action
 
 _Moved = tuple[str, int]
-"""What may be moved, and its number."""
+"""The kind and the number of something that may be moved."""
 
 _OPTIMIZER: _Moved = "optimizer", 0
 _LEFT: tuple[Kept, ...] = "residuals", "stash"
@@ -27,7 +27,7 @@ _LEFT: tuple[Kept, ...] = "residuals", "stash"
 
 @dataclass(frozen=True, slots=True)
 class _Move(Instruction):
-    """What is moved, and its number: the weight version, the microbatch of residuals or of a stash, or 0 for the optimizer state."""
+    """A move. Its number is the weight version, the microbatch of residuals or of a stash, or 0 for the optimizer state."""
 
     worker: int
     what: Kept
@@ -40,16 +40,16 @@ class _Move(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Offload(_Move):
-    """Begin to move something to the memory of the host, and free it on the device."""
+    """Begin to move arrays to host memory, and free them on the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch(_Move):
-    """Begin to move something back from the memory of the host to the device."""
+    """Begin to move arrays back from host memory to the device."""
 
 
 def _at_rest(plan: Plan, s: int) -> set[_Moved]:
-    """Return what a stage keeps in host memory while the pipeline is empty."""
+    """Return what a stage has in host memory while the pipeline is empty."""
     return {_OPTIMIZER} if offloads(plan, "optimizer", s) else set()
 
 
@@ -57,13 +57,13 @@ def _at_rest(plan: Plan, s: int) -> set[_Moved]:
 
 
 class _Lowering(LoweringHooks):
-    """Tracks what each worker has on its device and in host memory, of all that the plan moves (`jpipe.plan.HostMemory`)."""
+    """Tracks what each worker has on its device and in host memory, among the arrays that the plan moves (`jpipe.plan.HostMemory`)."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._plan = run, run.plan
-        self._versions: dict[int, list[int]] = {}  # by worker, those alive, the newest last
+        self._versions: dict[int, list[int]] = {}  # by worker, the versions alive, the newest last
         self._left: dict[int, list[tuple[Kept, int]]] = {}  # residuals and stashes that may move
-        self._away: dict[int, set[_Moved]] = {}  # by worker, what is in host memory
+        self._away: dict[int, set[_Moved]] = {}  # by worker, the arrays in host memory
         for w, (s, replica) in enumerate(run.plan.workers):
             oldest = run.schedule.version(run.plan, s, run.start * run.plan.microbatches + replica)
             self._versions[w] = [*range(oldest, run.start * run.plan.updates_per_batch(s) + 1)]
@@ -77,7 +77,7 @@ class _Lowering(LoweringHooks):
         op, k = OPS[order[n].op], order[n].microbatch
         coming = [order[n], *islice((order[later] for later in range(n + 1, len(order)) if order[later].stage == s), 2)]
         reads = [self._read_by(s, entry) for entry in coming]
-        needed = set(chain(*reads[:2]))  # fetched now, so that the link has the time of one computation
+        needed = set(chain(*reads[:2]))  # fetched one computation early, to hide the transfer
         if self._updates_at_once(s) and op.finishes and ends_update(self._plan, s, k):
             needed |= {_OPTIMIZER, ("versions", versions[-1])}
         stays = needed | {("versions", pending.retires) for pending in worker.pending if pending.retires is not None}
@@ -95,15 +95,15 @@ class _Lowering(LoweringHooks):
         self._left[w] = [*(each for each in alive if each != (op.reads, k)), *left]
 
     def _updates_at_once(self, s: int) -> bool:
-        """Return whether an update follows its last backward at once, and waits for nothing."""
+        """Return whether an update directly follows its last backward, without waiting for anything."""
         return not self._run.sums[s] and not self._run.waits[s]
 
     def _read_by(self, s: int, entry: Action) -> set[_Moved]:
-        """Return what a computation of stage s reads that may be in host memory."""
+        """Return what a computation of stage s reads and the plan may have moved to host memory."""
         return {("versions", self._run.schedule.version(self._plan, s, entry.microbatch)), (OPS[entry.op].reads, entry.microbatch)}
 
     def before_update(self, time: int, worker: int, batch: int, retires: int | None) -> None:
-        """Write the moves of what an update reads to the device."""
+        """Write the moves to the device of everything that an update reads."""
         self._fetch(time, worker, "optimizer", 0)
         for version in self._versions[worker]:
             if version in (batch, retires):
@@ -116,7 +116,7 @@ class _Lowering(LoweringHooks):
             self._offload(time, worker, "optimizer", 0)
 
     def released(self, worker: int, version: int) -> None:
-        """Note the release of a version, wherever it is."""
+        """Record the release of a version, whether it is on the device or in host memory."""
         self._versions[worker].remove(version)
         self._away[worker].discard(("versions", version))
 
@@ -130,13 +130,13 @@ class _Lowering(LoweringHooks):
         self._away[worker].add((what, number))
 
     def _fetch(self, time: int, worker: int, what: Kept, number: int) -> None:
-        """Write the move of something to the device, if it is in host memory."""
+        """Write a move to the device, if the arrays are in host memory."""
         if (what, number) in self._away[worker]:
             self._write(time, Fetch, worker, what, number)
             self._away[worker].remove((what, number))
 
     def _write(self, time: int, kind: type[Offload | Fetch], worker: int, what: Kept, number: int) -> None:
-        of_microbatch = what in _LEFT  # versions have the same number in all replicas
+        of_microbatch = what in _LEFT  # versions have the same numbers in all replicas
         self._run.listing.write_each(time, worker, lambda j: kind(worker + j, what, number + j * of_microbatch))
 
 
@@ -164,19 +164,19 @@ class _Verification(VerifyHooks):
         self._away.remove((i.what, i.number))
 
     def _check_kept(self, i: Offload | Fetch) -> None:
-        """Check that the plan moves this, and that it exists."""
+        """Check that the plan moves these arrays, and that they exist."""
         verifier = self._verifier
         if not offloads(verifier.plan, i.what, verifier.stage):
             verifier.fail(f"{i}: the plan keeps the {i.what} of stage {verifier.stage} on the device")
         if i.what == "versions" and i.number not in verifier.versions:
             verifier.fail(f"{i}: alive are versions {sorted(verifier.versions)}")
         if i.what == "versions":
-            verifier.check_whole(i.number, i)  # nothing is written into a version that has left
+            verifier.check_whole(i.number, i)  # no instruction writes into a version in host memory
         if i.what in _LEFT and (i.what, i.number) not in verifier.buffers:
             verifier.fail(f"{i}: it is not there")
 
     def needs(self, what: str, number: int, i: Instruction) -> None:
-        """Check that what an instruction reads is on the device."""
+        """Check that the arrays that an instruction reads are on the device."""
         if (what, number) in self._away:
             self._verifier.fail(f"{i}: it needs {what} {number}, in host memory: fetch it before")
 
@@ -192,7 +192,7 @@ class _Verification(VerifyHooks):
 
 
 def _write_move(worker: prediction.Worker, i: Offload | Fetch) -> None:
-    """Move something over the link to the host: after what was moved before in this direction, and once it is there itself."""
+    """Move arrays over the link to the host, after earlier moves in this direction, and after the arrays exist."""
     rank, to_host = worker.rank, isinstance(i, Offload)
     (worker.away.add if to_host else worker.away.remove)((i.what, i.number))
     worker.change("move", i.what, to_host)
@@ -205,7 +205,7 @@ def _write_move(worker: prediction.Worker, i: Offload | Fetch) -> None:
 
 
 def _change(prices: Prices, cost: StageCost, s: int, what: Kept, to_host: bool) -> Change:
-    """Return the bytes of a move."""
+    """Return the change of bytes by a move."""
     size = _size(cost, what)
     live = -size if to_host else size
     kinds = {"optimizer": live if what == "optimizer" else 0, "residuals": live if what in _LEFT else 0}
@@ -217,7 +217,7 @@ def _size(cost: StageCost, what: Kept) -> int:
 
 
 def _message(letter: str, what: Kept) -> MessageHooks:
-    """Return a kind of move for its size alone."""
+    """Return the hooks of a kind of move, with the price of its size."""
 
     def price(prices: Prices, source: int, to: int) -> tuple[int, int, int]:
         s, _ = prices.plan.workers[max(source, to)]
@@ -227,13 +227,13 @@ def _message(letter: str, what: Kept) -> MessageHooks:
 
 
 def _before_compute(worker: prediction.Worker, i: Compute) -> None:
-    """Wait for what a computation reads."""
+    """Wait for the moved arrays that a computation reads."""
     worker.wait("moved", "versions", i.version)
     worker.wait("moved", OPS[i.op].reads, i.microbatch)
 
 
 def _before_update(worker: prediction.Worker, i: Update) -> None:
-    """Wait for what an update reads."""
+    """Wait for the moved arrays that an update reads."""
     for kept in (_OPTIMIZER, ("versions", i.batch), ("versions", i.retires)):
         worker.wait("moved", *kept)
 

@@ -1,4 +1,4 @@
-"""How moves run: arrays of the state in the memory of the host and back on the devices."""
+"""How moves run: they copy arrays of the state to host memory and back to the devices."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -20,26 +20,26 @@ Tree = Any
 
 
 def offload(worker: Worker, i: Offload) -> None:
-    """Begin to move something to host memory."""
+    """Begin to move arrays to host memory."""
     _move(worker, i, sent_away)
 
 
 def fetch(worker: Worker, i: Fetch) -> None:
-    """Begin to move something back."""
+    """Begin to move arrays back to the device."""
     _move(worker, i, fetched)
 
 
 def _move(worker: Worker, i: Offload | Fetch, moved: Callable[..., Tree]) -> None:
-    """Replace something by its copy in the other memory; memory is free when the copy is over."""
+    """Replace arrays by their copies in the other memory. The old memory is free when the copy is complete."""
     state = worker.state
     if i.what == "optimizer":
         before, state.optimizer = state.optimizer, moved(state.optimizer)
         for leaf in jax.tree.leaves(before):
-            leaf.delete()  # nothing else holds it: an update would have deleted it, too
+            leaf.delete()  # nothing else holds the array: an update would have deleted it, too
         return
     if i.what in ("residuals", "stash"):
         k = i.number + worker.microbatch_shift
-        unchanged = worker.functions.changed.unchosen(state.layer_state)  # the same arrays for all microbatches: they stay
+        unchanged = worker.functions.changed.unchosen(state.layer_state)  # all microbatches share these arrays, so they stay
         state.microbatches[k][i.what] = moved(state.microbatches[k][i.what], unchanged)
         worker.used_microbatch(k)
         return
@@ -50,23 +50,23 @@ def _move(worker: Worker, i: Offload | Fetch, moved: Callable[..., Tree]) -> Non
 
 
 def at_rest(plan: Plan, s: int, state: WorkerState) -> WorkerState:
-    """Return a worker of stage s before it begins, with what waits in host memory there."""
+    """Return a worker of stage s before it begins, with its offloaded optimizer state in host memory."""
     return dataclasses.replace(state, optimizer=sent_away(state.optimizer)) if offloads(plan, "optimizer", s) else state
 
 
 def copy_for_snapshot(plan: Plan, s: int, what: Kept, tree: Tree) -> Tree:
-    """Return copies in host memory of what is offloaded, which may not fit on the device; None for anything else."""
+    """Copy arrays to host memory if the plan offloads them, because they may not fit on the device; return None for other arrays."""
     if not offloads(plan, what, s):
         return None
-    # Through NumPy, because JAX does not promise that `device_put` copies an array to the memory in which it is.
+    # Through NumPy, because JAX does not promise that `device_put` makes a copy inside the same memory.
     return sent_away(jax.tree.map(lambda leaf: jax.device_put(np.array(leaf), leaf.sharding) if is_away(leaf) else leaf, tree))
 
 
 def check_devices(plan: Plan, devices: Sequence[jax.Device]) -> None:
-    """Check that devices can keep arrays in the memory of their hosts.
+    """Check that devices can keep arrays in host memory.
 
     Raises:
-        InputError: one of them cannot.
+        InputError: a device cannot.
     """
     for device in devices:
         kinds = sorted(memory.kind for memory in device.addressable_memories())
@@ -76,7 +76,7 @@ def check_devices(plan: Plan, devices: Sequence[jax.Device]) -> None:
                 key="offload",
                 expected=f"devices with the memory '{AWAY}'",
                 found=f"{device} with {kinds}",
-                change="remove it",
+                change="remove offload from the plan",
             )
 
 

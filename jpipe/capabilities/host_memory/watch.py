@@ -1,4 +1,4 @@
-"""Measure when moves to host memory and back begin and end, while a run is traced."""
+"""Measurement, in a traced run, of when moves to host memory and back begin and end."""
 
 from typing import Any
 
@@ -15,11 +15,11 @@ from jpipe.runtime.timing._transfer_times import Computation, Moved, TransferWat
 
 Tree = Any
 _Kept = tuple[int, str, int]
-"""Worker, what is moved, its number."""
+"""(worker, kind, number) of something that is moved."""
 
 
 class MoveWatcher:
-    """Notes the moves of the workers of this process.
+    """Records the moves of this process's workers.
 
     Args:
         watcher: the watcher that records all moves.
@@ -27,12 +27,12 @@ class MoveWatcher:
 
     def __init__(self, watcher: TransferWatcher) -> None:
         self._watcher = watcher
-        self._made: dict[_Kept, Computation] = {}  # which computation made what may be moved
-        self._sizes: dict[_Kept, int] = {}  # of what has been moved to host memory
-        self._fetched: dict[_Kept, Moved] = {}  # what no computation has read yet
+        self._made: dict[_Kept, Computation] = {}  # the computation that made it
+        self._sizes: dict[_Kept, int] = {}  # bytes of what was moved to host memory
+        self._fetched: dict[_Kept, Moved] = {}  # moves to the device that no computation has read yet
 
     def __call__(self, event: Event) -> None:
-        """Note a move that was just dispatched, or a computation that makes or reads what is moved."""
+        """Record a move that was just dispatched, or a computation that makes or reads moved arrays."""
         i = event.instruction
         if isinstance(i, Offload | Fetch):
             self._note_move(i, event.state)
@@ -65,7 +65,7 @@ class MoveWatcher:
 
 
 def _kept(i: Offload | Fetch, state: WorkerState) -> Tree:
-    """Return what has just been moved."""
+    """Return the arrays that were just moved."""
     if i.what == "optimizer":
         return state.optimizer
     if i.what == "versions":

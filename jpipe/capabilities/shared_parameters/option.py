@@ -1,4 +1,4 @@
-"""Parameters that stages share because layers of a model are tied: which ones, and which plans can sum their gradients in time."""
+"""Parameters that stages share because layers of a model are tied, and checks that a plan can sum their gradients in time."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 ROOM = "shared_parameters"
 Groups = tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]
-"""(stages, names) of the parameters that the same stages hold, for each set of stages that share some."""
+"""For each set of stages that share parameters: (stages, names of the parameters)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class SharedCosts:
     """The field of the cost of a stage that shares parameters.
 
     Attributes:
-        shared: for each group of shared parameters, as in `lower`, the size of its gradients; 0 where the stage holds none.
+        shared: for each group of shared parameters, as in `lower`, the bytes of its gradients; 0 if the stage does not hold the group.
     """
 
     shared: tuple[int, ...] = ()
@@ -29,7 +29,7 @@ def check_model(plan: "jpipe.Plan", entries: Any) -> None:
     """Check that stages can share the parameters of a model.
 
     Raises:
-        InputError: stages on different meshes would round them differently.
+        InputError: stages on different meshes share a parameter; they would round it differently.
     """
     for stages, names in entries.groups:
         meshes = [(plan.stages[s].shape, plan.stages[s].fsdp) for s in stages]
@@ -45,7 +45,7 @@ def refusal(plan: "jpipe.Plan", groups: Any) -> str:
 
     Args:
         plan: the plan.
-        groups: for each group of parameters the stages that hold them.
+        groups: for each group of parameters the stages that hold it.
     """
     for stages in groups:
         if len(stages) < 2 or list(stages) != sorted(set(stages)) or not set(stages) <= set(range(plan.depth)):
@@ -65,13 +65,13 @@ OPTION = Option(
         Exclusion(
             "ties",
             "weight stashing",
-            "the last stage updates before the first one has computed its gradients",
+            "the last stage updates before the first stage has computed its gradients",
             "use vertical_sync, 'pipedream_2bw' or a schedule that flushes, or put the layers that share a parameter into one stage",
         ),
         Exclusion(
             "ties",
             "update_every",
-            "a stage would update before the batch has all of its gradients",
+            "a stage would update before all gradients of the batch are computed",
             "use 'batch' with as many microbatches as the stages have replicas",
         ),
     ),

@@ -1,6 +1,6 @@
-"""Gradients of shared parameters: how stages exchange and add them before an update, how that is verified, and what it costs.
+"""Gradients of shared parameters: their exchange and sum before an update, the verification and the cost.
 
-Without a flush a stage sends its gradients of a batch as soon as it has their sum over its replicas, see `Route.complete_after`.
+Without a flush a stage sends its gradients of a batch as soon as it has the sum over its replicas, see `Route.complete_after`.
 """
 
 from collections import defaultdict
@@ -20,7 +20,7 @@ from jpipe.programs.prediction import _actions as prediction
 from jpipe.programs.prediction._prices import Change, Prices
 
 Stages = tuple[tuple[int, ...], ...]
-"""For each group of shared parameters the stages that hold them, in order."""
+"""For each group of shared parameters the stages that hold it, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +53,17 @@ class _Lowering(LoweringHooks):
 
     def __init__(self, run: Run) -> None:
         self._run, self._plan, self._groups = run, run.plan, run.uses[ROOM]
-        self._due: defaultdict[int, list[int]] = defaultdict(list)  # by worker the batches that it sends the gradients of next
+        self._due: defaultdict[int, list[int]] = defaultdict(list)  # by worker, the next batches to send gradients of
         self._added: set[tuple[int, int, int]] = set()  # by worker, batch and group
 
     def after_backward(self, worker: Worker, k: int) -> None:
-        """Note the batch that a worker sends the gradients of after its backward of a microbatch."""
+        """Record the batch with gradients that a worker sends after its backward of microbatch k."""
         route, s = self._run.route, worker.stage
         if route is not None and _others(self._groups, s) and (batch := route.complete_after(s, k)) is not None:
             self._due[worker.number] += [batch] if batch >= self._run.first_free else []
 
     def settle(self, worker: Worker) -> bool:
-        """Send the gradients that are due; return False if their sum over the replicas is not available yet."""
+        """Send the gradients that are due. Return False if the sum over the replicas is not available yet."""
         due = self._due[worker.number]
         while due:
             summed = self._run.available.time("sum", worker.stage, due[0], worker)
@@ -74,7 +74,7 @@ class _Lowering(LoweringHooks):
         return True
 
     def _send(self, w: int, batch: int, time: int) -> None:
-        """Send gradients to the workers of the other stages that hold the parameters, each from one replica."""
+        """Send gradients to the workers of the other stages that hold the parameters; each of them gets its gradients from one replica."""
         plan, (s, own) = self._plan, self._plan.workers[w]
         self._run.listing.write(time, TakeShared, w, batch)
         for other in _others(self._groups, s):
@@ -88,7 +88,7 @@ class _Lowering(LoweringHooks):
         return self._needed(worker, batch, first=False)
 
     def needed_for_sum(self, worker: Worker, batch: int) -> list[tuple[str, int, int]]:
-        """Return the groups that begin at the worker's stage, which alone counts them."""
+        """Return the gradients for the groups that begin at the worker's stage: only this stage counts these groups."""
         return self._needed(worker, batch, first=True)
 
     def _needed(self, worker: Worker, batch: int, *, first: bool) -> list[tuple[str, int, int]]:
@@ -113,7 +113,7 @@ class _Lowering(LoweringHooks):
                 self._run.listing.write(time, AddShared, w, batch, group)
 
     def drain(self, time: int, batch: int, late: Collection[int]) -> None:
-        """Send and add all gradients that are left before the workers update."""
+        """Send and add all remaining gradients before the workers update."""
         for w in late:
             if _others(self._groups, self._plan.workers[w][0]) and not self._run.available.known("shared", w, batch):
                 self._send(w, batch, time)
@@ -125,13 +125,13 @@ class _Lowering(LoweringHooks):
 
 
 class _Verification(VerifyHooks):
-    """The shared gradients of one worker: its own of a batch, other stages', and the groups that are added."""
+    """The shared gradients of one worker: its own gradients, the received gradients, and the groups that were added."""
 
     def __init__(self, verifier: Verifier) -> None:
         self._verifier, self._plan, self._stage = verifier, verifier.plan, verifier.stage
         self._groups: Stages = verifier.uses[ROOM]
         self.checks = {TakeShared: self._take_shared, AddShared: self._add_shared}
-        self.sends = {"shared": lambda i: verifier.look_at("shared", i.microbatch)}  # it stays for other sends, until the update
+        self.sends = {"shared": lambda i: verifier.look_at("shared", i.microbatch)}  # the gradients stay for other sends, until the update
         self.receives = {"shared": lambda i: verifier.put(f"shared of stage {verifier.plan.workers[i.source][0]}", i.microbatch)}
 
     def _take_shared(self, i: TakeShared) -> None:
@@ -142,19 +142,19 @@ class _Verification(VerifyHooks):
         self._verifier.look_at_sum(i.batch)
         k, stages = last_microbatch(self._plan, i.batch), self._groups[i.group]
         if self._stage not in stages:
-            self._verifier.fail(f"{i}: stage {self._stage} does not hold it, stages {list(stages)} do")
+            self._verifier.fail(f"{i}: stage {self._stage} does not hold the group, but stages {list(stages)} do")
         for kind in ("shared", *(f"shared of stage {s}" for s in stages if s != self._stage)):
             self._verifier.look_at(kind, k)  # for other groups, until the update
         self._verifier.put(f"group {i.group} added", k)
 
     def complete(self, batch: int) -> None:
-        """Check that the groups that begin at the stage are added: it alone counts them."""
+        """Check that the groups that begin at this stage are added: only this stage counts them."""
         for group, stages in enumerate(self._groups):
             if stages[0] == self._stage:
                 self._verifier.look_at(f"group {group} added", last_microbatch(self._plan, batch))
 
     def updated(self, i: Update) -> None:
-        """Take what an update needs: the gradients of its stage, of all other stages, and their sums."""
+        """Take the buffers that an update uses up: the gradients of this stage and of the other stages, and the sums."""
         k, groups = last_microbatch(self._plan, i.batch), [group for group, stages in enumerate(self._groups) if self._stage in stages]
         kinds = ["shared"] if groups else []
         kinds += [f"shared of stage {s}" for s in _others(self._groups, self._stage)]
@@ -166,7 +166,7 @@ class _Verification(VerifyHooks):
 
 
 def costs(plan: Plan, of_stages: Sequence[StageCost], parameters: Sequence[SharedCost]) -> list[StageCost]:
-    """Return the costs with the sizes of the gradients that stages exchange, for each group of shared parameters."""
+    """Return the costs with the bytes of the gradients that stages exchange, for each group of shared parameters."""
     groups: dict[tuple[int, ...], int] = {}
     for parameter in parameters:
         holders = tuple(s for s, stage in enumerate(plan.stages) if not set(stage.layers).isdisjoint(parameter.layers))
@@ -185,13 +185,13 @@ def used(of_stages: Sequence[StageCost]) -> Stages:
 
 
 def _size(prices: Prices, s: int, other: int) -> int:
-    """Return the size of the gradients that one stage sends to another."""
+    """Return the bytes of the gradients that one stage sends to another."""
     sizes = zip(prices.program.uses[ROOM], prices.costs[s].shared, strict=False)
     return sum(size for stages, size in sizes if {s, other} <= set(stages))
 
 
 def _price(prices: Prices, source: int, to: int) -> tuple[int, int, int]:
-    """Return the bytes of gradients that one stage sends to another: it keeps its own."""
+    """Return the price of the gradients that one stage sends to another; the sender keeps its copy."""
     size = _size(prices, prices.plan.workers[source][0], prices.plan.workers[to][0])
     return 0, size, size
 
@@ -208,7 +208,7 @@ def _write_add(worker: prediction.Worker, i: AddShared) -> None:
 
 
 def _before_update(worker: prediction.Worker, i: Update) -> None:
-    """Free the gradients that were exchanged, which the update has waited for."""
+    """Wait for the gradients of the other stages, and free all exchanged gradients."""
     if others := _others(worker.all.program.uses[ROOM], worker.stage):
         worker.change("free shared", *others)
         for other in others:

@@ -1,4 +1,4 @@
-"""How stages exchange the gradients of parameters that they share, and update their copies of these by the same program."""
+"""How stages exchange the gradients of shared parameters, and update their copies of the parameters with the same program."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -31,12 +31,12 @@ def _groups(f: StageFunctions) -> Groups:
 
 
 def _names(f: StageFunctions) -> dict[int, tuple[str, ...]]:
-    """Return the shared parameters of each group that a stage is in, by number of the group."""
+    """Return the shared parameters of each group that a stage belongs to, by the number of the group."""
     return {group: names for group, (stages, names) in enumerate(_groups(f)) if f.number in stages}
 
 
 def _own(f: StageFunctions) -> list[str]:
-    """Return all parameters that a stage shares with others."""
+    """Return all parameters that a stage shares with other stages."""
     return [name for names in _names(f).values() for name in names]
 
 
@@ -44,7 +44,7 @@ def _own(f: StageFunctions) -> list[str]:
 
 
 def take_shared(accumulators: Tree, names: Sequence[str]) -> dict[str, jax.Array]:
-    """Copy the gradients of the parameters that other stages hold, too."""
+    """Copy the gradients of these parameters, which other stages hold, too."""
     return {name: jnp.copy(accumulators["gradients"][name]) for name in names}
 
 
@@ -55,7 +55,7 @@ def add_shared(f: StageFunctions, group: int, accumulators: Tree, received: Mapp
         f: the functions of the stage.
         group: the number of the group.
         accumulators: the accumulators of the stage.
-        received: the gradients of the group's remaining stages.
+        received: the gradients from the other stages of the group, by stage.
 
     Returns:
         The accumulators with the sums.
@@ -69,7 +69,7 @@ def add_shared(f: StageFunctions, group: int, accumulators: Tree, received: Mapp
 
 
 def calls(a: Arrays) -> dict[str, Call]:
-    """Return the programs that take and add gradients, and those that update each group."""
+    """Return the programs that take and add gradients, and the programs that update each group."""
     f, gradients, weight = a.functions, a.accumulators["gradients"], a.accumulators["weight"]
     own = {name: gradients[name] for name in _own(f)}
     found = {"take_shared": Call(partial(take_shared, names=_own(f)), (), (a.accumulators,), own)}
@@ -83,11 +83,11 @@ def calls(a: Arrays) -> dict[str, Call]:
 
 
 def update_shared(stage: CompiledStage, call: str, trees: Sequence[Tree], weight: Any, others: Tree, number: UpdateNumber) -> Iterator[Any]:
-    """Update each group of shared parameters by a program of its own, which is the same at all stages that hold them."""
+    """Update each group of shared parameters with a separate program, which is the same at all stages that hold the group."""
     groups = _groups(stage.functions)
     for group, names in _names(stage.functions).items():
         arguments = ({name: tree[name] for name in names} for tree in trees)
-        first = stage.position(number._replace(stage=groups[group][0][0]))  # the same at all of their stages
+        first = stage.position(number._replace(stage=groups[group][0][0]))  # the same at all stages
         yield stage.calls[f"{call} shared {group}"](*arguments, weight, others, *first)
 
 
@@ -101,7 +101,7 @@ def run_take(worker: Worker, i: TakeShared) -> None:
 
 
 def run_add(worker: Worker, i: AddShared) -> None:
-    """Add the gradients of the other stages; the computation writes into the memory of the accumulators."""
+    """Add the gradients of the other stages. The computation overwrites the accumulators."""
     update, stages = i.batch + worker.version_shift, _groups(worker.functions)[i.group][0]
     accumulators, received = worker.complete(update), worker.state.updates[update].get("received", {})
     gradients = {w: arrived(tree) for w, tree in received.items() if worker.plan.workers[w][0] in stages}
@@ -111,12 +111,12 @@ def run_add(worker: Worker, i: AddShared) -> None:
 
 
 def _with(f: StageFunctions, other: int) -> list[str]:
-    """Return the shared parameters that another stage holds, too."""
+    """Return the parameters that this stage shares with another stage."""
     return [name for stages, names in _groups(f) if {f.number, other} <= set(stages) for name in names]
 
 
 def send(worker: Worker, i: Send, update: int) -> Gradients:
-    """Return the gradients for another stage."""
+    """Return the gradients to send to another stage."""
     shared = worker.state.updates[update]["shared"]
     return {name: shared[name] for name in _with(worker.functions, worker.plan.workers[i.to][0])}
 
@@ -127,14 +127,14 @@ def receive(worker: Worker, i: Receive, update: int, tree: Tree) -> None:
 
 
 def specs(source: Arrays, to: Arrays) -> tuple[Gradients, Gradients]:
-    """Return the specs of the gradients that one stage sends to another, at both ends."""
+    """Return the specs of the gradients that one stage sends to another, at the sender and at the receiver."""
     names = _with(source.functions, to.functions.number)
     leaving, arriving = ({name: a.accumulators["gradients"][name] for name in names} for a in (source, to))
     return leaving, arriving
 
 
 def costs(a: Arrays) -> dict[str, Any]:
-    """Return for each group of shared parameters the size of its gradients; 0 where the stage holds none."""
+    """Return for each group of shared parameters the bytes of its gradients; 0 if the stage does not hold the group."""
     f, gradients = a.functions, a.accumulators["gradients"]
     return {"shared": tuple(nbytes([gradients[name] for name in names]) if f.number in stages else 0 for stages, names in _groups(f))}
 

@@ -1,7 +1,7 @@
-"""In how many parts the replicas of a stage sum its gradients. The numbers are the same.
+"""Sums of gradients over replicas in several parts. The numbers of a run do not change.
 
 The last backward of an update is computed part by part, from the last layers of the stage to the first. The sum of a part over the replicas
-begins as soon as the part is there, and goes on while the next part is computed.
+begins as soon as the part is computed, and runs while the next part is computed.
 """
 
 import itertools
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class SumParts(pydantic.BaseModel):
-    """The field of a stage."""
+    """The field `sum_parts` of a stage; see `jpipe.Stage`."""
 
     sum_parts: Annotated[tuple[Annotated[Int, Field(ge=1)], ...], Field(strict=False)] = ()
 
@@ -32,22 +32,24 @@ class PartCosts:
     """The fields of the cost of a stage that sums its gradients in parts.
 
     Attributes:
-        part_times: the share of each part in the time of a backward, the part of the last layers first; empty: in proportion to the layers.
-        part_accumulators: likewise the accumulated gradients of each part; empty: in proportion to the layers.
+        part_times: the share of each part in the time of a backward, the part with the last layers first; empty: in proportion to the
+            number of layers.
+        part_accumulators: the bytes of the accumulated gradients of each part, in the same order; empty: in proportion to the number of
+            layers.
     """
 
     part_times: tuple[float, ...] = ()
     part_accumulators: tuple[int, ...] = ()
 
     def seconds_of_part(self, op: str, part: int, stage: "jpipe.Stage") -> float:
-        """Return the time of an op for one of the parts of its stage: the first one includes a forward."""
+        """Return the time of an op for one part of the stage. If the op has a forward, part 0 includes it."""
         cost: Any = self
         *before, backward = (cost.seconds(piece) for piece in OPS[op].pieces)
         share: float = (self.part_times or _by_layers(stage))[part]
         return backward * share + (0.0 if part else sum(before))
 
     def accumulators_of_part(self, part: int, stage: "jpipe.Stage") -> float:
-        """Return the accumulated gradients of one of the parts of a stage."""
+        """Return the bytes of the accumulated gradients of one part of a stage."""
         cost: Any = self
         return self.part_accumulators[part] if self.part_accumulators else cost.accumulators * _by_layers(stage)[part]
 
@@ -59,30 +61,30 @@ def layers_by_part(stage: "jpipe.Stage") -> tuple[tuple[str, ...], ...]:
 
 
 def _by_layers(stage: "jpipe.Stage") -> list[float]:
-    """Return the share of each part of a stage in its layers."""
+    """Return for each part of a stage its share of the stage's layers."""
     return [len(layers) / len(stage.layers) for layers in layers_by_part(stage)]
 
 
 def check(plan: "jpipe.Plan") -> None:
-    """Check that the parts hold all layers of a stage, and that the stage sums its gradients.
+    """Check that the parts of a stage hold all its layers, and that the stage has replicas.
 
     Raises:
-        ValueError: they do not, or it has no replicas.
+        ValueError: the parts do not hold all layers, or the stage has no replicas.
     """
     for s, stage in enumerate(plan.stages):
         where, actual = f"stages.{s}.sum_parts", list(stage.sum_parts)
         if actual and sum(actual) != len(stage.layers):
             raise InputError(
-                key=where, expected=f"numbers of layers that sum to {len(stage.layers)}", found=actual, change="change one of them"
+                key=where, expected=f"numbers of layers that sum to {len(stage.layers)}", found=actual, change="change one of the numbers"
             )
         if actual and stage.replicas == 1:
             raise InputError(
-                key=where, expected="a stage with replicas", found="one without, which sums nothing", change="remove sum_parts"
+                key=where, expected="a stage with replicas", found="a stage without replicas, which sums nothing", change="remove sum_parts"
             )
 
 
 def even(parts: Any, stages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the fields of stages; stages with replicas have this many parts, at most one for each layer; see `Plan.even`."""
+    """Divide the layers of each stage with replicas into `parts` parts, at most one for each layer, and return the fields of all stages."""
     if not is_int(parts) or parts < 1:
         raise InputError(where="plan", key="sum_parts", expected="an integer of 1 or more", found=short(parts))
     if parts > 1 and all(stage["replicas"] == 1 for stage in stages):
@@ -90,7 +92,7 @@ def even(parts: Any, stages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             where="plan",
             key="sum_parts",
             expected="a stage with replicas",
-            found="none",
+            found="no stage with replicas",
             change=f"remove sum_parts {parts}, or give replicas",
         )
     return [stage | (_parts(stage["layers"], int(parts)) if parts > 1 and stage["replicas"] > 1 else {}) for stage in stages]

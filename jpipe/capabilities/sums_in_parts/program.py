@@ -1,4 +1,4 @@
-"""Computations and sums of single parts of a stage: where they go into a program, how they are verified, and what they cost."""
+"""Computations and sums of single parts of a stage: their places in a program, their verification and their cost."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,9 +36,9 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class ComputePart(_Part, Compute):
-    """Run an op that computes the gradients of the weights for one of `parts` parts of the stage; a microbatch's parts follow each other.
+    """Run an op that computes gradients of weights, for one of `parts` parts of the stage. Part 0 has the last layers.
 
-    Part 0 has the last layers.
+    The parts of a microbatch follow each other.
     """
 
     part: int
@@ -51,21 +51,21 @@ class ComputePart(_Part, Compute):
 
 @dataclass(frozen=True, slots=True)
 class SumPart(_Part, AllReduce):
-    """Begin to sum the gradients of one part of the stage; for the last part there is an `AllReduce` of the core."""
+    """Begin to sum the gradients of one part of the stage. The sum of the last part is an `AllReduce` of the core."""
 
     part: int
     parts: int
 
 
 def op_of_part(op: Op, part: int, parts: int) -> Op:
-    """Return what an op does for one part of a stage: the first one reads what the whole op reads, each leaves a stash for the next one."""
+    """Return the op for one part of a stage. Part 0 reads what the whole op reads; each part leaves a stash for the next one."""
     left_by_one: dict[Leaves, bool] = {"state": part == 0, "gradient": part == parts - 1}
     leaves = (*(kind for kind in op.leaves if left_by_one.get(kind, True)), *(("stash",) if part < parts - 1 else ()))
     return replace(op, function=f"{op.function} {part}", reads="stash" if part else op.reads, leaves=leaves)
 
 
 def parts_of(op: str, plan: Plan, s: int, k: int) -> int:
-    """Return in how many parts an op of microbatch k is computed at stage s; 0: it is computed as a whole."""
+    """Return the number of parts in which an op of microbatch k is computed at stage s; 0: it is computed as a whole."""
     return len(plan.stages[s].sum_parts) if OPS[op].finishes and ends_update(plan, s, k) else 0
 
 
@@ -73,17 +73,17 @@ def parts_of(op: str, plan: Plan, s: int, k: int) -> int:
 
 
 class _Lowering(LoweringHooks):
-    """The last backwards of updates, each part followed by its sum."""
+    """The last backwards of updates, in parts; each part is followed by its sum."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._plan = run, run.plan
         self.begins_sums = [s for s, stage in enumerate(run.plan.stages) if stage.sum_parts]
 
     def write(self, worker: Worker, op: Op, ticks: int, k: int, version: int) -> int | None:
-        """Write the parts of a computation and their sums; None if it is computed as a whole."""
+        """Write the parts of a computation and their sums, and return the time of the end; None if it is computed as a whole."""
         run, s = self._run, worker.stage
         parts, batch = parts_of(op.name, self._plan, s, k), k // run.every[s]
-        later = run.unit * len(op.parts.strip("F")) // max(parts, 1)  # ticks of each part but the first
+        later = run.unit * len(op.parts.strip("F")) // max(parts, 1)  # the ticks of each part except the first
         for part in range(parts):
             run.listing.compute(worker.clock, op.name, worker.number, k, version, ComputePart, part, parts)
             worker.clock += later if part else ticks - later * (parts - 1)
@@ -98,16 +98,16 @@ class _Lowering(LoweringHooks):
 
 
 class _Verification(VerifyHooks):
-    """Tracks which parts of its last computation one worker has computed, and which parts of its updates it has summed."""
+    """Tracks the parts of the last computation that one worker has computed, and the parts of its updates that it has summed."""
 
     def __init__(self, verifier: Verifier) -> None:
         self._verifier = verifier
         self._unfinished: list[Compute] = []  # the remaining parts of the last computation, in order
-        self._summed: dict[int, int] = {}  # how many parts, by batch
+        self._summed: dict[int, int] = {}  # the number of summed parts, by batch
         self.checks = {Compute: self._compute, ComputePart: self._compute, SumPart: self._sum_part, AllReduce: self._all_reduce}
 
     def _compute(self, i: Compute) -> None:
-        """Check a computation, or one part of it; the last part leaves what the whole computation leaves."""
+        """Check a computation, or one part of it. The last part leaves what the whole computation leaves."""
         verifier, plan = self._verifier, self._verifier.plan
         op = op_of_part(OPS[i.op], i.part, i.parts) if isinstance(i, ComputePart) else OPS[i.op]
         verifier.read(i, op)
@@ -145,7 +145,7 @@ class _Verification(VerifyHooks):
 def _compute_part(worker: prediction.Worker, i: ComputePart) -> None:
     program, k, is_last = worker.all, i.microbatch, not i.following
     op, _, awaited, left = worker.effect(i.op)
-    leaves = op.begins and i.parts > 1  # the first part has the forward, and leaves residuals to the other parts
+    leaves = op.begins and i.parts > 1  # part 0 has the forward, and leaves residuals for the other parts
     prediction.prepare(worker, i)
     needs = prediction.NOWHERE if i.part or awaited is None else awaited[k]
     made = [worker.place("part", i.part, k // program.plan.microbatches_per_update(worker.stage))]
@@ -167,7 +167,7 @@ def _seconds(prices: Prices, s: int, op: str, part: int) -> float:
 
 
 def _sum(worker: prediction.Worker, i: AllReduce) -> None:
-    """Begin the sum of a part, once it is computed; averages of layer state are with the first part."""
+    """Begin the sum of a part after the part is computed. The sum of part 0 includes averaged layer state."""
     parts = len(worker.all.plan.stages[worker.stage].sum_parts)
     if not parts:
         prediction.all_reduce(worker, i)
@@ -180,7 +180,7 @@ def _sum(worker: prediction.Worker, i: AllReduce) -> None:
 
 
 def stage_cost(plan: Plan, stage: Stage, cost: StageCost, layers: Mapping[str, LayerCost]) -> StageCost:
-    """Return the cost with the costs of each part of the stage; the first part recomputes the forward of all layers."""
+    """Return the cost with the costs of each part of the stage. Part 0 recomputes the forward of all layers."""
     if not stage.sum_parts or not cost.backward:
         return cost
     parts = [[layers[layer_id] for layer_id in part] for part in layers_by_part(stage)]
@@ -190,12 +190,12 @@ def stage_cost(plan: Plan, stage: Stage, cost: StageCost, layers: Mapping[str, L
 
 
 def pieces(stage: Stage, cost: StageCost) -> list[float]:
-    """Return the bytes of the parts of a stage."""
+    """Return the bytes of the gradients of each part of a stage."""
     return [cost.accumulators_of_part(part, stage) for part in range(len(stage.sum_parts))]
 
 
 def fit_cost(cost: StageCost, spans: Sequence[Span]) -> StageCost:
-    """Return the cost of a stage with the shares of its parts in the times of measured backwards."""
+    """Return the cost of a stage with the measured share of each part in the time of a backward."""
     numbers = sorted({span.part for span in spans if span.part})
     if not numbers:
         return cost

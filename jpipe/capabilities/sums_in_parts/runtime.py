@@ -22,14 +22,14 @@ Tree = Any
 
 
 def ops(f: StageFunctions) -> dict[str, Op]:
-    """Return what ops do for each part of a stage, by the name of the call, such as `backward 0`."""
+    """Return the ops for the parts of a stage, by the name of the call, such as `backward 0`."""
     parts = len(f.stage.sum_parts)
     of_parts = [op_of_part(op, n, parts) for op in OPS.values() if op.trains and op.finishes for n in range(parts)]
     return {op.function: op for op in of_parts}
 
 
 def calls(a: Arrays) -> dict[str, Any]:
-    """Return functions that return the calls of these ops."""
+    """Return, by name, functions that return the calls of these ops."""
     whole = [op for op in OPS.values() if op.trains and op.finishes]
     return {f"{op.function} {n}": partial(_call, a, op, n) for op in whole for n in range(len(a.functions.stage.sum_parts))}
 
@@ -46,13 +46,13 @@ def _call(a: Arrays, whole: Op, number: int) -> Call:
 
 
 def _held(a: Arrays, function: str, number: int, reads: tuple[Tree, ...]) -> list[Any]:
-    """Return what the backward of a later part of the stage reads: some of what the whole op reads, and the stash of the parts before.
+    """Return the arrays that a later part of the stage reads: some that the whole op reads, and the stashes of the earlier parts.
 
     Args:
         a: the arrays of the stage.
         function: the function of the whole op.
         number: the number of the part, 1 or more.
-        reads: what the whole op reads.
+        reads: the arrays that the whole op reads.
     """
     backward, held = StageInParts.of(a.functions).backward(function), list[Tree](reads)
     for n in range(number):
@@ -62,7 +62,7 @@ def _held(a: Arrays, function: str, number: int, reads: tuple[Tree, ...]) -> lis
 
 
 def pieces(a: Arrays) -> dict[str, tuple[Tree, list[Any]]]:
-    """Return what the replicas of a stage sum of each part; layer state is with the first part."""
+    """Return for each part of a stage the arrays that the replicas sum. Part 0 includes the averaged layer state."""
     (accumulators, averaged), stage, parts = a.reduced, StageInParts.of(a.functions), len(a.functions.stage.sum_parts)
     names = [f" {n}" if n < parts - 1 else "" for n in range(parts)]
     return {name: (stage.accumulators(accumulators, n), [] if n else averaged) for n, name in enumerate(names)}
@@ -77,7 +77,7 @@ def costs(a: Arrays) -> dict[str, Any]:
 
 
 def compute_part(worker: Worker, i: ComputePart) -> None:
-    """Run an op for one part of the stage, and set its accumulators, which are complete, aside."""
+    """Run an op for one part of the stage, and set the part's complete accumulators aside."""
     k, whole = i.microbatch + worker.microbatch_shift, OPS[i.op]
     stage, microbatch, op = worker.stage_for(k), worker.state.microbatches[k], op_of_part(whole, i.part, i.parts)
     reads = (microbatch.pop("stash"),) if i.part else worker.take(whole, microbatch)
@@ -93,7 +93,7 @@ def compute_part(worker: Worker, i: ComputePart) -> None:
 
 
 def _donated(worker: Worker, i: ComputePart) -> Tree:
-    """Return the accumulators of one part of the stage, and take them out of the state."""
+    """Take the accumulators of one part of the stage out of the state, and return them."""
     accumulators = worker.fresh_accumulators(i) if worker.state.accumulators is None else worker.state.accumulators
     donated = StageInParts.of(worker.functions).accumulators(accumulators, i.part)
     gradients = {entry: tree for entry, tree in accumulators["gradients"].items() if entry not in donated["gradients"]}
@@ -102,7 +102,7 @@ def _donated(worker: Worker, i: ComputePart) -> Tree:
 
 
 def join_sums(worker: Worker, update: int) -> None:
-    """Put the sums of the parts of an update together, waiting for them."""
+    """Wait for the sums of the parts of an update, and join them."""
     pending = worker.state.updates[update]
     names = sorted((name for name in pending if name.startswith("summed ")), key=lambda name: int(name.split()[1]))
     if names:
@@ -111,7 +111,7 @@ def join_sums(worker: Worker, update: int) -> None:
 
 
 def _joined(parts: Sequence[tuple[Tree, list[Any], Any]]) -> tuple[Tree, list[Any], Any]:
-    """Return the sums of all parts as for the whole stage; the first part has the numbers."""
+    """Join the sums of all parts into the form of a whole stage; part 0 has the numbers."""
     first, means, loss = parts[0]
     gradients = {entry: gradient for accumulators, *_ in parts for entry, gradient in accumulators["gradients"].items()}
     return {**first, "gradients": gradients}, means, loss

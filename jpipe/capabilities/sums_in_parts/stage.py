@@ -1,4 +1,4 @@
-"""A stage cut in parts along its layers, as pure functions."""
+"""A stage cut into parts along its layers, as pure functions."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -20,12 +20,12 @@ _Flat = Callable[..., Sequence[Any]]
 
 @dataclass(frozen=True)
 class FunctionPart:
-    """One of the parts of a function. It reads *free* arguments, which all parts can read, and arrays that are held for it.
+    """One part of a function. It reads *free* arguments, which all parts can read, and *held* arrays, which are kept for it.
 
     Attributes:
-        run: (free arguments, held arrays) -> (results of this part, stash).
-        held: shapes and dtypes of the held arrays; for the first part, the other arguments of the function.
-        kept: positions of the held arrays that are held for the next part, too, which reads them, and after them the stash.
+        run: `(free arguments, held arrays) -> (results of this part, stash)`.
+        held: the shapes and dtypes of the held arrays; for the first part, the other arguments of the function.
+        kept: the positions of the held arrays that the next part also holds. The next part holds these and then the stash.
     """
 
     run: Callable[[Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]
@@ -36,16 +36,17 @@ class FunctionPart:
 def cut(
     function: _Flat, free: Sequence[Any], held: Sequence[Any], part_of: Sequence[int], parts: int
 ) -> tuple[list[FunctionPart], NotSplittable | None]:
-    """Cut a function in parts, with few bytes held from one to the next (see `split`).
+    """Cut a function into parts, so that few bytes are held from one part to the next (see `split`).
 
     Args:
-        function: a pure function of flat arguments, first the free ones, that returns flat results.
-        free, held: shapes and dtypes of its arguments.
-        part_of: for each result the number of the part that makes it.
-        parts: how many there are.
+        function: a pure function of flat arguments, the free arguments first, that returns flat results.
+        free, held: the shapes and dtypes of the free arguments and of the other arguments.
+        part_of: for each result the number of the part that computes it.
+        parts: the number of parts.
 
     Returns:
-        The parts. If the function has side effects and cannot be cut, the first part computes everything, and the error says why.
+        The parts, and an error or None. If the function has side effects and cannot be cut, part 0 computes everything, and the error says
+        why.
     """
     result, error = list[FunctionPart](), None
     for n in range(parts - 1):
@@ -71,7 +72,7 @@ def _last(function: _Flat) -> Callable[[Sequence[Any], Sequence[Any]], tuple[lis
 
 
 def _remaining(halves: Halves, free: int, kept: Sequence[int]) -> _Flat:
-    """Return the second half as a function of the free arguments, those that are kept, and the stash."""
+    """Return the second half as a function of the free arguments, the kept arguments and the stash."""
     place = {free + position: free + number for number, position in enumerate(kept)} | {i: i for i in range(free)}
 
     def second(*arguments: Any) -> list[Any]:
@@ -81,7 +82,7 @@ def _remaining(halves: Halves, free: int, kept: Sequence[int]) -> _Flat:
 
 
 class StageInParts:
-    """The functions of a stage for its parts.
+    """The functions of a stage, divided into its parts.
 
     Args:
         functions: the functions of the whole stage.
@@ -93,35 +94,35 @@ class StageInParts:
 
     @classmethod
     def of(cls, functions: StageFunctions) -> "StageInParts":
-        """Return a stage's parts, which are made once."""
+        """Return the parts of a stage; they are made only once."""
         made: StageInParts = functions.added.setdefault("sums_in_parts", cls(functions))
         return made
 
     @cached_property
     def part_of(self) -> dict[str, int]:
-        """The part of each entry: the last one computed among the parts with layers that use it."""
+        """The part of each entry: among the parts with layers that use the entry, the part that is computed last."""
         f = self._functions
         return {entry: number for number, layers in enumerate(layers_by_part(f.stage)) for entry in f.stack.ties.entries(layers)}
 
     def accumulators(self, accumulators: Tree, number: int) -> Tree:
-        """Select the accumulators (or specs) of one part of the stage. The first part has the numbers, too."""
+        """Select the accumulators (or specs) of one part of the stage. Part 0 also has the numbers."""
         gradients = {entry: tree for entry, tree in accumulators["gradients"].items() if self.part_of[entry] == number}
         return {**accumulators, "gradients": gradients} if number == 0 else {"gradients": gradients}
 
     def backward(self, function: str) -> "BackwardInParts":
-        """Return an op that computes the gradients of the weights, cut in parts; `function` is the name of the whole op."""
+        """Return an op that computes gradients of weights, cut into parts; `function` is the name of the whole op."""
         if function not in self._backwards:
             self._backwards[function] = BackwardInParts(self._functions, self.part_of, self.count, function)
         return self._backwards[function]
 
 
 class BackwardInParts:
-    """A backward, perhaps with its forward, cut along the layers, from the last ones to the first.
+    """A backward, perhaps fused with its forward, cut into parts along the layers, from the last layers to the first.
 
     Args:
         functions: the functions of the stage.
         part_of: the part of each entry.
-        parts: how many there are.
+        parts: the number of parts.
         function: the name of the whole op.
     """
 
@@ -140,13 +141,13 @@ class BackwardInParts:
         """Run one part.
 
         Args:
-            op: what it does for this part.
+            op: the op of this part.
             number: the number of the part, counted from the last layers.
-            params: as for the whole op.
-            arguments: what the part reads (for a later part what `held` returned), the accumulators of the part, rng and scale.
+            params: the parameters, as for the whole op.
+            arguments: the arrays that the part reads (after part 0, the result of `held`), the accumulators of the part, rng and scale.
 
         Returns:
-            What the op leaves.
+            The results of the op.
         """
         *reads, sums, rng, scale = arguments
         held = reads[0] if number else tuple(reads)
@@ -164,16 +165,16 @@ class BackwardInParts:
         return left if len(left) > 1 else left[0]
 
     def held(self, number: int, held: Tree, stash: Sequence[Any]) -> list[Any]:
-        """Return what the part after this one reads, from what this one reads and its stash. Nothing is computed."""
+        """Select the arrays that the next part reads, from the arrays that this part reads and its stash. Nothing is computed."""
         leaves = jax.tree.leaves(held)
         return [*(leaves[i] for i in self._cut[number].kept), *stash]
 
     def held_spec(self, number: int) -> list[Any]:
-        """Shapes and dtypes of what a later part reads."""
+        """Return the shapes and dtypes of the arrays that a later part reads."""
         return list(self._cut[number].held)
 
-    # The results of the whole op: numbers and changed state, which the first part returns; (entry, gradient) of each; the message to the
-    # stage before, which the last part returns.
+    # The following methods return the results of the whole op: (numbers, changed state) for part 0; the (entry, gradient) pairs; and the
+    # message to the previous stage, for the last part.
 
     def _of_backward(self, params: Tree, reads: Tree, rng: Tree, scale: Any) -> Any:
         forward_arrays, saved, message = reads
@@ -224,5 +225,5 @@ class BackwardInParts:
         parts, error = cut(function, free, held, part_of, self._parts)
         if error is not None:
             what = self._functions.description
-            warnings.warn(f"{what}: its backward cannot be cut in parts: {error}; the first part computes all of it", stacklevel=2)
+            warnings.warn(f"{what}: its backward cannot be cut into parts: {error}; the first part computes everything", stacklevel=2)
         return parts

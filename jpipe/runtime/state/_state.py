@@ -44,14 +44,18 @@ class WorkerState:
         layer_state: the state that forwards update (batch statistics), by layer id.
         accumulators: the sums over the current batch: gradients, weight and loss.
         key: the random key of the run.
-        microbatches: the microbatches in flight, by number, each with the trees that are computed and not yet used: `inputs`: the input of
-            the stage. `labels`: the labels, at the last stage. `residuals`: (kept arguments and outputs, saved arrays) of the forward, for
-            the backward. `output`: the output of the stage, until it is sent. `message`: the gradient message from the next stage; at the
-            last stage the output of its forward. `gradient`: the gradient message for the previous stage, until it is sent. `stash`: the
-            arguments of the second half of the backward, after its first half: (late inputs, stash).
-        updates: the pending updates by number, each with the trees that wait for it; capabilities may add further ones: `sums`: the
-            gradient accumulators, complete and set aside. `summed`: (accumulators, means of the layer state, (mean loss, weight) at the
-            last stage) over all replicas. `loss`: (mean loss, weight), until all updates of the batch are made.
+        microbatches: the microbatches in flight, by number, each with the trees that are computed and not yet used:
+            `inputs`: the input of the stage.
+            `labels`: the labels, at the last stage.
+            `residuals`: (kept arguments and outputs, saved arrays) of the forward, for the backward.
+            `output`: the output of the stage, until it is sent.
+            `message`: the gradient message from the next stage; at the last stage the output of its forward.
+            `gradient`: the gradient message for the previous stage, until it is sent.
+            `stash`: (late inputs, stash) for the second half of the backward, after its first half.
+        updates: the pending updates, by number, each with the trees that it waits for; capabilities may add others:
+            `sums`: the gradient accumulators, complete and set aside.
+            `summed`: (accumulators, means of the layer state, (mean loss, weight) at the last stage) over all replicas.
+            `loss`: (mean loss, weight), until all updates of the batch are made.
         loss_scales: the loss scale of each version, if it is dynamic. A microbatch has the scale of the version that it reads.
         capabilities: the arrays that capabilities keep, by the name of the capability; see `RuntimeHooks.specs`.
     """

@@ -367,8 +367,8 @@ def replaced(program, items):
 
 AGREE = {"every": 2}
 REFUSED = [
-    ({"replicas": 1}, {}, r"plan: agree: expected as many replicas of each stage, 2 or more, .* found \[1, 1\]; give"),
-    ({"replicas": [2, 1]}, {}, r"plan: agree: expected as many replicas of each stage"),
+    ({"replicas": 1}, {}, r"plan: agree: expected the same number of replicas for each stage, 2 or more, .* found \[1, 1\]; give"),
+    ({"replicas": [2, 1]}, {}, r"plan: agree: expected the same number of replicas for each stage"),
     ({"shard_optimizer": True}, {}, r"plan: agree: expected no shard_optimizer"),
     ({"schedule": "pipedream", "update_every": "replicas"}, {}, r"plan: agree: expected update_every 'batch', found 'replicas'"),
     ({"sum_parts": 2}, {}, r"plan: stages\.0\.sum_parts: expected no agree: pipelines that agree sum no gradients; remove one of them"),
@@ -402,7 +402,7 @@ REFUSED = [
     (
         {},
         {"precision": Precision(params="bfloat16")},
-        r"precision: params: expected no plan\.agree with 'bfloat16': .* in float32 that the optimizer updates; use compute",
+        r"precision: params: expected no plan\.agree with 'bfloat16': .* float32 copies that the optimizer updates; use compute",
     ),
 ]
 

@@ -243,5 +243,5 @@ def test_a_plan_of_version_0_4_is_read_unless_it_remembers_rows():
     of_0_4 = text.replace('"rounding"', '"rows": null, "rounding"')
     assert of_0_4 != text
     assert Plan.from_json(of_0_4) == Plan.from_json(text)
-    with pytest.raises(InputError, match=r"^plan: links: expected no 'rows', a key that version 0\.4 had, found 12; remove it$"):
+    with pytest.raises(InputError, match=r"^plan: links: expected no key 'rows', which only version 0\.4 had, found 12; remove it$"):
         Plan.from_json(of_0_4.replace("null, ", "12, "))

@@ -102,7 +102,7 @@ def test_in_float64_the_numbers_equal_one_gradient_of_the_whole_model(schedule):
     ("fields", "message"),
     [
         ({"replicas": 2, "sum_parts": (1, 2)}, r"stages\.0\.sum_parts: expected numbers of layers that sum to 2, found \[1, 2\]"),
-        ({"sum_parts": (1, 1)}, r"stages\.0\.sum_parts: expected a stage with replicas, found one without"),
+        ({"sum_parts": (1, 1)}, r"stages\.0\.sum_parts: expected a stage with replicas, found a stage without replicas"),
         ({"replicas": 2, "sum_parts": (2, 0)}, r"stages\.0\.sum_parts\.1: "),
     ],
 )
