@@ -1,4 +1,4 @@
-"""The devices of each worker, one or a mesh, and the sharding of its stage's arrays over them."""
+"""The devices of each worker (one device or a mesh), and the sharding of its stage's arrays over a mesh."""
 
 from jpipe.meshes._partition import shard_bytes
 from jpipe.meshes._place import Place

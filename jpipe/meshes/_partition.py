@@ -27,12 +27,12 @@ class Partition:
     """The sharding of a stage's arrays over its mesh.
 
     Attributes:
-        mesh: sizes by axis, without axes of size 1; empty: one device, which holds everything.
+        mesh: the sizes of the mesh axes, by name, without axes of size 1. Empty: one device, which holds all arrays.
         rows: the number of rows of a microbatch.
-        batch: the axes over which the rows are sharded.
-        params: the `PartitionSpec` of each parameter, by entry and path; parameters that are whole on each device are left out.
-        gathered: as `params`, but where the parameters are used: without the axis of the rows (`fsdp`).
-        axes: the axis of the mesh over which each logical axis is sharded, of those that are.
+        batch: the mesh axes over which the rows are sharded.
+        params: the `PartitionSpec` of each stored parameter, by entry and path; parameters that each device has whole are left out.
+        gathered: the `PartitionSpec` of each parameter in use, by entry and path: without the axis of the rows, which `fsdp` adds.
+        axes: for each logical axis that is sharded, the mesh axis that shards it.
     """
 
     mesh: FrozenMapping[int] = NOTHING
@@ -44,11 +44,11 @@ class Partition:
 
     @property
     def traced(self) -> StageMesh | None:
-        """The mesh as layers see it while they are traced."""
+        """The mesh that layers get while they are traced; None for one device."""
         return StageMesh(without_devices(self.mesh), self.axes, self.batch) if self.mesh else None
 
     def gather(self, params: Tree) -> Tree:
-        """Return the parameters as they are used, by entry: with `fsdp` gathered over the axis of the rows, inside a program."""
+        """Inside a program, return the parameters in use, by entry: with `fsdp` they are gathered over the axis of the rows."""
         if self.gathered == self.params:
             return params
         mesh = without_devices(self.mesh)
@@ -61,17 +61,17 @@ class Partition:
         return {entry: _map_paths(lambda path, leaf, entry=entry: gathered(entry, path, leaf), tree) for entry, tree in params.items()}
 
     def of_params(self, params: Tree) -> Tree:
-        """Return a `PartitionSpec` for each parameter, by entry; `params` may be gradients or anything of their structure."""
+        """Return a `PartitionSpec` for each parameter, by entry; `params` may be any tree with the structure of the parameters."""
         return {
             entry: _map_paths(lambda path, _, entry=entry: self._spec(self.params, entry, path), tree) for entry, tree in params.items()
         }
 
     def of_optimizer(self, optimizer: Tree, params: Tree) -> Tree:
-        """Return a `PartitionSpec` for each array of the optimizer state, by entry: as for the parameter with its name and shape."""
+        """Return a `PartitionSpec` for each array of the optimizer state, by entry, from the parameter with the same name and shape."""
         return {entry: self._like_params(entry, optimizer[entry], params[entry]) for entry in optimizer}
 
     def flow(self, tree: Tree) -> Tree:
-        """Return a `PartitionSpec` for each array between stages: its first dim is sharded if it is the rows."""
+        """Return a `PartitionSpec` for each array between stages: the first dim is sharded if it holds the rows."""
         over = WHOLE if not self.batch else PartitionSpec(self.batch if len(self.batch) > 1 else self.batch[0])
         return jax.tree.map(lambda leaf: over if leaf.ndim and leaf.shape[0] == self.rows else WHOLE, tree)
 
@@ -79,7 +79,7 @@ class Partition:
         return specs.get(entry, {}).get(path, WHOLE)
 
     def _like_params(self, entry: str, state: Tree, params: Tree) -> Tree:
-        """Return `of_optimizer` for one entry. Optax keeps trees like the parameters: an array's path ends with its parameter's."""
+        """Return `of_optimizer` for one entry. Optax keeps trees like the parameters, so an array's path ends with a parameter's path."""
         shapes = {path: leaf.shape for path, leaf in _paths(params)}
 
         def spec(path: str, leaf: Any) -> PartitionSpec:
@@ -97,27 +97,27 @@ ONE_DEVICE = Partition()
 
 
 class _Parameter(NamedTuple):
-    """A parameter of the model, by its layer and path."""
+    """The place of a parameter in the model: layer id and path."""
 
     layer_id: str
     path: str
 
     def __str__(self) -> str:
-        return f"layer '{self.layer_id}': parameter '{self.path}'" if self.path else f"layer '{self.layer_id}': its parameter"
+        return f"layer '{self.layer_id}': parameter '{self.path}'" if self.path else f"layer '{self.layer_id}': the parameter"
 
 
 def partitions(plan: Plan, stack: LayerStack, layers: Mapping[str, LayerSpec], rows: int) -> tuple[Partition, ...]:
     """Return the partition of each stage.
 
     Args:
-        plan: its stages, with meshes, rules and patterns.
+        plan: the plan, with meshes, rules and patterns.
         stack: the model.
-        layers: the specs from `LayerStack.specs`, all of them.
+        layers: the specs of all layers, from `LayerStack.specs`.
         rows: the number of rows of a microbatch.
 
     Raises:
-        InputError: a dim that a mesh axis does not divide, logical axes without a rule, patterns or rules that match nothing, or an axis
-            of a mesh over which nothing is sharded.
+        InputError: a mesh axis does not divide a dim, a logical axis has no rule, a pattern or rule matches nothing, or nothing is sharded
+            over an axis of a mesh.
     """
     meshes = [stage.shape for stage in plan.stages]
     if not any(meshes) and not plan.param_axes:
@@ -146,8 +146,8 @@ def _partition(
     if rows % (size := math.prod(mesh[axis] for axis in batch)):
         over = f"axis '{batch[0]}'" if len(batch) == 1 else f"axes {' and '.join(map(repr, batch))}"
         raise InputError(
-            f"batch: expected microbatches of a multiple of {size} rows, the size of the {over} of the mesh of the stage of "
-            f"layer '{stage.layers[0]}', found {rows}; change the batch size, the number of microbatches or the mesh"
+            f"batch: expected a multiple of {size} rows in a microbatch, because the mesh of layer '{stage.layers[0]}' divides rows over "
+            f"the {over} (size {size}), found {rows}; change the batch size, the number of microbatches or the mesh"
         )
     params: dict[str, dict[str, PartitionSpec]] = {}
     gathered: dict[str, dict[str, PartitionSpec]] = {}
@@ -165,8 +165,9 @@ def _partition(
 def _axes_of_rows(rules: Mapping[str, str | None], mesh: Mapping[str, int], axes: Mapping[str, Axes]) -> tuple[str, ...]:
     """Return the axes of a mesh over which the rows of a microbatch are sharded.
 
-    They are the axes of `batch` and, if a parameter of the model names `expert`, the axis of experts, unless another logical axis has it,
-    too. Each device then computes a part of the rows in all other layers, and experts get their tokens from all devices.
+    These are the mesh axis of `batch` and, if a parameter of the model has the logical axis `expert`, the mesh axis of experts, unless
+    another logical axis uses this mesh axis, too. With both, each device computes a part of the rows in all other layers, and experts get
+    their tokens from all devices.
     """
     over, experts = [rules["batch"]], rules["expert"]
     others = [axis for name, axis in rules.items() if name not in ("batch", "expert")]
@@ -176,7 +177,7 @@ def _axes_of_rows(rules: Mapping[str, str | None], mesh: Mapping[str, int], axes
 
 
 def _entries(stack: LayerStack, ids: Sequence[str], layers: Mapping[str, LayerSpec]) -> dict[str, dict[str, tuple[_Parameter, Any]]]:
-    """Return where each of the stage's parameters is in the model, with its shape and dtype, by entry and path."""
+    """Return, by entry and path, the place of each of the stage's parameters in the model, and its spec."""
     fresh = stack.ties.split({layer_id: spec.params for layer_id, spec in layers.items()}, ids)
     parameters: dict[str, dict[str, tuple[_Parameter, Any]]] = {}
     for entry, tree in fresh.items():
@@ -186,7 +187,7 @@ def _entries(stack: LayerStack, ids: Sequence[str], layers: Mapping[str, LayerSp
 
 
 def _axes_of(plan: Plan, layer_id: str, spec: LayerSpec) -> dict[str, tuple[str | None, ...]]:
-    """Return the logical axes of a layer's parameters: the first matching pattern's, else the layer's own."""
+    """Return the logical axes of a layer's parameters: from the first matching pattern, or from the layer itself if none matches."""
     axes_by_path = dict(spec.axes)
     for path, _ in _paths(spec.params):
         for pattern, axes in plan.param_axes.items():
@@ -203,7 +204,7 @@ def _sharded(
     if axes is None:
         return WHOLE
     if len(axes) != len(spec.shape):
-        raise InputError(where=parameter, expected=f"a logical axis or None for each of its dims, {list(spec.shape)}", found=list(axes))
+        raise InputError(where=parameter, expected=f"a logical axis or None for each dim, {list(spec.shape)}", found=list(axes))
     over: list[str | None] = []
     for dim, name in enumerate(axes):
         if name is not None and name not in rules:
@@ -216,7 +217,7 @@ def _sharded(
         if axis is not None and axis in over:
             raise InputError(
                 f"{parameter}: dims {over.index(axis)} and {dim} would both be sharded over '{axis}', found logical axes {list(axes)}; "
-                f"give one of them the rule None"
+                f"give one of these logical axes the rule None"
             )
         if axis is not None and spec.shape[dim] % mesh[axis]:
             raise InputError(
@@ -228,7 +229,7 @@ def _sharded(
 
 
 def _over_rows(in_use: PartitionSpec, spec: Any, mesh: Mapping[str, int], batch: str) -> PartitionSpec:
-    """Shard the largest unsharded dim over the axis of the rows, if its size divides any."""
+    """Also shard the largest unsharded dim that the axis of the rows divides over this axis, if there is one."""
     over = [*in_use, *[None] * (len(spec.shape) - len(in_use))]
     free = [dim for dim, axis in enumerate(over) if axis is None and spec.shape[dim] and spec.shape[dim] % mesh[batch] == 0]
     if batch not in over and free:
@@ -237,13 +238,13 @@ def _over_rows(in_use: PartitionSpec, spec: Any, mesh: Mapping[str, int], batch:
 
 
 def _trimmed(over: Sequence[str | None]) -> PartitionSpec:
-    """Drop the Nones at the end of a spec."""
+    """Return a `PartitionSpec` without the Nones at the end."""
     last = max((dim for dim, axis in enumerate(over) if axis is not None), default=-1)
     return PartitionSpec(*over[: last + 1])
 
 
 def _check_matched(plan: Plan, axes: Mapping[str, Axes], layers: Mapping[str, LayerSpec]) -> None:
-    """Check that patterns match a parameter and that the model names the logical axes of all rules."""
+    """Check that each pattern matches a parameter, and that the model has the logical axis of each rule."""
     names = [f"{layer_id}/{path}" for layer_id, spec in layers.items() for path, _ in _paths(spec.params)]
     for pattern in plan.param_axes:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -277,12 +278,12 @@ def _map_paths(function: Any, tree: Tree) -> Tree:
 
 
 def without_devices(mesh: Mapping[str, int]) -> AbstractMesh:
-    """Return an abstract JAX mesh of these sizes by axis."""
+    """Return an abstract JAX mesh with these axis sizes."""
     return AbstractMesh(tuple(mesh.values()), tuple(mesh), axis_types=(AxisType.Auto,) * len(mesh))
 
 
 def shard_bytes(leaf: Any) -> int:
-    """Return the bytes that each device holds of an array, or of a spec with a sharding."""
+    """Return the bytes of an array, or of a spec with a sharding, on each device."""
     sharding = getattr(leaf, "sharding", None)
     shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
     return math.prod(shape) * leaf.dtype.itemsize

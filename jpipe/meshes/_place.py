@@ -1,4 +1,4 @@
-"""The place of a worker: one device, a mesh of them, or for the sizes of shards a mesh without devices."""
+"""The place of a worker: one device, a mesh of devices, or a mesh without devices, which only determines the sizes of shards."""
 
 import math
 from collections import Counter
@@ -22,9 +22,8 @@ class Place:
     """The devices of a worker, in one process.
 
     Attributes:
-        devices: the devices of the mesh, with neighbours along its last axis; one without a mesh; none where only the sizes of shards
-            count.
-        mesh: sizes by axis, without axes of size 1.
+        devices: the devices of the mesh, in row-major order; one device without a mesh; empty if only the sizes of shards matter.
+        mesh: the sizes of the mesh axes, by name, without axes of size 1.
     """
 
     devices: tuple[jax.Device, ...]
@@ -41,19 +40,19 @@ class Place:
         return self.first.process_index
 
     def sharding(self, spec: PartitionSpec = WHOLE) -> Sharding | None:
-        """Return a sharding over these devices; without a spec each device has the whole array. None without devices and mesh."""
+        """Return a sharding over these devices; by default each device has the whole array. None without devices and mesh."""
         if self.mesh:
             return NamedSharding(self._mesh, spec)
         return SingleDeviceSharding(self.first) if self.devices else None
 
     def specs(self, tree: Tree, specs: Tree | None = None) -> Tree:
-        """Return the specs of a tree with their shardings here, from `PartitionSpec`s; without any each device has the whole."""
+        """Return the specs of a tree with shardings over these devices, from `PartitionSpec`s; by default each device has whole arrays."""
         if specs is None:
             specs = jax.tree.map(lambda _: WHOLE, tree)
         return jax.tree.map(lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.sharding(spec)), tree, specs)
 
     def like(self, tree: Tree) -> Tree:
-        """Return the shardings of another worker's arrays (or specs), moved to these devices."""
+        """Return the shardings over these devices that correspond to the shardings of another worker's arrays (or specs)."""
         return jax.tree.map(lambda leaf: self.sharding(getattr(leaf.sharding, "spec", WHOLE)), tree)
 
     @cached_property
@@ -68,9 +67,9 @@ class Place:
 def crowded_meshes(places: Iterable[Place]) -> frozenset[Place]:
     """Return the meshes of CPU devices that several of these workers share.
 
-    Collectives of XLA block the threads that compute there, one per device or core. Programs of several workers on the same devices are
-    independent of each other: if many have begun on one device and not on another, no thread is left for the programs they wait for, and
-    XLA aborts the process. So they must run one after the other.
+    On CPUs, collectives of XLA block the computing threads; there is one per device or core. The programs of several workers on the same
+    devices are independent of each other. If many programs have begun on one device but not on another, no thread is left for the programs
+    that they wait for, and XLA aborts the process. So these workers must compute one after the other.
     """
     count = Counter(place for place in places if place.mesh and place.first.platform == "cpu")
     return frozenset(place for place, workers in count.items() if workers > 1)

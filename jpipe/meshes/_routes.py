@@ -1,4 +1,4 @@
-"""The routes of arrays between workers: which piece goes from which device to which, each once, with nothing gathered."""
+"""The routes of arrays between workers: the pieces that go from one device to another. Each is sent once; nothing is gathered."""
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ from jax.sharding import Sharding
 
 Tree = Any
 Box = tuple[tuple[int, int], ...]
-"""Part of an array: for each dim (start, stop)."""
+"""A part of an array: for each dim (start, stop)."""
 Pair = tuple[jax.Device, jax.Device]
 
 
@@ -21,8 +21,8 @@ class Piece(NamedTuple):
 
     Attributes:
         leaf: the position of the array in its message.
-        inside: its place in the shard of the device that sends it.
-        box: its place in the array.
+        inside: the place of the piece in the shard of the sending device.
+        box: the place of the piece in the array.
     """
 
     leaf: int
@@ -31,17 +31,17 @@ class Piece(NamedTuple):
 
 
 class Route:
-    """The route of one kind of message to a worker in another process, or with other shards.
+    """The route of one kind of message to a worker in another process, or to a worker with other shards.
 
-    Each distinct shard of the receiver arrives in one piece for each shard of the sender that it overlaps in its first dim, over the link
-    of one pair of devices. A shard that several devices of the receiver need arrives once and is copied among them.
+    Each distinct shard of the receiver arrives in pieces, one from each shard of the sender that overlaps it. A pair of devices carries
+    each piece. If several devices of the receiver need a shard, it arrives once and is copied among them.
 
     Args:
-        sent: the message as specs with the shardings of the sender.
-        arriving: the same with the shardings of the receiver.
+        sent: the specs of the message, with the shardings of the sender.
+        arriving: the specs of the message, with the shardings of the receiver.
 
     Attributes:
-        pieces: for each pair of devices (sender, receiver) the pieces that it sends, in the same order in both processes.
+        pieces: for each pair of devices (sender, receiver) the pieces to send, in the same order in both processes.
     """
 
     def __init__(self, sent: Tree, arriving: Tree) -> None:
@@ -88,11 +88,11 @@ class Route:
 
 
 class Shards:
-    """The distinct shards of a tree, by the number of the first device that has each. Replicas on equal meshes sum them one by one.
+    """The distinct shards of a tree, by the number of the device that owns each. Replicas on equal meshes sum shard by shard.
 
     Args:
-        specs: specs with the shardings of one of the replicas.
-        devices: its devices, in the order of its mesh.
+        specs: the specs of the tree, with the shardings of one replica.
+        devices: the devices of this replica, in the order of its mesh.
     """
 
     def __init__(self, specs: Tree, devices: Sequence[jax.Device]) -> None:
@@ -103,7 +103,7 @@ class Shards:
             if len(devices) == 1:
                 self._owned.setdefault(0, []).append((leaf, tuple((0, size) for size in spec.shape)))
                 continue
-            for box, owners in holders(spec.sharding, spec.shape).items():  # a shard of several devices belongs to one of them, in turn
+            for box, owners in holders(spec.sharding, spec.shape).items():  # one of its devices owns a shard, in turn
                 self._owned.setdefault(number[owners[leaf % len(owners)]], []).append((leaf, box))
 
     @cached_property
@@ -115,7 +115,7 @@ class Shards:
         }
 
     def cut(self, tree: Tree, devices: Sequence[jax.Device]) -> dict[int, list[jax.Array]]:
-        """Return the shards of arrays on these devices."""
+        """Cut arrays on these devices into shards, by number of the device."""
         if len(devices) == 1:
             return {0: jax.tree.leaves(tree)} if self._leaves else {}
         shards = [{shard.device: shard.data for shard in leaf.addressable_shards} for leaf in jax.tree.leaves(tree)]
@@ -137,7 +137,7 @@ class Shards:
 
 
 def holders(sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, list[jax.Device]]:
-    """Return the distinct shards of an array, each with the devices that have it, in the order of the mesh."""
+    """Return for each distinct shard of an array the devices that have it, in the order of the mesh."""
     devices_of: dict[Box, list[jax.Device]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         box = tuple((part.start or 0, size if part.stop is None else part.stop) for part, size in zip(index, shape, strict=True))
@@ -146,7 +146,7 @@ def holders(sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, list[jax.De
 
 
 def same_shards(a: Tree, b: Tree) -> bool:
-    """Return whether two trees of specs have the same shards, so that each can be copied as it is; on one device each is the whole."""
+    """Return whether two trees of specs have the same shards, so that each shard can be copied unchanged."""
     pairs = list(zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
     return all(
         len(x.sharding.device_set) == 1 or holders(x.sharding, x.shape).keys() == holders(y.sharding, y.shape).keys() for x, y in pairs
@@ -154,7 +154,7 @@ def same_shards(a: Tree, b: Tree) -> bool:
 
 
 def assembled(shape: tuple[int, ...], sharding: Sharding, parts: Mapping[jax.Device, jax.Array]) -> jax.Array:
-    """Assemble an array from its distinct shards, one on a device that needs it; the remaining devices get copies."""
+    """Assemble an array from its distinct shards. Each shard is on one device that needs it; the others get copies."""
     shards = []
     for devices in holders(sharding, shape).values():
         shard = next(parts[device] for device in devices if device in parts)
@@ -163,7 +163,7 @@ def assembled(shape: tuple[int, ...], sharding: Sharding, parts: Mapping[jax.Dev
 
 
 def joined(futures: "Sequence[Future[Tree]]", join: Callable[[list[Tree]], Tree], fail: Callable[[BaseException], None]) -> "Future[Tree]":
-    """Combine futures: call `join` on all results in the thread of the last one; `fail` gets an error of it, too."""
+    """Combine futures: the thread of the last one calls `join` on all results; `fail` gets errors of the futures and of `join`."""
     assert futures, "nothing to wait for"
     whole: Future[Tree] = Future()
     lock, results, joins = threading.Lock(), dict[int, Tree](), [join]
@@ -176,7 +176,7 @@ def joined(futures: "Sequence[Future[Tree]]", join: Callable[[list[Tree]], Tree]
                 if len(results) < len(positions):
                     return
             result = joins.pop()([results[i] for i in positions])
-            results.clear()  # a future keeps this function, and would keep the arrays alive
+            results.clear()  # a future holds this function, which would keep the arrays alive
             whole.set_result(result)
         except BaseException as error:
             fail(error)

@@ -1,4 +1,4 @@
-"""The model as data: layers and their specs, the stack, adapters for Flax modules and functions, layerwise optimizers."""
+"""The model as data: layers and specs, the stack of layers, adapters for Flax modules and functions, and layerwise optimizers."""
 
 from jpipe.model._layer import LayerSpec
 from jpipe.model._precision import cast_layers

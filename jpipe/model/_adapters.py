@@ -1,4 +1,4 @@
-"""Adapters that make layers of functions, Flax Linen modules and constructors of Flax NNX modules."""
+"""Adapters that make layers from functions, Flax Linen modules, Flax NNX modules and constructors of NNX modules."""
 
 import functools
 import inspect
@@ -19,10 +19,10 @@ Tree = Any
 
 
 def adapt(layer_id: str, layer: Any) -> Layer:
-    """Return the layer for a function, a Linen module, an NNX module or its constructor; a `Layer` is returned unchanged.
+    """Make a layer from a function, a Linen module, an NNX module or its constructor; a `Layer` is returned unchanged.
 
     Raises:
-        InputError: it cannot be a layer.
+        InputError: the value cannot be a layer.
     """
     if isinstance(layer, Layer):
         return layer
@@ -30,7 +30,7 @@ def adapt(layer_id: str, layer: Any) -> Layer:
         if layer.scope is not None:
             raise InputError(
                 f"layer '{layer_id}' is a Linen {type(layer).__name__} that is bound to variables, which would be dropped; give the module "
-                f"itself, and to begin with its weights init(…, params={{'{layer_id}': variables['params']}})"
+                f"itself; to begin with its weights, pass params={{'{layer_id}': variables['params']}} to init"
             )
         return linen_layer(f"layer '{layer_id}'", layer)
     if isinstance(layer, type) and issubclass(layer, linen.Module):
@@ -41,10 +41,10 @@ def adapt(layer_id: str, layer: Any) -> Layer:
     if is_constructor(layer):
         if needed := needed_parameters(layer):
             raise InputError(
-                f"layer '{layer_id}' has a parameter 'rngs', so it is taken for a constructor of an NNX module, which gets nothing else; "
+                f"layer '{layer_id}' has a parameter 'rngs', so it is called with rngs alone, as a constructor of an NNX module, but "
                 f"it also needs {', '.join(map(repr, needed))}; give lambda rngs: … with all arguments of the constructor; if it is a "
                 "function of the input, draw random numbers in an NNX module, such as nnx.Dropout(0.1, rngs=rngs), or in a jpipe.Layer "
-                "with stochastic=True: its apply gets a key"
+                "with stochastic=True, which gets a key in apply"
             )
         return nnx_functions(f"layer '{layer_id}'", layer).layer()
     if isinstance(layer, type) and issubclass(layer, nnx.Module):
@@ -74,10 +74,10 @@ def _built(layer_id: str, module: nnx.Module) -> NnxFunctions:
 
 
 def layers_by_id(layers: Any) -> Mapping[Any, Any]:
-    """Return the layers by id: in a list, a tuple, an `nnx.List`, or a `Sequential` of NNX or Linen their numbers, as text.
+    """Return the layers by id. The ids of a list, a tuple, an `nnx.List` or a `Sequential` of NNX or Linen are numbers, as text.
 
     Raises:
-        InputError: it is none of these, and no mapping.
+        InputError: the value is none of these and not a mapping.
     """
     if isinstance(layers, Mapping):
         return layers
@@ -93,20 +93,20 @@ def layers_by_id(layers: Any) -> Mapping[Any, Any]:
 
 
 def is_constructor(layer: Any) -> bool:
-    """Return whether a layer is an NNX constructor, a callable with a parameter `rngs`; False where its signature is unknown."""
+    """Return whether a layer is an NNX constructor, a callable with a parameter `rngs`; False if its signature is unknown."""
     if isinstance(layer, (Layer, nnx.Module, linen.Module)) or not callable(layer):
         return False
     while isinstance(layer, functools.partial):
         layer = layer.func
     if inspect.ismethod(layer) and isinstance(layer.__self__, (nnx.Module, linen.Module)):
-        return False  # the forward of a module that is built already may take rngs, too
+        return False  # the forward of a built module may take rngs, too
     if isinstance(layer, type):  # flax's metaclass hides the signature of its constructor
         layer = getattr(layer, "__init__")  # noqa: B009 - read, never called
     return "rngs" in parameters_of(layer)
 
 
 def needed_parameters(function: Callable[..., Any]) -> list[str]:
-    """Return the parameters without defaults other than `rngs`."""
+    """Return the names of the parameters without default, except `rngs`."""
     optional = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     parameters = parameters_of(function).values()
     return [p.name for p in parameters if p.name != "rngs" and p.default is inspect.Parameter.empty and p.kind not in optional]
@@ -118,18 +118,18 @@ def _function(layer_id: str, function: Callable[..., Tree]) -> Layer:
 
 
 def linen_layer(where: str, module: linen.Module, num_inputs: int | None = None) -> Layer:
-    """Return the layer of a module: its collection "params" is trained, all other collections are layer state.
+    """Make a layer from a Linen module. Its collection "params" is trained; all other collections are layer state.
 
     Args:
-        where: what it is, for messages.
-        module: not bound to variables.
-        num_inputs: how many inputs a whole model is called with: it is initialized with the key as it is, and may draw from any random
+        where: the name of the module, for messages.
+        module: a module that is not bound to variables.
+        num_inputs: for a whole model the number of its inputs; it is initialized with the unchanged key, and may draw from any random
             streams. None for a layer of a stack.
 
     Raises:
-        InputError: during tracing, a forward makes variables or draws random numbers where it has none.
+        InputError: while it is traced, a forward makes variables, or draws random numbers that it does not get.
     """
-    # Linen rejects an argument where the attribute of the same name is set: that one decides.
+    # If an attribute is set, Linen rejects the argument of the same name, and the attribute decides.
     call = functools.partial(type(module).__call__, module)
     mode = modes(where, call, lambda parameter: getattr(module, parameter.name, None) is not None, num_inputs)
     axes: dict[str, tuple[str | None, ...]] = {}
@@ -143,7 +143,7 @@ def linen_layer(where: str, module: linen.Module, num_inputs: int | None = None)
         params = state.pop("params", {})
         if not state:
             return params, state
-        # Statistics of float64 inputs begin as float32 and become float64 in the first forward: they begin so.
+        # Statistics of float64 inputs begin as float32 and become float64 in the first forward, so they must begin as float64.
         after = jax.eval_shape(lambda: apply(params, state, x, key, True)[1])
         for collection in after:
             if jax.tree.structure(after[collection]) != jax.tree.structure(state.get(collection)):  # type: ignore[operator]
@@ -151,13 +151,13 @@ def linen_layer(where: str, module: linen.Module, num_inputs: int | None = None)
                     f"its forward stores something new in the collection '{collection}', as sow does, and a pipeline has no place "
                     "to collect it",
                     where=where,
-                    change="return it as a part of the output, or leave out the sow",
+                    change="return the value as a part of the output, or remove the sow",
                 )
         return params, jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), state, after)
 
     def apply(params: Tree, state: Tree, x: Tree, key: jax.Array | None, train: bool) -> tuple[Tree, Tree]:
         rngs = {} if key is None else {"dropout": key}
-        if key is not None and is_whole:  # Linen draws from "params" in place of a stream that is missing
+        if key is not None and is_whole:  # Linen draws from "params" if a stream is missing
             rngs["params"] = jax.random.fold_in(key, 1)
         variables, inputs = {"params": params, **state}, arguments_of(x, num_inputs)
         try:
@@ -168,11 +168,11 @@ def linen_layer(where: str, module: linen.Module, num_inputs: int | None = None)
         except flax.errors.InvalidRngError as error:
             when = "in training" if train else "in evaluation"
             raise InputError(
-                f"{where} draws random numbers {when}, and jpipe has none for it there: {cause(error)}; give its __call__ a "
-                "parameter train, pass deterministic=not train to its dropout, and draw from the stream 'dropout' only"
+                f"{where} draws random numbers {when}, but jpipe passes none there: {cause(error)}; give its __call__ a "
+                "parameter train, pass deterministic=not train to its dropout, and draw only from the stream 'dropout'"
             ) from error
 
-    # Linen asks for a "dropout" key only when it needs one: whether it does shows when it is traced, so it always gets one.
+    # Linen uses a "dropout" key only if it needs one. This is known only after tracing, so the module always gets one.
     draws = is_whole or bool(mode(True))
     return Layer(init, apply, draws, owner=module, axes=axes, draws_in_evaluation=draws)
 
@@ -187,7 +187,7 @@ def linen_axes(params: Tree) -> dict[str, tuple[str | None, ...]]:
 
 
 def reject_shared_modules(layers: Mapping[str, Any]) -> None:
-    """Raise `InputError` for two NNX modules with the same variable, built or returned by constructors, from a closure."""
+    """Raise `InputError` if two NNX modules, built or returned by constructors, have the same variable."""
     constructors = {layer_id: layer for layer_id, layer in layers.items() if is_constructor(layer)}
     seen: dict[int, str] = {}
 
@@ -232,6 +232,6 @@ def reject_shared_owners(layers: Mapping[str, Layer]) -> None:
 
 def _shared(first: str, second: str, name: str) -> InputError:
     return InputError(
-        f"layers '{first}' and '{second}' share the parameter or module '{name}', which a pipeline cannot see: two stages would train two "
-        f"copies of it; give '{second}' its own (for a Linen module: module.clone()), and to share a parameter a jpipe.Tie"
+        f"layers '{first}' and '{second}' share the parameter or module '{name}', so two stages would train two copies of it; give "
+        f"'{second}' its own (for a Linen module: module.clone()); to share a parameter, use a jpipe.Tie"
     )

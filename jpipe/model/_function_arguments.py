@@ -1,4 +1,4 @@
-"""Arguments that a user's function requests by parameter name: the mode (training or evaluation) and random numbers."""
+"""Arguments that a user's function requests by the names of its parameters: the mode (training or evaluation) and random numbers."""
 
 import functools
 import inspect
@@ -13,28 +13,28 @@ from jpipe.errors import InputError
 
 Tree = Any
 Modes = Callable[[bool], dict[str, Any]]
-"""From `train` to the arguments of a call that select training or evaluation."""
+"""A function from `train` to the keyword arguments that select training or evaluation."""
 
 Loss = Callable[..., tuple[jax.Array, jax.Array]]
-"""`(outputs, labels) -> (sum, weight)`; with a further parameter `rngs` or `key`, it gets random numbers."""
+"""`(outputs, labels) -> (sum, weight)`. A function with a further parameter `rngs` or `key` gets random numbers."""
 
 _MODES = {"train": True, "training": True, "is_training": True, "deterministic": False, "use_running_average": False}
-"""The value of each mode parameter in training, by name; in evaluation it is the opposite."""
+"""The value of each mode parameter in training, by name; in evaluation the value is the opposite."""
 
-_LIKE_MODES = ("train", "determin", "running_av", "eval", "infer", "dropout")  # in the name of a flag that may say whether to train
+_LIKE_MODES = ("train", "determin", "running_av", "eval", "infer", "dropout")  # parts of names of flags that may select training
 _RANDOM = ("key", "rng", "dropout_rng", "rngs")  # parameters that ask for random numbers
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a callable by name; none where its signature is unknown."""
+    """Return the parameters of a callable by name; empty if its signature is unknown."""
     try:
         return dict(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # some callables of C have no signature: they are functions of the input
+    except (TypeError, ValueError):  # some callables written in C have no signature: they count as functions of the input
         return {}
 
 
 def closed_over(function: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the closed-over variables of a function by name; nothing for other objects, and none that is not assigned yet."""
+    """Yield the closed-over variables of a function, with their names, except unassigned ones; nothing for other objects."""
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=False):
         try:
@@ -47,13 +47,13 @@ def modes(where: str, call: Callable[..., Any], is_set: Callable[[inspect.Parame
     """Return a function from `train` to the arguments of a call that select training or evaluation.
 
     Args:
-        where: what is called, for messages.
-        call: takes the inputs.
-        is_set: whether a parameter already has a value.
-        num_inputs: how many inputs it is called with; None for one.
+        where: the name of the callable, for messages.
+        call: the callable, which takes the inputs first.
+        is_set: returns whether a parameter already has a value.
+        num_inputs: the number of inputs; None for one.
 
     Raises:
-        InputError: a parameter looks like one of these but has an unknown name.
+        InputError: a parameter looks like a mode parameter but has an unknown name.
     """
     parameters = list(parameters_of(call).values())
     names = [parameter.name for parameter in parameters if parameter.name in _MODES and not is_set(parameter)]
@@ -61,15 +61,15 @@ def modes(where: str, call: Callable[..., Any], is_set: Callable[[inspect.Parame
         if not names and parameter.name not in (*_MODES, *_RANDOM) and _looks_like_mode(parameter):
             raise InputError(
                 where=where,
-                expected=f"one of {', '.join(_MODES)} as the parameter that says whether it trains",
+                expected=f"one of {', '.join(_MODES)} as the parameter that selects training",
                 found=f"'{parameter.name}'",
-                change="rename it, or wrap the layer",
+                change="rename the parameter, or wrap the layer",
             )
     return lambda train: {name: _MODES[name] == train for name in names}
 
 
 def is_bound(function: Callable[..., Any]) -> Callable[[inspect.Parameter], bool]:
-    """Return whether a parameter of a function has a value already, as a keyword of a `functools.partial`."""
+    """Return a function that tells whether a parameter already has a value, as a keyword of a `functools.partial`."""
     bound = function.keywords if isinstance(function, functools.partial) else {}
     return lambda parameter: parameter.name in bound
 
@@ -85,12 +85,12 @@ def _looks_like_mode(parameter: inspect.Parameter) -> bool:
 
 @dataclass(frozen=True)
 class Randomness:
-    """Whether a call asks for random numbers.
+    """The parameter through which a callable asks for random numbers.
 
     Attributes:
-        name: the name of the parameter, `key`, `rng` or `dropout_rng` for a random key, `rngs` for a `flax.nnx.Rngs`; None if there is
-            none.
-        is_needed: whether it has no default. With the default None it gets random numbers in training only.
+        name: the name of the parameter: `key`, `rng` or `dropout_rng` for a random key, `rngs` for a `flax.nnx.Rngs`; None if the callable
+            has no such parameter.
+        is_needed: whether the parameter has no default. With the default None it gets random numbers only in training.
     """
 
     name: str | None = None
@@ -98,31 +98,31 @@ class Randomness:
 
     @staticmethod
     def of(call: Callable[..., Any]) -> "Randomness":
-        """Return what a call asks for."""
+        """Return the parameter through which `call` asks for random numbers."""
         for p in parameters_of(call).values():
             if p.name in _RANDOM and (p.default is None or p.default is p.empty) and p.kind is not p.VAR_KEYWORD:
                 return Randomness(p.name, p.default is p.empty)
         return Randomness()
 
     def arguments(self, key: jax.Array | None, train: bool) -> dict[str, Any]:
-        """Return the argument that carries the random numbers, if there is one."""
+        """Return the keyword argument with random numbers; empty if the call gets none."""
         if self.name is None or key is None or not (train or self.is_needed):
             return {}
         return {self.name: nnx.Rngs(key) if self.name == "rngs" else key}
 
 
 def arguments_of(x: Tree, num_inputs: int | None) -> tuple[Any, ...]:
-    """Return the arguments with which a model is called: several inputs are a tuple, a single one is the argument itself."""
+    """Return the arguments of a call of a model: several inputs are the items of the tuple `x`, a single input is `x` itself."""
     return (x,) if num_inputs in (None, 1) else tuple(x)
 
 
 def call_by_name(function: Callable[..., Any], positional: Sequence[Any], named: Mapping[str, Any]) -> Any:
-    """Call a function with named arguments that may stand between the positional ones, as in `apply(params, rng, x)`.
+    """Call a function with named arguments that may stand between positional arguments, as in `apply(params, rng, x)`.
 
     Args:
         function: any function.
-        positional: the arguments without a name, in order.
-        named: the arguments by the name of their parameter.
+        positional: the positional arguments, in order.
+        named: the named arguments, by the name of the parameter.
     """
     arguments, remaining, keywords = [], list(positional), dict(named)
     for parameter in parameters_of(function).values():
@@ -136,14 +136,14 @@ def call_by_name(function: Callable[..., Any], positional: Sequence[Any], named:
 
 
 def random_parameter(function: Loss) -> str | None:
-    """Return the parameter that asks for random numbers: `rngs` or `key`, if its only default is None."""
+    """Return the name of the parameter that asks for random numbers, `rngs` or `key`, without default or with the default None."""
     parameters = list(parameters_of(function).values())[2:]  # after the outputs and labels
     names = (p.name for p in parameters if p.name in ("rngs", "key") and (p.default is None or p.default is p.empty))
     return next(names, None)
 
 
 def call_with_randomness(function: Loss, outputs: Tree, labels: Tree, key: jax.Array | None) -> Any:
-    """Call a loss or a metric, with random numbers if it asks for them: `rngs` a `flax.nnx.Rngs`, `key` the key itself."""
+    """Call a loss or a metric. If it asks for random numbers, `rngs` gets a `flax.nnx.Rngs`, and `key` gets the key."""
     name = random_parameter(function)
     if name is None:
         return function(outputs, labels)

@@ -1,4 +1,4 @@
-"""Layers as two pure functions, and the shapes and dtypes around them."""
+"""Layers as pairs of pure functions, and the shapes and dtypes of their arguments and results."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,20 +14,20 @@ Tree = Any  # a pytree of arrays
 
 @dataclass(frozen=True)
 class Layer:
-    """The smallest unit that is never cut: two pure functions.
+    """The smallest unit of a model, which is never cut: two pure functions.
 
     Attributes:
-        init: `(key, x) -> (params, state)`; `x` is an example of the input. `params` are trained, `state` is passed from forward
-            to forward (batch statistics, say); either may be `{}`.
-        apply: `(params, state, x, key, train) -> (y, state)`; `key` is a random key of this layer and microbatch in training if
-            `stochastic`, in evaluation if `draws_in_evaluation`, and else None; `train` is False in evaluation.
+        init: `(key, x) -> (params, state)`, where `x` is an example of the input. `params` are trained; `state` is passed from forward to
+            forward (for example batch statistics). Both may be `{}`.
+        apply: `(params, state, x, key, train) -> (y, state)`. `train` is False in evaluation. `key` is a random key for this layer and
+            microbatch, in training if `stochastic` and in evaluation if `draws_in_evaluation`; otherwise it is None.
         stochastic: whether `apply` draws random numbers in training (dropout).
-        draws_in_evaluation: whether it draws some in evaluation, too (sampling from a distribution).
-        owner: the object that must not be used in a second layer, since both would share its parameters; if any.
-        axes: the logical axis of each dim, or None, of the parameters that have some, by path, with keys joined by "/"; for stages on
-            meshes. Layers made of Flax modules fill it in while `init` is traced.
-        of_model: whether it was cut from a whole model. Then its random numbers depend on the key of the run, in initialization, or on the
-            key of the microbatch, and not on the layer's id.
+        draws_in_evaluation: whether `apply` also draws random numbers in evaluation (sampling from a distribution).
+        owner: an object that no other layer may use, because both layers would share its parameters; None if there is none.
+        axes: for stages on meshes: for each parameter with logical axes, by path with keys joined by "/", the logical axis of each dim or
+            None. Layers made from Flax modules fill it in while `init` is traced.
+        of_model: whether the layer was cut from a whole model. Then its random numbers do not depend on its id, but only on the key of the
+            run (in initialization) or of the microbatch.
     """
 
     init: Callable[[jax.Array, Tree], tuple[Tree, Tree]]
@@ -41,14 +41,14 @@ class Layer:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Shapes and dtypes around one layer, traced without allocating anything.
+    """The shapes and dtypes of a layer's arguments and results, found by tracing.
 
     Attributes:
-        x: its input.
-        params: its parameters.
-        state: its state.
-        output: its output in training.
-        evaluated: its output in evaluation; only the last layer's may have another structure or other shapes.
+        x: the input.
+        params: the parameters.
+        state: the layer state.
+        output: the output in training.
+        evaluated: the output in evaluation. Only the last layer may have other shapes or another structure there than in training.
         axes: as in `Layer`.
     """
 
@@ -66,24 +66,24 @@ def key_spec() -> jax.ShapeDtypeStruct:
 
 
 def spec_of(x: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype that a NumPy or JAX array has on a device."""
+    """Return the shape and dtype that an array of NumPy or JAX has on a device."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
     return jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(jnp.result_type(x)))
 
 
 def untrainable(name: str, dtype: Any) -> InputError:
-    """Return the error for a parameter that is not real floating point, and not frozen."""
+    """Return the error for a trained parameter that is not real floating point."""
     is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
     remedy = "keep its real and imaginary parts as two parameters" if is_complex else "make it layer state, or freeze it"
     return InputError(f"parameter {name} is {dtype}: only real floating-point parameters can be trained; {remedy}")
 
 
-_MOST_LEAVES = 8  # that a message shows
+_MOST_LEAVES = 8  # the most leaves that a message shows
 
 
 def describe(tree: Tree) -> str:
-    """Describe a pytree of arrays: `float32[4,8]`, or its leaves with their paths, of many only the first."""
+    """Describe a pytree of arrays: `float32[4, 8]` for an array, otherwise the first leaves with their paths."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     words = [f"{jax.tree_util.keystr(path)} {_describe_leaf(leaf)}".strip() for path, leaf in leaves[:_MOST_LEAVES]]
     if len(leaves) > _MOST_LEAVES:
@@ -96,10 +96,10 @@ def _describe_leaf(leaf: Any) -> str:
 
 
 def with_arrays(layer_id: str, layer: Layer) -> Layer:
-    """Wrap a layer so that its parameters, state and output are arrays without weak types or Python numbers.
+    """Wrap a layer so that its parameters and state are arrays, and so that they and its output have no weak types.
 
     Args:
-        layer_id: for messages.
+        layer_id: the id of the layer, for messages.
         layer: any layer.
     """
 
@@ -115,23 +115,23 @@ def with_arrays(layer_id: str, layer: Layer) -> Layer:
 
 
 def reject_python_values(layer_id: str, y: Tree) -> None:
-    """Raise `InputError` for an output that the next layer would get as a Python number or as an array, depending on the cut.
+    """Check that a layer returns arrays: the cut would decide whether the next layer gets a Python number or an array.
 
     Raises:
-        InputError: a leaf is no array.
+        InputError: a leaf is not an array.
     """
     for path, leaf in jax.tree_util.tree_flatten_with_path(y)[0]:
         if not hasattr(leaf, "dtype"):
             actual = f"the Python {type(leaf).__name__} {short(leaf)} at {jax.tree_util.keystr(path) or 'its top'}"
             remedy = f"return an array, such as jnp.asarray({leaf!r})" if isinstance(leaf, _NUMBERS) else "return arrays only"
-            raise InputError(f"layer '{layer_id}': expected its output to be arrays, found {actual}; {remedy}")
+            raise InputError(f"layer '{layer_id}': expected the output to be arrays, found {actual}; {remedy}")
 
 
 _NUMBERS = (bool, int, float, complex)
 
 
 def _as_arrays(tree: Tree, where: str) -> Tree:
-    """Return the leaves as arrays without weak types."""
+    """Convert the leaves to arrays without weak types."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if not hasattr(leaf, "dtype") and not isinstance(leaf, _NUMBERS):
             raise InputError(where=where, expected="arrays", found=f"{type(leaf).__name__} at {jax.tree_util.keystr(path) or 'the top'}")
@@ -139,5 +139,5 @@ def _as_arrays(tree: Tree, where: str) -> Tree:
 
 
 def _strong(leaf: Any) -> Any:
-    """Return the array without JAX's weak type: it would be lost at the end of a stage, so numbers would depend on the cut."""
+    """Remove JAX's weak type from an array. It would be lost at the end of a stage, so numbers would depend on the cut."""
     return jax.lax.convert_element_type(leaf, leaf.dtype) if getattr(leaf, "weak_type", False) else leaf

@@ -1,4 +1,4 @@
-"""Flax NNX modules as layers: split into parameters and state, merged again for each call."""
+"""Flax NNX modules as layers: a module is split into parameters and state, and merged again for each call."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from jpipe.model._layer import Layer, key_spec
 from jpipe.model.jaxprs._dependence import reached
 
 Tree = Any
-_ARRAYS = "an array"  # may change: they are layer state
+_ARRAYS = "an array"  # arrays may change, because they are layer state
 _FROZEN = ("deterministic", "use_running_average")  # the attributes that nnx.Module.train() and eval() set
 
 
@@ -25,37 +25,37 @@ def nnx_functions(where: str, constructor: Callable[..., nnx.Module], num_inputs
     """Return the functions of the module that a constructor makes.
 
     Args:
-        where: what it is, for messages.
-        constructor: takes `rngs`.
-        num_inputs: how many inputs a whole model is called with; None for a layer of a stack.
+        where: the name of the module, for messages.
+        constructor: a callable that takes `rngs`.
+        num_inputs: the number of inputs of a whole model; None for a layer of a stack.
 
     Raises:
         InputError: the constructor fails or returns something else.
     """
     traced: list[Any] = []
 
-    def trace(key: jax.Array) -> Any:  # not nnx.eval_shape, which loses arrays that are in no nnx.Variable
+    def trace(key: jax.Array) -> Any:  # nnx.eval_shape would lose arrays that are in no nnx.Variable
         module = _build(where, constructor, key)
         graphs, arrays = _graphs(module)
         traced.append((type(module), graphs))
         return arrays
 
-    with callers_code(lambda error: Problem(f"its constructor fails: {cause(error)}", where, change="fix it there")):
+    with callers_code(lambda error: Problem(f"its constructor fails: {cause(error)}", where, change="fix the constructor")):
         specs = jax.eval_shape(trace, key_spec())
     kind, graphs = traced[0]
     return _functions(where, kind, graphs, lambda key: _split(_build(where, constructor, key))[1:], specs, num_inputs)
 
 
 def built_functions(where: str, module: nnx.Module, num_inputs: int | None = None) -> "NnxFunctions":
-    """Return the functions of a module that is built, or of an abstract one from `nnx.eval_shape`; its arrays are not copied.
+    """Return the functions of a built module, or of an abstract module from `nnx.eval_shape`; the arrays are not copied.
 
     Args:
-        where: what it is, for messages.
-        module: stays as it is.
-        num_inputs: how many inputs a whole model is called with; None for a layer of a stack.
+        where: the name of the module, for messages.
+        module: the module, which is not changed.
+        num_inputs: the number of inputs of a whole model; None for a layer of a stack.
 
     Raises:
-        InputError: an array of an abstract module is lost.
+        InputError: an abstract module has lost an array.
     """
     for path, part in nnx.iter_modules(module):
         for name, value in _attributes(part):
@@ -79,13 +79,13 @@ def built_functions(where: str, module: nnx.Module, num_inputs: int | None = Non
 
 
 def abstract(where: str, instead: str) -> InputError:
-    """Return the error for a model without arrays that is to be initialized.
+    """Return the error for the initialization of a model without arrays.
 
     Args:
-        where: what it is.
-        instead: what could be given in its place.
+        where: the name of the model.
+        instead: what the user can pass instead of the model.
     """
-    return InputError("it is abstract, so it has no arrays to begin with", where=where, change=f"give init(…, params=…), or {instead}")
+    return InputError("an abstract model has no arrays to begin with", where=where, change=f"give init(…, params=…), or {instead}")
 
 
 def _functions(where: str, kind: type, graphs: Any, make: Callable[[jax.Array], Any], specs: Any, num_inputs: int | None) -> "NnxFunctions":
@@ -99,17 +99,17 @@ def _functions(where: str, kind: type, graphs: Any, make: Callable[[jax.Array], 
 
 @dataclass(frozen=True)
 class NnxFunctions:
-    """A module as pure functions: its `nnx.Param`s are trained, all other variables and arrays are layer state.
+    """A module as pure functions. Its `nnx.Param`s are trained; all other variables and arrays are layer state.
 
     Attributes:
-        where: for messages.
-        make: returns new arrays from a key.
-        graphs: the static part of the module, in training (True), in evaluation (False), and as it is (None).
-        mode: the arguments of a call that say whether it trains.
-        randomness: whether a call asks for random numbers.
-        params_specs, rng_specs, state_specs: the arrays, as Flax splits them.
-        num_inputs: how many inputs a whole model is called with; None for a layer of a stack.
-        arrays: the arrays of a built module, as Flax splits them.
+        where: the name of the module, for messages.
+        make: `key -> new arrays`.
+        graphs: the static part of the module: in training (True), in evaluation (False), and unchanged (None).
+        mode: a function from `train` to the arguments of a call that select training or evaluation.
+        randomness: the parameter through which a call asks for random numbers.
+        params_specs, rng_specs, state_specs: the specs of the arrays, as Flax splits them.
+        num_inputs: the number of inputs of a whole model; None for a layer of a stack.
+        arrays: the arrays of a built module, as Flax splits them; None for other modules.
     """
 
     where: str
@@ -124,7 +124,7 @@ class NnxFunctions:
     arrays: Any = None
 
     def layer(self) -> Layer:
-        """Return the layer; in tracing, it raises `InputError` for a forward that changes an attribute that is no array."""
+        """Return the layer. While it is traced, it raises `InputError` if its forward changes an attribute that is not an array."""
         has_streams, asks = bool(jax.tree.leaves(self.rng_specs)), self.randomness
         draws_in_evaluation = has_streams or asks.is_needed
         draws = has_streams or asks.name is not None
@@ -132,7 +132,7 @@ class NnxFunctions:
 
     @property
     def initial(self) -> tuple[Tree, Tree] | None:
-        """The parameters and the state of a built module; None without one."""
+        """The parameters and the state of a built module; None for other modules."""
         return None if self.arrays is None else (nnx.to_pure_dict(self.arrays[0]), nnx.to_pure_dict(self.arrays[2]))
 
     def init(self, key: jax.Array, x: Tree) -> tuple[Tree, Tree]:
@@ -147,7 +147,7 @@ class NnxFunctions:
         return y, nnx.to_pure_dict(new_state) if train else state
 
     def module(self, params: Tree, state: Tree) -> nnx.Module:
-        """Return a new module with these arrays, in the mode and with the random streams of the one that it was made of."""
+        """Return a new module with these arrays, and with the mode and the random streams of the original module."""
         return self._merged(None, params, self._rng_state(None) if self.arrays is None else jax.tree.leaves(self.arrays[1]), state)
 
     def _merged(self, mode: bool | None, params: Tree, rngs: list[Any], state: Tree) -> nnx.Module:
@@ -157,7 +157,7 @@ class NnxFunctions:
         return nnx.merge(self.graphs[mode], *parts)
 
     def _forward(self, params: Tree, state: Tree, x: Tree, key: jax.Array | None, train: bool) -> tuple[Tree, nnx.Module]:
-        """Return the output, and the module after the call."""
+        """Call the module, and return its output and the module after the call."""
         module: Any = self._merged(train, params, self._rng_state(key), state)
         before, variables = _static_attributes(module), _variables(module)
         y = module(*arguments_of(x, self.num_inputs), **self.mode(train), **self.randomness.arguments(key, train))
@@ -167,7 +167,7 @@ class NnxFunctions:
 
     def _rng_state(self, key: jax.Array | None) -> list[jax.Array]:
         """Return the state of every random stream, restarted from this microbatch's key with all counters at 0."""
-        base = jax.random.key(0) if key is None else key  # without a key nothing is to be drawn
+        base = jax.random.key(0) if key is None else key  # without a key the module draws no random numbers
 
         def restarted(i: int, spec: Any) -> jax.Array:
             if not jnp.issubdtype(spec.dtype, jax.dtypes.prng_key):
@@ -192,14 +192,14 @@ def _build(where: str, constructor: Callable[..., Any], key: jax.Array) -> nnx.M
     if not isinstance(module, nnx.Module):
         raise InputError(f"its constructor returned {type(module).__name__}, expected a flax.nnx.Module", where=where)
     _mark_arrays(module)
-    return nnx.clone(module)  # the caller may own it
+    return nnx.clone(module)  # the caller may keep a reference to it
 
 
 def _graphs(module: nnx.Module) -> tuple[dict[bool | None, Any], Any]:
-    """Return the static part of a module as it is (None), in training (True) and in evaluation (False), and its arrays.
+    """Return the static part of a module, unchanged (None), in training (True) and in evaluation (False), and its arrays.
 
     Args:
-        module: is changed.
+        module: the module, which is changed.
     """
     _mark_arrays(module)
     graphs: dict[bool | None, Any] = {None: _split(module)[0]}
@@ -216,24 +216,24 @@ def _split(module: nnx.Module) -> Any:
 
 
 def is_in_evaluation(module: nnx.Module) -> bool:
-    """Return whether all parts of a module with an evaluation mode are in it, as after `module.eval()`; False if no part has one."""
+    """Return whether all parts that have an evaluation mode are in this mode, as after `module.eval()`; False if no part has one."""
     flags = [getattr(part, name) for _, part in nnx.iter_modules(module) for name in _FROZEN if getattr(part, name, None) is not None]
     return bool(flags) and all(flags)
 
 
 def _set_to_train(module: nnx.Module) -> None:
-    """Call `module.train()`, but leave the parts frozen that a constructor has frozen."""
+    """Call `module.train()`, but keep the parts frozen that a constructor has frozen."""
     frozen = [(part, name) for _, part in nnx.iter_modules(module) for name in _FROZEN if getattr(part, name, None) is True]
     module.train()
     for part, name in frozen:
         setattr(part, name, True)
     for _, part in nnx.iter_modules(module):
-        if isinstance(part, nnx.MultiHeadAttention) and part.decode is None:  # nothing is decoded here
+        if isinstance(part, nnx.MultiHeadAttention) and part.decode is None:  # a layer does not decode
             part.decode = False
 
 
 def _mark_arrays(module: nnx.Module) -> None:
-    """Mark attributes that are arrays for Flax, which does not recognize them while they are traced."""
+    """Mark attributes that are arrays, because Flax does not recognize them while they are traced."""
     for _, part in nnx.iter_modules(module):
         for name, value in list(_attributes(part)):
             if not nnx.is_data(value) and _holds_arrays(value):
@@ -241,7 +241,7 @@ def _mark_arrays(module: nnx.Module) -> None:
 
 
 def _attributes(part: nnx.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes that are not Flax's own."""
+    """Yield the attributes of a module, without Flax's internal ones."""
     return ((name, value) for name, value in vars(part).items() if not str(name).startswith(("_pytree__", "_object__")))
 
 
@@ -250,7 +250,7 @@ def _holds_arrays(value: Any) -> bool:
 
 
 def _static_attributes(module: nnx.Module) -> dict[str, Any]:
-    """Return the attributes that are neither variables nor modules (numbers, text, None), by path; of arrays only a mark."""
+    """Return the attributes that are neither variables nor modules (numbers, text, None), by path. A mark stands for arrays."""
     attributes: dict[str, Any] = {}
     for path, part in nnx.iter_modules(module):
         for name, value in _attributes(part):
@@ -262,7 +262,7 @@ def _static_attributes(module: nnx.Module) -> dict[str, Any]:
 
 
 def _copied(value: Any) -> Any:
-    """Copy containers recursively; the values in them stay the same."""
+    """Copy containers recursively, but not the values in them."""
     if type(value) is dict:
         return {key: _copied(inner) for key, inner in value.items()}
     if type(value) in (list, tuple):
@@ -277,7 +277,7 @@ def _reject_changed(where: str, before: dict[str, Any], after: dict[str, Any]) -
             raise InputError(
                 f"its forward changes the attribute '{name}' from {was} to {now}, which would be lost, because a forward is compiled",
                 where=where,
-                change="keep what changes as an array in an nnx.Variable, such as nnx.BatchStat",
+                change="store values that change as arrays in an nnx.Variable, such as nnx.BatchStat",
             )
 
 
@@ -291,26 +291,26 @@ def _variables(module: nnx.Module) -> dict[str, tuple[str, Any]]:
 
 
 def _reject_new(where: str, before: dict[str, tuple[str, Any]], after: dict[str, tuple[str, Any]]) -> None:
-    """Raise `InputError` for a forward that makes variables, as `nnx.Module.sow` does."""
+    """Raise `InputError` if a forward makes variables, as `nnx.Module.sow` does."""
     for name, (kind, _) in after.items():
         if before.get(name) != after[name]:
             raise InputError(
                 f"its forward stores something new in the nnx.{kind} '{name}', as nnx.Module.sow does, and a pipeline has no "
                 "place to collect it",
                 where=where,
-                change="return it as a part of the output, or leave out the sow; what a layer carries on from forward to forward is "
-                "a variable that its constructor makes",
+                change="return the value as a part of the output, or remove the sow; for values that a layer carries from forward to "
+                "forward, make a variable in its constructor",
             )
 
 
 def _reject_learning(where: str, written: Callable[[Tree, Tree], Tree], params: Tree, x: Tree) -> None:
-    """Raise `InputError` for a forward that writes values computed from its input into a parameter.
+    """Raise `InputError` if a forward writes values computed from its input into a parameter.
 
-    Values computed from the weights alone (`nnx.WeightNorm`) are computed again by each forward.
+    Values that depend only on the weights (`nnx.WeightNorm`) are allowed: each forward computes them again.
 
     Args:
-        where: for the message.
-        written: the parameters after a forward, of (parameters, input).
+        where: the name of the module, for the message.
+        written: `(parameters, input) -> parameters after a forward`.
         params: the parameters.
         x: the input.
     """
@@ -319,8 +319,8 @@ def _reject_learning(where: str, written: Callable[[Tree, Tree], Tree], params: 
     for (path, _), is_reached in zip(jax.tree_util.tree_flatten_with_path(params)[0], by_input, strict=True):
         if is_reached:
             raise InputError(
-                f"its forward writes what it computes of its input into the parameter {jax.tree_util.keystr(path)}, which "
-                "would be lost: the optimizer alone changes parameters",
+                f"its forward writes values computed from its input into the parameter {jax.tree_util.keystr(path)}, but they "
+                "would be lost, because only the optimizer changes parameters",
                 where=where,
                 change="make it an nnx.Variable of another kind, such as nnx.BatchStat",
             )

@@ -21,11 +21,11 @@ ACCUMULATE = ("float32", "float64")
 
 
 class LossScale(NamedTuple):
-    """The value of a dynamic loss scale, as scalars.
+    """The current value of a dynamic loss scale, as scalars.
 
     Attributes:
-        value: the gradient of the loss is multiplied by it; float32.
-        finite: how many batches in a row since its last change had finite gradients; int32.
+        value: the factor of the gradient of the loss, float32.
+        finite: the number of consecutive batches with finite gradients since the last change of the factor, int32.
     """
 
     value: Any
@@ -34,16 +34,16 @@ class LossScale(NamedTuple):
 
 @dataclass(frozen=True)
 class DynamicLossScale:
-    """A loss scale that is halved after gradients that are NaN or infinite, and doubled after many finite batches in a row.
+    """A loss scale that is halved after NaN or infinite gradients, and doubled after many consecutive batches with finite gradients.
 
-    It stays at least 1 and at most 2**100. Micikevicius et al., *Mixed Precision Training*, ICLR 2018, section 3.2.
+    It stays between 1 and 2**100. Reference: Micikevicius et al., *Mixed Precision Training*, ICLR 2018, section 3.2.
 
     Attributes:
-        initial: the scale of the first batch; a power of two adds no rounding.
-        growth_every: the number of batches in a row with finite gradients after which it is doubled.
+        initial: the scale of the first batch. A power of two adds no rounding.
+        growth_every: the number of consecutive batches with finite gradients after which the scale is doubled.
 
     Raises:
-        InputError: an initial scale outside [1, 2**100], or a number of batches that is no integer of at least 1.
+        InputError: the initial scale is outside [1, 2**100], or `growth_every` is not an integer of at least 1.
 
     Example:
         >>> Precision(params="float16", loss_scale="dynamic").loss_scale
@@ -78,7 +78,7 @@ class DynamicLossScale:
         return LossScale(jnp.asarray(self.initial, jnp.float32), jnp.zeros((), jnp.int32))
 
     def after(self, scale: LossScale, is_finite: Any) -> LossScale:
-        """Return the next scale, depending on whether all gradients of a batch were finite."""
+        """Return the next scale; `is_finite` says whether all gradients of the last batch were finite."""
         finite = jnp.where(is_finite, scale.finite + 1, 0)
         grows = finite == self.growth_every
         value = jnp.where(is_finite, jnp.where(grows, scale.value * 2, scale.value), scale.value / 2)
@@ -89,23 +89,23 @@ class DynamicLossScale:
 class Precision:
     """The dtypes of a run.
 
-    Losses, their weights and norms are always float32 (float64 where JAX has it enabled). Layer state keeps its own dtypes, and so do
-    arrays of integers and of float64.
+    Losses, their weights and norms are always float32, or float64 if JAX has it enabled. Layer state keeps its own dtypes, and so do arrays
+    of integers and float64.
 
     Attributes:
-        params: the dtype of the weight versions that forwards and backwards read. "float32": as the layers make them. "bfloat16" and
-            "float16": the optimizer state also holds each parameter in float32, its master. Updates change the masters, and each version is
-            a copy of them in this dtype.
-        compute: the dtype of all that layers read and return (parameters, inputs and outputs), and so of messages. The loss gets
-            the outputs in float32. None: as `params` if that is "bfloat16" or "float16", else as the layers do it themselves.
-        accumulate: the dtype in which the gradients of the microbatches are summed, and replicas sum theirs; wider parameters keep their
-            dtype. "float64" needs JAX with `jax_enable_x64`.
-        loss_scale: a factor of the gradient of the loss at the last stage. Each stage divides what it accumulates by it, so
-            that small gradients do not vanish in float16. A power of two adds no rounding. None: 1. A `DynamicLossScale`, or
-            "dynamic" for the default one, adapts it, and skips a batch with infinite or NaN gradients.
+        params: the dtype of the weight versions that forwards and backwards read. With "float32" parameters keep the dtypes of the layers.
+            With "bfloat16" or "float16" the optimizer state also holds each parameter in float32, its master. Updates change the masters,
+            and each version is a copy of the masters in this dtype.
+        compute: the dtype of everything that layers read and return (parameters, inputs and outputs), and so of messages. The loss gets the
+            outputs in float32. None: the same as `params` if this is "bfloat16" or "float16"; otherwise the layers decide.
+        accumulate: the dtype of sums of gradients over microbatches and over replicas; gradients of wider parameters keep their dtype.
+            "float64" needs JAX with `jax_enable_x64`.
+        loss_scale: a factor of the gradient of the loss at the last stage. Each stage divides the gradients by this factor when it
+            accumulates them, so that small gradients do not vanish in float16. A power of two adds no rounding. None: 1. With a
+            `DynamicLossScale`, or "dynamic" for the default one, the factor adapts, and batches with infinite or NaN gradients are skipped.
 
     Raises:
-        InputError: an unknown dtype, or a loss scale that is none of these.
+        InputError: a dtype is unknown, or the loss scale is none of these values.
 
     Example:
         >>> Precision(params="bfloat16").compute
@@ -136,21 +136,21 @@ class Precision:
 
     @property
     def has_masters(self) -> bool:
-        """Whether the optimizer state holds the parameters in float32."""
+        """Whether the optimizer state holds masters, which are the parameters in float32."""
         return self.params != "float32"
 
     @property
     def fixed_scale(self) -> float | None:
-        """The loss scale, if it is a number."""
+        """The loss scale if it is a number, else None."""
         return self.loss_scale if isinstance(self.loss_scale, float) else None
 
     @property
     def dynamic_scale(self) -> DynamicLossScale | None:
-        """The loss scale, if it is dynamic."""
+        """The loss scale if it is dynamic, else None."""
         return self.loss_scale if isinstance(self.loss_scale, DynamicLossScale) else None
 
     def version_dtype(self, dtype: Any) -> Any:
-        """Return the dtype of a parameter in the weight versions, given its dtype in the layer."""
+        """Return the dtype in the weight versions of a parameter that has this dtype in its layer."""
         return jnp.dtype(self.params) if self.has_masters and dtype in _NARROW else dtype
 
     def accumulator_dtype(self, dtype: Any) -> Any:
@@ -159,8 +159,8 @@ class Precision:
 
 
 _LARGEST_SCALE = 2.0**100
-PLAIN = Precision()  # all dtypes as the layers make them
-_NARROW = tuple(jnp.dtype(name) for name in DTYPES)  # float64 is not cast: who uses it wants it
+PLAIN = Precision()  # the layers decide all dtypes
+_NARROW = tuple(jnp.dtype(name) for name in DTYPES)  # float64 is not cast, because users choose it on purpose
 
 
 def _checked_scale(scale: Any) -> float | DynamicLossScale:
@@ -183,7 +183,7 @@ def check_precision(precision: Any) -> None:
     """Check that a value is a `Precision`, and that JAX has enabled its dtypes.
 
     Raises:
-        InputError: says what to change.
+        InputError: the value is not a `Precision`, or JAX has not enabled float64.
     """
     if not isinstance(precision, Precision):
         raise InputError(
@@ -199,12 +199,12 @@ def check_precision(precision: Any) -> None:
 
 
 def wider(dtype: Any, least: Any) -> Any:
-    """Return the dtype, or `least` if that has more bits."""
+    """Return `dtype`, or `least` if it has more bits."""
     return max(jnp.dtype(dtype), jnp.dtype(least), key=lambda one: one.itemsize)
 
 
 def master_dtype(dtype: Any) -> Any:
-    """Return the dtype of the master of a parameter: at least float32, or the same if it is not floating point, as frozen ones may be."""
+    """Return the dtype of a parameter's master: at least float32. A frozen parameter that is not floating point keeps its dtype."""
     return wider(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else jnp.dtype(dtype)
 
 
@@ -216,16 +216,16 @@ def rounded(x: Any, dtype: Any) -> jax.Array:
 
 
 def widened(x: jax.Array, dtype: Any) -> jax.Array:
-    """Cast `x` to a dtype of no fewer bits, rounded before as `rounded` does."""
+    """Cast `x` to a dtype with at least as many bits; a bfloat16 `x` is rounded first, as in `rounded`."""
     wide = x.astype(dtype)
     return jax.lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=7) if x.dtype == jnp.bfloat16 != dtype else wide
 
 
 def cast_layers(stack: LayerStack, precision: Precision) -> LayerStack:
-    """Return the model with layers that compute in `precision.compute`, or `stack` itself if that is None.
+    """Return the model with layers that compute in `precision.compute`, or `stack` itself if this is None.
 
-    Each layer gets its parameters and inputs in that dtype, and its outputs are cast to it, wherever the model is cut. Outputs of the last
-    layer are float32 instead. Layers are initialized from float32 inputs, and new layer state is cast back to the dtype of the old.
+    Each layer gets its parameters and inputs in this dtype, and its outputs are cast to the dtype, independently of the cut. Outputs of the
+    last layer are float32 instead. Layers are initialized from float32 inputs, and new layer state is cast to the dtype of the old state.
 
     Args:
         stack: the model.
@@ -234,7 +234,7 @@ def cast_layers(stack: LayerStack, precision: Precision) -> LayerStack:
     if precision.compute is None:
         return stack
     compute = jnp.dtype(precision.compute)
-    if stack.traced is not None:  # layers cut from a model compute as the model does with such parameters and inputs
+    if stack.traced is not None:  # layers cut from a model compute like the whole model with parameters and inputs of this dtype
         return stack.recut(lambda whole: _cast(whole, compute, jnp.dtype("float32")), partial(_floats_as, compute))
     outputs = dict.fromkeys(stack.ids, compute) | {stack.ids[-1]: jnp.dtype("float32")}
     return stack.with_layers({layer_id: _cast(layer, compute, outputs[layer_id]) for layer_id, layer in stack.layers.items()})
@@ -242,11 +242,11 @@ def cast_layers(stack: LayerStack, precision: Precision) -> LayerStack:
 
 def _cast(layer: Layer, compute: Any, outputs: Any) -> Layer:
     def init(key: jax.Array, x: Tree) -> tuple[Tree, Tree]:
-        return layer.init(key, _floats_as(jnp.dtype("float32"), x))  # a layer may make parameters of its input's dtype
+        return layer.init(key, _floats_as(jnp.dtype("float32"), x))  # a layer may make parameters with the dtype of its input
 
     def apply(params: Tree, state: Tree, x: Tree, key: jax.Array | None, train: bool) -> tuple[Tree, Tree]:
         y, new_state = layer.apply(_floats_as(compute, params), state, _floats_as(compute, x), key, train)
-        if jax.tree.structure(new_state) == jax.tree.structure(state):  # type: ignore[operator]  # else a later check raises the error
+        if jax.tree.structure(new_state) == jax.tree.structure(state):  # type: ignore[operator]  # otherwise a later check raises the error
             new_state = jax.tree.map(lambda new, old: _floats_as(old.dtype, new) if old.dtype in _NARROW else new, new_state, state)
         return _floats_as(outputs, y), new_state
 

@@ -32,7 +32,7 @@ class Probed(NamedTuple):
     Attributes:
         optimizer: the optimizer, which is kept alive so that its `id` is not used twice.
         params: the shapes of the parameters by layer id.
-        layerwise: a `LayerwiseOptimizer`, the result.
+        layerwise: the result, a `LayerwiseOptimizer`.
     """
 
     optimizer: Any
@@ -43,29 +43,31 @@ class Probed(NamedTuple):
 class LayerStack:
     """The model: layers by id, in order. Any pytree may flow from one layer to the next.
 
-    A layer is given as
+    A layer is one of
 
     - a callable with a parameter named `rngs`: the constructor of a Flax NNX module, `lambda rngs: nnx.Linear(4, 8, rngs=rngs)`;
-    - a built NNX module: a run begins with its arrays, which are not copied here, and the module is not changed;
+    - a built NNX module: a run begins with its arrays, which are not copied here; the module is not changed;
     - a Flax Linen module;
     - any other callable: a function of the layer's input, without parameters;
     - a `Layer`, for everything else.
 
-    A call with a parameter `train`, `training` or `is_training` gets True in training; with `deterministic` or `use_running_average`,
-    False. docs/how-to/layers.md describes layers in detail.
+    In training, a parameter `train`, `training` or `is_training` of a layer's call gets True, and a parameter `deterministic` or
+    `use_running_average` gets False. docs/how-to/layers.md describes layers in detail.
 
-    Random numbers, in initialization, training and evaluation, depend on (key, layer id, microbatch) only, never on where the stack is cut.
+    Random numbers, in initialization, training and evaluation, depend only on the key, the layer id and the microbatch, never on the cut.
 
     Args:
-        layers: the layers by id, a non-empty string, by which parameters, checkpoints and error messages name them. The ids of a list, a
+        layers: the layers by id. An id is a non-empty string; parameters, checkpoints and error messages use it. The ids of a list, a
             tuple, an `nnx.List`, an `nnx.Sequential` or a Linen `Sequential` are "0", "1" and so on.
-        ties: which layers share parameters. Each stage that uses a shared parameter holds a copy; their gradients are summed.
-        carries_rows: whether layers keep a state of each row from batch to batch. Then no stage can have replicas, which see other rows.
-        mixes_rows: whether layers or the loss mix the rows of a microbatch on purpose, as routers of experts do; otherwise this logs a
-            warning.
+        ties: the pairs of places that share a parameter. Each stage that uses a shared parameter holds a copy; the stages sum their
+            gradients.
+        carries_rows: whether layers keep a state of each row from batch to batch. Then no stage can have replicas, because these see
+            different rows.
+        mixes_rows: whether layers or the loss mix the rows of a microbatch on purpose, as routers of experts do. If False, mixed rows cause
+            a warning.
 
     Raises:
-        InputError: a layer that is none of the above, no layer at all, a parameter shared by two layers without a tie, or wrong ties.
+        InputError: there is no layer, a layer is none of the above, two layers share a parameter without a tie, or the ties are wrong.
 
     Example:
         >>> stack = LayerStack({"in": lambda rngs: nnx.Linear(4, 8, rngs=rngs), "act": jnp.tanh})
@@ -111,24 +113,24 @@ class LayerStack:
     ) -> "LayerStack":
         """Cut a whole model into layers; the model is not changed.
 
-        The model is traced with the inputs, and cut where the fewest bytes pass from one part to the next: one layer for each block.
-        Values that cross several layers, such as skip connections, are passed on; parameters that several layers read become ties.
-        Random numbers are as in a call of the whole model with `microbatch_key`. docs/explanation/layers.md explains where a model is cut.
+        The model is traced with the inputs, and cut where the fewest bytes pass from one part to the next: one layer for each block. Layers
+        pass on values that cross several layers, such as skip connections. Parameters that several layers read become ties. Random numbers
+        are the same as in a call of the whole model with `microbatch_key`. docs/explanation/layers.md explains where a model is cut.
 
         Args:
-            model: an NNX module that is built (its weights are the initial ones) or abstract (from `nnx.eval_shape`), or a callable with a
-                parameter `rngs` that makes one; a Linen module; or any other callable pytree of arrays, such as an Equinox module.
-            inputs: example inputs of one microbatch, arrays or `jax.ShapeDtypeStruct`s. With one, the inputs of a batch have its structure;
-                with several, they are a tuple, and the model is called with each as an argument.
-            variables: the variables of a Linen module, as its `init` returns them: the initial weights and layer state. By default they are
-                made from the key of the run.
-            granularity: "block", or "finest" to cut at every place where no more bytes pass than around it.
-            cuts: paths of parameters, such as "blocks.4": the model is cut before the first reader of each, and nowhere else.
-                Places marked by `jpipe.cut` in the model do the same.
+            model: a built NNX module, with the initial weights; an abstract NNX module from `nnx.eval_shape`; a callable with a parameter
+                `rngs` that makes an NNX module; a Linen module; or any other callable pytree of arrays, such as an Equinox module.
+            inputs: example inputs of one microbatch, arrays or `jax.ShapeDtypeStruct`s. With one example, the inputs of a batch have its
+                structure. With several, the inputs of a batch are a tuple, and the model is called with its items as arguments.
+            variables: the variables of a Linen module in the form that its `init` returns: the initial weights and layer state. By default
+                they are made from the key of the run.
+            granularity: "block", or "finest" to cut at every place where no more bytes pass than before and after it.
+            cuts: paths of parameters, such as "blocks.4". The model is cut before the first operation that reads each of them, and nowhere
+                else. `jpipe.cut` in the model marks further places to cut.
 
         Raises:
-            InputError: the model cannot be traced; it has ordered side effects; there is no place to cut it; training and evaluation read
-                its parameters in another order.
+            InputError: the model cannot be traced, has ordered side effects, has no place to cut it, or reads its parameters in another
+                order in evaluation than in training.
 
         Example:
             >>> from flax import linen
@@ -152,15 +154,15 @@ class LayerStack:
 
         Args:
             function: `function(params, *inputs)`, or with `state` `function(params, state, *inputs) -> (outputs, new state)`. A parameter
-                named `key` or `rng` gets a random key of the microbatch; it learns whether it trains as layers do.
-            params: its initial parameters, any pytree; or `jax.ShapeDtypeStruct`s, if `Pipeline.init` will get arrays. Python numbers and
+                named `key` or `rng` gets a random key of the microbatch; parameters such as `train` get the mode, as in layers.
+            params: the initial parameters, any pytree; or `jax.ShapeDtypeStruct`s if `Pipeline.init` will get arrays. Python numbers and
                 arrays that are not floating point are constants.
             inputs: as in `from_model`.
             state: the initial layer state.
             granularity, cuts: as in `from_model`.
 
         Raises:
-            InputError: as `from_model`.
+            InputError: an error of `from_model`.
 
         Example:
             >>> params = [{"w": jnp.ones((8, 8))} for _ in range(3)]
@@ -202,23 +204,23 @@ class LayerStack:
         return stack
 
     def recut(self, change: Callable[[Layer], Layer], prepare: Callable[[Tree], Tree]) -> "LayerStack":
-        """Return the layers of the changed model, cut at the same places, for a stack that was cut from a model.
+        """Change the whole model of a stack that was cut from a model, and cut the result at the same places.
 
         Args:
-            change: a function that changes the whole model, as one layer.
-            prepare: applied to the parameters of each layer.
+            change: a function that changes the whole model, which it gets as one layer.
+            prepare: a function that is applied to the parameters of each layer.
         """
         assert self.traced is not None
         return self._of_traced(self.traced.recut(change, prepare))
 
     def by_layer(self, params: Tree | None) -> dict[str, tuple[Tree, Tree]]:
-        """Return the parameters and the state that `Pipeline.init` receives, by layer id; None if missing.
+        """Return (parameters, state) by layer id, from the argument `params` of `Pipeline.init`; missing parts are None.
 
         Args:
-            params: the parameters by layer id, or in the tree of the model that the layers were cut from; None: nothing.
+            params: the parameters by layer id, or in the tree of the model that the layers were cut from; or None.
 
         Raises:
-            InputError: the model is abstract, and nothing was given.
+            InputError: the model is abstract, and `params` is None.
         """
         if params is None and self.traced is not None and self.traced.abstract is not None:
             raise self.traced.abstract
@@ -236,7 +238,7 @@ class LayerStack:
 
     @cached_property
     def initial(self) -> dict[str, tuple[Tree, Tree]]:
-        """The parameters and the state of the model, by layer id; None if missing."""
+        """The (parameters, state) that the model has, by layer id; missing parts are None."""
         return self._built if self.traced is None else self.traced.by_layer(self.traced.whole.params, self.traced.whole.state)
 
     @property
@@ -245,15 +247,15 @@ class LayerStack:
         return None if self.traced is None else self.traced.tree()
 
     def whole_params(self, params: Mapping[str, Tree]) -> Tree:
-        """Return parameters by layer id in the tree of the model that the layers were cut from."""
+        """Convert parameters by layer id to the tree of the model that the layers were cut from."""
         assert self.traced is not None
         return self.traced.whole.to_user(self.traced.join(params, {})[0])
 
     def whole_model(self, params: Mapping[str, Tree], state: Mapping[str, Tree], device: jax.Device | None = None) -> Any:
-        """Return the model that the layers were cut from with these arrays, by layer id, moved to one device.
+        """Return the model that the layers were cut from, with these arrays by layer id, on one device.
 
         Raises:
-            InputError: there is none, or arrays of it are missing.
+            InputError: the layers were not cut from a model, or arrays are missing.
         """
         if self.traced is None:
             raise InputError(
@@ -262,7 +264,7 @@ class LayerStack:
         joined = self.traced.join(params, state)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(joined)):
             raise InputError(
-                "model: expected a process that has all layers, found one of several processes; save a checkpoint with "
+                "model: expected a process that has all layers, found a process with some of them; save a checkpoint with "
                 "jpipe.checkpoints.save, and load it in one process"
             )
         return self.traced.whole.rebuild(*jax.device_put(joined, device or jnp.zeros(()).sharding))
@@ -276,20 +278,20 @@ class LayerStack:
         return f"LayerStack({shortened(self.ids)})"
 
     def with_layers(self, layers: Mapping[str, Layer]) -> "LayerStack":
-        """Return the model with these layers; layers given as one object must be changed in the same way.
+        """Return the model with these layers in place of its own; layers that were one object must be changed in the same way.
 
         Args:
-            layers: as the attribute of that name.
+            layers: the new value of the attribute `layers`.
         """
         changed = copy.copy(self)
         changed.layers, changed._known = dict(layers), {}
         return changed
 
     def init_key(self, layer_id: str, key: jax.Array) -> jax.Array:
-        """Return the key that initializes a layer; it depends on the key of the run and the layer's id only.
+        """Return the key that initializes a layer. It depends only on the key of the run and the layer's id.
 
         Args:
-            layer_id: which layer.
+            layer_id: the id of the layer.
             key: the random key of the run.
         """
         return key if self.layers[layer_id].of_model else _fold(jax.random.fold_in(key, 0), layer_id)
@@ -298,9 +300,9 @@ class LayerStack:
         """Initialize one layer and return its parameters and state.
 
         Args:
-            layer_id: which layer.
+            layer_id: the id of the layer.
             key: the random key of the run.
-            x: an input of the layer, or any arrays of its shapes and dtypes.
+            x: an input of the layer, or any arrays with its shapes and dtypes.
         """
         return self.layers[layer_id].init(self.init_key(layer_id, key), x)
 
@@ -310,13 +312,13 @@ class LayerStack:
         """Run consecutive layers.
 
         Args:
-            ids: which layers, in order.
-            params: parameters by layer id, shared ones included.
-            state: layer state by layer id.
-            x: the input of the first of them, for one microbatch.
-            key: the random key of the run; needed in training if a layer draws random numbers, and in evaluation if it does so there.
-            microbatch: its number in the run, in evaluation in the batch; random numbers depend on it.
-            train: False in evaluation: dropout is off, batch statistics are used as they are.
+            ids: the ids of the layers, in order.
+            params: the parameters by layer id, including shared parameters.
+            state: the layer state by layer id.
+            x: the input of the first layer, for one microbatch.
+            key: the random key of the run; needed if a layer draws random numbers in this mode.
+            microbatch: the number of the microbatch in the run, or in evaluation in the batch; random numbers depend on it.
+            train: False in evaluation: dropout is off, and batch statistics are used unchanged.
 
         Returns:
             The output of the last layer, and the new state by layer id.
@@ -333,13 +335,13 @@ class LayerStack:
         return x, new_state
 
     def microbatch_key(self, key: jax.Array, microbatch: Any, train: bool = True) -> jax.Array:
-        """Return the key with which a model that was cut by `from_model` draws random numbers for one microbatch.
+        """Return the key with which a model that `from_model` has cut draws random numbers for one microbatch.
 
-        With this key the whole model, called by itself, draws the same numbers.
+        A call of the whole model with this key draws the same numbers.
 
         Args:
             key: the random key of the run.
-            microbatch: its number in the run, in evaluation in the batch.
+            microbatch: the number of the microbatch in the run, or in evaluation in the batch.
             train: False in evaluation.
         """
         return jax.random.fold_in(jax.random.fold_in(key, 4 if train else 5), microbatch)
@@ -352,7 +354,7 @@ class LayerStack:
             name: the layer's id, or the metric's name; empty for the loss.
             microbatch: as in `apply`.
             train: False in evaluation.
-            of_metric: whether the name is a metric's.
+            of_metric: whether `name` is the name of a metric.
         """
         purpose = 3 if of_metric else 1 if train else 2  # 0 is initialization
         return jax.random.fold_in(_fold(jax.random.fold_in(key, purpose), name), microbatch)
@@ -363,15 +365,16 @@ class LayerStack:
 
     @without_mesh()
     def specs(self, inputs: Tree, ids: Sequence[str] | None = None) -> dict[str, LayerSpec]:
-        """Return the specs of every layer's input, parameters, state and output, by layer id, without allocating anything.
+        """Trace the layers, and return the specs of every layer's input, parameters, state and output, by layer id.
 
         Args:
             inputs: one microbatch of inputs, or `jax.ShapeDtypeStruct`s like it.
-            ids: only these consecutive layers; `inputs` are for the first of them. All by default.
+            ids: consecutive layers to trace; `inputs` are the inputs of the first one. All layers by default.
 
         Raises:
-            InputError: a layer cannot take the output of the one before (names both, with shapes); its parameters are
-                complex; its state, or before the last layer its output in evaluation, has other shapes than in training.
+            InputError: a layer cannot take the output of the previous layer (the message names both, with shapes); its parameters are
+                complex; a forward changes the shapes of its state; or, before the last layer, its output has other shapes in evaluation
+                than in training.
         """
         specs: dict[str, LayerSpec] = {}
         try:
@@ -389,13 +392,13 @@ class LayerStack:
         return specs
 
     def like(self, layer_id: str, x: Tree) -> Any:
-        """Return what a layer's spec depends on: layers given as one object, such as one constructor, are traced once for each input."""
+        """Return what a layer's spec depends on. Layers that are one object, such as one constructor, are traced once for each input."""
         leaves, treedef = jax.tree.flatten(x)
         same = self._object_ids[layer_id] if self.traced is None else self.traced.first_equal(layer_id, x)
         return same, layer_id == self.ids[-1], treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves), context()
 
     def _spec(self, layer_id: str, before: str, x: Tree) -> LayerSpec:
-        """Return the specs around one layer, which gets its input `x` from `before`."""
+        """Return the specs of one layer, which gets its input `x` from `before`."""
         layer, key, original = self.layers[layer_id], key_spec(), self._alive[self.ids.index(layer_id)]
 
         def message(error: BaseException) -> str:
@@ -403,10 +406,10 @@ class LayerStack:
             remedy = f"make the output of '{before}' fit the input of '{layer_id}', or " if is_of_shapes else ""
             remedy += f"fix '{layer_id}'"
             if isinstance(error, flax.errors.FlaxError) and (built := built_module(original)):
-                remedy = f"it holds {built}, which is built already: give the constructor of that module instead"
+                remedy = f"it holds {built}, which is already built: give the constructor of this module instead"
             elif "rngs" in str(error):
-                remedy = "a layer is called with its input alone: give rngs to its parts in its constructor, as nnx.Dropout(0.1, rngs=rngs)"
-            return f"layer '{layer_id}' does not take what '{before}' gives it: {describe(x)}; it raises {cause(error)}; {remedy}"
+                remedy = "a layer is called only with its input: pass rngs to its parts in the constructor, as nnx.Dropout(0.1, rngs=rngs)"
+            return f"layer '{layer_id}' does not take its input, {describe(x)} from '{before}'; it raises {cause(error)}; {remedy}"
 
         def forward(params: Tree, state: Tree, x: Tree, key: jax.Array) -> tuple[Tree, Tree]:
             y, new_state = layer.apply(params, state, x, key, True)
@@ -420,10 +423,10 @@ class LayerStack:
             drawn = key if layer.draws_in_evaluation else None
             evaluated, _ = jax.eval_shape(lambda p, s, v, k: layer.apply(p, s, v, k, False), params, state, x, drawn)
         _reject_complex(layer_id, params)
-        if not layer.of_model:  # else it was checked with the model
+        if not layer.of_model:  # otherwise it was checked with the whole model
             again = lambda: jax.make_jaxpr(lambda *arguments: forward(*arguments))(params, state, x, key)  # noqa: E731 - traced anew
             reject_constants(layer_id, original, traced, again)
-        _require_equal(f"layer '{layer_id}': the state that a forward returns", new_state, "the state it was given", state)
+        _require_equal(f"layer '{layer_id}': the state that a forward returns", new_state, "its input state", state)
         if layer_id != self.ids[-1]:
             _require_equal(f"layer '{layer_id}': its output in evaluation", evaluated, "its output in training", y)
         axes: Any = layer.axes
@@ -434,7 +437,7 @@ class LayerStack:
 
 
 def _fold(key: jax.Array, layer_id: str) -> jax.Array:
-    digest = hashlib.blake2b(layer_id.encode(), digest_size=8).digest()  # 64 bits, in the two halves that a key takes
+    digest = hashlib.blake2b(layer_id.encode(), digest_size=8).digest()  # 64 bits, in two halves, as a key takes 32 bits at a time
     for half in (digest[:4], digest[4:]):
         key = jax.random.fold_in(key, int.from_bytes(half, "little"))
     return key

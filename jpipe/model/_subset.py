@@ -12,10 +12,10 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Subset:
-    """A subset of the leaves of named trees. In a part of a tree None replaces all other leaves.
+    """A subset of the leaves of named trees. In the chosen part of a tree, None replaces all other leaves.
 
     Attributes:
-        chosen: by name, for trees with only some leaves chosen, whether each leaf is.
+        chosen: for each tree that is not chosen completely, by name, whether each of its leaves is chosen.
     """
 
     chosen: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
@@ -33,25 +33,25 @@ class Subset:
         return jax.tree.unflatten(treedef, [leaf if is_chosen else None for leaf, is_chosen in zip(leaves, self.chosen[name], strict=True)])
 
     def part(self, trees: Mapping[str, Tree]) -> Mapping[str, Tree]:
-        """Return the chosen leaves."""
+        """Return the chosen leaves of all trees, in their structure."""
         return trees if self.is_all else {name: self.of(name, tree) for name, tree in trees.items()}
 
     def unchosen(self, trees: Mapping[str, Tree]) -> dict[str, Tree]:
-        """Return the unchosen leaves of the trees that have any; no other array is kept alive."""
+        """Return the unchosen leaves of the trees that have some. The result keeps no other array alive."""
         opposite = Subset({name: tuple(not is_chosen for is_chosen in leaves) for name, leaves in self.chosen.items()})
         return {name: opposite.of(name, tree) for name, tree in trees.items() if name in self.chosen}
 
     def joined(self, part: Mapping[str, Tree], unchosen: Mapping[str, Tree]) -> dict[str, Tree]:
-        """Return whole trees from their chosen and their unchosen leaves.
+        """Join chosen and unchosen leaves into whole trees.
 
         Args:
             part: the chosen leaves of some trees.
-            unchosen: at least the other leaves of these trees; the chosen leaves of whole trees are ignored.
+            unchosen: trees with at least the other leaves; their chosen leaves are ignored.
         """
         return {name: self.filled(name, tree, unchosen.get(name)) for name, tree in part.items()}
 
     def filled(self, name: str, part: Tree, unchosen: Tree) -> Tree:
-        """Return one whole tree, as `joined`."""
+        """Do the same as `joined` for one tree."""
         if name not in self.chosen:
             return part
         return jax.tree.map(lambda leaf, other: other if leaf is None else leaf, part, unchosen, is_leaf=lambda leaf: leaf is None)
@@ -73,7 +73,7 @@ EVERYTHING = Subset()
 
 
 def is_float(leaf: Any) -> bool:
-    """Return whether an array (or spec) is of a floating-point or complex dtype."""
+    """Return whether an array (or spec) has a floating-point or complex dtype."""
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 

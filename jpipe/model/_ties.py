@@ -22,8 +22,8 @@ class StageEntries:
     """The entries (see `Ties`) of the stages of a plan.
 
     Attributes:
-        groups: (stages, names) of the parameters that two or more stages hold, together if the same stages hold them.
-        counted: for each stage the entries that it counts where all stages count each once: it is the first one that holds them.
+        groups: pairs (stages, names of parameters), one for each set of two or more stages that hold the same parameters.
+        counted: for each stage the entries of which it is the first stage. It counts them in sums that count each entry once.
     """
 
     groups: tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]
@@ -31,11 +31,11 @@ class StageEntries:
 
     @property
     def in_several(self) -> list[str]:
-        """The parameters that two or more stages hold."""
+        """The names of the parameters that two or more stages hold."""
         return [name for _, names in self.groups for name in names]
 
     def without(self, names: Iterable[str]) -> "StageEntries":
-        """Return the same without these parameters in the groups, since their gradients are not computed."""
+        """Return a copy without these parameters in the groups, because their gradients are not computed."""
         remaining = ((stages, tuple(name for name in group if name not in names)) for stages, group in self.groups)
         return StageEntries(tuple((stages, group) for stages, group in remaining if group), self.counted)
 
@@ -49,7 +49,7 @@ class Tie:
 
     Attributes:
         first: the place where the parameter is initialized, trained, saved and exported.
-        second: the place that uses it, too; the parameter that its layer initializes there is dropped.
+        second: the place that also uses this parameter. The parameter that the layer initializes there is dropped.
     """
 
     first: tuple[str, str]
@@ -57,21 +57,22 @@ class Tie:
 
 
 class Ties:
-    """The ties of a model. A shared parameter has its own entry among parameters, gradients and optimizer states.
+    """The ties of a model.
 
-    Entries are the layers, without the shared parameters (None in their places), and the shared parameters, by name.
+    Parameters, gradients and optimizer states are dicts by entry. There is an entry for each layer, with None in place of shared
+    parameters, and an entry for each shared parameter, under its name.
 
     Args:
         ties: the ties of the user, an iterable of `Tie`.
         ids: the ids of all layers, in order.
 
     Raises:
-        InputError: no ties, a layer that is not in the model, one place twice, or a chain.
+        InputError: `ties` are not ties, name a layer that is not in the model, use one second place twice, or form a chain.
     """
 
     def __init__(self, ties: Any, ids: Sequence[str]) -> None:
-        self.first: dict[str, tuple[str, str]] = {}  # the first place, by name
-        self.shared: dict[str, dict[str, str]] = {}  # by layer id: the name of the shared parameter by path
+        self.first: dict[str, tuple[str, str]] = {}  # the first place of each shared parameter, by name
+        self.shared: dict[str, dict[str, str]] = {}  # by layer id: the names of its shared parameters, by path
         self._index = {layer_id: number for number, layer_id in enumerate(ids)}
         firsts, seconds = dict[tuple[str, str], str](), dict[tuple[str, str], str]()
         for tie in _checked(ties, ids):
@@ -98,14 +99,14 @@ class Ties:
         return tuple(dict.fromkeys(name for layer_id in ids for name in sorted(self.shared.get(layer_id, {}).values())))
 
     def entries(self, ids: Sequence[str]) -> tuple[str, ...]:
-        """Return the layer ids, with each shared parameter before the first layer that uses it."""
+        """Return the entries of these layers: the layer ids, with each shared parameter before the first layer that uses it."""
         entries: dict[str, None] = {}
         for layer_id in ids:
             entries |= dict.fromkeys((*self.names([layer_id]), layer_id))
         return tuple(entries)
 
     def sharers(self, ids: Sequence[str]) -> dict[str, tuple[str, ...]]:
-        """Return the layers that use each parameter shared by two or more of these layers, by its name."""
+        """Return, for each parameter that two or more of these layers share, the layers that use it, by the name of the parameter."""
         users = {name: tuple(layer_id for layer_id in ids if name in self.shared.get(layer_id, {}).values()) for name in self.first}
         return {name: layers for name, layers in users.items() if len(layers) > 1}
 
@@ -123,9 +124,9 @@ class Ties:
         """Split whole parameters of some layers into entries.
 
         Args:
-            params: the parameters by layer id, and those in the layers with the first places of their shared parameters. Specs may lack the
-                latter.
-            ids: the layers; by default all of `params`.
+            params: the parameters by layer id, including the layers with the first places of shared parameters; for specs these are
+                optional.
+            ids: the layers; by default all layers of `params`.
         """
         entries: dict[str, Tree] = {}
         for layer_id in params if ids is None else ids:
@@ -136,19 +137,19 @@ class Ties:
         return {name: entries[name] for name in self.entries(tuple(params if ids is None else ids))}
 
     def whole(self, layer_id: str, entries: Mapping[str, Tree]) -> Tree:
-        """Return the parameters of a layer, shared ones included, from the entries."""
+        """Return the parameters of a layer, including shared parameters, from the entries."""
         shared = self.shared.get(layer_id)
         if not shared:
             return entries[layer_id]
         return _replaced(entries[layer_id], {path: entries[name] for path, name in shared.items()})
 
     def in_layers(self, subset: Subset, entries: Mapping[str, Tree], ids: Iterable[str]) -> Subset:
-        """Return a subset of the leaves of entries as a subset of the leaves of whole layers.
+        """Convert a subset of the leaves of entries to a subset of the leaves of whole layers.
 
         Args:
-            subset: the leaves, by entry.
-            entries: parameters of the layers, or their specs, by entry.
-            ids: the layers.
+            subset: the subset, by entry.
+            entries: the parameters of the layers, or their specs, by entry.
+            ids: the ids of the layers.
         """
         if subset.is_all:
             return subset
@@ -159,7 +160,7 @@ class Ties:
         return Subset({layer_id: leaves for layer_id, leaves in by_layer.items() if not all(leaves)})
 
     def by_place(self, params: Mapping[str, Tree]) -> Iterator[tuple[str, Tree]]:
-        """Yield (entry, its tree) of whole layers by layer id; a shared parameter occurs once for each of its places."""
+        """Yield (entry, tree) pairs from whole layers; a shared parameter occurs once for each of its places."""
         for layer_id, tree in params.items():
             shared = self.shared.get(layer_id, {})
             for path, name in shared.items():
@@ -167,11 +168,11 @@ class Ties:
             yield layer_id, _replaced(tree, dict.fromkeys(shared))
 
     def parts(self, params: Mapping[str, Tree], trained: Subset = EVERYTHING) -> dict[str, dict[str, Tree]]:
-        """Return each entry as an optimizer sees it: its arrays in the structure of its layer, masked nodes elsewhere.
+        """Return each entry in the form for an optimizer: its arrays in the structure of its layer, with masked nodes elsewhere.
 
         Args:
-            params: parameters by layer id; those in second places are dropped.
-            trained: the trained parameters by entry; frozen parameters are masked nodes, too.
+            params: the parameters by layer id; parameters in second places are dropped.
+            trained: the trained parameters by entry; masked nodes also replace frozen parameters.
         """
         firsts = {place: name for name, place in self.first.items()}
         parts: dict[str, dict[str, Tree]] = {}
@@ -199,17 +200,17 @@ class Ties:
         """Check that ties fit the parameters of the layers.
 
         Args:
-            params: specs of all parameters, by layer id.
+            params: the specs of all parameters, by layer id.
 
         Raises:
-            InputError: a path that does not exist, or two places of different shapes or dtypes.
+            InputError: a path does not exist, or the two places of a tie have different shapes or dtypes.
         """
         leaves = {layer_id: dict(_paths(params[layer_id])) for layer_id in self.shared}
         for layer_id, shared in self.shared.items():
             times = Counter(path for path, _ in _paths(params[layer_id]))
             for path in shared:
                 if times[path] > 1:
-                    raise InputError(f"ties: layer '{layer_id}' has {times[path]} parameters '{path}'; rename all of them but one")
+                    raise InputError(f"ties: layer '{layer_id}' has {times[path]} parameters '{path}'; rename all but one")
         for layer_id, shared in self.shared.items():
             for path, name in shared.items():
                 if path not in leaves[layer_id]:
@@ -219,7 +220,7 @@ class Ties:
                     raise InputError(f"ties: layer '{layer_id}' has no parameter '{path}'; the nearest are {', '.join(near) or 'none'}")
                 first_id, first_path = self.first[name]
                 if first_path not in leaves[first_id]:
-                    continue  # reported in its place
+                    continue  # another iteration reports the missing first place
                 first, second = leaves[first_id][first_path], leaves[layer_id][path]
                 if (first.shape, first.dtype) != (second.shape, second.dtype):
                     raise InputError(
@@ -228,7 +229,7 @@ class Ties:
                     )
 
     def with_firsts(self, params: Mapping[str, Tree]) -> dict[str, Tree]:
-        """Return parameters by layer id, with the values of first places in all places of a tie."""
+        """Copy the values of first places to all places of a tie, and return the parameters by layer id."""
         return {
             layer_id: _replaced(
                 tree, {path: _leaf(params[self.first[name][0]], self.first[name][1]) for path, name in self.shared[layer_id].items()}
@@ -239,13 +240,13 @@ class Ties:
         }
 
     def check_values(self, params: Mapping[str, Tree]) -> None:
-        """Check that explicit parameters have the same values in all places of a tie.
+        """Check that parameters that the user passes have the same values in all places of a tie.
 
         Args:
-            params: the parameters of all layers, with a `jax.ShapeDtypeStruct` in place of a missing one.
+            params: the parameters of all layers, with a `jax.ShapeDtypeStruct` in place of each missing parameter.
 
         Raises:
-            InputError: a second place has a value without the first, or with other values.
+            InputError: a second place has a value but the first place has none, or has other values.
         """
         for layer_id, shared in self.shared.items():
             for path, name in shared.items():
@@ -254,9 +255,9 @@ class Ties:
                     continue
                 where = f"params: {_words((layer_id, path))} is {_words(self.first[name])} (they are tied)"
                 if isinstance(first, jax.ShapeDtypeStruct):
-                    raise InputError(f"{where}, which is not given; give it there")
+                    raise InputError(f"{where}, which has no values; give the values there")
                 if np.asarray(value).tobytes() != np.asarray(first).tobytes():
-                    raise InputError(f"{where}, but other values are given there; give the same, or leave out {_words((layer_id, path))}")
+                    raise InputError(f"{where}, but has other values; give the same values, or leave out {_words((layer_id, path))}")
 
 
 def _checked(ties: Any, ids: Sequence[str]) -> list[Tie]:
@@ -281,13 +282,13 @@ def _words(place: tuple[str, str]) -> str:
 
 
 def _paths(tree: Tree) -> list[tuple[str, Any]]:
-    """Return (path, leaf) of all leaves, with None as a leaf."""
+    """Return the (path, leaf) of each leaf; None counts as a leaf."""
     leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: leaf is None)[0]
     return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
 
 
 def _masked(tree: Tree, paths: Iterable[str]) -> Tree:
-    """Replace the values at these paths by `optax.MaskedNode()`, which holds no arrays."""
+    """Replace the values at these paths with `optax.MaskedNode()`, which holds no arrays."""
     return _replaced(tree, {path: optax.MaskedNode() for path in paths})
 
 
@@ -296,7 +297,7 @@ def _leaf(tree: Tree, path: str) -> Any:
 
 
 def _replaced(tree: Tree, values: Mapping[str, Any]) -> Tree:
-    """Replace the values at these paths."""
+    """Replace the values at the paths in `values`."""
     if not values:
         return tree
     treedef = jax.tree.structure(tree, is_leaf=lambda leaf: leaf is None)
@@ -314,10 +315,10 @@ class ModelTree:
     """The tree of parameters of a whole model that was cut into layers.
 
     Attributes:
-        structures: the structures of that tree; further ones have equal leaves in the same order.
-        shapes: the shapes of its leaves.
-        layers: for each layer id a tree like the layer's parameters, with a `Leaf` in place of each array: the leaf or slice of the whole
-            tree.
+        structures: the possible structures of this tree, all with the same leaves in the same order.
+        shapes: the shapes of the leaves.
+        layers: for each layer id a tree like the layer's parameters, with a `Leaf` in place of each array, which names a leaf or slice of
+            the whole tree.
     """
 
     structures: tuple[Any, ...]
@@ -325,5 +326,5 @@ class ModelTree:
     layers: Mapping[str, Tree]
 
     def axes(self) -> dict[int, tuple[int, ...]]:
-        """Return the axes along which stacked leaves are split into slices, by number of the leaf."""
+        """Return, by number of the leaf, the axes along which stacked leaves are split into slices."""
         return {place.number: place.axes for place in jax.tree.leaves(dict(self.layers)) if place.axes}

@@ -112,7 +112,7 @@ def refused(write_config, tiny, capsys, monkeypatch):
             "plan.mesh={model: 3}",
             r"jpipe: model.heads: expected a multiple of 3, the size of the axis 'model' of the mesh of stage 0, found 2",
         ),
-        ("plan.mesh={data: 3}", r"batch: expected microbatches of a multiple of 3 rows, .* found 2; change"),
+        ("plan.mesh={data: 3}", r"batch: expected a multiple of 3 rows in a microbatch, .* found 2; change"),
         ("plan.rules={mlp: model}", r"jpipe: plan.rules.mlp: expected an axis of the stages' meshes, no mesh, found 'model'"),
         ("plan.param_axes={a/*: [mlp]}", r"jpipe: plan.param_axes: 'a/\*' matches no parameter of the model"),
         ("plan.shard_optimizer=true", r"jpipe: plan.shard_optimizer: expected a stage with replicas, found none"),

@@ -70,7 +70,7 @@ def test_linen_and_layers_and_patterns_name_axes_too():
     layer = Layer(models.dense(WIDTH).init, models.dense(WIDTH).apply, axes={"w": ("mlp", "embed")})
     stack = LayerStack({"linen": LinenBlock(), "own": layer, "plain": models.dense(WIDTH)})
     pipe = pipeline(stack, num_stages=1, mesh={"model": 2}, param_axes={"plain/*": ["embed"], "plain/w": ["embed", "mlp"]})
-    with pytest.raises(InputError, match=r"layer 'plain': parameter 'w': expected a logical axis or None for each of its dims, \[8, 8\]"):
+    with pytest.raises(InputError, match=r"layer 'plain': parameter 'w': expected a logical axis or None for each dim, \[8, 8\]"):
         specs(pipe)
     pipe = pipeline(stack, num_stages=1, mesh={"model": 2}, param_axes={"plain/w": ["embed", "mlp"], "plain/*": ["mlp"]})
     assert specs(pipe) == {
@@ -114,7 +114,7 @@ def test_programs_gather_nothing_but_the_shards_of_fsdp():
 
 
 REFUSED = {
-    "rows": ({"mesh": {"data": 8}}, r"batch: expected microbatches of a multiple of 8 rows, .* found 4; change the batch size"),
+    "rows": ({"mesh": {"data": 8}}, r"batch: expected a multiple of 8 rows in a microbatch, .* found 4; change the batch size"),
     "dim": (
         {"mesh": {"model": 3}},
         r"layer 'block0': parameter '(down|up)/(kernel|bias)': dim \d, 'mlp', is 16, which the size 3 of the axis 'model' does not divide",

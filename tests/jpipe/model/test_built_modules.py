@@ -120,7 +120,7 @@ def test_parameters_of_a_closure_are_refused(way, message):
 
 def test_a_module_whose_state_a_forward_changes_is_refused_as_one_that_is_built():
     norm = nnx.BatchNorm(models.WIDTH, rngs=nnx.Rngs(0))
-    with pytest.raises(InputError, match=r"layer 'b' .*it holds 'module', a BatchNorm, which is built already: give the constructor"):
+    with pytest.raises(InputError, match=r"layer 'b' .*it holds 'module', a BatchNorm, which is already built: give the constructor"):
         jpipe.LayerStack({"b": closing_over(norm)}).specs(X)
 
 
@@ -206,7 +206,9 @@ class LinenSowing(linen.Module):
     ids=["NNX", "NNX, in the constructor", "Linen"],
 )
 def test_sow_is_refused_by_name(layer, where):
-    with pytest.raises(InputError, match=f"layer 'a': its forward stores something new in {where}, as .*sow does.*return it as a part of"):
+    with pytest.raises(
+        InputError, match=f"layer 'a': its forward stores something new in {where}, as .*sow does.*return the value as a part of"
+    ):
         jpipe.LayerStack({"a": layer}).specs(X)
 
 
@@ -224,7 +226,5 @@ def test_a_function_that_takes_rngs_is_refused_with_advice():
 
     with pytest.raises(InputError, match=r"layer 'a' has a parameter 'rngs'.*also needs 'x'.*draw random numbers in an NNX module"):
         jpipe.LayerStack({"a": drop})
-    with pytest.raises(
-        InputError, match=r"layer 'a'.*'rngs'; a layer is called with its input alone: give rngs to its parts in its constr"
-    ):
+    with pytest.raises(InputError, match=r"layer 'a'.*'rngs'; a layer is called only with its input: pass rngs to its parts in the constr"):
         jpipe.LayerStack({"a": lambda rngs: DrawingCall(rngs)}).specs(X)

@@ -200,7 +200,7 @@ def test_layers_that_do_not_fit_are_named_with_their_shapes():
     pipe = Pipeline(stack, Plan.even(stack.ids, 2, "gpipe", 2), models.squares, models.momentum())
     with pytest.raises(
         InputError,
-        match=r"layer 'wide' does not take what 'narrow' gives it: float32\[2, 4\]; it raises .*5.*make the output of 'narrow' fit",
+        match=r"layer 'wide' does not take its input, float32\[2, 4\] from 'narrow'; it raises .*5.*make the output of 'narrow' fit",
     ):
         pipe.check(models.batches_of(1, 4)[0])
 
@@ -208,7 +208,7 @@ def test_layers_that_do_not_fit_are_named_with_their_shapes():
 def test_a_first_layer_that_does_not_fit_the_batch_is_named():
     stack = LayerStack({"first": lambda rngs: nnx.Linear(5, 3, rngs=rngs)})
     pipe = Pipeline(stack, Plan.even(stack.ids, 1, "gpipe", 2), models.squares, models.momentum())
-    with pytest.raises(InputError, match=r"layer 'first' does not take what 'the batch' gives it: float32\[2, 3\]"):
+    with pytest.raises(InputError, match=r"layer 'first' does not take its input, float32\[2, 3\] from 'the batch'"):
         pipe.check(models.batches_of(1, 4)[0])
 
 
@@ -230,7 +230,7 @@ def test_a_mistake_in_a_layer_is_reported_with_its_place_and_without_advice_abou
     with pytest.raises(InputError) as refused:
         stack.specs(np.zeros((2, 3), np.float32))
     assert str(refused.value) == (
-        f"layer 'broken' does not take what 'first' gives it: float32[2, 3]; it raises KeyError: 'mask' ({line_of(breaks)}); fix 'broken'"
+        f"layer 'broken' does not take its input, float32[2, 3] from 'first'; it raises KeyError: 'mask' ({line_of(breaks)}); fix 'broken'"
     )
 
 

@@ -79,7 +79,7 @@ def test_a_linen_sequential_is_cut_into_its_layers():
 
 def test_a_module_in_two_places_of_a_sequence_is_refused():
     linear = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
-    with pytest.raises(InputError, match=r"layers '0' and '2' share the parameter or module '.*', which a pipeline cannot see"):
+    with pytest.raises(InputError, match=r"layers '0' and '2' share the parameter or module '.*', so two stages would train"):
         LayerStack([linear, jnp.tanh, linear])
     dense = linen.Dense(3)
     with pytest.raises(InputError, match=r"layers '0' and '1' share the parameter or module 'Dense'"):
@@ -91,9 +91,7 @@ def test_a_module_in_two_places_of_a_sequence_is_refused():
 def test_built_modules_with_a_tie_begin_with_equal_arrays():
     first, second = (nnx.Linear(3, 3, rngs=nnx.Rngs(seed)) for seed in (0, 1))
     pipe = pipeline([first, second], ties=[Tie(("0", "kernel"), ("1", "kernel"))])
-    with pytest.raises(
-        InputError, match=r"'kernel' of layer '1' is 'kernel' of layer '0' .they are tied., but other values are given there"
-    ):
+    with pytest.raises(InputError, match=r"'kernel' of layer '1' is 'kernel' of layer '0' .they are tied., but has other values"):
         pipe.init(jax.random.key(0), BATCHES[0])
     second.kernel[...] = first.kernel[...]
     pipe = pipeline([first, second], ties=[Tie(("0", "kernel"), ("1", "kernel"))])

@@ -122,7 +122,7 @@ def test_an_abstract_module_has_specs_alone():
     module = Net(nnx.Rngs(0))
     assert whole.params is whole.state is None
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(whole.specs))
-    with pytest.raises(InputError, match=r"the model: it is abstract.*give init\(…, params=…\), or the constructor lambda rngs: Net"):
+    with pytest.raises(InputError, match=r"the model: an abstract model .*give init\(…, params=…\), or the constructor lambda rngs: Net"):
         whole.layer.init(KEY, X)
     params, state = whole.from_user(module)
     leaves_are(params, params_of(module))
@@ -303,7 +303,7 @@ def test_an_equinox_module_comes_back_with_other_arrays():
     abstract = open_model(eqx.filter_eval_shape(equinox_net), (SPEC,))
     assert abstract.params is abstract.state is None
     leaves_are(abstract.from_user(module), (whole.params, whole.state))
-    with pytest.raises(InputError, match="the model: it is abstract"):
+    with pytest.raises(InputError, match="the model: an abstract model"):
         abstract.layer.init(KEY, X)
 
 
@@ -374,7 +374,9 @@ def test_a_function_gets_whether_it_trains(function):
 
 
 def test_a_flag_of_another_name_is_refused():
-    with pytest.raises(InputError, match=r"the model: expected one of train, training, .* as the parameter that says .*, found 'is_eval'"):
+    with pytest.raises(
+        InputError, match=r"the model: expected one of train, training, .* as the parameter that selects .*, found 'is_eval'"
+    ):
         open_function(lambda params, x, is_eval: x, {}, (SPEC,))
 
 

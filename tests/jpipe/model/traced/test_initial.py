@@ -85,7 +85,7 @@ def test_parameters_are_in_the_tree_of_the_model_or_by_layer():
 
 
 def test_what_an_abstract_model_lacks_is_named():
-    with pytest.raises(InputError, match="the model: it is abstract, so it has no arrays to begin with"):
+    with pytest.raises(InputError, match="the model: an abstract model has no arrays to begin with"):
         begun(pipeline(ABSTRACT))
     with pytest.raises(InputError, match=r"params: layer '.*': '.*' is missing, and an abstract model cannot initialize it"):
         begun(pipeline(ABSTRACT), arrays(trained())[0])
