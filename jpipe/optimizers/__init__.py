@@ -1,7 +1,7 @@
 """Optax transformations for gradients that are computed with delayed weights.
 
-They do not depend on pipelines. A pipeline passes two more arguments to their `update`: `delay`, how many updates old the weights of the
-gradients were on average, and `stage`, the number of the stage.
+They do not depend on pipelines. A pipeline passes two additional arguments to their `update`: `delay`, the mean age in updates of the
+weights that the gradients were computed with, and `stage`, the number of the stage.
 """
 
 from jpipe.optimizers._per_stage import PerStageState, per_stage

@@ -32,19 +32,19 @@ class PerStageState(NamedTuple):
 def per_stage(make: Callable[..., optax.GradientTransformation], **arguments: Any) -> optax.GradientTransformationExtraArgs:
     """Return an optimizer with numeric arguments that may differ between stages.
 
-    The state holds none of the values, so that a run can be resumed with other ones, or with another number of stages.
+    The state holds none of the values, so a run can be resumed with other values, or with another number of stages.
 
     Args:
         make: a function that returns an optimizer, such as `optax.adamw`. The optimizer must not keep the arguments in its state, as
-            one of `optax.inject_hyperparams` does.
-        arguments: for `make`. A list has one number or schedule for each stage; anything else is passed on as it is.
+            optimizers of `optax.inject_hyperparams` do.
+        arguments: the arguments of `make`. A list has one number or schedule for each stage; other values are passed on unchanged.
 
     Returns:
-        A transformation. Its `update` takes `stage`, the number of the stage, and `num_stages`, against which it checks the lists.
+        A transformation. Its `update` takes `stage`, the number of the stage, and `num_stages`, the length that the lists must have.
 
     Raises:
-        InputError: a list is empty or holds something else than finite numbers and schedules; numbers for the stages are no list; `make`
-            has no such argument, or needs another one. From `update`: a list has another length than `num_stages`.
+        InputError: a list is empty, or has a value that is neither a finite number nor a schedule; values for the stages are not in a list;
+            or `make` does not have an argument, or needs another one. From `update`: the length of a list is not `num_stages`.
 
     Example:
         >>> optimizer = per_stage(optax.adamw, learning_rate=[1e-4, 2e-4, optax.cosine_decay_schedule(3e-4, 1000)], b1=0.95)
@@ -64,7 +64,7 @@ def per_stage(make: Callable[..., optax.GradientTransformation], **arguments: An
             if names := sorted(staged.keys() & hyperparams.keys()):
                 raise InputError(
                     f"per_stage: the optimizer keeps {names[0]} in its state, as optax.inject_hyperparams does, and would use the value of "
-                    "stage 0 at all stages; pass it to per_stage without inject_hyperparams"
+                    "stage 0 at all stages; make the optimizer without inject_hyperparams"
                 )
         return PerStageState(count, state)
 
@@ -83,7 +83,7 @@ def per_stage(make: Callable[..., optax.GradientTransformation], **arguments: An
         if num_stages is not None:
             extra_args["num_stages"] = num_stages
         updates, after = inner(state.count, stage).update(updates, state.inner_state, params, stage=stage, **extra_args)
-        # The values of schedules are arrays, and may promote the state.
+        # The values of schedules are arrays, which may promote the dtypes of the state.
         after = jax.tree.map(lambda old, new: new if new.dtype == old.dtype else new.astype(old.dtype), state.inner_state, after)
         return updates, PerStageState(optax.safe_increment(state.count), after)
 

@@ -1,4 +1,4 @@
-"""Weight prediction: move the weights ahead along the last update, by the delay of the next gradients."""
+"""Weight prediction: move the weights ahead along the last update, to make up for the delay of gradients."""
 
 import math
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ class PredictDelayState(NamedTuple):
     """The state of `predict_delay`.
 
     Attributes:
-        ahead: how far each parameter is ahead of where it would be without the prediction, as the parameters.
+        ahead: the current prediction, a tree like the parameters: each parameter minus its value without the prediction.
     """
 
     ahead: Tree
@@ -26,23 +26,23 @@ class PredictDelayState(NamedTuple):
 def predict_delay(factor: float = 1.0) -> optax.GradientTransformationExtraArgs:
     """Return a transformation that moves the weights ahead along the last update, for late gradients.
 
-    Gradients with a delay of n updates change weights that n further updates have moved since. With the weights λ = `factor` · n updates
-    ahead, in the direction of the last one, they are computed about where they are applied. With U_t the updates that come in,
+    Gradients with a delay of n updates are applied to weights that n further updates have moved in the meantime. If the weights are moved
+    ahead by λ = `factor` · n updates, in the direction of the last update, gradients are computed approximately where they are applied. Let
+    U_t be the incoming updates and out_t the outgoing ones:
 
-        ahead_t = λ_t U_t
-        out_t   = U_t + ahead_t − ahead_{t−1}
+        ahead_t = λ_t U_t out_t   = U_t + ahead_t − ahead_{t−1}
 
-    For a constant λ that is U_t + λ (U_t − U_{t−1}), error feedback. The weights x that the updates add up to and the ordinary ones y, to
-    which the U_t add up, satisfy y_t = x_t − ahead_t, so λ may change at any time: with λ = 0 the next update takes the prediction
-    out again.
+    For a constant λ, out_t = U_t + λ (U_t − U_{t−1}), which is error feedback. Let x_t be the weights, which the out_t add up to, and y_t
+    the weights without prediction, which the U_t add up to. Then y_t = x_t − ahead_t, so λ may change at any time; with λ = 0 the next
+    update removes the prediction.
 
-    Make it the last transformation of a chain, after the learning rate. It needs an optimizer with momentum: without one it makes training
-    less stable. After an optimizer that looks ahead itself, such as Nesterov's momentum, try 0.5, too.
+    Make it the last transformation of a chain, after the learning rate. It needs an optimizer with momentum; without momentum it makes
+    training less stable. If the optimizer itself looks ahead, as with Nesterov's momentum, also try the factor 0.5.
 
     `jpipe.Pipeline(…, delay_correction="predict")` applies the same rule, and evaluates the weights without the prediction.
 
     Args:
-        factor: how many updates to predict for each update of delay.
+        factor: the number of updates to predict for each update of delay.
 
     Returns:
         A transformation. Its `update` takes the keyword `delay`, the delay of the gradients in updates, a scalar. Its state is a
@@ -56,8 +56,8 @@ def predict_delay(factor: float = 1.0) -> optax.GradientTransformationExtraArgs:
         >>> optimizer = optax.chain(optax.sgd(0.1, momentum=0.9), predict_delay())
         >>> params = jnp.array([1.0])
         >>> updates, state = optimizer.update(jnp.array([1.0]), optimizer.init(params), params, delay=1.0)
-        >>> float(updates[0]), float(state[-1].ahead[0])  # −0.1, and once more
-        (-0.20000000298023224, -0.10000000149011612)
+        >>> float(updates[0]), float(state[-1].ahead[0])  # −0.1, and the prediction of another −0.1 (-0.20000000298023224,
+        -0.10000000149011612)
 
     Reference: Zmushko et al., One-Step Gradient Delay is Not a Barrier (2026), arXiv:2606.30634.
     """
@@ -78,7 +78,7 @@ def predict_delay(factor: float = 1.0) -> optax.GradientTransformationExtraArgs:
 
 
 def predicted(updates: Tree, before: Tree, factor: float, delay: Any) -> Tree:
-    """Return `factor` · `delay` · updates in the dtypes of `before`; with a factor or delay of 0, zeros even for infinite updates."""
+    """Return `factor` · `delay` · updates in the dtypes of `before`. If factor or delay is 0, the result is 0 even for infinite updates."""
 
     def ahead(u: jax.Array, old: jax.Array) -> jax.Array:
         rate = jnp.asarray(delay, old.dtype) * jnp.asarray(factor, old.dtype)
@@ -88,5 +88,5 @@ def predicted(updates: Tree, before: Tree, factor: float, delay: Any) -> Tree:
 
 
 def with_prediction(tree: Tree, before: Tree, after: Tree) -> Tree:
-    """Replace the prediction `before` in updates or parameters by `after`; where both are equal, nothing changes, bit for bit."""
+    """Replace the prediction `before` in updates or parameters by `after`. Entries where both are equal do not change, bit for bit."""
     return jax.tree.map(lambda x, old, new: jnp.where(old == new, x, x - (old - new).astype(x.dtype)), tree, before, after)

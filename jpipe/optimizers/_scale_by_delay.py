@@ -1,4 +1,4 @@
-"""PipeMare's learning rate: smaller for older gradients, at the beginning of a run."""
+"""The learning rate of PipeMare, which is smaller for older gradients at the beginning of a run."""
 
 from typing import Any, NamedTuple
 
@@ -24,15 +24,15 @@ class ScaleByDelayState(NamedTuple):
 
 
 def scale_by_delay(steps: int) -> optax.GradientTransformationExtraArgs:
-    """Divide updates by τ^(1 − min(t/steps, 1)) at update t, counted from 0, with the delay τ; a delay below 1 counts as 1.
+    """Divide updates by τ^(1 − min(t/steps, 1)), where τ is the delay, at least 1, and t the number of the update, counted from 0.
 
-    As the last part of a chain it divides the learning rate: by the whole delay at first, and by nothing from update `steps` on.
+    As the last part of a chain this divides the learning rate: by the whole delay at first, and by 1 from update `steps` on.
 
     Args:
-        steps: the number of updates after which it changes nothing.
+        steps: the number of updates after which the transformation changes nothing.
 
     Returns:
-        A transformation. Its `update` takes `delay`, τ.
+        A transformation. Its `update` takes the argument `delay`, τ.
 
     Raises:
         InputError: `steps` is not a whole number of at least 1.

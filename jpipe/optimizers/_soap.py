@@ -1,7 +1,7 @@
 """SOAP: Adam in the eigenbases of the gradients' covariances.
 
-Every n-th update decomposes matrices to refresh the bases. In a pipeline all stages do that at the same updates, so that its time is lost
-only once. If they did it at different updates, the other stages would wait each time.
+Every n-th update decomposes matrices to refresh the bases. In a pipeline all stages do this at the same updates, so its time is lost only
+once. If stages did it at different updates, the other stages would wait each time.
 
 Reference:
     Vyas, Morwani, Zhao, Kwun, Shapira, Brandfonbrener, Janson, Kakade: SOAP: Improving and Stabilizing Shampoo using Adam, 2024,
@@ -26,8 +26,8 @@ class SoapState(NamedTuple):
         count: the number of updates.
         mu: the first moment, in the rotated basis.
         nu: the second moment, in the rotated basis.
-        covariances: for each parameter a tuple with the covariance of its gradients along each rotated dim, size × size.
-        bases: for each parameter a tuple with the approximate eigenvectors of these covariances, in columns.
+        covariances: for each parameter a tuple with the covariance matrix of its gradients along each rotated dim, size × size.
+        bases: for each parameter a tuple with the approximate eigenvectors of each covariance matrix, as columns.
     """
 
     count: Any
@@ -58,18 +58,18 @@ def scale_by_soap(
 
     The covariance of the gradients along each dim of a parameter is averaged over updates. Every `precondition_frequency` updates one step
     of power iteration with a QR decomposition brings the basis of each dim closer to the eigenvectors of its covariance. The gradient is
-    rotated into these bases, and the update of Adam there is rotated back. The first update is zero: it computes the first bases, by an
-    eigendecomposition.
+    rotated into these bases; Adam computes an update there, which is rotated back. The first update is zero: it computes the first bases by
+    an eigendecomposition.
 
-    A parameter with more than two dims has a basis for each dim. Dims larger than `max_dim` are not rotated, and neither are parameters
-    with fewer than two dims, for which this is Adam; ε is added to the root of the second moment before the bias correction. The state is
-    in float32 for parameters of lower precision; of a matrix m × n it has 2·(m·n + m² + n²) numbers.
+    A parameter with more than two dims has a basis for each dim. Dims larger than `max_dim` are not rotated. Parameters with fewer than two
+    dims are not rotated either; for them this is Adam, except that ε is added to the root of the second moment before the bias correction.
+    The state is in float32 for parameters of lower precision. For a matrix m × n it has 2·(m·n + m² + n²) numbers.
 
     Args:
         b1: the decay of the first moment.
         b2: the decay of the second moment.
         eps: ε.
-        precondition_frequency: the number of updates between new bases.
+        precondition_frequency: the number of updates from one change of the bases to the next.
         max_dim: the largest size of a dim that is rotated.
         shampoo_beta: the decay of the covariances; by default `b2`.
 
@@ -95,9 +95,9 @@ def soap(
 
     Args:
         learning_rate: a number or a schedule.
-        b1: with `b2`, `eps`, `precondition_frequency`, `max_dim` and `shampoo_beta`, as in `scale_by_soap`.
-        weight_decay: decoupled, and multiplied by the learning rate, as in AdamW.
-        mask: what decays, as for `optax.adamw`.
+        b1: this and `b2`, `eps`, `precondition_frequency`, `max_dim` and `shampoo_beta` are the arguments of `scale_by_soap`.
+        weight_decay: the decoupled weight decay, which is multiplied by the learning rate, as in AdamW.
+        mask: the parameters that decay, as in `optax.adamw`.
     """
     return optax.chain(
         scale_by_soap(b1, b2, eps, precondition_frequency, max_dim, shampoo_beta),
@@ -107,7 +107,7 @@ def soap(
 
 
 class _Rule(NamedTuple):
-    """The arguments of `scale_by_soap`, and how it changes parameters."""
+    """The arguments of `scale_by_soap`, with the functions of the transformation."""
 
     b1: ArrayLike
     b2: ArrayLike

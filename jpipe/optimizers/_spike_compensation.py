@@ -1,11 +1,11 @@
-"""Spike compensation: momentum in which a late gradient has the effect that it would have had in time.
+"""Spike compensation: momentum in which a late gradient has the same total effect as a gradient without delay.
 
 A gradient that is τ updates late has missed the first τ terms of its geometric decay in the momentum m ← β·m + (1 − β)·g. Spike
-compensation makes up for them in the update at which the gradient arrives:
+compensation adds these terms in the update at which the gradient arrives:
 
     û = β^τ·m + (1 − β^τ)·g.
 
-It needs no buffer. τ = 0 is ordinary momentum and τ = 1 is Nesterov's.
+It needs no buffer. With τ = 0 it is ordinary momentum, and with τ = 1 Nesterov's momentum.
 
 Reference:
     Kosson, Chiley, Venigalla, Hestness, Köster: Pipelined Backpropagation at Scale, 2020, https://arxiv.org/abs/2003.11666.
@@ -26,15 +26,15 @@ Tree = Any
 def scale_by_compensated_momentum(decay: ArrayLike, accumulator_dtype: DTypeLike | None = None) -> optax.GradientTransformationExtraArgs:
     """Accumulate momentum as `optax.trace` does, with spike compensation.
 
-    With the trace m ← g + decay·m the update is decay^τ·m + (1 − decay^τ)/(1 − decay)·g. That is `optax.trace(decay)` for τ = 0, to the
-    bit, and `optax.trace(decay, nesterov=True)` for τ = 1, to rounding. The state is an `optax.trace`'s.
+    With the trace m ← g + decay·m the update is decay^τ·m + (1 − decay^τ)/(1 − decay)·g. For τ = 0 it equals `optax.trace(decay)` bit for
+    bit, and for τ = 1 it equals `optax.trace(decay, nesterov=True)` up to rounding. The state is the state of `optax.trace`.
 
     Args:
         decay: β, the decay of the momentum.
-        accumulator_dtype: the dtype of the momentum; by default the parameters' dtype.
+        accumulator_dtype: the dtype of the momentum; by default the dtype of the parameters.
 
     Returns:
-        A transformation. Its `update` takes `delay`, τ.
+        A transformation. Its `update` takes the argument `delay`, τ.
     """
     trace = optax.trace(decay, accumulator_dtype=accumulator_dtype)
 
@@ -52,20 +52,20 @@ def scale_by_compensated_adam(
 ) -> optax.GradientTransformationExtraArgs:
     """Rescale updates as Adam does, with spike compensation of the first moment.
 
-    After t updates the weights of the gradients in û add up to 1 − β₁^(t+τ), so that the corrected first moment is û/(1 − β₁^(t+τ)). For
-    τ = 0 the updates equal `optax.scale_by_adam`, to the bit. For τ = 1 they are as with Nesterov's momentum.
-    `optax.scale_by_adam(nesterov=True)` corrects its gradient term by 1 − β₁^t instead, so that its first updates are larger than Adam's,
-    the first one by 47 % with b1 = 0.9; the difference falls as β₁^t. The state is as in `optax.scale_by_adam`.
+    After t updates the weights of the gradients in û add up to 1 − β₁^(t+τ), so the corrected first moment is û/(1 − β₁^(t+τ)). For τ = 0
+    the updates equal `optax.scale_by_adam` bit for bit. For τ = 1 the momentum is Nesterov's. `optax.scale_by_adam(nesterov=True)` divides
+    its gradient term by 1 − β₁^t instead, so its first updates are larger: the first one by 47 % with b1 = 0.9. The difference falls as
+    β₁^t. The state is the state of `optax.scale_by_adam`.
 
     Args:
         b1: β₁, the decay of the first moment.
         b2: the decay of the second moment, which is not compensated.
-        eps: added to the root of the second moment.
-        eps_root: added to the second moment under the root.
-        mu_dtype: the dtype of the first moment; by default the parameters' dtype.
+        eps: a number that is added to the root of the second moment.
+        eps_root: a number that is added to the second moment under the root.
+        mu_dtype: the dtype of the first moment; by default the dtype of the parameters.
 
     Returns:
-        A transformation. Its `update` takes `delay`, τ.
+        A transformation. Its `update` takes the argument `delay`, τ.
     """
     init = optax.scale_by_adam(mu_dtype=mu_dtype).init
 
@@ -86,17 +86,17 @@ def scale_by_compensated_muon(
 ) -> optax.GradientTransformationExtraArgs:
     """Orthogonalize the momentum of matrices as Muon does, with spike compensation before the orthogonalization.
 
-    For τ = 0 the updates equal `optax.contrib.scale_by_muon(nesterov=False)`, to the bit. The state is the same, too.
+    For τ = 0 the updates equal `optax.contrib.scale_by_muon(nesterov=False)` bit for bit. The state is the same, too.
 
     Args:
         ns_steps: the number of Newton-Schulz iterations.
         beta: β, the decay of the momentum.
-        eps: added to denominators.
-        mu_dtype: the dtype of the momentum; by default the parameters' dtype.
+        eps: a number that is added to denominators.
+        mu_dtype: the dtype of the momentum; by default the dtype of the parameters.
         adaptive: whether to scale the updates by the dual norm of the momentum.
 
     Returns:
-        A transformation of matrices. Its `update` takes `delay`, τ.
+        A transformation of matrices. Its `update` takes the argument `delay`, τ.
     """
     init = optax.contrib.scale_by_muon(mu_dtype=mu_dtype).init
     # Without memory of its own, Muon orthogonalizes the momentum that it gets.
@@ -115,7 +115,7 @@ def scale_by_compensated_muon(
 def compensated_sgd(
     learning_rate: optax.ScalarOrSchedule, momentum: ArrayLike = 0.9, accumulator_dtype: DTypeLike | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Return `optax.sgd` with momentum and spike compensation; the arguments are as for `optax.sgd`.
+    """Return `optax.sgd` with momentum and spike compensation. The arguments are the same as in `optax.sgd`.
 
     Returns:
         A transformation. Its `update` takes `delay`; see `scale_by_compensated_momentum`.
@@ -131,7 +131,7 @@ def compensated_adam(
     eps_root: ArrayLike = 0.0,
     mu_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return `optax.adam` with spike compensation; the arguments are as for `optax.adam`.
+    """Return `optax.adam` with spike compensation. The arguments are the same as in `optax.adam`.
 
     Returns:
         A transformation. Its `update` takes `delay`; see `scale_by_compensated_adam`.
@@ -149,7 +149,7 @@ def compensated_adamw(
     weight_decay: ArrayLike = 1e-4,
     mask: Any | Callable[[Any], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return `optax.adamw` with spike compensation; the arguments are as for `optax.adamw`.
+    """Return `optax.adamw` with spike compensation. The arguments are the same as in `optax.adamw`.
 
     Returns:
         A transformation. Its `update` takes `delay`; see `scale_by_compensated_adam`.
@@ -178,9 +178,9 @@ def compensated_muon(
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     consistent_rms: ArrayLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return `optax.contrib.muon` with spike compensation: matrices by Muon, other parameters by Adam.
+    """Return `optax.contrib.muon` with spike compensation: it updates matrices with Muon, and other parameters with Adam.
 
-    The arguments are as for `optax.contrib.muon`; without its Nesterov's momentum, which is spike compensation for a delay of 1.
+    The arguments are the same as in `optax.contrib.muon`, without `nesterov`: Nesterov's momentum is spike compensation for a delay of 1.
 
     Returns:
         A transformation. Its `update` takes `delay`; see `scale_by_compensated_muon`.
@@ -206,7 +206,7 @@ def compensated_muon(
 
 
 def _compensated(momentum: Tree, gradients: Tree, decay: ArrayLike, count: Any, delay: ArrayLike) -> Tree:
-    """Return the mean of the `count` gradients so far, with their weights in û, from `momentum`, their moving average."""
+    """Return the mean of the `count` gradients so far, weighted as in û; `momentum` is their moving average."""
     retained = _power(decay, delay)
     total = 1 - decay**count * retained
 

@@ -32,8 +32,8 @@ def scale_by_torch_nadam(
 ) -> optax.GradientTransformation:
     """Rescale updates as `torch.optim.NAdam` does.
 
-    The momentum rises with the number t of updates, μ_t = β₁·(1 − ½·0.96^(t·momentum_decay)), from half of β₁ to β₁, and with the moments
-    m and v of Adam the update is
+    The momentum μ_t = β₁·(1 − ½·0.96^(t·momentum_decay)) rises with the number t of updates, from half of β₁ to β₁. With the moments m and
+    v of Adam the update is
 
         (μ_{t+1}·m/(1 − μ₁⋯μ_{t+1}) + (1 − μ_t)·g/(1 − μ₁⋯μ_t)) / (√(v/(1 − β₂^t)) + ε).
 
@@ -41,8 +41,8 @@ def scale_by_torch_nadam(
         b1: β₁, the decay of the first moment.
         b2: β₂, the decay of the second moment.
         eps: ε.
-        momentum_decay: how fast the momentum rises: with 0.004 it is at 0.75·β₁ after 4,245 updates.
-        mu_dtype: the dtype of the first moment; by default the parameters' dtype.
+        momentum_decay: the rate at which the momentum rises; with 0.004 the momentum is 0.75·β₁ after 4,245 updates.
+        mu_dtype: the dtype of the first moment; by default the dtype of the parameters.
 
     Returns:
         A transformation.
@@ -88,15 +88,15 @@ def torch_nadam(
 ) -> optax.GradientTransformation:
     """Return NAdam with the momentum schedule of `torch.optim.NAdam`.
 
-    With b1 = 0.99 it is the optimizer of Ajanthan et al., "Nesterov Method for Asynchronous Pipeline Parallel Optimization", 2025,
+    With b1 = 0.99 this is the optimizer of Ajanthan et al., "Nesterov Method for Asynchronous Pipeline Parallel Optimization", 2025,
     https://arxiv.org/abs/2505.01099.
 
     Args:
         learning_rate: a number or a schedule; PyTorch's default is 2e-3.
-        b1: with `b2`, `eps`, `momentum_decay` and `mu_dtype`, as in `scale_by_torch_nadam`.
-        weight_decay: added to the gradient, or decoupled.
-        decoupled_weight_decay: whether the weight decay is AdamW's, multiplied by the learning rate alone.
-        mask: what decays, as for `optax.adamw`.
+        b1: this and `b2`, `eps`, `momentum_decay` and `mu_dtype` are the arguments of `scale_by_torch_nadam`.
+        weight_decay: the factor of the weight decay, which is added to the gradient unless it is decoupled.
+        decoupled_weight_decay: whether the weight decay is decoupled, as in AdamW: multiplied only by the learning rate.
+        mask: the parameters that decay, as in `optax.adamw`.
     """
     decay, scale = optax.add_decayed_weights(weight_decay, mask), scale_by_torch_nadam(b1, b2, eps, momentum_decay, mu_dtype)
     first, second = (scale, decay) if decoupled_weight_decay else (decay, scale)

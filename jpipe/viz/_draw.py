@@ -1,6 +1,6 @@
 """Timelines and memory as pictures: predictions and measurements in panels with the same axes.
 
-Matplotlib is imported where it is used, so that `import jpipe` stays fast. Its global state is not changed.
+Functions import Matplotlib when they need it, so that `import jpipe` stays fast. Matplotlib's global state is not changed.
 """
 
 import math
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     import matplotlib.axes
     import matplotlib.figure
 
-# Distinguishable for colour-blind readers, and in grey; in the order of the legend.
+# Colours that colour-blind readers can distinguish, also in grey; in the order of the legend.
 _FORWARD, _BACKWARD, _INPUT, _WEIGHT, _UPDATE, _IDLE = "#0072B2", "#F0A830", "#F2D06B", "#DF6722", "#1A1A1A", "#EFEFEF"
-_COLOURS = {"F": _FORWARD, "B": _BACKWARD, "I": _INPUT, "W": _WEIGHT}  # of the pieces of an op
+_COLOURS = {"F": _FORWARD, "B": _BACKWARD, "I": _INPUT, "W": _WEIGHT}  # by piece of an op
 _NAMES = {colour: OPS[piece].label for piece, colour in _COLOURS.items()} | {_UPDATE: "update", _IDLE: "idle"}
-_OTHER = MessageHooks("").colour  # of messages without one of their own
-_VERSIONS = ("#08519C", "#6BAED6", "#2171B5", "#BDD7E7")  # one after the other: neighbours differ most
+_OTHER = MessageHooks("").colour  # the colour of messages without one of their own
+_VERSIONS = ("#08519C", "#6BAED6", "#2171B5", "#BDD7E7")  # versions take turns; neighbours differ most
 _PARTS = {"optimizer": "#009E73", "gradients": "#F0A830", "residuals": "#CC79A7", "other": "#8C8C8C"}
 _SMALL = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 _LEFT, _RIGHT, _TOP, _BOTTOM = 0.85, 0.15, 0.8, 0.5  # inches: the margins of a figure
@@ -40,7 +40,7 @@ class _Page(NamedTuple):
     inside: float
 
     def size(self, points: float) -> float:
-        """Return the size of other text, which is never smaller."""
+        """Return the size of text outside the panels, which is at least `inside`."""
         return max(points, self.inside)
 
     def points(self, left: float, columns: int = 1) -> float:
@@ -48,7 +48,7 @@ class _Page(NamedTuple):
         return 72 * (self.width - left - _RIGHT) / columns
 
     def wrap(self, text: str, points: float) -> str:
-        """Return a label in lines that fit into a width."""
+        """Wrap a label into lines that fit into a width."""
         return "\n".join(textwrap.wrap(text, max(int(points / (0.55 * self.size(8))), 20)))
 
 
@@ -65,30 +65,32 @@ def draw_timeline(
 ) -> "matplotlib.figure.Figure":
     """Draw timelines below each other on one time axis, with one row per rank and idle time in grey.
 
-    The title of each panel has its length and its bubble, the share of the ranks' time that is idle. A box shows its microbatch, or
-    `3.1` (microbatch 3 with the weights after 1 update) if all of these labels fit. Where ranks have several stages, a box has as many
-    lines at its bottom as its chunk is high: none for a rank's first stage, one for the second; and the chunk is the small number in
-    labels such as `3¹`.
+    The title of each panel has the length of the timeline and its bubble, the share of the ranks' time that is idle. A box shows its
+    microbatch, or `3.1` (microbatch 3 with the weights after 1 update) if all of these labels fit. If ranks have several stages, the chunk
+    is the small number in labels such as `3¹`, and the number of lines at the bottom of a box: none for a rank's first stage, one for the
+    second.
 
     Args:
         timelines: the timelines by name, in order, such as `{"predicted": …, "measured": …}`; they begin at time 0.
-        transfers: the transfers by the same names, such as `Prediction.transfers` and `Trace.transfers`: each direction between two ranks,
-            or a rank and its host, and the replicas of a sum, have a row below the ranks; a box lasts as long as its links are occupied.
-        title: title of the picture.
-        unit: unit of time: `"s"` (shown as s, ms or µs), or any other word, such as `"forwards"`, shown unchanged.
-        seconds: length of each timeline (one number for all), if that is not its last end, as for a window of a longer run.
-        plan: the plan of these timelines. With it, the stages of each rank and its replica stand beside the rows, unless each rank is a
-            stage without replicas.
+        transfers: the transfers by the same names, such as `Prediction.transfers` and `Trace.transfers`. There is a row below the ranks for
+            each direction between two ranks, or between a rank and its host, and for each set of replicas that sum. A box lasts as long as
+            the transfer occupies its links.
+        title: the title of the picture.
+        unit: the unit of time: `"s"` (shown as s, ms or µs), or any other word, such as `"forwards"`, which is shown unchanged.
+        seconds: the length of each timeline, or one number for all. By default a timeline ends with its last span; pass a length for a
+            window of a longer run.
+        plan: the plan of these timelines. If ranks have several stages or replicas, the labels of the rows show the stages and the replica
+            of each rank.
         width: the width in inches.
-        font_size: size of the text inside the panels in points; other text is at least as large. 11 in a picture 5.4 inches wide can be
-            read on a phone.
+        font_size: the size of the text inside the panels in points; other text is at least as large. Size 11 in a picture 5.4 inches wide
+            can be read on a phone.
 
     Returns:
         The figure; `figure.savefig(path)` works without a display.
 
     Raises:
-        InputError: there is no timeline, one has no length, the number of the plan's ranks differs from the number of rows, or `transfers`
-            names a timeline that there is not.
+        InputError: there is no timeline, a timeline has no length, the number of the plan's ranks differs from the number of rows, or
+            `transfers` names an unknown timeline.
     """
     rows = {
         name: {_row_name(row[0]): row for row in each.values()} for name, each in rows_of("draw_timeline", timelines, transfers).items()
@@ -102,7 +104,7 @@ def draw_timeline(
     names, note = _names("draw_timeline", max(map(len, timelines.values())), plan, ": ")
     left = _left(page, [*names, *(name for each in rows.values() for name in each)])
     scale, unit = _time_unit(max(lengths.values()), unit)
-    points, spans = page.points(left) / max(lengths.values()), _spans(timelines)  # of one unit of time
+    points, spans = page.points(left) / max(lengths.values()), _spans(timelines)  # per unit of time
     versions = all(_fits(_label(span, versions=True), _room(span, points), points, font_size) for span in spans)
     written, legend = _size_in_boxes(spans, points, versions, font_size), _names_of_colours(timelines, lengths, rows)
     under = page.wrap(f"time ({unit}){_inside(spans, points, versions, written)}{note}", page.points(left))
@@ -130,21 +132,21 @@ def draw_memory(
     width: float = 12.0,
     font_size: float = 6.5,
 ) -> "matplotlib.figure.Figure":
-    """Draw the memory of the ranks over time, with one row per rank and one column per entry, on the same axes; the most is marked.
+    """Draw the memory of the ranks over time, with one row per rank and one column per entry. All panels have the same axes.
 
-    Weights are in blue, one shade per version, so that the versions alive can be counted.
+    A line marks the peak. Weights are blue, with one shade per version, so that the versions alive can be counted.
 
     Args:
         memories: the memory by name, in order, such as `{"predicted": …, "measured": …}`.
-        seconds: length of each (one number for all).
-        title: title of the picture.
-        unit: unit of time, as in `draw_timeline`.
+        seconds: the length of each entry, or one number for all.
+        title: the title of the picture.
+        unit: the unit of time, as in `draw_timeline`.
         plan: as in `draw_timeline`.
         width: as in `draw_timeline`.
         font_size: as in `draw_timeline`.
 
     Raises:
-        InputError: as `draw_timeline`.
+        InputError: there is no entry, an entry has no length, or the number of the plan's ranks differs from the number of rows.
     """
     lengths = _lengths("draw_memory", memories, seconds)
     rows = max(len(memory) for memory in memories.values())
@@ -157,7 +159,7 @@ def draw_memory(
     heights = [min(max(8.0 / rows, 0.7), 1.6)] * rows
     figure, panels = _figure(page, heights, len(memories), title, legend, under, gap=0.14, sharey=True, left=left)
     highest = max((sample.total for memory in memories.values() for samples in memory for sample in samples), default=0)
-    shared = panels[0][0]  # all panels have its axes, which are set before anything is drawn: each area would scale them anew
+    shared = panels[0][0]  # all panels share its axes; they are set before anything is drawn, because each area would scale them again
     _time_axis(shared, lengths, scale, font_size)
     shared.set_ylim(0, 1.35 * (highest or 1))  # leaves space for the label of the peak
     shared.locator_params(axis="y", nbins=3)
@@ -195,7 +197,7 @@ def _draw_rows(axes: "matplotlib.axes.Axes", timeline: Timeline, length: float, 
                 axes.text((left + right) / 2, rank + 0.5, label, size=font_size, color=ink, ha="center", va="center_baseline")
         axes.broken_barh([(0, length)], where, color=_IDLE, linewidth=0)
         usual = points * statistics.median(span.end - span.start for span in spans) if spans else 0.0
-        edge = min(0.1 * usual, 0.7) if usual > 4 else 0.0  # thin boxes would be all edge
+        edge = min(0.1 * usual, 0.7) if usual > 4 else 0.0  # thin boxes would consist of edges only
         for colour, intervals in boxes.items():
             axes.broken_barh(intervals, where, facecolor=colour, edgecolor="white", linewidth=0 if colour == _UPDATE else edge)
         for line, intervals in lines.items():
@@ -210,7 +212,7 @@ def _spans(timelines: Mapping[str, Timeline]) -> list[Span]:
 
 
 def _left(page: _Page, names: Sequence[str]) -> float:
-    """Return the left margin in inches, for the names of rows."""
+    """Return the left margin in inches, with room for the names of the rows."""
     return _LEFT + 0.065 * page.size(8) / 8 * max(0, max(map(len, names)) - len("rank 10"))
 
 
@@ -227,12 +229,12 @@ def _names_of_colours(
 
 
 def _row_name(transfer: Transfer) -> str:
-    """Return the name of the row of a transfer, in which many ranks are abbreviated."""
+    """Return the name of a transfer's row; a long list of ranks is abbreviated."""
     return transfer.row if len(transfer.ranks) < 6 else f"sum {transfer.ranks[0]},{transfer.ranks[1]},…,{transfer.ranks[-1]}"
 
 
 def _by_colour(transfers: Sequence[Transfer]) -> dict[str, list[Transfer]]:
-    """Return transfers by their colour, in the order of the legend; those without a colour of their own come last."""
+    """Return transfers by colour, in the order of the legend. Transfers without a colour of their own come last."""
     order = sorted(messages().values(), key=lambda message: message.colour == _OTHER)
     by_colour = {message.colour: list[Transfer]() for message in order}
     for transfer in transfers:
@@ -265,19 +267,19 @@ def _colours(span: Span) -> list[str]:
 
 
 def _turn(span: Span) -> float:
-    """Return the end of the first piece of a span, such as the forward of a fused computation; all pieces are drawn equally long."""
+    """Return the end of the first piece of a span, such as the forward of a fused computation. All pieces are drawn with equal lengths."""
     op = OPS[span.op]
     return span.start + (span.end - span.start) / len(op.parts) if len(op.pieces) > 1 else span.end
 
 
 def _mark(span: Span, points: float) -> float:
-    """Return how much of the end of a span to draw as its update, so that an update of no duration is visible."""
+    """Return the part of the end of a span that is drawn as its update, so that a very short update is visible."""
     seen = min(1.2 / points, (span.end - span.start) / 4)
     return max(seen - span.update_time, 0.0) if span.updates else 0.0
 
 
 def _room(span: Span, points: float) -> tuple[float, float]:
-    """Return start and end of the space for a label; in a fused computation, of its backward."""
+    """Return the start and the end of the space for a label; in a fused computation this is the backward."""
     return (_turn(span) if len(OPS[span.op].pieces) > 1 else span.start), span.end - _mark(span, points)
 
 
@@ -297,7 +299,7 @@ def _inside(spans: Sequence[Span], points: float, versions: bool, font_size: flo
 
 
 def _size_in_boxes(spans: Sequence[Span], points: float, versions: bool, font_size: float) -> float:
-    """Return the size of labels, infinite where few boxes have room for one: labels in a few boxes would look special."""
+    """Return the size of labels. It is infinite if few boxes have room for a label, because these boxes would look special."""
     labelled = sum(_fits(_label(span, versions), _room(span, points), points, font_size) for span in spans)
     return font_size if labelled > len(spans) / 20 else math.inf
 
@@ -343,7 +345,7 @@ def _draw_areas(axes: "matplotlib.axes.Axes", samples: Sequence[MemorySample], l
 
 
 def _area(times: Sequence[float], bottom: Sequence[int], top: Sequence[int]) -> list[tuple[float, float]]:
-    """Return the corners of an area in steps: each value holds until the next time."""
+    """Return the corners of an area with steps: each value holds until the next time."""
     corners = [
         [(time, value) for i, value in enumerate(values) for time in (times[i], times[i + 1])]  # the ends of each step
         for values in (top, bottom)
@@ -377,15 +379,13 @@ def _time_axis(axes: "matplotlib.axes.Axes", lengths: Mapping[str, float], scale
 
 
 def _names(where: str, count: int, plan: Plan | None, between: str) -> tuple[list[str], str]:
-    """Return the names of the rows, with stages and replica where ranks have several, and the note that explains them."""
+    """Return the names of the rows, and a note that explains them. If ranks have several stages or replicas, the names show them."""
     names = [f"rank {rank}" for rank in range(count)]
     if plan is None:
         return names, ""
     if len(plan.rank_workers) != count:
         ranks = f"{count} rank{'s' if count > 1 else ''}"
-        raise InputError(
-            f"{where}: plan: expected {ranks}, as many as there are rows, found {len(plan.rank_workers)}; give the plan that ran"
-        )
+        raise InputError(f"{where}: plan: expected {ranks}, one for each row, found {len(plan.rank_workers)}; give the plan that ran")
     replicated, chunks = len(plan.workers) > plan.depth, plan.depth > len(plan.pipeline_ranks)
     if not replicated and not chunks:
         return names, ""
@@ -408,14 +408,14 @@ def _figure(
     sharey: bool,
     left: float,
 ) -> "tuple[matplotlib.figure.Figure, list[list[matplotlib.axes.Axes]]]":
-    """Return a figure with panels below each other: heights and gaps in inches, a title, a legend and space for a label below."""
+    """Return a figure with panels below each other, a title, a legend, and space for a label below; heights and gaps are in inches."""
     from matplotlib.figure import Figure
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
     start = left
     shown = _legend_columns(list(legend), page.points(left), page.size(8))
-    if shown < len(legend):  # in several rows, from the left end of the figure on
+    if shown < len(legend):  # in several rows, which begin at the left end of the figure
         start = 0.1
         shown = _legend_columns(list(legend), page.points(start), page.size(8))
         shown = min(shown, -(-len(legend) // 2))
@@ -428,7 +428,7 @@ def _figure(
     spaces = {"height_ratios": list(heights), "hspace": gap * len(heights) / sum(heights), "wspace": 0.04}
     panels = figure.subplots(len(heights), columns, sharex=True, sharey=sharey, squeeze=False, gridspec_kw=margins | spaces)
     figure.text(start / page.width, 1 - 0.1 / height, title, fontsize=page.size(11), va="top")
-    patches = [tuple(Patch(facecolor=colour) for colour in colours) for colours in legend.values()]  # each name has one or several
+    patches = [tuple(Patch(facecolor=colour) for colour in colours) for colours in legend.values()]  # each name has one or several colours
     figure.legend(
         handles=patches, labels=list(legend), handler_map={tuple: HandlerTuple(ndivide=None, pad=0)}, loc="upper left",
         bbox_to_anchor=(start / page.width, 1 - under_title / height), borderpad=0, borderaxespad=0, ncols=shown, frameon=False,
@@ -438,7 +438,7 @@ def _figure(
 
 
 def _legend_columns(labels: Sequence[str], points: float, size: float) -> int:
-    """Return the number of columns of a legend that fit into a width; each column is filled from top to bottom."""
+    """Return the number of columns of a legend that fits into a width; columns are filled from top to bottom."""
     widths = [size * (0.55 * len(label) + 4) for label in labels]
     for rows in range(1, len(labels)):
         if sum(max(widths[i : i + rows]) for i in range(0, len(labels), rows)) <= points:

@@ -17,17 +17,17 @@ _Event = dict[str, Any]
 def to_perfetto(timelines: Mapping[str, Timeline], transfers: Mapping[str, Sequence[Transfer]] | None = None) -> str:
     """Return timelines as trace-event JSON, which ui.perfetto.dev opens.
 
-    Each timeline is a process, each rank a thread, each span a slice with its name in the text grid (`F3.1`), and each update a slice
-    `update` after it. Arrows follow each microbatch through its forwards and backwards, without those for weights alone.
+    Each timeline is a process, and each rank a thread. Each span is a slice that is named as in the text grid (`F3.1`), and each update is
+    a slice `update` after its span. Arrows follow each microbatch through its forwards and backwards, except backwards for weights only.
 
     Args:
         timelines: the timelines by name (`predicted`, `measured`), in seconds; the spans of a rank do not overlap.
-        transfers: the transfers to show, by the same names, such as `Prediction.transfers`: each direction between two ranks, or a
-            rank and its host, and the replicas of a sum, are a thread below the ranks, where a slice lasts as long as its links are
-            occupied.
+        transfers: the transfers to show, by the same names, such as `Prediction.transfers`. There is a thread below the ranks for each
+            direction between two ranks, or between a rank and its host, and for each set of replicas that sum. A slice lasts as long as the
+            transfer occupies its links.
 
     Raises:
-        InputError: `transfers` is not a mapping, or names a timeline that there is not.
+        InputError: `transfers` is not a mapping, or names an unknown timeline.
     """
     rows_by_name = rows_of("to_perfetto", timelines, transfers)
     events: list[_Event] = []
@@ -43,7 +43,7 @@ def to_perfetto(timelines: Mapping[str, Timeline], transfers: Mapping[str, Seque
 def rows_of(
     where: str, timelines: Mapping[str, Timeline], transfers: Mapping[str, Sequence[Transfer]] | None
 ) -> dict[str, dict[str, list[Transfer]]]:
-    """Return the transfers of each timeline in rows; raise InputError for an unknown timeline."""
+    """Return the transfers of each timeline in rows; raise `InputError` if `transfers` names an unknown timeline."""
     transfers = {} if transfers is None else transfers
     if not isinstance(transfers, Mapping) or not set(transfers) <= set(timelines):
         names = ", ".join(map(repr, timelines))
@@ -79,7 +79,7 @@ def _of_transfers(pid: int, first: int, rows: Mapping[str, Sequence[Transfer]]) 
 
 
 def _slice(pid: int, tid: int, name: str, start: float, end: float) -> _Event:
-    # Perfetto drops slices that overlap: lengths are differences of rounded times, so that neighbouring slices do not overlap.
+    # Perfetto drops overlapping slices. Lengths are differences of rounded times, so that neighbouring slices do not overlap.
     begin = _nanoseconds(start)
     return {"ph": "X", "pid": pid, "tid": tid, "name": name, "cat": "jpipe", "ts": begin / 1000, "dur": (_nanoseconds(end) - begin) / 1000}
 
@@ -88,14 +88,14 @@ def _flows(pid: int, timeline: Timeline, ids: Iterator[int]) -> Iterator[_Event]
     stops_of: dict[int, list[tuple[int, Span]]] = defaultdict(list)
     for tid, spans in enumerate(timeline, start=1):
         for span in spans:
-            if OPS[span.op].reads != "stash" and not span.part:  # otherwise no other stage waits for it
+            if OPS[span.op].reads != "stash" and not span.part:  # for other spans no other stage waits
                 stops_of[span.microbatch].append((tid, span))
     for microbatch, stops in stops_of.items():
         stops.sort(key=lambda stop: stop[1].start)
         flow = {"pid": pid, "name": f"microbatch {microbatch}", "cat": "jpipe", "id": next(ids)}
         for i, (tid, span) in enumerate(stops if len(stops) > 1 else ()):
             kind = {"ph": "s"} if i == 0 else {"ph": "f", "bp": "e"} if i == len(stops) - 1 else {"ph": "t"}
-            # An arrow belongs to the slice that is open at its time: at the start of a slice, to that slice.
+            # An arrow belongs to the slice that is open at its time; at the start of a slice this is the slice itself.
             yield flow | kind | {"tid": tid, "ts": _nanoseconds(span.start) / 1000}
 
 

@@ -1,4 +1,4 @@
-"""The check for arrays that a layer closes over, which would not be trained."""
+"""The check for arrays that a layer closes over: they would not be trained."""
 
 import functools
 import inspect
@@ -17,28 +17,28 @@ from jpipe.model._function_arguments import closed_over
 from jpipe.model._layer import describe
 from jpipe.model.jaxprs._dependence import bodies
 
-_FEW = 4  # numbers: an array of no more is taken to be a constant, unless a module has it
-_MOST_OBJECTS = 10_000  # that are searched for the name of an array
+_FEW = 4  # an array with at most this many numbers counts as a constant, unless it belongs to a module
+_MOST_OBJECTS = 10_000  # the most objects to search for the name of an array
 
 
 def reject_constants(layer_id: str, layer: Any, traced: Any, trace: Callable[[], Any]) -> None:
-    """Raise `InputError` for a layer that closes over floating-point arrays in its forward: parameters that would not be trained.
+    """Raise `InputError` if the forward of a layer closes over floating-point arrays: parameters that would not be trained.
 
-    Integers, arrays that the forward makes itself, arrays of a few numbers, and NumPy arrays that are in no module are constants.
+    Integers, arrays that the forward makes itself, arrays of a few numbers, and NumPy arrays outside of modules are constants.
 
     Args:
-        layer_id: for the message.
-        layer: the layer as the user gave it, to find the names of the arrays.
-        traced: the closed jaxpr of its forward.
-        trace: traces the forward once more.
+        layer_id: the id of the layer, for the message.
+        layer: the layer that the user has passed, to find the names of the arrays.
+        traced: the closed jaxpr of the forward.
+        trace: a function that traces the forward once more.
 
     Raises:
-        InputError: names the array and says what to do.
+        InputError: there is such an array; the message names it and says what to do.
     """
     of_jax, of_numpy = _floats(traced), _floats(traced, (np.ndarray,))
     if not of_jax and not of_numpy:
         return
-    # What a forward makes while it is traced is another array when it is traced again.
+    # An array that a forward makes while it is traced is another object when it is traced again.
     again = {id(constant) for constant in _floats(trace())} if of_jax else set()
     names = _names(layer, of_jax, of_numpy)
     for constant in (*of_jax, *of_numpy):
@@ -50,20 +50,20 @@ def reject_constants(layer_id: str, layer: Any, traced: Any, trace: Callable[[],
         is_named = module is not None and not isinstance(module, Mapping)
         shown = f"{describe(constant)}{f', {name}' if name else ''}{f' of a {type(module).__name__}' if is_named else ''}"
         raise InputError(
-            f"layer '{layer_id}': its forward reads an array from outside ({shown}), which training would leave as it is; "
+            f"layer '{layer_id}': its forward reads an array from outside ({shown}), which would not be trained; "
             + _remedy(layer_id, module)
         )
 
 
 def _remedy(layer_id: str, module: Any) -> str:
-    weights = f"to begin with these weights, give init(…, params={{'{layer_id}': …}})"
+    weights = f"to begin with these weights, pass params={{'{layer_id}': …}} to init"
     if isinstance(module, nnx.Module):
         kind = type(module).__name__
-        return f"give the module's constructor as the layer, lambda rngs: {kind}(…, rngs=rngs); {weights} with nnx.state(module, nnx.Param)"
+        return f"give the constructor as the layer, lambda rngs: {kind}(…, rngs=rngs); {weights}, with nnx.state(module, nnx.Param)"
     if isinstance(module, nnx.Variable):
-        return f"make it in an NNX module and give the module's constructor as the layer, lambda rngs: …; {weights}"
+        return f"make it in an NNX module and give the constructor as the layer, lambda rngs: …; {weights}"
     if isinstance(module, (linen.Module, Mapping)):
-        return f"give the Linen module itself as the layer, not bound to variables; {weights} with its variables['params']"
+        return f"give the Linen module itself as the layer, not bound to variables; {weights}, with its variables['params']"
     return (
         f"if it is a parameter, give a Flax module or a jpipe.Layer with an init ({weights}); "
         "if it is a constant, make it a NumPy array (np.asarray), or compute it in the forward"
@@ -71,7 +71,7 @@ def _remedy(layer_id: str, module: Any) -> str:
 
 
 def built_module(layer: Any) -> str | None:
-    """Return the name under which a layer holds a built module, or None: the likely reason if its forward cannot be traced."""
+    """Return the name under which a layer holds a built module, or None. Such a module often is why a forward cannot be traced."""
     for name, value in _reachable(layer):
         if isinstance(value, nnx.Module) or _is_bound(value):
             return f"'{name}', a {type(value).__name__}" if name else f"a {type(value).__name__}"
@@ -88,7 +88,7 @@ def _floats(traced: Any, kinds: Any = _OF_JAX) -> list[Any]:
 
 
 def _constants(jaxpr: Any, consts: Sequence[Any]) -> Iterator[Any]:
-    """Yield the constants of a jaxpr and of those nested in it."""
+    """Yield the constants of a jaxpr and of the jaxprs nested in it."""
     yield from consts
     for equation in jaxpr.eqns:
         for body in bodies(equation):
@@ -96,9 +96,9 @@ def _constants(jaxpr: Any, consts: Sequence[Any]) -> Iterator[Any]:
 
 
 def _names(layer: Any, arrays: list[Any], of_numpy: list[Any]) -> dict[int, tuple[str, Any]]:
-    """Return (name, its module or None) by id of the arrays that the layer holds; NumPy arrays count only in modules.
+    """Return (name, its module or None) of the arrays that a layer holds, by id of the array; NumPy arrays count only in modules.
 
-    A constant of NumPy's is another object than the array that it was copied from, so those are matched by their values.
+    JAX copies NumPy arrays into constants, so these are found by their values.
     """
     wanted = {id(array) for array in arrays}
     names: dict[int, tuple[str, Any]] = {}
@@ -119,7 +119,7 @@ def _equal(constant: Any, array: Any) -> bool:
 
 
 def _arrays(module: Any) -> Iterator[tuple[str, Any]]:
-    """Return (path, array) of a module's variables, or of variables made for one."""
+    """Yield (path, array) of the variables of a module, or of a dict of variables."""
     if isinstance(module, linen.Module):
         for keys, leaf in jax.tree_util.tree_flatten_with_path(module.variables)[0]:
             yield jax.tree_util.keystr(keys, simple=True, separator="."), leaf
@@ -138,18 +138,18 @@ def _is_bound(value: Any) -> bool:
 
 
 def _are_variables(value: Any) -> bool:
-    """Return whether a value looks like the variables of a Linen module, as `apply` takes them."""
+    """Return whether a value looks like the variables that `apply` of a Linen module takes."""
     return isinstance(value, dict | FrozenDict) and isinstance(value.get("params"), Mapping)
 
 
 def _reachable(layer: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of what a layer holds, outermost first: variables of functions, arguments of partials, items, attributes."""
+    """Yield (name, value) of everything that a layer holds, outermost first: outer variables, arguments of partials, items, attributes."""
     seen: dict[int, Any] = {}
     waiting = [("", layer)]
-    for name, value in waiting:  # grows
+    for name, value in waiting:  # the list grows in the loop
         if id(value) in seen or len(seen) > _MOST_OBJECTS:
             continue
-        seen[id(value)] = value  # kept, so that the id stays its own
+        seen[id(value)] = value  # kept alive, so that no other object gets its id
         yield name, value
         waiting += [(_joined(name, part), inner) for part, inner in _parts(value)]
 
@@ -159,7 +159,7 @@ def _joined(name: str, part: str) -> str:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a value; none of values that cannot hold an array of the user's."""
+    """Yield the named parts of a value; nothing for values that cannot hold an array of the user."""
     if isinstance(
         value, (str, bytes, int, float, complex, type(None), ModuleType, jax.Array, np.ndarray, nnx.Module, nnx.Variable)
     ) or _is_bound(value):
@@ -179,7 +179,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield "", vars(value).get("__call__")
     elif inspect.isfunction(value):
         yield from _variables(value)
-    else:  # an object of the user's, or a function that is wrapped
+    else:  # an object of the user, or a wrapped function
         yield "", _attribute(value, "__wrapped__")
         yield from ((str(key), inner) for key, inner in list(getattr(value, "__dict__", {}).items()))
         slots = (name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ()))
@@ -190,12 +190,12 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 def _attribute(value: Any, name: str) -> Any:
     try:
         return getattr(value, name, None)
-    except Exception:  # an object of the user's may raise anything
+    except Exception:  # an object of the user may raise any error
         return None
 
 
 def _variables(function: Any) -> Iterator[tuple[str, Any]]:
-    """Return the outer variables that a function reads, by name."""
+    """Yield the outer variables that a function reads, with their names."""
     yield "", getattr(function, "__wrapped__", None)
     yield from closed_over(function)
     for name in _names_in(function.__code__):
@@ -206,7 +206,7 @@ def _variables(function: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
-    """Return the global names that a function and those nested in it read."""
+    """Yield the global names that a function and its nested functions read."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -1,4 +1,4 @@
-"""Dependence in jaxprs: which outputs depend on which inputs or on a host callback, which are zero, which are an input."""
+"""Dependence in jaxprs: which outputs depend on which inputs or on a host callback, which are always zero, and which are an input."""
 
 import functools
 import operator
@@ -14,15 +14,15 @@ CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "remat2", "checkpo
 
 
 def reached(jaxpr: Any, marks: Sequence[int], host: int = 0) -> list[int]:
-    """Return for each output of a jaxpr the union of the marks (sets as bits of an int) of all inputs that it depends on.
+    """Return for each output of a jaxpr the union of the marks of all inputs that it depends on. Marks are sets, as bits of an int.
 
-    It looks into nested calls, loops and branches; results of unknown equations depend on all their inputs.
+    The function looks into nested calls, loops and branches. Results of unknown equations depend on all inputs of the equation.
 
     Args:
         jaxpr: the computation.
-        marks: the marks of its inputs.
-        host: the mark of results with side effects or of a host callback. With it, an equation that is not a call or a scan is one piece,
-            as for `evaluate_wanted`: each of its results depends on all its inputs.
+        marks: the marks of the inputs.
+        host: the mark for results of equations with side effects or host callbacks. With it, each result of an equation that is not a call
+            or a scan depends on all inputs of the equation, as in `evaluate_wanted`.
     """
     mark_of = {var: mark for var, mark in zip(jaxpr.invars, marks, strict=True) if mark}
     for equation in jaxpr.eqns:
@@ -34,7 +34,7 @@ def reached(jaxpr: Any, marks: Sequence[int], host: int = 0) -> list[int]:
 
 
 def calls_host(jaxpr: Any) -> bool:
-    """Return whether a computation has side effects or calls back to the host, in whatever is nested in it too."""
+    """Return whether a computation, or a computation nested in it, has side effects or calls back to the host."""
     return any(_calls_host(equation) for equation in jaxpr.eqns)
 
 
@@ -43,7 +43,7 @@ def _calls_host(equation: Any) -> bool:
 
 
 def bodies(equation: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
-    """Yield (jaxpr, constants) of each jaxpr in the parameters of an equation."""
+    """Yield (jaxpr, constants) for each jaxpr in the parameters of an equation."""
     for value in equation.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
             if hasattr(body := getattr(item, "jaxpr", item), "eqns"):
@@ -51,7 +51,7 @@ def bodies(equation: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
 
 
 def body_of(equation: Any) -> tuple[Any, Sequence[Any]]:
-    """Return (jaxpr, constants) inside an equation, if there is one."""
+    """Return the (jaxpr, constants) inside an equation; the jaxpr is None if there is none."""
     body = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
     return getattr(body, "jaxpr", body), getattr(body, "consts", ())
 
@@ -76,26 +76,26 @@ _ZERO_OF_ZERO = {
     *("gather", "imag", "neg", "real", "reduce_precision", "reduce_sum", "reshape", "rev", "round", "sharding_constraint", "sign"),
     *("sin", "slice", "sqrt", "square", "squeeze", "stop_gradient", "tanh", "transpose"),
 }
-"""Primitives with the result zero if their first operand is zero, division by zero aside, which no optimizer means."""
+"""Primitives with a zero result if their first operand is zero, except for 0 / 0, which no optimizer needs."""
 _ZERO_OF_ANY = {"dot_general", "mul"}
-"""Primitives with the result zero if one operand is zero and the other finite."""
+"""Primitives with a zero result if one operand is zero and the other is finite."""
 _OF_ALL = {"add": np.add, "add_any": np.add, "sub": np.subtract, "max": np.maximum, "min": np.minimum}
-"""Primitives with a known number as result if all operands are known."""
+"""Primitives with a known result if all operands are known."""
 _SAME = {"broadcast_in_dim", "copy", "expand_dims", "reshape", "squeeze", "stop_gradient"}
-"""Primitives that repeat or arrange the numbers of their operand."""
+"""Primitives that repeat or rearrange the numbers of their operand."""
 
 _Known = float | None
-"""The number that all elements of an array are, whatever the inputs of the computation are; None: not known."""
+"""The number that all elements of an array equal for any inputs of the computation; None: not known."""
 
 
 def always_zero(jaxpr: Any, consts: Sequence[Any], zeros: Sequence[bool]) -> list[bool]:
-    """Return for each output of a jaxpr whether it is always zero, given inputs that are known to be zero.
+    """Return for each output of a jaxpr whether it is always zero, if some inputs are always zero.
 
-    Looks into nested calls and branches, not into loops; results of unknown equations count as not zero.
+    The function looks into nested calls and branches, but not into loops. Results of unknown equations count as not zero.
 
     Args:
         jaxpr: the computation.
-        consts: the values of its constants.
+        consts: the values of the constants.
         zeros: for each input whether it is always zero.
     """
     with np.errstate(all="ignore"):
@@ -144,7 +144,7 @@ def _common(values: Sequence[_Known]) -> _Known:
 
 
 def _number(value: Any) -> _Known:
-    """Return the value of a constant, or of all its elements, or None."""
+    """Return the number that all elements of a constant equal, or None."""
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return None
     array = np.asarray(value)
@@ -153,7 +153,7 @@ def _number(value: Any) -> _Known:
 
 
 def passed_on(jaxpr: Any) -> list[int | None]:
-    """Return for each output of a jaxpr the position of the input that it passes on unchanged, or None where it is computed."""
+    """Return for each output of a jaxpr the position of the input that it passes on unchanged, or None if it is computed."""
     position = {var: i for i, var in enumerate(jaxpr.invars)}
     for equation in jaxpr.eqns:
         if is_call(equation):
@@ -164,7 +164,7 @@ def passed_on(jaxpr: Any) -> list[int | None]:
 
 
 def propagate(equation: Any, into: list[int], host: int = 0) -> list[int]:
-    """Return the marks of an equation's outputs; the arguments are as in `reached`."""
+    """Return the marks of an equation's outputs. `into` has the marks of its inputs; `host` is as in `reached`."""
     name, params = equation.primitive.name, equation.params
     body, _ = body_of(equation)
     if host:
@@ -186,7 +186,7 @@ def propagate(equation: Any, into: list[int], host: int = 0) -> list[int]:
 
 
 def _propagate_while(params: Any, into: list[int]) -> list[int]:
-    """Propagate marks through a while loop until nothing changes; all results depend on the condition, too."""
+    """Propagate marks through a while loop until nothing changes. All results also depend on the condition."""
     of_condition, of_body = params["cond_nconsts"], params["body_nconsts"]
     for_condition, for_body = into[:of_condition], into[of_condition : of_condition + of_body]
     carried = into[of_condition + of_body :]
@@ -211,9 +211,9 @@ def _propagate_scan(body: Any, into: list[int], consts: int, carry: int, host: i
 
 
 def scan_parts(equation: Any, body: Any) -> tuple[int, int]:
-    """Return the numbers of constants and of carried arrays of a scan, from shapes: JAX versions name its parameters differently.
+    """Return (number of constants, number of carried arrays) of a scan.
 
-    Arrays that are scanned over, or stacked, have one dim less inside.
+    They are found from shapes, because JAX versions name the parameters differently: scanned and stacked arrays have one dim less inside.
     """
     scanned = sum(outer.aval.shape != inner.aval.shape for outer, inner in zip(equation.invars, body.invars, strict=True))
     carry = sum(outer.aval.shape == inner.aval.shape for outer, inner in zip(equation.outvars, body.outvars, strict=True))

@@ -9,19 +9,19 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 Node = TypeVar("Node", bound=Hashable)
 
-_MOST = 2**28  # the sum of all costs in the flow; SciPy's flows are integers of 32 bits
+_MOST = 2**28  # the largest sum of all costs in the flow; SciPy's flows are integers of 32 bits
 _ENDLESS = 2**30
 
 
 def cheapest_cut(wanted: Iterable[Node], cost: Callable[[Node], int], inputs_of: Callable[[Node], Collection[Node] | None]) -> list[Node]:
-    """Return the nodes of least total cost from which all sinks can be computed.
+    """Return the nodes with the least total cost from which all sinks can be computed.
 
-    Among cuts of the same cost one of few nodes is returned.
+    Among sets of the same cost, sets with few nodes are preferred.
 
     Args:
-        wanted: the sinks; they may be chosen themselves.
-        cost: the cost of a node.
-        inputs_of: the nodes from which a node can be computed at no cost; None for one that must be chosen if it is needed.
+        wanted: the sinks, which may be chosen themselves.
+        cost: returns the cost of a node.
+        inputs_of: returns the nodes from which a node can be computed at no cost; None for a node that must be chosen if it is needed.
     """
     wanted = set(to_do := list(wanted))
     costs, inputs = dict[Node, int](), dict[Node, set[Node]]()

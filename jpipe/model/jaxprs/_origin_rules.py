@@ -1,4 +1,4 @@
-"""The origins of what each primitive returns: which rows its elements are computed from."""
+"""Rules for the origins of the results of each primitive: the rows from which its elements are computed."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ _Arrange = Callable[[np.ndarray], np.ndarray]
 
 
 def origins_of(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
-    """Return the origins of the results of an equation without a body, from its arguments' origins."""
+    """Return the origins of the results of an equation without a body, from the origins of its arguments."""
     name = equation.primitive.name
     if name in _ARRANGE:
         arrange = _ARRANGE[name](equation)
@@ -42,7 +42,7 @@ _LINEAR = {"add", "add_any", "sub", "neg", "convert_element_type", "reduce_preci
 
 
 def _aligned(equation: Any, arguments: Sequence[Origin], out: Any) -> Origin:
-    """Return the origin of an elementwise result. Of an unknown primitive the rows are taken to stay along the first dim."""
+    """Return the origin of an elementwise result. An unknown primitive is assumed to keep the rows along the first dim."""
     shape, parts = _shape(out), []
     for var, argument in zip(equation.invars, arguments, strict=True):
         rank = len(_shape(var))
@@ -57,7 +57,7 @@ def _aligned(equation: Any, arguments: Sequence[Origin], out: Any) -> Origin:
 
 
 def _is_linear(equation: Any, arguments: Sequence[Origin]) -> bool:
-    """Return whether an equation is linear in what depends on rows."""
+    """Return whether an equation is linear in the arguments that depend on rows."""
     name, depends = equation.primitive.name, [argument.depends for argument in arguments]
     match name:
         case "mul" | "dot_general" | "conv_general_dilated":
@@ -80,10 +80,10 @@ _NUMBERS: dict[str, Callable[..., Any]] = {
 
 
 def _numbers(equation: Any, arguments: Sequence[Origin], out: Any) -> np.ndarray | None:
-    """Return the values of integers that are computed from known ones."""
+    """Return the values of integers that are computed from known values, or None."""
     name, dtype, shape = equation.primitive.name, out.aval.dtype, _shape(out)
     values: list[Any] = [each.numbers for each in arguments]
-    if name == "select_n" and arguments[0].numbers is not None:  # the values of a case that is not chosen need not be known
+    if name == "select_n" and arguments[0].numbers is not None:  # the values of a case that is never chosen need not be known
         is_known = [True, *(np.isin(i, arguments[0].numbers) for i in range(len(arguments) - 1))]
         values = [each.numbers if is_read else np.zeros(1) for each, is_read in zip(arguments, is_known, strict=True)]
     is_bitwise = name in ("and", "or", "not") and jnp.issubdtype(dtype, jnp.integer)
@@ -102,7 +102,7 @@ def _numbers(equation: Any, arguments: Sequence[Origin], out: Any) -> np.ndarray
 def _reshape(equation: Any) -> _Arrange:
     old, new = _shape(equation.invars[0]), _shape(equation.outvars[0])
     ends, new_ends = (list(itertools.accumulate(sizes, operator.mul)) for sizes in (old, new))
-    groups = list(itertools.pairwise(sorted({0, math.prod(old), *ends} & {0, math.prod(new), *new_ends})))  # of as many elements
+    groups = list(itertools.pairwise(sorted({0, math.prod(old), *ends} & {0, math.prod(new), *new_ends})))  # of equal numbers of elements
 
     def arrange(array: np.ndarray) -> np.ndarray:
         before, after = list[int](), list[int]()
@@ -209,7 +209,7 @@ _REDUCTIONS = {"argmax", "argmin", "reduce"}
 
 
 def _combined(arguments: Sequence[Origin], dims: Iterable[int], *, is_sum: bool = False) -> np.ndarray:
-    """Return the rows of sums, or of another function, of all elements of several arrays along some dims, which stay with size 1."""
+    """Return the rows of a sum, or of another function, of all elements of several arrays along some dims, which get size 1."""
     rows = over(together([argument.rows for argument in arguments]), list(dims))
     return rows if is_sum else mixed(rows)
 
@@ -222,7 +222,7 @@ def _reduce(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
 
 
 def _along(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
-    """Sort, or select the largest, along one dim."""
+    """Return the origins of a sort, or of a selection of the largest elements, along one dim."""
     params, rank = equation.params, len(_shape(equation.invars[0]))
     dim = next((params[name] for name in ("dimension", "axis", "reduction_dimension") if name in params), -1) % rank
     return [Origin(_combined(arguments, [dim]))] * len(equation.outvars)
@@ -236,7 +236,7 @@ def _cumulate(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
 
 
 def _reduce_window(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
-    """Return the origins of a windowed reduction: every window along a dim counts as all of it."""
+    """Return the origins of a windowed reduction. Every window along a dim counts as the whole dim."""
     shapes, count = (_shape(equation.invars[0]), _shape(equation.outvars[0])), len(equation.outvars)
     windows = equation.params.get("window_dimensions", shapes[0])
     dims = [i for i, (size, before, after) in enumerate(zip(windows, *shapes, strict=True)) if size > 1 or before != after]
@@ -244,7 +244,7 @@ def _reduce_window(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
 
 
 def _of_matrices(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
-    """Return the origins of results in linear algebra: each matrix or vector as a whole; the dims before are the same in all arrays."""
+    """Return the origins of results of linear algebra on whole matrices or vectors. Their leading dims are the same in all arrays."""
     batch = max(len(_shape(var)) for var in equation.invars) - 2
     return _of_leading(equation, arguments, batch)
 
@@ -270,13 +270,13 @@ def _dot_general(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
         ones = [1] * len(free[1 - i])
         middle = (*array.shape[first:last], *ones) if i == 0 else (*ones, *array.shape[first:last])
         parts.append(array.reshape(*array.shape[:first], *middle, *array.shape[last:]))
-    whole(parts[0], np.broadcast_shapes(*(part.shape for part in parts))[1:])  # not too many
+    whole(parts[0], np.broadcast_shapes(*(part.shape for part in parts))[1:])  # checks the size
     products = together(parts) if _is_linear(equation, arguments) else mixed(together(parts))
     return [Origin(products.min(tuple(range(products.ndim - len(contracted[0]), products.ndim))))]
 
 
 def _conv(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
-    """Return the origins of a convolution: every window along a dim counts as all of it; each group of features sees its own."""
+    """Return the origins of a convolution. Every window along a dim counts as the whole dim; each group of features reads only its own."""
     params, out = equation.params, _shape(equation.outvars[0])
     spec, groups = params["dimension_numbers"], params["feature_group_count"]
     rows, kernel = (
@@ -299,16 +299,16 @@ def _conv(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
 
 
 class _Windows(NamedTuple):
-    """Where a gather reads, or a scatter writes.
+    """The windows that a gather reads, or a scatter writes.
 
     Attributes:
         shape: the shape of the operand.
-        sizes: the sizes of a window, for each dim of the operand.
-        rank: the rank of what is read or written.
-        window_dims: its dims that are windows; the others are dims of the indices.
-        absent: the dims of the operand that windows lack.
-        indexed: the dims of the operand that the indices count.
-        batch: dims of the operand and of the indices that go together.
+        sizes: the size of a window along each dim of the operand.
+        rank: the rank of the array that is read or written.
+        window_dims: the dims of this array that are dims of windows; the others are dims of the indices.
+        absent: the dims of the operand that windows do not have.
+        indexed: the dims of the operand along which the indices are positions.
+        batch: pairs of a dim of the operand and a dim of the indices that belong together, as two lists.
     """
 
     shape: tuple[int, ...]
@@ -320,7 +320,7 @@ class _Windows(NamedTuple):
     batch: tuple[Sequence[Any], Sequence[Any]]
 
     def positions(self, indices: Origin) -> list[np.ndarray | None]:
-        """Return for each dim of the operand the position of each element; None where it is unknown."""
+        """Return for each dim of the operand the position of each element; None for a dim with unknown positions."""
         outer = [dim for dim in range(self.rank) if dim not in self.window_dims]
         windows, positions = iter(self.window_dims), list[np.ndarray | None]()
         for dim, (size, window) in enumerate(zip(self.shape, self.sizes, strict=True)):
@@ -346,17 +346,17 @@ class _Windows(NamedTuple):
         return None if np.isnan(starts).any() else starts.astype(np.int64).reshape([sizes.get(i, 1) for i in range(self.rank)])
 
     def read(self, operand: Origin, indices: Origin) -> Origin:
-        """Return the origin of what is read."""
+        """Return the origin of the array that is read."""
         positions, rows = self.positions(indices), operand.rows
         if unknown := [dim for dim, position in enumerate(positions) if position is None]:
-            rows = mixed(over(rows, unknown))  # any of them
+            rows = mixed(over(rows, unknown))  # any element along these dims
         nowhere = np.zeros([1] * self.rank, np.int64)
         index = [nowhere if p is None or rows.shape[dim + 1] == 1 else p for dim, p in enumerate(positions)]
-        whole(nowhere[None], np.broadcast_shapes(nowhere.shape, *(each.shape for each in index)))  # not too many
+        whole(nowhere[None], np.broadcast_shapes(nowhere.shape, *(each.shape for each in index)))  # checks the size
         return Origin(self._with_indices(rows[(slice(None), *index)] if index else rows.reshape(2, *nowhere.shape), indices))
 
     def write(self, operand: Origin, indices: Origin, updates: Origin) -> np.ndarray:
-        """Return the rows after writing to known places, or perhaps to all places along a dim; what was there before counts, too."""
+        """Return the rows after a write to known positions, or to any positions along a dim. The old elements count, too."""
         rows, nowhere, places = self._with_indices(updates.rows, indices), np.zeros([1] * self.rank, np.int64), iter(self.window_dims)
         index, target = [], []
         for dim, position in enumerate(self.positions(indices)):
@@ -370,7 +370,7 @@ class _Windows(NamedTuple):
         return together([operand.rows, written])
 
     def _with_indices(self, rows: np.ndarray, indices: Origin) -> np.ndarray:
-        """Return the rows of what is read or written, and of the indices."""
+        """Return the rows of elements that are read or written, combined with the rows of the indices."""
         if not indices.depends:
             return rows
         sizes = iter(indices.rows.shape[1:])
@@ -410,13 +410,13 @@ def _dynamic_update_slice(equation: Any, arguments: Sequence[Origin]) -> list[Or
 
 
 def _window(shape: tuple[int, ...], sizes: Sequence[Any]) -> _Windows:
-    """Return a single window with the dims of the operand."""
+    """Return `_Windows` with a single window, which has all dims of the operand."""
     dims = range(len(shape))
     return _Windows(shape, sizes, len(shape), dims, (), dims, ((), ()))
 
 
 def _indices(starts: Sequence[Origin]) -> Origin:
-    """Return the origin of the index of a window, from its components' origins."""
+    """Return the origin of the index of a window, from the origins of its components."""
     if not starts:
         return origin_of((0,))
     numbers = [np.full(1, np.nan) if start.numbers is None else start.numbers for start in starts]

@@ -1,4 +1,4 @@
-"""Names of primitives by kind, and a policy of `jax.checkpoint` that keeps everything but the results of elementwise operations."""
+"""Names of primitives by kind, and a policy of `jax.checkpoint` that saves all results except of elementwise operations."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ _MORE_FUNCTIONS = frozenset(["cbrt", "cosh", "erf_inv", "exp2", "sinh", "tan"])
 _RARE = frozenset(["atan", "bitcast_convert_type", "erfc", "log2", "one_minus_square"])
 
 CHEAP = _COMMON | _LAYOUT | _REDUCING | {"cumsum", "shift_right_logical"}
-"""Primitives that a later layer may repeat, where that sends fewer bytes."""
+"""Primitives that a later layer may repeat if this makes messages smaller."""
 REPEATABLE = _COMMON | _LAYOUT | _REDUCING | _FUNCTIONS | _MORE_FUNCTIONS
 REPEATABLE |= {"atan2", "dynamic_slice", "full_like", "imag", "random_unwrap", "random_wrap", "real"}
 """Primitives that the second half of a backward may repeat: elementwise operations, layouts and reductions."""
@@ -25,12 +25,12 @@ _ELEMENTWISE = _COMMON | _LAYOUT | _SHIFTS | _FUNCTIONS | _MORE_FUNCTIONS | _RAR
 
 
 def all_but_elementwise(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Return whether a forward keeps the results of an operation: not if each number of them is made from one number of each operand.
+    """Return whether a forward saves the results of an operation. It does not if the operation is elementwise, or only changes the layout.
 
-    XLA fuses such operations with the one that reads their results, so that a backward computes them again almost for free, while
-    keeping them writes and reads memory.
+    XLA fuses these operations with the operation that reads their results. So a backward computes them again in almost no time, but saving
+    the results would write and read memory.
 
     Args:
-        primitive: the operation, as `jax.checkpoint` passes it to policies.
+        primitive: the primitive of the operation, which `jax.checkpoint` passes to policies.
     """
     return primitive.name not in _ELEMENTWISE

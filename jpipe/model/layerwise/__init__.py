@@ -1,1 +1,1 @@
-"""An optax optimizer applied to each layer separately, and the probe for those that may be."""
+"""An optax optimizer that is applied to each layer separately, and the probe that checks whether this is possible."""

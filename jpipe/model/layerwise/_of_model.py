@@ -1,7 +1,7 @@
 """An optimizer traced for a whole model's own tree of parameters; each layer evaluates its own part.
 
-Masks, labels and other functions of trees and paths are called in that trace, so they see the tree that they see outside of a pipeline.
-Where a loop such as `nn.scan` stacks the blocks of a model, each layer has slices of the stacked arrays.
+The trace calls masks, labels and other functions of trees and paths, so they get the same tree as outside of a pipeline. If a loop such as
+`nn.scan` stacks the blocks of a model, each layer has slices of the stacked arrays.
 """
 
 import re
@@ -24,7 +24,7 @@ Tree = Any
 
 
 class ArrayPlace(NamedTuple):
-    """One array of an entry: the leaf of the model's tree, and its names in the entry's layer."""
+    """One array of an entry: the number of the leaf in the model's tree, and the names on its path in the entry's layer."""
 
     number: int
     names: tuple[str, ...]
@@ -35,8 +35,8 @@ class _State(NamedTuple):
 
     Attributes:
         number: the number of the leaf of the state.
-        slot: the position in the entry of the parameter that it belongs to; None for one of all parameters.
-        names: its place in the state of an entry.
+        slot: the position in the entry of the parameter to which the array belongs; None if it belongs to all parameters.
+        names: the path of the array in the state of an entry.
     """
 
     number: int
@@ -48,13 +48,13 @@ class _State(NamedTuple):
 class ModelOptimizer:
     """An optimizer of a whole model's tree, for one entry at a time.
 
-    The state of an entry is nested dicts with the names that optax's state has for the layer alone, `{layer id: params}`.
+    The state of an entry is nested dicts, with the names in optax's state for the layer alone, `{layer id: params}`.
 
     Attributes:
         traced: the optimizer, for the model's tree with one slice of each stacked leaf.
-        shapes: the shapes of the leaves of that tree.
+        shapes: the shapes of the leaves of this tree.
         entries: for each entry its arrays, in order.
-        owners: for each leaf of the state that is no parameter's the entry that it belongs to; None if it belongs to all.
+        owners: for each leaf of the state that belongs to no parameter the entry that owns it; None if it belongs to all entries.
     """
 
     traced: TracedOptimizer
@@ -96,7 +96,7 @@ class ModelOptimizer:
         return jax.tree.unflatten(treedef, updates), unflatten_dict(new_state)
 
     def missing(self, entry: str) -> int | None:
-        """Return a leaf of the tree that the equations for an entry need and that it does not have, or None."""
+        """Return the number of a leaf that the equations for an entry need but that the entry does not have, or None."""
         closed, count = self.traced.update, len(self.shapes)
         for slots in self._rounds(entry):
             states = {array.number for array in self._state(entry, slots)}
@@ -111,7 +111,7 @@ class ModelOptimizer:
         return None
 
     def _rounds(self, entry: str) -> list[dict[int, int]]:
-        """Return the positions of an entry's arrays by leaf of the tree; where it has several slices of a leaf, in several dicts."""
+        """Return the positions of an entry's arrays, by leaf of the tree. Several slices of one leaf are in several dicts."""
         rounds: list[dict[int, int]] = [{}]
         for slot, array in enumerate(self.entries[entry]):
             free = next((slots for slots in rounds if array.number not in slots), None)
@@ -121,7 +121,7 @@ class ModelOptimizer:
         return rounds
 
     def _state(self, entry: str, slots: Mapping[int, int]) -> list[_State]:
-        """Return the state of the arrays at some positions of an entry, and what belongs to all parameters."""
+        """Return the parts of the state for the arrays at some positions of an entry, and the parts that belong to all parameters."""
         kept = []
         for number, (owner, path) in enumerate(zip(self.owners, self.traced.paths, strict=True)):
             part = self.traced.of_parameter[number]
@@ -133,29 +133,29 @@ class ModelOptimizer:
         return kept
 
     def _placed(self, leaves: Sequence[Any], slots: Mapping[int, int]) -> list[Any]:
-        """Return arrays of an entry as leaves of the model's tree, with None in place of all others."""
+        """Return arrays of an entry as leaves of the model's tree, with None for all other leaves."""
         return [leaves[slots[n]].reshape(shape) if n in slots else None for n, shape in enumerate(self.shapes)]
 
     def _store(
         self, entry: str, state: dict[tuple[str, ...], Any], kept: Sequence[_State], results: Sequence[Any], leaves: Sequence[Any]
     ) -> None:
-        """Put arrays into the state of an entry; those like a parameter get its shape in the layer."""
+        """Put arrays into the state of an entry. An array with the shape of its parameter gets the parameter's shape in the layer."""
         for array in kept:
-            value = jnp.asarray(results[array.number])  # it may be a literal
+            value = jnp.asarray(results[array.number])  # the result may be a literal
             if array.slot is not None and value.shape == self.shapes[self.entries[entry][array.slot].number]:
                 value = value.reshape(leaves[array.slot].shape)
             state[array.names] = value
 
 
 def _evaluated(closed: Any, arguments: Sequence[Any], wanted: Collection[int]) -> list[Any]:
-    """Return these results of a jaxpr, from the arguments that are not None. Its side effects see no other values than those."""
+    """Evaluate these results of a jaxpr from the arguments that are not None. Side effects run only if they depend on no other argument."""
     flags = [i in wanted for i in range(len(closed.jaxpr.outvars))]
     is_missing = [argument is None for argument in arguments] if closed.effects else None
     return evaluate_wanted(closed.jaxpr, closed.consts, arguments, flags, is_missing)
 
 
 def names_of(path: Sequence[Any]) -> tuple[str, ...]:
-    """Return the names on a path, as they stand in snapshots."""
+    """Return the names on a path, in the form of snapshots."""
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
@@ -173,7 +173,7 @@ class Coupled(Exception):
 def traced_in(
     transformation: optax.GradientTransformation, tree: ModelTree, specs: Mapping[str, Tree], num_stages: int | None
 ) -> tuple[Any, TracedOptimizer]:
-    """Trace an optimizer for the tree of a model, in the first of its structures for which it does not fail.
+    """Trace an optimizer for the tree of a model, with the first structure of the tree for which it does not fail.
 
     Args:
         transformation: the optimizer.
@@ -185,7 +185,7 @@ def traced_in(
         The structure, and the traced optimizer.
 
     Raises:
-        Exception: what it raises for the first structure, if it fails for all.
+        Exception: the optimizer fails for all structures; this is the error for the first one.
     """
     failures = []
     for structure in tree.structures:
@@ -197,7 +197,7 @@ def traced_in(
 
 
 def tree_by_id(specs: Mapping[str, Tree]) -> ModelTree:
-    """Return the tree of parameters by layer id, for layers that were not cut from a model."""
+    """Return a tree of parameters by layer id, for layers that were not cut from a model."""
     leaves, structure = jax.tree.flatten(dict(specs))
     return ModelTree((structure,), tuple(leaf.shape for leaf in leaves), jax.tree.unflatten(structure, map(Leaf, range(len(leaves)))))
 
@@ -208,7 +208,7 @@ def whole_specs(tree: ModelTree, specs: Mapping[str, Tree], *, sliced: bool = Fa
     Args:
         tree: the tree of the model.
         specs: shapes and dtypes of the parameters by layer id.
-        sliced: whether stacked leaves have one slice only.
+        sliced: whether stacked leaves have only one slice.
     """
     axes, dtypes = tree.axes() if sliced else {}, {}
     for layer_id, places in tree.layers.items():
@@ -223,19 +223,19 @@ def whole_specs(tree: ModelTree, specs: Mapping[str, Tree], *, sliced: bool = Fa
 def one_slice(
     transformation: optax.GradientTransformation, structure: Any, specs: Sequence[Any], num_stages: int | None, traced: TracedOptimizer
 ) -> TracedOptimizer:
-    """Trace an optimizer for one slice of each stacked leaf; it must compute as for the whole leaves.
+    """Trace an optimizer for one slice of each stacked leaf, and check that it computes the same as for whole leaves.
 
     Args:
         transformation: the optimizer.
         structure: the structure of the model's tree.
-        specs: the specs of its leaves, with one slice of each stacked leaf.
+        specs: the specs of the leaves, with one slice of each stacked leaf.
         num_stages: as in `trace_optimizer`.
-        traced: the optimizer for whole leaves.
+        traced: the optimizer, traced for whole leaves.
 
     Raises:
-        Coupled: it fails, or computes otherwise.
+        Coupled: the optimizer fails, or computes something else.
     """
-    why = "what it computes depends on the number of blocks that the model stacks in one array"
+    why = "its computation depends on the number of blocks that the model stacks in one array"
     try:
         sliced = trace_optimizer(transformation, structure.unflatten(specs), num_stages)
     except Exception as error:
@@ -250,7 +250,7 @@ _SIZES = re.compile(r"(?<=[\w>])\[[\d,]+\]|\b(?:shape|new_sizes|sizes|limit_indi
 
 
 def _program(jaxpr: Any) -> str:
-    """Return what a jaxpr computes, as text without the sizes of its arrays and the addresses of functions."""
+    """Return a jaxpr as text, without the sizes of its arrays and the addresses of functions."""
     return _SIZES.sub(lambda sizes: re.sub(r"\d+", "", sizes[0]), re.sub(r"0x[0-9a-f]+", "", str(jaxpr)))
 
 
@@ -262,13 +262,13 @@ def model_optimizer(
     Args:
         traced: the optimizer for one slice of each stacked leaf.
         tree: the tree of the model.
-        specs: the specs of its leaves, with one slice of each stacked leaf.
+        specs: the specs of the leaves, with one slice of each stacked leaf.
         ties: the shared parameters.
         trained: the parameters that updates change, by entry.
-        names: what the leaves are called in messages.
+        names: the names of the leaves in messages.
 
     Raises:
-        Coupled: the update of one entry depends on another one, or the slices of a stacked leaf on another leaf.
+        Coupled: the update of an entry depends on another entry, or slices of a stacked leaf depend on another leaf.
     """
     groups = groups_of(tree, ties)
     bits = {group: 1 << bit for bit, group in enumerate(dict.fromkeys(groups))}
@@ -303,7 +303,7 @@ def model_optimizer(
 
 
 def groups_of(tree: ModelTree, ties: Ties) -> list[str | int]:
-    """Return for each leaf of a model's tree the entry that has it, or for a stacked leaf its number."""
+    """Return for each leaf of a model's tree the entry that has it; for a stacked leaf, return the number of the leaf."""
     groups: dict[int, str | int] = {}
     for entry, part in ties.parts(tree.layers).items():
         for place in jax.tree.leaves(part):

@@ -1,4 +1,4 @@
-"""An optax optimizer applied to each layer separately."""
+"""An optax optimizer that is applied to each layer separately."""
 
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -18,12 +18,12 @@ Tree = Any
 
 
 class WithBuffers(NamedTuple):
-    """The optimizer state of one layer with further arrays for each of its parameters.
+    """The optimizer state of one layer, with further arrays for each of its parameters.
 
     Attributes:
-        optimizer: what the transformation keeps.
-        weights_ema: the average of the weights, in float32 for weights of lower precision; None without `ema_decay`.
-        ahead: how far the weights are ahead of those without prediction, see `predict_delay`; None without `delay_factor`.
+        optimizer: the state of the optax transformation.
+        weights_ema: the moving average of the weights, in float32 for weights of lower precision; None without `ema_decay`.
+        ahead: the weights minus the weights without prediction, see `predict_delay`; None without `delay_factor`.
     """
 
     optimizer: Tree
@@ -32,31 +32,30 @@ class WithBuffers(NamedTuple):
 
 
 class WithMasters(NamedTuple):
-    """The optimizer state of a layer with parameters of lower precision: its parameters in float32, and their state."""
+    """The optimizer state of a layer with parameters of lower precision: the masters in float32, and the state of their optimizer."""
 
     masters: Tree
     state: Tree
 
 
 def masters_of(params: Tree) -> Tree:
-    """Cast parameters to float32, or keep a wider dtype, and what is not floating point."""
+    """Cast parameters to float32. Wider dtypes, and dtypes that are not floating point, stay."""
     return jax.tree.map(lambda p: p.astype(master_dtype(p.dtype)), params)
 
 
 @dataclass(frozen=True)
 class LayerwiseOptimizer:
-    """An optax transformation applied to one layer at a time, as `{layer id: params}`, without its frozen parameters.
+    """An optax transformation that is applied to one layer at a time, as `{layer id: params}`, without its frozen parameters.
 
     Attributes:
-        transformation: any optax transformation; `find_layerwise` says whether it may be used like this.
-        of_model: it, traced for the parameters of the whole model: each entry evaluates its part; None: apply it to each layer
-            alone.
-        has_masters: whether the state is a `WithMasters`: the masters are updated and then cast to the parameters' dtypes.
-        ema_decay: keep an exponential moving average of the weights, or of the masters, with this decay.
-        delay_factor: move the weights ahead of each update by this many updates for each update of its delay, as the last thing.
-        used: the names of the `Position` on which its updates or its state depend, sorted.
-        trained: the parameters that updates change, by entry (see `Ties`). Of frozen parameters there are no gradients and
-            no optimizer state. A layer with all parameters frozen has none of either.
+        transformation: an optax transformation; `find_layerwise` checks whether it can be used like this.
+        of_model: the transformation, traced for the parameters of the whole model, of which each entry evaluates its part. None: apply the
+            transformation to each layer alone.
+        has_masters: whether the state is a `WithMasters`: updates change the masters, which are then cast to the parameters' dtypes.
+        ema_decay: keep an exponential moving average of the weights, or of the masters, with this decay; None: keep none.
+        delay_factor: at the end of each update, move the weights ahead by this number of updates per update of delay; None: do not.
+        used: the names of the `Position` entries on which updates or state depend, sorted.
+        trained: the parameters that updates change, by entry (see `Ties`). Frozen parameters have no gradients and no optimizer state.
     """
 
     transformation: optax.GradientTransformation
@@ -69,7 +68,7 @@ class LayerwiseOptimizer:
 
     @property
     def required(self) -> tuple[str, ...]:
-        """The names of the `Position` that `update` requires, sorted."""
+        """The names of the `Position` entries that `update` requires, sorted."""
         return tuple(sorted({*self.used, *(() if self.delay_factor is None else ("delay",))}))
 
     def init(self, layer_id: str, params: Tree) -> Tree:
@@ -90,10 +89,10 @@ class LayerwiseOptimizer:
 
         Args:
             layer_id: the id of the layer, or the name of a shared parameter.
-            gradient: the gradient with respect to its trained parameters.
-            state: its optimizer state.
-            params: its trained parameters.
-            position: at least the entries that are `required`.
+            gradient: the gradient with respect to the layer's trained parameters.
+            state: the optimizer state of the layer.
+            params: the trained parameters of the layer.
+            position: the `required` entries of the `Position`, or more.
 
         Returns:
             The new parameters; the new optimizer state.
@@ -118,17 +117,17 @@ class LayerwiseOptimizer:
             average = self._moved(average, new if ahead is None else without_prediction(new, ahead))
         if ahead is not None:
             assert self.delay_factor is not None
-            # Of the difference of the weights, not of the updates: with these XLA would round the new weights in another way.
+            # The prediction uses the difference of the weights, because with the updates XLA would round the new weights differently.
             before, ahead = ahead, predicted(jax.tree.map(jnp.subtract, new, params), ahead, self.delay_factor, position["delay"])
             new = with_prediction(new, before, ahead)
         return new, WithBuffers(state, average, ahead)
 
     def average(self, state: Tree) -> Tree:
-        """Return the average of the weights in the state of a layer; needs `ema_decay`."""
+        """Return the moving average of the weights in the state of a layer. Needs `ema_decay`."""
         return (state.state if self.has_masters else state).weights_ema
 
     def ahead(self, state: Tree) -> Tree:
-        """Return how far the parameters of a layer, or their masters, are ahead; needs `delay_factor`."""
+        """Return the prediction in the state of a layer: by how much its parameters, or masters, are ahead. Needs `delay_factor`."""
         return (state.state if self.has_masters else state).ahead
 
     def _init(self, entry: str, params: Tree) -> Tree:
@@ -143,7 +142,7 @@ class LayerwiseOptimizer:
         return replace(self, has_masters=False)
 
     def _moved(self, average: Tree, params: Tree) -> Tree:
-        """Return the average after an update to `params`."""
+        """Return the moving average after an update to `params`."""
         decay = self.ema_decay
         assert decay is not None
         return jax.tree.map(lambda mean, leaf: decay * mean + (1 - decay) * leaf.astype(mean.dtype), average, params)
@@ -155,5 +154,5 @@ def without_prediction(params: Tree, ahead: Tree) -> Tree:
 
 
 def _precise_copy(leaf: jax.Array) -> jax.Array:
-    """Copy an array, at least in float32: weights and their average are donated separately."""
+    """Copy an array, at least in float32. It is a copy because weights and their average are donated separately."""
     return jnp.array(leaf, jnp.promote_types(leaf.dtype, jnp.float32), copy=True)

@@ -1,4 +1,4 @@
-"""The probe that raises an error for an optimizer that gives other numbers when it is applied layer by layer."""
+"""The probe that raises an error if an optimizer would give other numbers when it is applied layer by layer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -40,38 +40,40 @@ def find_layerwise(
     num_stages: int | None = None,
     tree: ModelTree | None = None,
 ) -> LayerwiseOptimizer:
-    """Return the optimizer for use layer by layer; raise an error where that would change its numbers.
+    """Return the optimizer for use layer by layer; raise an error if this would change its numbers.
 
-    The optimizer is traced for the whole model: no layer's update or state may depend on the gradient, the parameters or the state of
-    another layer, at any step. Each layer then evaluates its part of the trace. An optimizer that fails on the model's structure raises an
+    The optimizer is traced for the whole model. No layer's update or state may depend on the gradient, the parameters or the state of
+    another layer, at any step. Each layer then evaluates its part of the trace. If the optimizer fails on the model's structure, this is an
     error, too.
 
-    The trace also shows the frozen parameters: their update is always zero. The layers run without them, unless the updates of other
-    parameters depend on them. A factor of zero freezes, too.
+    The trace also shows which parameters are frozen: their update is always zero. They get no gradients and no optimizer state, unless the
+    updates of other parameters depend on them. Parameters count as frozen, too, if their updates are multiplied by a constant zero.
 
     Args:
-        transformation: the transformation of the user.
-        specs: shapes of all parameters by layer id.
-        has_masters: whether it updates parameters in float32 whatever their dtype is.
-        ties: the shared parameters, if there are any; they are updated by themselves.
+        transformation: the user's optimizer.
+        specs: the shapes of all parameters by layer id.
+        has_masters: whether the optimizer updates masters in float32 for parameters of any dtype.
+        ties: the shared parameters, or None; each is updated as an entry of its own, apart from the layers.
         predicts: whether delays will be corrected by prediction (`delay_factor`), which needs momentum.
-        num_stages: the number of stages, if it is known, for an optimizer that checks it, as `jpipe.optimizers.per_stage` does.
-        tree: the tree of the model that the layers were cut from, if they were: the optimizer is traced for this tree, or by layer id where
-            it fails on it, as with masks by layer id.
+        num_stages: the number of stages, or None; an optimizer such as `jpipe.optimizers.per_stage` checks it.
+        tree: the parameter tree of the model, if the layers were cut from a whole model. The optimizer is traced on this tree. If it fails
+            there, for example because its masks go by layer id, it is traced on a dict by layer id.
 
     Raises:
-        InputError: says which layer depends on which, and what to use instead; or the optimizer has no momentum.
+        InputError: a layer depends on another one (the message names both and what to use instead); or the optimizer has no momentum, but
+            `predicts` is set.
     """
     ties = NO_TIES if ties is None else ties
     if not isinstance(transformation, optax.GradientTransformation):
-        hint = "; call its .gradient_transformation()" if isinstance(transformation, optax.MultiSteps) else ", such as optax.adam(1e-3)"
-        raise InputError(where="optimizer", expected="an optax.GradientTransformation", found=f"{type(transformation).__name__}{hint}")
+        change = "call its .gradient_transformation()" if isinstance(transformation, optax.MultiSteps) else ""
+        expected = "an optax.GradientTransformation, such as optax.adam(1e-3)"
+        raise InputError(where="optimizer", expected=expected, found=type(transformation).__name__, change=change)
     specs = jax.eval_shape(masters_of, dict(specs)) if has_masters else specs
     failure, own = partial(_failure, transformation, specs), tree
     if tree is not None:
         try:
             structure, traced = traced_in(transformation, tree, specs, num_stages)
-        except Exception as error:  # perhaps because of masks or labels by layer id
+        except Exception as error:  # masks or labels by layer id may be the reason
             failure, tree = partial(_failure_in_tree, transformation, tree, specs, error), None
     if tree is None:
         specs = ties.without_seconds(specs)
@@ -95,17 +97,17 @@ def _find(
     ties: Ties,
     num_stages: int | None,
 ) -> LayerwiseOptimizer:
-    """Return the optimizer of a tree of parameters: each entry evaluates its part; see `find_layerwise`.
+    """Return the optimizer of a tree of parameters, of which each entry evaluates its part; see `find_layerwise`.
 
-    Where blocks are stacked in one array, updates of single slices must equal the whole array's: its traced equations must not
+    If blocks are stacked in one array, updates of single slices must equal the update of the whole array. So the traced equations must not
     depend on the number of blocks, and a trial on tiny arrays must give equal numbers.
 
     Args:
-        structure, traced: from `traced_in`.
+        structure, traced: the results of `traced_in`.
         transformation, tree, specs, ties, num_stages: as in `find_layerwise`.
 
     Raises:
-        InputError: as `find_layerwise`.
+        InputError: an error of `find_layerwise`.
     """
     axes, sliced, names = tree.axes(), whole_specs(tree, specs, sliced=True), _names_in(tree, ties, structure)
     frozen = frozen_leaves(traced)
@@ -126,7 +128,7 @@ def _find(
 
 
 def _names_in(tree: ModelTree, ties: Ties, structure: Any) -> list[str]:
-    """Return what each leaf of a model's tree is called in messages."""
+    """Return for each leaf of a model's tree its name in messages."""
     paths = jax.tree_util.tree_flatten_with_path(structure.unflatten(range(len(tree.shapes))))[0]
     owners = {place.number: layer_id for layer_id, part in ties.without_seconds(tree.layers).items() for place in jax.tree.leaves(part)}
     stacked = {number: f"the stacked parameter '{'/'.join(names_of(paths[number][0]))}'" for number in tree.axes()}
@@ -136,7 +138,7 @@ def _names_in(tree: ModelTree, ties: Ties, structure: Any) -> list[str]:
 def _differs_by_layer(
     transformation: optax.GradientTransformation, traced: TracedOptimizer, tree: ModelTree, specs: Mapping[str, Tree], ties: Ties
 ) -> bool:
-    """Return whether an optimizer with masks or labels by layer id gives slices of stacked arrays other updates than these arrays."""
+    """Return whether an optimizer with masks or labels by layer id updates slices of stacked arrays differently from the whole arrays."""
     flat, structure = jax.tree.flatten(dict(specs))
     places = jax.tree.leaves(ties.without_seconds(tree.layers))
     axes = {number: place.axes for number, place in enumerate(places) if place.axes}
@@ -147,7 +149,7 @@ def _differs_by_layer(
 
 
 def _untrainable(specs: Tree, frozen: Sequence[bool] | None = None) -> InputError | None:
-    """Return the error for the first trained parameter that is not floating point, if there is one; without `frozen` all are trained."""
+    """Return the error for the first trained parameter that is not floating point, or None. Without `frozen`, all are trained."""
     leaves = jax.tree_util.tree_flatten_with_path(specs)[0]
     for (path, leaf), is_frozen in zip(leaves, frozen or [False] * len(leaves), strict=True):
         if not is_frozen and not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -164,7 +166,7 @@ def _failure(transformation: optax.GradientTransformation, specs: Mapping[str, T
     instead = instead_of(transformation)
     return (
         f"optimizer: it fails on parameters in the model's structure, {{'{next(iter(specs))}': params, …}}: "
-        f"{cause(error)}; masks and labels given as trees need that structure, and an optimizer that needs "
+        f"{cause(error)}; masks and labels given as trees need this structure, and an optimizer that needs "
         f"more than gradients, state and params (a loss value, a function) cannot be used{f'; instead: {instead}' if instead else ''}"
     )
 
@@ -172,7 +174,7 @@ def _failure(transformation: optax.GradientTransformation, specs: Mapping[str, T
 def _failure_in_tree(
     transformation: optax.GradientTransformation, tree: ModelTree, specs: Mapping[str, Tree], first: BaseException, error: BaseException
 ) -> str:
-    """Return the message for an optimizer that fails on the model's own tree and on layers by layer id, from both exceptions."""
+    """Return the message for an optimizer that fails on the model's own tree (`first`) and on a dict by layer id (`error`)."""
     own = tree.structures[0].unflatten(whole_specs(tree, specs))
     if isinstance(own, Mapping) and (words := unfit_mask(transformation, own)):
         return f"optimizer: a mask (or labels) in the form of a tree does not fit the model's own tree of parameters: {words}"
@@ -180,40 +182,40 @@ def _failure_in_tree(
         return _failure(transformation, specs, first)
     return (
         f"optimizer: it fails on the model's own tree of parameters, with the keys {shortened([*map(repr, own)])}: {cause(first)}; masks "
-        "and labels given as trees need that structure"
+        "and labels given as trees need this structure"
     )
 
 
 def _check_correction(transformation: optax.GradientTransformation, traced: TracedOptimizer) -> None:
-    """Check that delays can be corrected: that the optimizer has momentum, and makes each update from one batch and without prediction."""
+    """Check that delays can be corrected: the optimizer must have momentum, update after each batch, and not predict itself."""
     constructors = constructors_of(transformation)
     if "MultiSteps" in constructors:
         raise InputError(
             "optimizer: delay_correction assumes that every batch makes an update, found optax.MultiSteps; use more microbatches instead"
         )
     if "predict_delay" in constructors:
-        raise InputError("optimizer: it has a predict_delay already; leave that out, or delay_correction")
+        raise InputError("optimizer: it already has a predict_delay; remove this, or delay_correction")
     if not has_momentum(traced):
         raise InputError(
-            "optimizer: delay_correction needs momentum, found an optimizer that uses the newest gradient only; without "
-            "momentum the prediction makes training less stable: leave it out, or use momentum, as optax.sgd(…, momentum=0.9) or "
-            "optax.adamw(…) do"
+            "optimizer: delay_correction needs momentum, found an optimizer that uses only the newest gradient; without "
+            "momentum the prediction makes training less stable: remove delay_correction, or use momentum, as in "
+            "optax.sgd(…, momentum=0.9) or optax.adamw(…)"
         )
 
 
 def _not_layerwise(why: str, transformation: optax.GradientTransformation, more: str = "", *, in_slices: bool = False) -> InputError:
     advice = (instead_of_slices(transformation) if in_slices else instead_of(transformation)) or (
-        "leave out the part that looks at all layers at once (a norm over all of them, a step size from all gradients, noise from one key)"
+        "leave out the part that uses all layers at once (a norm over all layers, a step size from all gradients, noise from one key)"
     )
-    return InputError(f"optimizer: it cannot be applied layer by layer, as stages of a pipeline have to: {why}; instead: {advice}{more}")
+    return InputError(f"optimizer: it cannot be applied layer by layer, which stages of a pipeline need: {why}; instead: {advice}{more}")
 
 
 def _counted(traced: TracedOptimizer, names: Sequence[str], frozen: Sequence[bool]) -> str:
-    """Return a remark for the error where updates depend on the gradients of frozen parameters, or an empty string."""
+    """Return a remark for the error if updates depend on the gradients of frozen parameters, or an empty string."""
     counted = next((name for name, used in zip(names, used_while_frozen(traced, frozen), strict=True) if used), None)
     if counted is None:
         return ""
     return (
-        f"; the pipeline counts the gradients of trained parameters alone, while this optimizer also counts frozen ones, as in "
+        f"; the pipeline counts only the gradients of trained parameters, but this optimizer also counts frozen ones, as in "
         f"{counted}, and gives other updates: to compare both, clip inside optax.partition"
     )

@@ -1,4 +1,4 @@
-"""Which layers and parameters the updates of an optimizer depend on, traced for a whole model."""
+"""Traces of optimizers for whole models, which show on which layers and parameters an update depends."""
 
 import functools
 import inspect
@@ -18,7 +18,7 @@ Tree = Any
 
 @contextmanager
 def optax_promotion() -> Iterator[None]:
-    """Relax promotion for optax, where even adam mixes dtypes: strict promotion is for the user's code."""
+    """Relax JAX's promotion for optax, where even adam mixes dtypes. Strict promotion is for the user's code."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -28,7 +28,7 @@ class OfParameter(NamedTuple):
 
     Attributes:
         number: the number of the parameter.
-        begin, end: of its path.
+        begin, end: the positions between which the parameter's path is.
     """
 
     number: int
@@ -37,7 +37,7 @@ class OfParameter(NamedTuple):
 
 
 Position = Mapping[str, Any]
-"""Where in a pipeline an update is made, by name: its `delay` (see `Plan.delay`), a float32 scalar, and its `stage`, an int32 scalar."""
+"""The position of an update in a pipeline, by name: its `delay` (see `Plan.delay`), a float32 scalar, and its `stage`, an int32 scalar."""
 _POSITION = {"delay": np.float32, "stage": np.int32}
 
 
@@ -45,11 +45,12 @@ class TracedOptimizer(NamedTuple):
     """The functions of an optimizer as jaxprs, for the whole model.
 
     Attributes:
-        init: parameters -> state.
-        update: gradients, state, parameters, position -> updates, state.
+        init: `(parameters) -> state`.
+        update: `(gradients, state, parameters, position) -> (updates, state)`.
         paths: the paths of the leaves of the state.
-        of_parameter: for each leaf of the state the parameter that it belongs to, as its path says; None for one of all parameters.
-        position: the names in the position, sorted.
+        of_parameter: for each leaf of the state the parameter to which it belongs according to its path; None: it belongs to all
+            parameters.
+        position: the names of the position's entries, sorted.
     """
 
     init: Any
@@ -60,7 +61,7 @@ class TracedOptimizer(NamedTuple):
 
 
 def trace_optimizer(transformation: optax.GradientTransformation, specs: Tree, num_stages: int | None = None) -> TracedOptimizer:
-    """Trace the functions of an optimizer for parameters of these shapes; what it raises is raised."""
+    """Trace the functions of an optimizer for parameters of these shapes; errors of the optimizer pass unchanged."""
     position = _accepted(transformation, _POSITION)
     constants = {} if num_stages is None else dict.fromkeys(_accepted(transformation, ["num_stages"]), num_stages)
 
@@ -81,14 +82,14 @@ def _keys(path: Sequence[Any]) -> tuple[str, ...]:
 
 
 def _of_parameter(path: tuple[str, ...], numbers: Mapping[tuple[str, ...], int]) -> OfParameter | None:
-    """Return the parameter with a path inside this path: the longest, and the last of several."""
+    """Return the parameter with a path inside this path: the longest such path, and the last one of several."""
     spans = ((begin, end) for begin in range(len(path) + 1) for end in range(begin, len(path) + 1) if path[begin:end] in numbers)
     begin, end = max(spans, key=lambda span: (span[1] - span[0], span[0]), default=(0, -1))
     return None if end < 0 else OfParameter(numbers[path[begin:end]], begin, end)
 
 
 def _accepted(transformation: optax.GradientTransformation, names: Iterable[str]) -> tuple[str, ...]:
-    """Return the names that an optimizer's update accepts as keywords."""
+    """Return the names that an optimizer's update accepts as keyword arguments."""
     if not isinstance(transformation, optax.GradientTransformationExtraArgs):
         return ()
     parameters = inspect.signature(transformation.update).parameters
@@ -97,12 +98,12 @@ def _accepted(transformation: optax.GradientTransformation, names: Iterable[str]
 
 
 def position_spec(names: Sequence[str]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes and dtypes of the named entries of a `Position`."""
+    """Return the specs of the entries of a `Position` with these names."""
     return {name: jax.ShapeDtypeStruct((), _POSITION[name]) for name in names}
 
 
 def read_position(traced: TracedOptimizer) -> tuple[str, ...]:
-    """Return the names in the position that the updates or the new state depend on."""
+    """Return the names of the position's entries on which the updates or the new state depend."""
     marks = [1 << bit for bit in range(len(traced.position))]
     remaining = len(traced.update.jaxpr.invars) - len(marks)
     used = 0
@@ -112,7 +113,7 @@ def read_position(traced: TracedOptimizer) -> tuple[str, ...]:
 
 
 def dependence(traced: TracedOptimizer, marks: list[int]) -> tuple[list[int], list[int]]:
-    """Return for each leaf of the updates, and of the state, the marks of all gradients and parameters that it depends on, at any step."""
+    """Return, for each leaf of the updates and of the state, the marks of all gradients and parameters on which it depends at any step."""
     of_state = reached(traced.init.jaxpr, marks)
     while True:
         results = reached(traced.update.jaxpr, [*marks, *of_state, *marks, *(0 for _ in traced.position)])
@@ -124,7 +125,7 @@ def dependence(traced: TracedOptimizer, marks: list[int]) -> tuple[list[int], li
 
 
 def read_state(traced: TracedOptimizer) -> list[bool]:
-    """Return for each leaf of the state whether updates depend on it, at any later step."""
+    """Return for each leaf of the state whether updates depend on it at any later step."""
     count, states = len(traced.init.jaxpr.invars), len(traced.paths)
     bits = [1 << number for number in range(states)]
     before = [0] * count
@@ -137,17 +138,17 @@ def read_state(traced: TracedOptimizer) -> list[bool]:
 
 
 def has_momentum(traced: TracedOptimizer) -> bool:
-    """Return whether an optimizer has momentum: whether gradients of zero ever move parameters of zero, which no weight decay moves."""
+    """Return whether an optimizer has momentum: whether zero gradients can move zero parameters. Weight decay cannot move these."""
     count, update = len(traced.init.jaxpr.invars), traced.update
     zeros = [True] * count + [False] * len(traced.paths) + [True] * count + [False] * len(traced.position)
     return not all(always_zero(update.jaxpr, update.consts, zeros)[:count])
 
 
 def frozen_leaves(traced: TracedOptimizer) -> list[bool]:
-    """Return for each parameter whether its update is zero at every step, by the jaxpr alone, whatever a learning-rate schedule says.
+    """Return for each parameter whether the jaxpr shows that its update is zero at every step, for any learning-rate schedule.
 
-    The state of a parameter may be zero at every step, too, as the momentum of gradients that are set to zero. A number that an update
-    passes on unchanged in the state, such as a learning rate, may be set to another one.
+    The state of a parameter can be zero at every step, too: for example the momentum of gradients that are set to zero. A number that
+    updates pass on unchanged in the state, such as a learning rate, counts as unknown, because users may set it.
     """
     count, update = len(traced.init.jaxpr.invars), traced.update
     zeros = always_zero(traced.init.jaxpr, traced.init.consts, [False] * count)
@@ -165,7 +166,7 @@ def frozen_leaves(traced: TracedOptimizer) -> list[bool]:
 
 
 def used_while_frozen(traced: TracedOptimizer, frozen: Sequence[bool]) -> list[bool]:
-    """Return for each parameter whether it is frozen and the update of a trained one depends on it."""
+    """Return for each parameter whether it is frozen but the update of a trained parameter depends on it."""
     if not any(frozen):
         return list(frozen)
     marks = [1 << bit if is_frozen else 0 for bit, is_frozen in enumerate(frozen)]
@@ -176,7 +177,7 @@ def used_while_frozen(traced: TracedOptimizer, frozen: Sequence[bool]) -> list[b
 
 
 def _check_constant(before: Tree, after: Tree) -> None:
-    """Check that the state keeps its structure, shapes and dtypes: an update is compiled once."""
+    """Check that the state keeps its structure, shapes and dtypes, because an update is compiled only once."""
     shapes = [[(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)] for state in (before, after)]
     structures: list[Any] = [jax.tree.structure(state) for state in (before, after)]
     if structures[0] != structures[1] or shapes[0] != shapes[1]:

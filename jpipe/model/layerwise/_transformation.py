@@ -1,6 +1,6 @@
 """The functions, masks and options inside an optax transformation, for messages.
 
-Transformations are closures, so their parts are read from the closed-over variables. Values elsewhere are not found.
+Transformations are closures, so these parts are read from closed-over variables. Values in other places are not found.
 """
 
 import difflib
@@ -32,7 +32,7 @@ _INSTEAD = (
 
 
 def instead_of(transformation: Any) -> str:
-    """Name replacements for functions of optax that a pipeline cannot use, or return an empty string."""
+    """Name replacements for the functions of optax in a transformation that a pipeline cannot use; return "" if there are none."""
     return "; ".join(dict.fromkeys(words for names, words in _INSTEAD if names & constructors_of(transformation)))
 
 
@@ -50,12 +50,12 @@ def constructors_of(transformation: Any) -> set[str]:
 
 
 def has_nesterov(transformation: Any) -> bool:
-    """Return whether a part of a transformation looks ahead with Nesterov's momentum, as its functions and closed-over variables say."""
+    """Return whether functions and closed-over variables of a transformation show that it uses Nesterov's momentum."""
     functions = list(_functions(transformation))
     if any(function.__qualname__.startswith(("scale_by_compensated_", "scale_by_torch_nadam.")) for function in functions):
         return True
     named = [pair for function in functions for pair in _variables(function)]
-    for _, value in list(named):  # of optax.inject_hyperparams
+    for _, value in list(named):  # arguments of optax.inject_hyperparams
         named += (getattr(value, "keywords", {}) if not isinstance(value, Mapping) else value).items()
     explicit = [value for name, value in named if name == "nesterov"]
     defaults = [(getattr(function, "__kwdefaults__", None) or {}).get("nesterov") for function in functions]
@@ -63,14 +63,14 @@ def has_nesterov(transformation: Any) -> bool:
 
 
 def unfit_mask(transformation: Any, specs: Mapping[str, Tree]) -> str:
-    """Return how a mask or labels given as dicts differ from the structure of the model, or an empty string.
+    """Describe how a mask, or labels, in the form of dicts differ from the structure of the model; return "" if none does.
 
     Args:
-        transformation: the transformation to search for masks.
-        specs: shapes of all parameters by layer id.
+        transformation: the transformation to search for masks and labels.
+        specs: the shapes of all parameters by layer id.
     """
     named = [pair for function in _functions(transformation) for pair in _variables(function)]
-    # of optax.inject_hyperparams
+    # arguments of optax.inject_hyperparams
     named += [(str(name), value) for _, values in named if isinstance(values, Mapping) for name, value in values.items()]
     masks = [value for name, value in named if isinstance(value, Mapping) and ("mask" in name or "label" in name)]
     return next((words for mask in masks if (words := _mismatch(mask, specs, (), specs))), "")
@@ -78,7 +78,7 @@ def unfit_mask(transformation: Any, specs: Mapping[str, Tree]) -> str:
 
 def _mismatch(mask: Any, tree: Any, path: tuple[str, ...], specs: Mapping[str, Tree]) -> str:
     if not isinstance(mask, Mapping):
-        return ""  # one value for all leaves below
+        return ""  # one value for all leaves below it
     if not isinstance(tree, Mapping):
         return f"'{'/'.join(path)}' is one array in the model; give one value for it"
     for key in mask:
@@ -95,7 +95,7 @@ def _mismatch(mask: Any, tree: Any, path: tuple[str, ...], specs: Mapping[str, T
 
 
 def _functions(transformation: Any) -> Iterator[Any]:
-    """Yield the functions that a transformation consists of, each once."""
+    """Yield each function of which a transformation consists once."""
     seen: dict[int, Any] = {}
     waiting = [transformation]
     while waiting:
@@ -115,7 +115,7 @@ def _functions(transformation: Any) -> Iterator[Any]:
 
 
 def _variables(function: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the closed-over variables of a function by name; for a method, its object's."""
+    """Yield the closed-over variables of a function, with their names; for a method also the attributes of its object."""
     yield from closed_over(function)
     if inspect.ismethod(function):
         yield from getattr(function.__self__, "__dict__", {}).items()

@@ -1,4 +1,4 @@
-"""An optimizer run on tiny arrays, for stacked blocks and for each block alone, to compare updates and states."""
+"""A trial of an optimizer on tiny arrays, which compares updates and states of stacked blocks and of each block alone."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,10 +16,10 @@ from jpipe.model.layerwise._trace_optimizer import Position, TracedOptimizer, op
 
 Tree = Any
 
-_UPDATES = 8  # that change parameters; an optimizer that accumulates over several steps makes few
+_UPDATES = 8  # the number of updates that change parameters; an optimizer that accumulates over several steps makes few
 _STEPS = 100  # at most
 _NAN_STEP = 6
-_EXPONENTS = (-6, 6, 0, -3, 3)  # of the gradients' sizes; the layers take turns
+_EXPONENTS = (-6, 6, 0, -3, 3)  # exponents of the sizes of gradients; the layers take turns
 _DELAYS = (0.0, 1.0, 0.75, 3.0)
 
 
@@ -32,18 +32,18 @@ def slice_difference(
     shapes: Sequence[tuple[int, ...]],
     keeps_axes: bool,
 ) -> bool:
-    """Return whether slices get other updates one by one than in the stacked arrays.
+    """Return whether slices get other updates one by one than in stacked arrays.
 
-    There are two slices, which take turns in a stacked array, because a rule may count the blocks: "the first three are frozen".
+    Two slices take turns in a stacked array, which has its real number of blocks, because a rule may depend on this number.
 
     Args:
         transformation: the optimizer.
-        traced: the same; state on which no update depends is not compared.
+        traced: the traced optimizer; state on which no update depends is not compared.
         structure: the structure of the tree of all parameters.
-        specs: the specs of its leaves, with one slice of each stacked leaf, which has a dim of size 1 for the blocks.
+        specs: the specs of the leaves, with one slice of each stacked leaf: the dim of the blocks has size 1.
         axes: the axes of stacked leaves, by number.
         shapes: the shapes of the leaves with all slices.
-        keeps_axes: whether a slice alone has that dim.
+        keeps_axes: whether a slice alone keeps the dim of the blocks.
     """
     compared = [True] * len(specs) + read_state(traced)
 
@@ -59,7 +59,7 @@ def slice_difference(
             return jnp.concatenate([pair[i % 2] for i in range(max(2, shapes[n][axis]))], axis)
 
         def all_runs() -> Iterator[tuple[Tree, Tree, Tree]]:
-            """Yield the parameters in the stacked arrays and of both slices, and then the gradients of each step."""
+            """Yield (stacked arrays, first slice, second slice): first the parameters, and then the gradients of each step."""
             for step in range(-1, _STEPS):
                 one, two = (first, second) if step < 0 else (_gradients(first, step, 0), _gradients(second, step, 1))
                 two = [leaf if n in axes else one[n] for n, leaf in enumerate(two)]
@@ -83,7 +83,7 @@ def slice_difference(
 
 
 def _are_slices(whole: np.ndarray, slices: Sequence[np.ndarray]) -> bool:
-    """Return whether an array is equal to two others, or its slices along some axis are by turns equal to them."""
+    """Return whether an array equals both slices, or its slices along some axis equal the two in turn."""
     if all(_close(whole, part) for part in slices):
         return True
     axes = [axis for axis, size in enumerate(whole.shape) if size > 1 and all(whole.size == size * part.size for part in slices)]
@@ -95,7 +95,7 @@ def _run(transformation: optax.GradientTransformation, names: Sequence[str], tre
 
     Args:
         transformation: the optimizer.
-        names: the names of the entries of the `Position` that it gets: a delay and a stage, each step another one.
+        names: the names of the `Position` entries that the optimizer gets; their values change from step to step.
         trees: the parameters, and then the gradients of each step.
     """
 
@@ -114,9 +114,9 @@ def _run(transformation: optax.GradientTransformation, names: Sequence[str], tre
 
 
 def _prepared(function: Callable[..., Tree], *arguments: Tree) -> Callable[..., Tree]:
-    """Trace a function once, to run it operation by operation: far quicker than compiling for a few tiny steps, unless it loops.
+    """Trace a function once, to run it operation by operation. For a few tiny steps this is far quicker than compiling, except for loops.
 
-    Host callbacks are left out: the steps' values are dummies.
+    Host callbacks are left out, because the values of the steps are dummies.
     """
     closed, output = jax.make_jaxpr(function, return_shape=True)(*arguments)
     if closed.effects:
@@ -129,13 +129,13 @@ def _prepared(function: Callable[..., Tree], *arguments: Tree) -> Callable[..., 
 
 
 def _tiny_array(spec: Any) -> jax.Array:
-    """Return an array of the dtype and rank of `spec`, with at most two entries in each dim, so small that tiny updates show."""
+    """Return an array with the dtype and rank of `spec`, at most two entries in each dim, and small numbers, so that updates show."""
     shape = tuple(min(size, 2) for size in spec.shape)
     return jnp.asarray(np.linspace(1e-3, 2e-3, int(np.prod(shape))).reshape(shape), spec.dtype)
 
 
 def _gradients(params: Sequence[jax.Array], step: int, number: int) -> list[jax.Array]:
-    """Return random gradients of one of the two slices: of another size at each step, and once NaN for the first one."""
+    """Return random gradients of one of the two slices. Their size changes from step to step; the first slice once gets NaN."""
     generator = np.random.default_rng((step, number))
     size = np.nan if (step, number) == (_NAN_STEP, 0) else 10.0 ** _EXPONENTS[(number + step) % len(_EXPONENTS)]
     most = [float(jnp.finfo(leaf.dtype).max) / 8 for leaf in params]

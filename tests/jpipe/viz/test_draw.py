@@ -282,7 +282,7 @@ def test_the_same_data_gives_the_same_file():
         (lambda: jpipe.draw_timeline({"measured": ((), ())}), "expected a length above 0 for 'measured', found 0.0; check its spans"),
         (
             lambda: jpipe.draw_timeline({"a": ((Span("F", 0, 0, 0.0, 1.0),),)}, plan=plan_of("gpipe", 2, 2)),
-            "draw_timeline: plan: expected 1 rank, as many as there are rows, found 2; give the plan that ran",
+            "draw_timeline: plan: expected 1 rank, one for each row, found 2; give the plan that ran",
         ),
         (lambda: jpipe.draw_memory({}, seconds=1.0), "draw_memory: expected one entry or more"),
         (lambda: jpipe.draw_memory({"a": ((),)}, seconds={"b": 1.0}), "draw_memory: expected a length above 0 for 'a', found 0.0"),

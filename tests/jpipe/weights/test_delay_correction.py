@@ -450,7 +450,7 @@ def test_an_optimizer_that_does_not_read_them_is_compiled_as_before():
 )
 def test_an_optimizer_without_momentum_is_refused(optimizer):
     batch = models.masked_batches(1, 3)[0]
-    with pytest.raises(InputError, match="optimizer: delay_correction needs momentum, found an optimizer that uses the newest"):
+    with pytest.raises(InputError, match="optimizer: delay_correction needs momentum, found an optimizer that uses only the newest"):
         pipeline(plan_of("2BW"), optimizer=optimizer).check(batch)
     pipeline(plan_of("flush"), optimizer=optimizer).check(batch)
 
@@ -475,7 +475,7 @@ def test_an_optimizer_has_momentum_whatever_its_rate(optimizer):
             optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
             "assumes that every batch makes an update, found",
         ),
-        (optax.chain(optax.adam(0.1), jpipe.optimizers.predict_delay()), "it has a predict_delay already"),
+        (optax.chain(optax.adam(0.1), jpipe.optimizers.predict_delay()), "it already has a predict_delay"),
     ],
     ids=["MultiSteps", "predict_delay"],
 )
