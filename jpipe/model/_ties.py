@@ -23,7 +23,7 @@ class StageEntries:
 
     Attributes:
         groups: pairs (stages, names of parameters), one for each set of two or more stages that hold the same parameters.
-        counted: for each stage the entries of which it is the first stage. It counts them in sums that count each entry once.
+        counted: for each stage the entries that no earlier stage has. The stage counts them in sums that count each entry once.
     """
 
     groups: tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]

@@ -49,7 +49,7 @@ class LayerwiseOptimizer:
 
     Attributes:
         transformation: an optax transformation; `find_layerwise` checks whether it can be used like this.
-        of_model: the transformation, traced for the parameters of the whole model, of which each entry evaluates its part. None: apply the
+        of_model: the transformation, traced for the parameters of the whole model; each entry evaluates its part. None: apply the
             transformation to each layer alone.
         has_masters: whether the state is a `WithMasters`: updates change the masters, which are then cast to the parameters' dtypes.
         ema_decay: keep an exponential moving average of the weights, or of the masters, with this decay; None: keep none.

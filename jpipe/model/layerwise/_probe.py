@@ -97,7 +97,7 @@ def _find(
     ties: Ties,
     num_stages: int | None,
 ) -> LayerwiseOptimizer:
-    """Return the optimizer of a tree of parameters, of which each entry evaluates its part; see `find_layerwise`.
+    """Return the optimizer of a tree of parameters; each entry evaluates its part. See `find_layerwise`.
 
     If blocks are stacked in one array, updates of single slices must equal the update of the whole array. So the traced equations must not
     depend on the number of blocks, and a trial on tiny arrays must give equal numbers.

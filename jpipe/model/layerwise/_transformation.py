@@ -95,7 +95,7 @@ def _mismatch(mask: Any, tree: Any, path: tuple[str, ...], specs: Mapping[str, T
 
 
 def _functions(transformation: Any) -> Iterator[Any]:
-    """Yield each function of which a transformation consists once."""
+    """Yield each function of a transformation once."""
     seen: dict[int, Any] = {}
     waiting = [transformation]
     while waiting:
