@@ -30,7 +30,8 @@ def predict_delay(factor: float = 1.0) -> optax.GradientTransformationExtraArgs:
     ahead by λ = `factor` · n updates, in the direction of the last update, gradients are computed approximately where they are applied. Let
     U_t be the incoming updates and out_t the outgoing ones:
 
-        ahead_t = λ_t U_t out_t   = U_t + ahead_t − ahead_{t−1}
+        ahead_t = λ_t U_t
+        out_t   = U_t + ahead_t − ahead_{t−1}
 
     For a constant λ, out_t = U_t + λ (U_t − U_{t−1}), which is error feedback. Let x_t be the weights, which the out_t add up to, and y_t
     the weights without prediction, which the U_t add up to. Then y_t = x_t − ahead_t, so λ may change at any time; with λ = 0 the next
@@ -56,8 +57,8 @@ def predict_delay(factor: float = 1.0) -> optax.GradientTransformationExtraArgs:
         >>> optimizer = optax.chain(optax.sgd(0.1, momentum=0.9), predict_delay())
         >>> params = jnp.array([1.0])
         >>> updates, state = optimizer.update(jnp.array([1.0]), optimizer.init(params), params, delay=1.0)
-        >>> float(updates[0]), float(state[-1].ahead[0])  # −0.1, and the prediction of another −0.1 (-0.20000000298023224,
-        -0.10000000149011612)
+        >>> float(updates[0]), float(state[-1].ahead[0])  # −0.1, and the prediction of another −0.1
+        (-0.20000000298023224, -0.10000000149011612)
 
     Reference: Zmushko et al., One-Step Gradient Delay is Not a Barrier (2026), arXiv:2606.30634.
     """

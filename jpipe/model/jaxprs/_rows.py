@@ -22,16 +22,16 @@ from jpipe.model.jaxprs._origins import NO_ROW, Origin, is_whole, mixed, of_seve
 Tree = Any
 
 _COUNTS = (3, 5, 7, 11, 13, 17, 19, 23)
-"""Numbers of rows to trace with: one that divides no dim, so that a dim of rows is recognized after a layer that mixes them."""
+"""Numbers of rows to trace with. The first one that divides no dim is used, so that the dim of the rows can be recognized."""
 
 
 def warn_of_mixed_rows(stack: LayerStack, layers: Mapping[str, LayerSpec], labels: Tree, loss: Loss, rows: int, microbatches: int) -> None:
     """Log a warning, once in a process, for layers and losses that mix the rows of a microbatch.
 
     Args:
-        stack, layers, labels, loss: as in `rows_together`.
+        stack, layers, labels, loss: the arguments of `rows_together`.
         rows: the number of rows of a microbatch.
-        microbatches: the number of microbatches of a batch; with one there is no warning, nor for a stack that `mixes_rows`.
+        microbatches: the number of microbatches in a batch. If it is 1, or if the stack `mixes_rows`, there is no warning.
     """
     if microbatches == 1 or stack.mixes_rows or jax.process_index() > 0:
         return
@@ -50,7 +50,7 @@ def warn_of_mixed_rows(stack: LayerStack, layers: Mapping[str, LayerSpec], label
 
 
 _KNOWN: weakref.WeakKeyDictionary[LayerStack, dict[Any, tuple[list[str], bool]]] = weakref.WeakKeyDictionary()
-"""By model, loss and shapes what mixes rows."""
+"""The results of `rows_together`, by model, and by loss and shapes."""
 
 
 @functools.cache
@@ -61,14 +61,15 @@ def _warn_once(message: str) -> None:
 def rows_together(stack: LayerStack, layers: Mapping[str, LayerSpec], labels: Tree, loss: Loss) -> tuple[list[str], bool]:
     """Return the layers that mix rows in their training forward, and whether the loss is more than a sum over rows.
 
-    A layer mixes rows if one row of its outputs, or its new state, depends on another row of its inputs. Layers and losses that fit only
-    one number of rows are traced with the rows of a microbatch; what cannot be followed then, and what comes after it, is left out.
+    A layer mixes rows if one row of its outputs, or its new state, depends on another row of its inputs. If a layer or the loss does not
+    fit another number of rows, all are traced with the rows of a microbatch. If one then fails, the layers after it, and the loss, are not
+    examined.
 
     Args:
         stack: the model.
         layers: the specs from `LayerStack.specs`.
         labels: specs of the labels of a microbatch.
-        loss: as in `Pipeline`.
+        loss: the loss given to `Pipeline`.
     """
     x = layers[stack.ids[0]].x
     known = [x, labels, [(layer.params, layer.state, layer.output) for layer in layers.values()]]
@@ -83,15 +84,15 @@ def rows_together(stack: LayerStack, layers: Mapping[str, LayerSpec], labels: Tr
         )
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # already shown when the model was first traced
+                warnings.simplefilter("ignore")  # the first trace of the model has shown these warnings
                 return mixing, _rows_together(stack, x, labels, loss, number, mixing)
-        except Exception:  # noqa: S112 - a layer or a loss that fits one number of rows only, or of too many elements
+        except Exception:  # noqa: S112 - a layer or a loss fits only one number of rows, or has too many elements
             continue
     return mixing, False
 
 
 def _rows_together(stack: LayerStack, x: Tree, labels: Tree, loss: Loss, count: int, mixing: list[str]) -> bool:
-    """Add the layers that mix `count` rows to a list, and return whether the loss mixes them."""
+    """Add the ids of the layers that mix `count` rows to `mixing`, and return whether the loss mixes the rows."""
     known: dict[Any, tuple[Tree, list[Origin], bool]] = {}
     origins = _in_rows(x, count)
     for layer_id in stack.ids:
@@ -105,13 +106,13 @@ def _rows_together(stack: LayerStack, x: Tree, labels: Tree, loss: Loss, count: 
 
 
 def _in_rows(tree: Tree, count: int, *, of_model: bool = True) -> list[Origin]:
-    """Return the origins of arrays with one dim of rows, the first of `count` elements; arrays without such a dim depend on no row."""
+    """Return the origins of arrays with rows in the first dim of size `count`; arrays without such a dim depend on no row."""
     shapes = [leaf.shape for leaf in jax.tree.leaves(tree)]
     return [origin_of(shape, shape.index(count) if count and count in shape else None, of_model=of_model) for shape in shapes]
 
 
 def _of_layer(stack: LayerStack, layer_id: str, x: Tree, inputs: Sequence[Origin], count: int) -> tuple[Tree, list[Origin], bool]:
-    """Return the specs and the origins of the output, and whether outputs or new state mix rows."""
+    """Return the specs and the origins of a layer's outputs, and whether outputs or new state mix rows."""
     layer = stack.layers[layer_id]
     params, state = jax.eval_shape(layer.init, key_spec(), x)
     traced, (y, _) = jax.make_jaxpr(lambda p, s, k, v: layer.apply(p, s, v, k, True), return_shape=True)(params, state, key_spec(), x)
@@ -123,7 +124,7 @@ def _of_layer(stack: LayerStack, layer_id: str, x: Tree, inputs: Sequence[Origin
 
 
 def _of_loss(loss: Loss, outputs: tuple[Tree, list[Origin]], labels: Tree, count: int) -> bool:
-    """Return whether the loss mixes rows in another way than by adding them."""
+    """Return whether the loss mixes rows in a way other than adding them."""
     traced = jax.make_jaxpr(lambda key, y, labels: call_with_randomness(loss, y, labels, key)[0])(key_spec(), outputs[0], labels)
     inputs = [origin_of(()), *outputs[1], *_in_rows(labels, count, of_model=False)]
     return follow(traced.jaxpr, traced.consts, inputs)[0].is_more_than_a_sum
@@ -131,9 +132,9 @@ def _of_loss(loss: Loss, outputs: tuple[Tree, list[Origin]], labels: Tree, count
 
 # Origins through equations, calls, branches and loops -----------------------------------------------------------------
 
-_MOST_NUMBERS = 1 << 16  # known numbers of one array
-_MOST_STEPS = 1 << 12  # of a scan over rows, which are followed one by one
-_FEW_STEPS = 64  # of a scan with a counter, which are followed one by one
+_MOST_NUMBERS = 1 << 16  # the largest size of an array with known numbers
+_MOST_STEPS = 1 << 12  # the largest number of steps of a scan over rows that is followed step by step
+_FEW_STEPS = 64  # the same for a scan with a counter
 
 
 def follow(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Origin]) -> list[Origin]:
@@ -165,7 +166,7 @@ def follow(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Origin]) -> list[
 
 
 def _finished(origin: Origin, of_model: bool) -> Origin:
-    """Return an origin with as few elements as possible; what several labels make together, such as their count, is taken as a constant."""
+    """Return an origin with as few elements as possible. Values from several labels only, such as their count, become constants."""
     rows = origin.rows if of_model else np.where(of_several(origin.rows), np.int16(NO_ROW), origin.rows)
     numbers = origin.numbers
     if numbers is not None:
@@ -183,13 +184,13 @@ def _of_constant(value: Any) -> Origin:
 
 
 def _either(one: Origin, other: Origin) -> Origin:
-    """Return the origin of an array that is one of two."""
+    """Return the origin of an array that may be either of two arrays."""
     is_same = one.numbers is not None and other.numbers is not None and np.array_equal(one.numbers, other.numbers, equal_nan=True)
     return Origin(smallest(together([one.rows, other.rows])), one.numbers if is_same else None, one.of_model or other.of_model)
 
 
 def _chosen(origin: Origin, by: Origin) -> Origin:
-    """Return the origin of an array that a scalar has chosen, or that its own element has for each batch that `vmap` adds."""
+    """Return the origin of an array that a scalar has chosen; under `vmap`, each batch has its own scalar."""
     if not by.depends:
         return origin
     choice = by.rows.reshape(*by.rows.shape, *[1] * (origin.rows.ndim - by.rows.ndim))
@@ -218,7 +219,7 @@ def _while(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
 def _until_equal(
     step: Callable[[list[Origin]], tuple[list[Origin], list[Origin]]], carry: list[Origin]
 ) -> tuple[list[Origin], list[Origin]]:
-    """Return what a loop carries after any number of steps, and what its steps give."""
+    """Return the origins of a loop's carry after any number of steps, and the origins of a step's outputs."""
     while True:
         new, given = step(carry)
         joined = list(map(_either, carry, new))

@@ -1,11 +1,11 @@
-"""Cut a backward in two halves: the gradients of the inputs, which the previous stage needs, and of the weights.
+"""Cut a backward in two halves: the gradients of the inputs, which the previous stage needs, and the gradients of the weights.
 
-The backward is traced, and its calls and recomputations are inlined into one list of equations. Those that the gradients of the inputs need
-are the first half, the remaining ones the second. A scan that both need becomes two scans. Some arrays are kept between them: arguments
-of the backward (residuals, the output gradient) and results of the first half, the *stash*. Of all choices that is the cheapest in bytes, a
-minimum cut of the graph of the equations. The second half may repeat cheap elementwise operations for that, but no product, convolution or
-loop: both halves together compute what the whole backward does. Gradients of weights that the first half computes anyway (of a bias, say)
-go into the stash.
+The backward is traced, and its calls and recomputations are inlined into one list of equations. The equations that the gradients of the
+inputs need are the first half, the other equations the second. A scan that both halves need becomes two scans. Some arrays are kept between
+the halves: arguments of the backward (residuals, the output gradient) and results of the first half, the *stash*. They are the choice with
+the fewest bytes, a minimum cut of the graph of the equations. To need fewer bytes, the second half may repeat cheap elementwise operations,
+but no product, convolution or loop. Together both halves compute the results of the whole backward. Gradients of weights that the first
+half computes anyway (for example of a bias) go into the stash.
 
 Reference: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.
 """
@@ -34,7 +34,7 @@ class Halves:
     Attributes:
         first: all arguments of the backward -> (outputs of the first half, stash).
         second: (the arguments that it reads, stash) -> outputs of the second half.
-        arguments: the positions of the arguments that the second half reads.
+        arguments: the positions of the backward's arguments that the second half reads.
         stash: shapes and dtypes of the stash.
     """
 
@@ -50,8 +50,8 @@ def split(backward: Callable[..., Sequence[Any]], specs: Sequence[Any], in_first
     Args:
         backward: a pure function of flat arguments that returns flat outputs.
         specs: shapes and dtypes of the arguments.
-        in_first: for each output whether the first half makes it.
-        free: for each argument whether it is kept anyway, as weights are, at no cost.
+        in_first: for each output whether the first half computes it.
+        free: for each argument whether keeping it costs nothing, because it is kept anyway, like weights.
 
     Raises:
         NotSplittable: the backward has side effects.
@@ -63,7 +63,7 @@ def split(backward: Callable[..., Sequence[Any]], specs: Sequence[Any], in_first
 
 
 def undivided(backward: Callable[..., Sequence[Any]], specs: Sequence[Any], in_first: Sequence[bool]) -> Halves:
-    """Return the whole backward as the first half, where it cannot be cut; its other outputs are the stash for the second half."""
+    """Return the whole backward as the first half, for a backward that cannot be cut; the outputs of the second half are the stash."""
     outputs = jax.eval_shape(backward, *specs)
 
     def first(arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -104,7 +104,7 @@ def _written_out(closed: Any, replaced: Replaced) -> Any:
 
 
 def _two_scans(equation: Any, in_first: Sequence[bool]) -> Callable[[list[Any]], list[Any]]:
-    """Return two scans in place of one: the first computes these results and stacks what the second needs for the remaining ones."""
+    """Return two scans in place of one: the first computes these results, and stacks the values that the second needs for the others."""
     body, consts = body_of(equation)
     count, carried = scan_parts(equation, body)
     free = [i < count for i in range(len(body.invars))]
@@ -112,7 +112,7 @@ def _two_scans(equation: Any, in_first: Sequence[bool]) -> Callable[[list[Any]],
     carry_of_first = [i for i in range(carried) if in_first[i]]
     carry_of_second = [i for i in range(carried) if not in_first[i]]
     halves = _halves(closed, in_first, free, {count + i for i in carry_of_second})
-    stacked = [i for i in halves.arguments if i - count in carry_of_first]  # what the first carries and the second reads
+    stacked = [i for i in halves.arguments if i - count in carry_of_first]  # carried by the first scan and read by the second
 
     def both(inputs: list[Any]) -> list[Any]:
         start, xs = inputs[count : count + carried], inputs[count + carried :]
@@ -146,7 +146,7 @@ def _two_scans(equation: Any, in_first: Sequence[bool]) -> Callable[[list[Any]],
 
 
 def _halves(closed: Any, in_first: Sequence[bool], free: Sequence[bool], absent: Collection[int] = ()) -> Halves:
-    """Cut a jaxpr without scans that both halves need; the first half does not have the arguments `absent`."""
+    """Cut a jaxpr in which no scan is needed by both halves; the first half does not have the arguments `absent`."""
     jaxpr = closed.jaxpr
     wanted = {half: [var for var, is_first in zip(jaxpr.outvars, in_first, strict=True) if is_first == half] for half in (True, False)}
     position = {var: i for i, var in enumerate(jaxpr.invars)}
@@ -170,9 +170,9 @@ def _halves(closed: Any, in_first: Sequence[bool], free: Sequence[bool], absent:
 
 
 def _inputs_of_second(jaxpr: Any, wanted: Mapping[bool, Sequence[Any]], free: set[Any], absent: set[Any]) -> tuple[list[Any], list[Any]]:
-    """Return the inputs of the second half, and its results that the first half computes, as variables in order."""
+    """Return the inputs of the second half, and the results of the second half that the first half computes, as variables in order."""
     of_first, of_second = (set(needed(jaxpr, wanted[half])[1]) for half in (True, False))
-    available = {*jaxpr.constvars, *jaxpr.invars} - absent  # what the first half has, or could compute cheaply
+    available = {*jaxpr.constvars, *jaxpr.invars} - absent  # to the first half, or cheap to compute from its variables
     from_free = set(free)
     if of_first:
         for number, equation in enumerate(jaxpr.eqns):
@@ -202,7 +202,7 @@ def _inputs_of_second(jaxpr: Any, wanted: Mapping[bool, Sequence[Any]], free: se
 
 
 def _function(closed: Any, inputs: Sequence[Any], outputs: Sequence[Any], numbers: Sequence[int]) -> Callable[..., list[Any]]:
-    """Return the function from some variables of a jaxpr to others, by some of its equations."""
+    """Return the function that computes `outputs` from `inputs` by the equations with these numbers."""
     jaxpr = closed.jaxpr
     equations = [jaxpr.eqns[number] for number in numbers]
     part = jex.Jaxpr(jaxpr.constvars, list(inputs), list(outputs), equations, jaxpr.effects, UNKNOWN)

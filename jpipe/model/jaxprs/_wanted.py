@@ -1,7 +1,7 @@
-"""Evaluation of the wanted results of a jaxpr alone, without unneeded side effects.
+"""Evaluation of only the wanted results of a jaxpr, without unneeded side effects.
 
-XLA removes what nobody reads, but not what has side effects: a host callback would be called with whatever values stand in for those that
-are not there.
+XLA removes computations that nobody reads, but it keeps side effects: a host callback would be called with dummy values in place of missing
+ones.
 """
 
 import functools
@@ -17,15 +17,15 @@ from jpipe.model.jaxprs._dependence import body_of, is_call, is_literal, propaga
 Tree = Any
 
 UNKNOWN = jex.DebugInfo("evaluated in part", "<unknown>", None, None)
-"""Names of arguments and results for messages: there are none."""
+"""The debug info of a jaxpr with arguments and results that have no names for messages."""
 
 
 def without_effects(function: Callable[..., Tree], is_dummy: Sequence[bool] | None = None) -> Callable[..., Tree]:
-    """Return the function without the side effects that would see dummy values, unless one of its results needs them.
+    """Return the function without the side effects that would get dummy values, unless a result needs them.
 
     Args:
         function: a function of pytrees of arrays.
-        is_dummy: for each argument whether its values are dummies. A side effect stays where it depends on none of these. By default none
+        is_dummy: for each argument whether its values are dummies. A side effect stays if it depends on no dummy. By default no side effect
             stays.
     """
 
@@ -41,7 +41,7 @@ def without_effects(function: Callable[..., Tree], is_dummy: Sequence[bool] | No
 
 
 Replaced = Mapping[int, Callable[[list[Any]], list[Any]]]
-"""By number of an equation, what to evaluate in its place."""
+"""By number of an equation, the function to evaluate in its place."""
 
 
 def evaluate_wanted(
@@ -56,15 +56,15 @@ def evaluate_wanted(
 
     Args:
         jaxpr: the computation.
-        consts: its constants.
-        arguments: None in place of one that the wanted results do not need.
+        consts: the constants of the jaxpr.
+        arguments: the arguments; None for an argument that the wanted results do not need.
         wanted: for each result whether it is wanted.
-        is_dummy: for each argument whether its values are dummies. Side effects stay where they depend on none of these. By default none
-            stays that the results do not need.
-        replaced: functions of all inputs of an equation that give all its results.
+        is_dummy: for each argument whether its values are dummies. A side effect stays if it depends on no dummy. By default only the side
+            effects that the results need stay.
+        replaced: by number of an equation, a function that computes all its results from all its inputs.
 
     Returns:
-        The wanted results; None in place of the unwanted ones.
+        The results; None for each unwanted result.
     """
     doubtful = None if is_dummy is None else _dummies(jaxpr, is_dummy)
     needs, numbers = needed(
@@ -94,7 +94,7 @@ def evaluate_wanted(
 
 
 def _cond_wanted(equation: Any, inputs: list[Any], results: Sequence[bool]) -> list[Any]:
-    """Return the wanted results of branches, with None in place of the remaining ones."""
+    """Return the wanted results of a `cond`, and None for each other result."""
     wanted = [i for i, is_wanted in enumerate(results) if is_wanted]
     present = [i for i, value in enumerate(inputs) if i and value is not None]
 
@@ -109,7 +109,7 @@ def _cond_wanted(equation: Any, inputs: list[Any], results: Sequence[bool]) -> l
 
 
 def _scan_wanted(equation: Any, inputs: list[Any], results: Sequence[bool]) -> list[Any]:
-    """Return the wanted results of a scan and those that it carries for them, with None in place of the remaining ones."""
+    """Return the wanted results of a scan and the carried results that they need, and None for each other result."""
     body, consts = body_of(equation)
     count, carried = scan_parts(equation, body)
     results, used = scan_needs(equation, results)
@@ -129,14 +129,14 @@ def _scan_wanted(equation: Any, inputs: list[Any], results: Sequence[bool]) -> l
 
 
 def scan_like(equation: Any, step: Callable[..., Any], carry: Sequence[Any], xs: Any) -> Any:
-    """Run a scan of the length and direction of an equation's."""
+    """Run a scan with the length, direction and unrolling of an equation's scan."""
     return jax.lax.scan(step, tuple(carry), xs, **{name: equation.params[name] for name in ("length", "reverse", "unroll")})
 
 
 def bind(equation: Any, inputs: list[Any]) -> list[Any]:
-    """Return the results of one equation, with None for unread ones.
+    """Return the results of one equation, with None for results that are not read.
 
-    By way of a jaxpr: how to bind differs between JAX versions.
+    It goes through a jaxpr, because the way to bind an equation differs between JAX versions.
     """
     values = {var: value for var, value in zip(equation.invars, inputs, strict=True) if not is_literal(var)}
     read = [var for var in equation.outvars if not isinstance(var, jex.DropVar)]
@@ -155,10 +155,10 @@ def needed(
 
     Args:
         jaxpr: the computation.
-        wanted: variables of it.
-        known: variables that are known.
-        inside: whether a call or a scan needs only what its wanted results depend on, and not all that goes into it.
-        doubtful: the variables with dummy values. With it, equations with side effects that read none of these are needed, too.
+        wanted: the wanted variables of the jaxpr.
+        known: the variables with known values.
+        inside: whether a call or a scan needs only the inputs that its wanted results depend on; otherwise it needs all its inputs.
+        doubtful: the variables with dummy values. If given, equations with side effects that read no dummy are needed, too.
     """
     needs, numbers = {var for var in wanted if not is_literal(var)}, []
     for number in reversed(range(len(jaxpr.eqns))):
@@ -171,7 +171,7 @@ def needed(
 
 
 def _inputs_needed(equation: Any, results: list[bool], inside: bool, doubtful: Collection[Any] | None) -> list[bool] | None:
-    """Return for each input of an equation whether its wanted results need it, or None if the equation is not needed at all."""
+    """Return for each input of an equation whether its wanted results need this input, or None if the equation is not needed."""
     stays = _stays(equation, doubtful)
     if inside and is_call(equation) and (any(results) or (equation.effects and doubtful is not None)):
         body, _ = body_of(equation)
@@ -199,7 +199,7 @@ def _inputs_needed(equation: Any, results: list[bool], inside: bool, doubtful: C
 
 
 def scan_needs(equation: Any, results: Sequence[bool]) -> tuple[list[bool], list[bool]]:
-    """Return for wanted results of a scan which of its results must be computed, and which inputs that needs."""
+    """Return, for the wanted results of a scan, the results that must be computed and the inputs that they need."""
     body, _ = body_of(equation)
     count, carried = scan_parts(equation, body)
     results = list(results)
@@ -213,7 +213,7 @@ def scan_needs(equation: Any, results: Sequence[bool]) -> tuple[list[bool], list
 
 
 def _stays(equation: Any, doubtful: Collection[Any] | None) -> bool:
-    """Return whether an equation is kept for its side effects."""
+    """Return whether an equation is kept because of its side effects."""
     return doubtful is not None and bool(equation.effects) and not any(var in doubtful for var in _variables(equation))
 
 

@@ -10,18 +10,18 @@ from jpipe.model.traced._chain import Chain, is_contraction
 
 Path = tuple[str, ...]
 
-LARGEST_SHARE = 0.25  # of the model's operations, above which a piece is cut again where it is narrowest
-_SMALL = 0.25  # of the mean operations of a layer: what has fewer, outside of numbered blocks, joins its neighbour
+LARGEST_SHARE = 0.25  # of the model's operations; a piece with more is cut again at its narrowest places
+_SMALL = 0.25  # of the mean operations of a layer; a piece with fewer, outside of numbered blocks, joins its neighbour
 
 
 @dataclass(frozen=True)
 class _Pieces:
-    """The pieces between some positions.
+    """The pieces of a chain that is cut at some positions.
 
     Attributes:
         chain: the model.
         paths: the paths of its parameters.
-        positions: between the pieces.
+        positions: the positions between the pieces.
     """
 
     chain: Chain
@@ -30,12 +30,12 @@ class _Pieces:
 
     @cached_property
     def bounds(self) -> list[tuple[int, int]]:
-        """The first equation of each piece, and the one after its last."""
+        """For each piece the number of its first equation, and the number after its last equation."""
         return list(itertools.pairwise((0, *self.positions, len(self.chain.equations))))
 
     @cached_property
     def first_read(self) -> list[list[Path]]:
-        """The parameters that each piece is the first to read."""
+        """For each piece the parameters that no earlier piece reads."""
         seen: set[int] = set()
         pieces: list[list[Path]] = []
         for begin, end in self.bounds:
@@ -55,26 +55,26 @@ class _Pieces:
         return int(self.chain.work[end] - self.chain.work[begin])
 
     def without(self, joined: Callable[[int], bool]) -> "_Pieces":
-        """Return the pieces without the positions, by their number, at which two are joined."""
+        """Return the pieces after two neighbours are joined at each position with a number that `joined` accepts."""
         return _Pieces(self.chain, self.paths, [position for i, position in enumerate(self.positions) if not joined(i)])
 
 
 def one_per_block(chain: Chain, paths: Sequence[Path], positions: Sequence[int]) -> tuple[int, ...]:
-    """Return the positions that remain where the pieces of one layer are joined.
+    """Join the pieces that belong to one layer, and return the positions that remain.
 
-    Joined are the pieces of one numbered block; a piece that multiplies by no matrix, such as a norm, with one that does; the pieces of one
-    module with up to a quarter of the model's operations; and a small piece that is in no numbered block with its neighbour. A rule that
-    would join all pieces is left out.
+    These pieces are joined: all pieces of one numbered block; a piece that multiplies by no matrix, such as a norm, with one that does; all
+    pieces of one module, if they have at most a quarter of the model's operations; and a small piece outside of numbered blocks with its
+    neighbour. A rule that would join all pieces of the model is skipped.
 
     Args:
         chain: the model.
         paths: the paths of its parameters.
-        positions: between the pieces.
+        positions: the positions between the pieces.
     """
     pieces = _Pieces(chain, paths, positions)
     for join in (_within_blocks, _without_light, _within_modules, _without_small):
         joined = join(pieces)
-        pieces = joined if joined.positions else pieces  # a small model has at least two layers, too
+        pieces = joined if joined.positions else pieces  # even a small model has at least two layers
     return tuple(pieces.positions)
 
 
@@ -85,14 +85,14 @@ def _within_blocks(pieces: _Pieces) -> _Pieces:
 
 
 def _ends(pieces: _Pieces) -> list[Path | None]:
-    """Return the block of each piece, or of its last parameter where it has several."""
+    """Return the block of each piece; for a piece with several blocks, the block of its last parameter."""
     return [block or (_to_number(piece[-1], 1) if piece else None) for block, piece in zip(pieces.blocks, pieces.first_read, strict=True)]
 
 
 def _without_light(pieces: _Pieces) -> _Pieces:
-    """Join pieces without parameters in a product of matrices, convolution or look-up with the neighbour that they fit better.
+    """Join pieces without parameters in a product of matrices, convolution or look-up with the neighbour that fits better.
 
-    They stay by themselves beside blocks of several modules, which are to stay equal.
+    Next to blocks of several modules, such pieces stay separate, so that the blocks stay equal.
     """
     chain, joined = pieces.chain, set[int]()
     kinds = [_kind(block, piece) for block, piece in zip(pieces.blocks, pieces.first_read, strict=True)]
@@ -111,14 +111,14 @@ def _without_light(pieces: _Pieces) -> _Pieces:
 
 
 def _kind(block: Path | None, piece: Sequence[Path]) -> int:
-    """Return 2 for a numbered block with modules in it, 1 for a numbered module or several, and 0 for all others."""
+    """Return 2 for a numbered block that contains modules, 1 for one or more numbered modules, and 0 for any other piece."""
     if block is None or not _numbers(block):
         return int(any(map(_numbers, piece)))
     return 2 if any(len(path) > len(block) + 1 for path in piece) else 1
 
 
 def _within_modules(pieces: _Pieces) -> _Pieces:
-    """Join the pieces of one module without lists of blocks, unless they have more than a quarter of the model's operations."""
+    """Join the pieces of a module without lists of blocks, unless they have more than a quarter of the model's operations."""
     modules = [[module_of(path) for path in piece] for piece in pieces.first_read]
     prefixes = [() if any(part.isdigit() for path in paths for part in path) else common_beginning(paths) for paths in modules]
     joined: set[int] = set()
@@ -132,7 +132,7 @@ def _within_modules(pieces: _Pieces) -> _Pieces:
 
 
 def _without_small(pieces: _Pieces) -> _Pieces:
-    """Join a small piece that is in no numbered block with its neighbour."""
+    """Join each small piece outside of numbered blocks with its neighbour."""
     chain, ends = pieces.chain, _ends(pieces)
     is_numbered = [block is not None and _numbers(block) > 0 for block in ends]
     mean = chain.work[-1] / len(ends)
@@ -148,9 +148,9 @@ def _without_small(pieces: _Pieces) -> _Pieces:
 
 
 def _blocks(pieces: Sequence[Sequence[Path]]) -> list[Path | None]:
-    """Return the block of each piece: the path of its parameters to the first number, or to the second where that is a block of modules.
+    """Return the block of each piece: the path of its parameters to the first number, or to the second if this path is a block of modules.
 
-    None where its parameters are of several blocks, or of none.
+    A piece with parameters of several blocks, or of no block, gets None.
     """
     firsts = [_common([_to_number(path, 1) for path in piece]) for piece in pieces]
     blocks: list[Path | None] = list(firsts)
@@ -187,7 +187,7 @@ def _to_number(path: Path, count: int) -> Path:
 
 
 def module_of(path: Path) -> Path:
-    """Return the path of the module of a parameter; an array in a list, or at the top, is one by itself."""
+    """Return the path of the module of a parameter; an array in a list, or at the top, counts as a module."""
     return path if path[-1].isdigit() or len(path) == 1 else path[:-1]
 
 
@@ -196,11 +196,11 @@ def _numbers(path: Path) -> int:
 
 
 def common_beginning(paths: Iterable[Path]) -> Path:
-    """Return the longest path with which all of these begin."""
+    """Return the longest path with which all these paths begin."""
     same = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
     return tuple(parts[0] for parts in same)
 
 
 def params_of(chain: Chain, reads: frozenset[int | None]) -> list[int]:
-    """Return the parameters among what an equation reads."""
+    """Return the numbers of the parameters among the values in `Chain.reads` of an equation."""
     return [leaf for leaf in reads if leaf is not None and leaf < chain.num_params]

@@ -1,4 +1,4 @@
-"""The equations of a model as a chain: in order those that depend on its inputs, with what else each of them needs."""
+"""The equations of a model as a chain: the equations that depend on its inputs, in order, with everything else that each one needs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from jpipe.model.traced.flat._flatten import CUT as MARK
 
 @dataclass(frozen=True)
 class Chain:
-    """A flat jaxpr, with the equations that depend on the inputs of the model apart from all others.
+    """A flat jaxpr; the equations that depend on the inputs of the model are separate from all others.
 
     Positions count equations: the position i is before equation i.
 
@@ -28,11 +28,11 @@ class Chain:
         inputs: the variables of the model's inputs.
         key: the variable of the random key.
         leaves: the variables of parameters and layer state, in order.
-        num_params: how many of them, from the first, are parameters.
+        num_params: the number of parameters, which come first in `leaves`.
         outputs: the results of the model, variables or literals.
         new_state: the new value of each leaf of the layer state, by its number among `leaves`.
-        equations: those that depend on the inputs, in order. Those that only new layer state needs come as early as they can.
-        sources: the equation that makes each variable which does not depend on the inputs, by the variable.
+        equations: the equations that depend on the inputs, in order. Equations that only new layer state needs come as early as possible.
+        sources: for each variable that does not depend on the inputs, the equation that computes it.
     """
 
     jaxpr: Any
@@ -48,7 +48,7 @@ class Chain:
 
     @cached_property
     def made(self) -> dict[Any, int]:
-        """The number of the equation that makes each variable which depends on the inputs; -1 for the inputs themselves."""
+        """For each variable that depends on the inputs, the number of the equation that computes it; -1 for the inputs."""
         made = dict.fromkeys(self.inputs, -1)
         for number, equation in enumerate(self.equations):
             made.update((var, number) for var in equation.outvars if not isinstance(var, jex.DropVar))
@@ -56,7 +56,7 @@ class Chain:
 
     @cached_property
     def last(self) -> dict[Any, int]:
-        """The number of the last equation that reads each of these variables, or the number of equations where it is a result."""
+        """For each variable in `made` the number of the last equation that reads it; for results, the number of equations."""
         last: dict[Any, int] = {}
         for number, equation in enumerate(self.equations):
             last.update((var, number) for var in _variables(equation.invars) if var in self.made)
@@ -65,7 +65,7 @@ class Chain:
 
     @cached_property
     def _needs(self) -> dict[Any, frozenset[Any]]:
-        """The parameters, layer state and key (by number, and None) that each variable without inputs needs."""
+        """For each variable that does not depend on the inputs the parameters and layer state (by number) and key (None) that it needs."""
         needs: dict[Any, frozenset[Any]] = {var: frozenset([number]) for number, var in enumerate(self.leaves)}
         needs[self.key] = frozenset([None])
         for equation in self.jaxpr.eqns:
@@ -77,15 +77,15 @@ class Chain:
 
     @cached_property
     def reads(self) -> list[frozenset[Any]]:
-        """The parameters, layer state (by number) and key (None) that each equation reads, itself or through equations without inputs."""
+        """The parameters, layer state (by number) and key (None) that each equation reads, directly or through `sources`."""
         return [self.needs_of(equation.invars) for equation in self.equations]
 
     def needs_of(self, variables: Iterable[Any]) -> frozenset[Any]:
-        """Return what these variables need, without what is made of the inputs."""
+        """Return the parameters, layer state and key that these variables need; variables that depend on the inputs are skipped."""
         return frozenset().union(*(self._needs[var] for var in _variables(variables) if var in self._needs))
 
     def behind(self, variables: Iterable[Any]) -> list[Any]:
-        """Return the equations without inputs that make these variables, in order."""
+        """Return the equations in `sources` from which these variables are computed, in order."""
         seen: dict[int, Any] = {}
         to_do = [var for var in _variables(variables) if var in self.sources]
         while to_do:
@@ -97,7 +97,7 @@ class Chain:
 
     @cached_property
     def _order(self) -> dict[int, int]:
-        """The position of each equation of the jaxpr, by its identity: equations cannot be compared."""
+        """The position of each equation of the jaxpr, by `id`, because equations cannot be compared."""
         return {id(equation): position for position, equation in enumerate(self.jaxpr.eqns)}
 
     @cached_property
@@ -113,7 +113,7 @@ class Chain:
 
     @cached_property
     def widths(self) -> np.ndarray:
-        """The bytes that pass each position; large masks and the like are recomputed from the inputs."""
+        """The bytes that pass each position; large values that are cheap to compute from the inputs, such as masks, are computed again."""
         last = dict(self.last)
         roots: dict[Any, frozenset[Any]] = {var: frozenset([var]) for var in self.inputs}
         for equation in self.equations:
@@ -140,10 +140,10 @@ def chain_of(closed: Any, num_params: int, num_leaves: int, written: Sequence[in
 
     Args:
         closed: the jaxpr from (parameters, layer state, key, inputs) to (outputs, new layer state).
-        num_params: how many arguments are parameters.
-        num_leaves: how many are parameters or layer state.
-        written: for each result after the outputs, which leaf of the layer state it is, by its number among parameters and state.
-        num_outputs: how many results are outputs.
+        num_params: the number of arguments that are parameters.
+        num_leaves: the number of arguments that are parameters or layer state.
+        written: for each result after the outputs, the number (among parameters and state) of the leaf of layer state that it updates.
+        num_outputs: the number of results that are outputs.
 
     Raises:
         InputError: the model has ordered side effects.
@@ -168,7 +168,7 @@ def _needed(jaxpr: Any) -> list[Any]:
     """Return the equations with results that are needed, or with side effects.
 
     Raises:
-        InputError: ordered side effects.
+        InputError: an equation has ordered side effects.
     """
     equations = [jaxpr.eqns[number] for number in needed(jaxpr, jaxpr.outvars, doubtful=())[1]]
     for equation in equations:
@@ -183,7 +183,7 @@ def _needed(jaxpr: Any) -> list[Any]:
 
 
 def _early(equations: Sequence[Any], outputs: set[Any], inputs: set[Any]) -> list[Any]:
-    """Move equations that no output needs to where their operands are, so that new layer state is made in the layer of its operands."""
+    """Move equations that no output needs next to their operands, so that new layer state is computed in the layer of its operands."""
     wanted, for_outputs = set(outputs), set()
     for equation in reversed(equations):
         if any(var in wanted for var in equation.outvars):
@@ -246,14 +246,14 @@ T = TypeVar("T")
 def cut(x: T, name: str) -> T:
     """Mark a place in a model where `LayerStack.from_model` cuts it; return `x`.
 
-    Where a model has marks, it is cut at these places alone. Everywhere else a mark does nothing.
+    A model with marks is cut only at the marks. Outside of `from_model`, a mark does nothing.
 
     Args:
-        x: what the model computes next with, any pytree of arrays. Other values may pass the cut, too.
-        name: the id of the layer that ends here. Each mark has its own.
+        x: the arrays that the model uses next, any pytree. Other values may pass the cut, too.
+        name: the id of the layer that ends here. Each mark needs its own name.
 
     Raises:
-        InputError: the name is no string, or empty.
+        InputError: the name is not a string, or is empty.
 
     Example:
         >>> import jax.numpy as jnp

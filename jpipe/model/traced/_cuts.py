@@ -1,4 +1,4 @@
-"""Where a model is cut: at the narrowest places of its chain, one layer for each block."""
+"""The positions where a model is cut: the narrowest places of its chain, with one layer for each block."""
 
 import bisect
 import itertools
@@ -14,23 +14,24 @@ from jpipe.model.traced._chain import Chain
 
 Granularity = Literal["block", "finest"]
 
-_TOLERANCE = 1.3  # times the bytes of the narrowest place are still narrow
+_TOLERANCE = 1.3  # a place is narrow if it passes at most this multiple of the bytes of the narrowest place
 
 
 def choose_cuts(chain: Chain, paths: Sequence[Path], granularity: Granularity, prefixes: Sequence[str]) -> tuple[int, ...]:
     """Return the positions at which a model is cut.
 
-    Marks in the model (`jpipe.cut`), or `prefixes`, decide alone. Otherwise the model is cut where the fewest bytes pass; a piece of more
-    than a quarter of its operations is cut again at its own narrowest places. Pieces of one block are joined, as `one_per_block` says.
+    If the model has marks (`jpipe.cut`), or if there are `prefixes`, only these decide. Otherwise the model is cut where the fewest bytes
+    pass; a piece with more than a quarter of its operations is cut again at its own narrowest places. Then `one_per_block` joins the pieces
+    of one block.
 
     Args:
         chain: the model in training.
         paths: the paths of the parameters.
-        granularity: "block", or "finest" to cut at every place between two parameters that is narrower than what is around it.
-        prefixes: prefixes of parameter names; a layer begins before the first parameter with each.
+        granularity: "block", or "finest" to cut at every place between two parameters that is narrower than the places around it.
+        prefixes: prefixes of parameter names; for each prefix, a layer begins before the first parameter with it.
 
     Raises:
-        InputError: a prefix that no parameter has, or a place in the middle of layer state that is read and written.
+        InputError: no parameter has a prefix, or a cut is between the places that read and write one array of layer state.
     """
     if chain.marks and not prefixes:
         positions = [position for position in chain.marks if 0 < position < len(chain.equations)]
@@ -49,14 +50,14 @@ def readers(chain: Chain) -> list[int]:
 
 
 def _candidates(chain: Chain, paths: Sequence[Path], *, of_one_module: bool = False) -> list[int]:
-    """Return the narrowest position between each two modules that are read, of equally narrow ones the last.
+    """Return the narrowest position between each two modules that are read one after the other; of equally narrow ones, the last.
 
-    A module that is read a second time counts as another one.
+    A module that is read a second time counts as another module.
 
     Args:
         chain: the model.
         paths: the paths of its parameters.
-        of_one_module: whether a module may be cut where another one is read together with it, such as the scale that normalizes its kernel.
+        of_one_module: whether a module may be cut where it is read together with another one, such as the scale that normalizes its kernel.
     """
     forbidden, widths = forbidden_positions(chain), chain.widths
     candidates: list[int] = []
@@ -106,7 +107,7 @@ def _narrowest(chain: Chain, candidates: Sequence[int], begin: int, end: int) ->
 
 
 def _local_minima(chain: Chain, candidates: Sequence[int]) -> list[int]:
-    """Return the candidates that are no wider than those next to them."""
+    """Return the candidates that are not wider than their neighbours."""
     padded = [float("inf"), *(float(chain.widths[position]) for position in candidates), float("inf")]
     return [
         position
@@ -125,7 +126,7 @@ def position_before(chain: Chain, paths: Sequence[Path], prefix: str) -> int:
         known = sorted({".".join(path[:length]) for path in paths for length in range(1, len(path) + 1)})
         raise InputError(f"cuts: no parameter that the model reads begins with '{prefix}'; {nearest(prefix, known)}")
     if index == 0:
-        raise InputError(f"cuts: the first layer begins with '{prefix}', so there is nothing before it; leave it out")
+        raise InputError(f"cuts: the first layer begins with '{prefix}', so there is nothing before it; remove '{prefix}' from cuts")
     positions = range(reading[index - 1] + 1, reading[index] + 1)
     return min(positions, key=lambda position: (chain.widths[position], -position))
 
@@ -138,7 +139,7 @@ def _without_forbidden(chain: Chain, positions: Sequence[int], where: str) -> tu
                 "a cut is between the places that read and write one array of layer state, such as batch statistics, which "
                 "belongs to one layer",
                 where=where,
-                change="move the cut, or leave it out",
+                change="move the cut, or remove it",
             )
     return tuple(sorted(set(positions)))
 
@@ -196,7 +197,7 @@ def _positions_of(chain: Chain) -> dict[int, list[int]]:
 
 
 def _interval(theirs: Mapping[int, list[int]], ours: Mapping[int, list[int]], position: int, end: int) -> tuple[int, int, int | None]:
-    """Return the first and the last position with this many reads of each leaf before it, and the leaf that bounds it last."""
+    """Return the first and last position that divides the reads of each leaf in the same way, and the last leaf that bounds them."""
     lower, upper, reason = 0, end, None
     for leaf, reads in theirs.items():
         here = ours.get(leaf)

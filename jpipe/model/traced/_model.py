@@ -1,4 +1,4 @@
-"""A whole model that was traced and cut: its layers, and the way between their arrays and the whole model's."""
+"""A whole model that was traced and cut: its layers, and conversions between their arrays and the arrays of the whole model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,10 +32,10 @@ class _Cut:
 
     Attributes:
         segments: the segments in training (True) and in evaluation (False).
-        carries: the specs of what passes before each layer; in one of the two a value may be missing.
-        slots: for each layer the positions in its carry of the inputs of its segment, in training and in evaluation.
-        outputs: a function that makes the model's outputs from the outputs of the last segment, in training and in evaluation.
-        equal: for each layer the number of the first one that computes the same; their parameters may have other values.
+        carries: for each layer the specs of the values that pass before it, in training or in evaluation.
+        slots: for each layer the positions of its segment's inputs in its carry, in training and in evaluation.
+        outputs: a function that builds the model's outputs from the outputs of the last segment, in training and in evaluation.
+        equal: for each layer the number of the first layer with the same computation; their parameters may have other values.
     """
 
     segments: Mapping[bool, Sequence[Segment]]
@@ -51,15 +51,15 @@ class TracedModel:
 
     Attributes:
         whole: the model as one layer.
-        inputs: the specs of the inputs for which it was traced first.
+        inputs: the specs of the inputs of the first trace.
         parts: its layers.
-        chain: its first trace, in training.
-        positions: the places where that is cut.
+        chain: the chain of the first trace, in training.
+        positions: the positions where `chain` is cut.
         leaves: its parameters and layer state.
-        owners: for each of them the number of the layer that has it first, or that writes it.
+        owners: for each leaf the number of the first layer that has it, or of the layer that writes it.
         draws: for each layer whether it draws random numbers, in training (True) and in evaluation (False).
-        prepare: applied to the parameters of a layer before its equations; casts them.
-        abstract: why a model without parameters cannot make them, if it cannot.
+        prepare: a function that casts the parameters of a layer before its equations run.
+        abstract: for a model without parameters that cannot initialize them, the error that says why.
     """
 
     whole: Whole
@@ -77,18 +77,18 @@ class TracedModel:
     _inputs_of: dict[Any, Tree] = field(default_factory=dict, compare=False)
 
     def recut(self, change: Callable[[Layer], Layer], prepare: Callable[[Tree], Tree]) -> "TracedModel":
-        """Return the model with another whole layer, cut at the same places.
+        """Return a copy of the model with a changed whole layer, cut at the same places.
 
         Args:
             change: a function that changes the whole layer.
-            prepare: as the attribute of that name.
+            prepare: the new value of the attribute `prepare`.
         """
         whole = replace(self.whole, layer=change(self.whole.layer))
         return replace(self, whole=whole, prepare=prepare, _cuts={}, _traces={}, _inputs_of={})
 
     @property
     def fresh(self) -> bool:
-        """Whether layers make their parameters; if not, they are given as arrays, and layers are initialized with zeros."""
+        """Whether layers initialize their parameters. If not, the user gives the arrays, and layers are initialized with zeros."""
         return self.whole.params is None and self.abstract is None
 
     # Layers --------------------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ class TracedModel:
         }
 
     def ties(self) -> list[Tie]:
-        """Return the ties: of each parameter that several layers read."""
+        """Return the ties, for each parameter that several layers read."""
         places = [{leaf: (part.id, path) for leaf, path in paths_in(part.params).items()} for part in self.parts]
         return [
             Tie(places[self.owners[leaf]][leaf], place)
@@ -124,7 +124,7 @@ class TracedModel:
         return ModelTree(self.whole.structures, shapes, layers)
 
     def first_equal(self, layer_id: str, x: Tree) -> str:
-        """Return the first layer that computes the same as a layer does with the input `x`; their parameters may have other values."""
+        """Return the first layer with the same computation as this layer for the input `x`; their parameters may have other values."""
         k = next(k for k, part in enumerate(self.parts) if part.id == layer_id)
         return self.parts[self._cut_of(k, x).equal[k]].id
 
@@ -152,7 +152,7 @@ class TracedModel:
         return [*paths_of(params), *paths_of(state)]
 
     def _init(self, k: int, key: jax.Array, x: Tree) -> tuple[Tree, Tree]:
-        """Return the parameters and state of one layer; nothing else of the model is made."""
+        """Return the parameters and state of one layer; no other arrays of the model are computed."""
         numbers, treedef = jax.tree.flatten((self.parts[k].params, self.parts[k].state))
         places = [self.leaves.leaves[number] for number in numbers]
         if not self.fresh:
@@ -179,7 +179,7 @@ class TracedModel:
         values |= dict(zip(state_numbers, state_leaves, strict=True))
         carry = jax.tree.leaves(x)
         if segment.uses_key and key is None:
-            key = jax.random.key(0)  # nothing is to be drawn
+            key = jax.random.key(0)  # a dummy: nothing random is drawn
         given, written = segment([values[leaf] for leaf in segment.leaves], key, [carry[slot] for slot in cut.slots[train][k]])
         values |= dict(zip(segment.written, written, strict=True))
         new_state = jax.tree.unflatten(state_def, [values[number] for number in state_numbers]) if train else state
@@ -199,8 +199,8 @@ class TracedModel:
         known = self._inputs_of.get((k, *_hashable(spec)))
         if known is None:
             raise InputError(
-                f"layer '{self.parts[k].id}': its input {describe(spec)} is not what the layers before it give for any inputs of the model "
-                "seen so far; run the model from its first layer once with these shapes, as LayerStack.specs does"
+                f"layer '{self.parts[k].id}': its input {describe(spec)} does not come from any inputs of the model that were seen before; "
+                "run the model from its first layer once with inputs of these shapes, as LayerStack.specs does"
             )
         return self._cut(known)
 
@@ -215,13 +215,13 @@ class TracedModel:
         return self._cuts[key]
 
     def _check_equal(self, k: int, cut: _Cut, other: _Cut) -> None:
-        """Check that a layer which gets inputs of the same shapes in both cuts computes the same in both."""
+        """Check that a layer that gets inputs of the same shapes in both cuts has the same computation in both."""
         if any(cut.segments[train][k].text != other.segments[train][k].text for train in (True, False)):
             raise InputError(
-                f"layer '{self.parts[k].id}' gets inputs of the same shapes for inputs of the model of two shapes, but "
-                "computes something else with each, such as a division by a length",
+                f"layer '{self.parts[k].id}' gets inputs of the same shapes for model inputs of two shapes, but its computation differs, "
+                "for example in a division by a length",
                 where="from_model",
-                change="compute that length from an array that passes to it",
+                change="compute this length from an array that passes to the layer",
             )
 
     def _make_cut(self, inputs: Tree) -> _Cut:
@@ -246,7 +246,7 @@ class TracedModel:
     # The arrays of the whole model ---------------------------------------------------------------------------------------
 
     def by_layer(self, params: Tree, state: Tree) -> dict[str, tuple[Tree, Tree]]:
-        """Return the parameters and state of each layer from the whole model's; either, and any leaf, may be None."""
+        """Return the parameters and state of each layer from those for the whole model; either tree, and any leaf, may be None."""
         trees = (
             jax.tree.map(lambda _: None, spec) if tree is None else tree
             for spec, tree in zip(self.whole.specs, (params, state), strict=True)
@@ -255,10 +255,10 @@ class TracedModel:
         return jax.tree.map(lambda leaf: None if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, self.split(*filled))
 
     def split(self, params: Tree, state: Tree) -> dict[str, tuple[Tree, Tree]]:
-        """Return the parameters and the state of each layer from the whole model's.
+        """Return the parameters and the state of each layer from the parameters and state of the whole model.
 
-        Parameters that several layers read are with the first of them only; those without arrays (`jax.ShapeDtypeStruct`s) are left out.
-        Slices of stacked arrays are made on the host.
+        A parameter that several layers read is returned only for the first one. Parameters without arrays (`jax.ShapeDtypeStruct`s) are
+        left out. Slices of stacked arrays are made on the host.
         """
         leaves = [*jax.tree.leaves(params), *jax.tree.leaves(state)]
         slices = {number: self._slice(leaves, number) for number in range(len(self.leaves.leaves))}
@@ -277,10 +277,11 @@ class TracedModel:
         return take_slice(leaf, np.asarray(array)) if leaf.axes else array
 
     def places(self) -> dict[str, dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]]]:
-        """Return where each array of the layers is in the whole model, by "layer id/path": its path there, its index and axes in a stack.
+        """Return the place in the whole model of each array of the layers.
 
         Returns:
-            For "params" and for "state". An array that several layers have is with one of them only.
+            For "params" and for "state", by "layer id/path", the path in the whole model, and the index and axes in a stacked array. An
+            array that several layers have is listed only for one of them.
         """
         places: dict[str, dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]]] = {"params": {}, "state": {}}
         for k, part in enumerate(self.parts):
@@ -293,7 +294,7 @@ class TracedModel:
         return places
 
     def join(self, params: Mapping[str, Tree], state: Mapping[str, Tree]) -> tuple[Tree, Tree]:
-        """Return the parameters and the layer state of the whole model from its layers'.
+        """Return the parameters and the layer state of the whole model from the arrays of its layers.
 
         Args:
             params: the parameters by layer id. Leaves of the whole model that no layer has are `jax.ShapeDtypeStruct`s.
@@ -325,7 +326,7 @@ def _segments(
 
 
 def _joined(segments: Mapping[bool, Sequence[Segment]], outputs: Mapping[bool, Callable[[Sequence[Any]], Tree]]) -> _Cut:
-    """Return the cut with what passes in training and what passes in evaluation in its carries."""
+    """Return the cut; its carries hold the values that pass in training and the values that pass in evaluation."""
     carries, slots = [], {True: list[tuple[int, ...]](), False: list[tuple[int, ...]]()}
     for training, evaluation in zip(segments[True], segments[False], strict=True):
         carry, free, positions = list(training.takes), list(range(len(training.takes))), []
@@ -349,7 +350,7 @@ def cut_model(whole: Whole, inputs: Tree, granularity: Granularity, prefixes: Se
     Args:
         whole: the model as one layer.
         inputs: the specs of its inputs.
-        granularity, prefixes: as in `choose_cuts`.
+        granularity, prefixes: the arguments of `choose_cuts`.
 
     Raises:
         InputError: the model cannot be traced, or cannot be cut.
@@ -358,12 +359,12 @@ def cut_model(whole: Whole, inputs: Tree, granularity: Granularity, prefixes: Se
     if whole.params is None:
         try:
             jax.eval_shape(whole.layer.init, key_spec(), inputs)
-        except InputError as error:  # its message says how the model is initialized
+        except InputError as error:  # the message says how to initialize the model
             abstract = error
     training = trace_model(whole, _as_is, inputs, True, {})
     chain, leaves = training.chain, training.leaves
     evaluation = trace_model(whole, _as_is, inputs, False, leaves.axes)
-    if evaluation.leaves != leaves:  # it splits more stacked arrays than training does
+    if evaluation.leaves != leaves:  # evaluation splits more stacked arrays than training does
         training = trace_model(whole, _as_is, inputs, True, evaluation.leaves.axes)
         chain, leaves = training.chain, training.leaves
     positions = choose_cuts(chain, leaves.paths[: leaves.num_params], granularity, prefixes)

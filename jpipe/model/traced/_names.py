@@ -19,8 +19,9 @@ class CutLayer:
 
     Attributes:
         id: the id of the layer.
-        params: the parameters that it reads, and those that no layer reads and that it keeps: nested dicts with numbers in place of arrays.
-        state: the layer state that it reads or writes, likewise.
+        params: the parameters that it reads, and parameters that no layer reads but that it keeps, in nested dicts with numbers in place of
+            arrays.
+        state: the layer state that it reads or writes, in the same form.
     """
 
     id: str
@@ -28,7 +29,7 @@ class CutLayer:
     state: dict[str, Any]
 
     def numbers(self) -> tuple[list[int], list[int]]:
-        """Return the numbers of its parameters and of its state, in the order of the leaves of these trees."""
+        """Return the numbers of the layer's parameters and of its state, in the order of the leaves of these trees."""
         return jax.tree.leaves(self.params), jax.tree.leaves(self.state)
 
 
@@ -40,8 +41,8 @@ def paths_in(tree: Mapping[str, Any]) -> dict[int, str]:
 def _layer_ids(first_read: Sequence[Sequence[Path]], read: Sequence[Sequence[Path]], named: Mapping[int, str]) -> list[str]:
     """Return a unique id for each layer.
 
-    It is a beginning of the path of the largest parameter that the layer is the first to read: the shortest that no other layer has, but
-    with the first number that all of its parameters have, such as "blocks.3".
+    The id is a prefix of the path of the largest parameter that the layer is the first to read: the shortest prefix that no other layer
+    has. It includes the first number in the common path of these parameters, as in "blocks.3".
 
     Args:
         first_read: for each layer the paths of the parameters that it is the first to read, the largest first.
@@ -81,7 +82,7 @@ def _unique(name: str, used: Iterable[str | None]) -> str:
 
 
 def parts_of(read: Sequence[set[int]], leaves: Leaves, named: Mapping[int, str]) -> tuple[CutLayer, ...]:
-    """Return the layers from the parameters and state that each reads or writes, and the ids that the user chose."""
+    """Return the layers, given the parameters and state that each one reads or writes, and the ids that the user chose."""
     is_param = [number < leaves.num_params for number in range(len(leaves.leaves))]
     sizes = [math.prod(shape) for shape in leaves.shapes]
     for number in range(len(leaves.leaves)):
@@ -99,7 +100,7 @@ def parts_of(read: Sequence[set[int]], leaves: Leaves, named: Mapping[int, str])
         seen.update(params)
 
     def tree(numbers: Sequence[int]) -> dict[str, Any]:
-        """Return numbers by their paths without the common beginning."""
+        """Return the numbers in nested dicts, by their paths without the common beginning."""
         begin = len(_common([leaves.paths[number] for number in numbers]))
         return unflatten_dict({leaves.paths[number][begin:]: number for number in numbers})
 

@@ -1,4 +1,4 @@
-"""The equations between two cuts as a function, and what passes from one to the next."""
+"""The equations between two cuts as a function, and the values that pass each cut."""
 
 import itertools
 import re
@@ -16,20 +16,20 @@ from jpipe.model.jaxprs._min_cut import cheapest_cut
 from jpipe.model.jaxprs._wanted import UNKNOWN
 from jpipe.model.traced._chain import Chain, is_cheap, operations
 
-_WORTH = 0.99  # a smaller set of values passes a cut if it has no more than this share of the bytes
-_AGAIN = 0.05  # share of a layer's operations that may be computed again for it
+_WORTH = 0.99  # a smaller set of values passes a cut if it has at most this share of the bytes
+_AGAIN = 0.05  # the largest share of a layer's operations that may be computed again for the smaller set
 
 
 @dataclass(frozen=True)
 class Segment:
-    """The part of a chain between two positions, as a jaxpr from (leaves, key if it is used, what it takes) to (what it gives, new state).
+    """The part of a chain between two positions, as a jaxpr from (leaves, key if it is used, `takes`) to (`gives`, new state).
 
     Attributes:
         leaves: the parameters and layer state that it reads, by number.
         written: the layer state that it writes, by number.
         uses_key: whether it draws random numbers.
-        takes: the shape and dtype of each value that comes from before.
-        gives: the shape and dtype of each value that it passes on, or of the model's outputs.
+        takes: the shape and dtype of each value from earlier segments.
+        gives: the shape and dtype of each value for later segments; for the last segment, of each output of the model.
         jaxpr: its equations.
     """
 
@@ -45,14 +45,14 @@ class Segment:
         return jex.jaxpr_as_fun(self.jaxpr)
 
     def __call__(self, leaves: Sequence[Any], key: Any, taken: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Return (what it gives, the new values of what it writes)."""
+        """Return the values of `gives`, and the new layer state of `written`."""
         results = self._function(*leaves, *([key] if self.uses_key else ()), *taken)
-        results = [result if isinstance(result, jax.Array) else jnp.asarray(result) for result in results]  # a constant is no array of JAX
+        results = [result if isinstance(result, jax.Array) else jnp.asarray(result) for result in results]  # a constant is not a JAX array
         return results[: len(self.gives)], results[len(self.gives) :]
 
     @cached_property
     def text(self) -> str:
-        """What it computes, in words that are equal for segments that differ only in which random numbers they draw."""
+        """The computation as text, which is equal for segments that differ only in their random numbers."""
         return re.sub(r"(random_fold_in \S+) \d+:|0x[0-9a-f]+", r"\1", str(self.jaxpr))
 
 
@@ -62,8 +62,8 @@ def segments_of(chain: Chain, positions: Sequence[int], in_evaluation: Sequence[
     Args:
         chain: the chain of the model.
         positions: the positions of the cuts.
-        in_evaluation: the segments of the model in evaluation, if the chain is that in training. What only these read of the layer state,
-            such as a counter, is written where they read it.
+        in_evaluation: the segments of the model in evaluation, if the chain is the training chain. Layer state that only these segments
+            read, such as a counter, is written in the segment that reads it.
     """
     bounds = [0, *positions, len(chain.equations)]
     passes, again = _passing(chain, bounds)
@@ -78,10 +78,10 @@ def segments_of(chain: Chain, positions: Sequence[int], in_evaluation: Sequence[
 
 
 def _written(chain: Chain, bounds: Sequence[int], reads: Sequence[frozenset[Any]]) -> list[list[int]]:
-    """Return the layer state that each segment writes, from what each of them reads.
+    """Return the layer state that each segment writes, given the layer state that each segment reads.
 
-    What depends on the inputs is written where it is made. What does not, such as a counter, is written by all segments that read it: each
-    has a copy.
+    State that depends on the inputs is written by the segment that computes it. State that does not, such as a counter, is written by all
+    segments that read it, because each has a copy.
     """
     count = len(bounds) - 1
     written: list[set[int]] = [set() for _ in range(count)]
@@ -97,7 +97,7 @@ def _written(chain: Chain, bounds: Sequence[int], reads: Sequence[frozenset[Any]
         held = {*reads[k], *written[k]} & is_free
         while held - written[k]:
             written[k] |= held
-            held = is_free & chain.needs_of(changed[leaf] for leaf in held)  # what their new values are made of
+            held = is_free & chain.needs_of(changed[leaf] for leaf in held)  # the leaves from which the new values are computed
     return [sorted(leaves) for leaves in written]
 
 
@@ -128,9 +128,10 @@ def _specs(variables: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 def _passing(chain: Chain, bounds: Sequence[int]) -> tuple[list[list[Any]], list[list[Any]]]:
-    """Return the variables that pass each bound, and the equations that the segment after it computes again.
+    """Return for each bound the variables that pass it, and the equations that the segment after it computes again.
 
-    This goes from the last cut to the first: a segment takes what it reads, and what later segments need from earlier ones.
+    It goes from the last cut to the first: a segment takes the variables that it reads, and those that later segments need from earlier
+    ones.
     """
     passes: list[list[Any]] = [[] for _ in bounds]
     again: list[list[Any]] = [[] for _ in bounds]
@@ -144,7 +145,7 @@ def _passing(chain: Chain, bounds: Sequence[int]) -> tuple[list[list[Any]], list
 
 
 def _smallest(chain: Chain, wanted: list[Any], work: int) -> tuple[list[Any], list[Any]]:
-    """Return the fewest bytes of variables from which `wanted` can be made cheaply, and the equations that make them."""
+    """Return the variables with the fewest bytes from which `wanted` can be computed cheaply, and the equations that compute `wanted`."""
 
     def inputs_of(var: Any) -> list[Any] | None:
         number = chain.made[var]
@@ -167,7 +168,7 @@ def _smallest(chain: Chain, wanted: list[Any], work: int) -> tuple[list[Any], li
 
 
 def _position(chain: Chain, var: Any) -> int:
-    """Return the position of a variable among those that are made with it."""
+    """Return the position of a variable among the results of its equation."""
     number = chain.made[var]
     variables = chain.inputs if number < 0 else chain.equations[number].outvars
     return next(i for i, each in enumerate(variables) if each is var)

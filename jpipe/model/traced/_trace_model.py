@@ -25,10 +25,10 @@ class Leaves:
     """The parameters and layer state of a traced model, in order: `num_params` parameters, then the state.
 
     Attributes:
-        leaves: which leaf of the trees each is, or which slice of one.
-        paths: the paths of each.
-        shapes: the shapes of each.
-        num_params: how many are parameters.
+        leaves: for each array the leaf of the trees, or the slice of a leaf, that it is.
+        paths: the path of each array.
+        shapes: the shape of each array.
+        num_params: the number of parameters.
     """
 
     leaves: tuple[Leaf, ...]
@@ -38,7 +38,7 @@ class Leaves:
 
     @cached_property
     def names(self) -> list[str]:
-        """The path of each in one string."""
+        """The path of each array as one string."""
         return [".".join(path) for path in self.paths]
 
     @property
@@ -54,7 +54,7 @@ class Trace:
     Attributes:
         leaves: its parameters and layer state.
         chain: its equations.
-        outputs: makes the outputs of the model from the results of the chain.
+        outputs: a function that builds the outputs of the model from the results of the chain.
     """
 
     leaves: Leaves
@@ -67,13 +67,13 @@ def trace_model(whole: Whole, prepare: Callable[[Tree], Tree], inputs: Tree, tra
 
     Args:
         whole: the model as one layer.
-        prepare: applied to the parameters first.
-        inputs: specs of its inputs.
+        prepare: a function that is applied to the parameters first.
+        inputs: the specs of the model's inputs.
         train: False for evaluation.
-        axes: along which another trace splits stacked leaves, by number.
+        axes: by number of a stacked leaf, the axes along which another trace splits it.
 
     Raises:
-        InputError: the model fails.
+        InputError: the model raises an error.
     """
     words = f"the model cannot be traced with inputs {describe(inputs)}"
     with callers_code(lambda error: Problem(f"{words}: {cause(error)}", "from_model", change="fix it there")):
@@ -109,7 +109,7 @@ def _outputs(specs: Tree, results: Sequence[Leaf], values: Sequence[Any]) -> Tre
 
 
 def stacked(spec: jax.ShapeDtypeStruct, slices: Mapping[Leaf, Any]) -> Any:
-    """Return an array from its slices, or its spec where some are missing. Slices on several devices are stacked on the host."""
+    """Return an array from its slices, or its spec if some are missing. Slices on several devices are stacked on the host."""
     if not slices or len(slices) < math.prod(spec.shape[axis] for axis in next(iter(slices)).axes):
         return spec
     parts = list(slices.values())
@@ -124,7 +124,7 @@ def paths_of(tree: Tree) -> list[Path]:
 
 
 def _sliced(leaves: Sequence[Leaf], paths: Sequence[Path]) -> tuple[Path, ...]:
-    """Return the paths of leaves; a slice's has its index where the stacked part of the tree begins."""
+    """Return the paths of leaves. The path of a slice contains its index at the point where the stacked part of the tree begins."""
     stacked = {leaf.number: len(leaf.index) for leaf in leaves if leaf.index}
     result = []
     for leaf in leaves:
@@ -141,7 +141,7 @@ def _sliced(leaves: Sequence[Leaf], paths: Sequence[Path]) -> tuple[Path, ...]:
 
 
 def context() -> tuple[Any, ...]:
-    """Return what a trace depends on besides the shapes."""
+    """Return the settings, apart from the shapes, on which a trace depends."""
     names = (
         "jax_enable_x64",
         "jax_numpy_dtype_promotion",

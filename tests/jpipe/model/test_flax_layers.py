@@ -291,7 +291,7 @@ def unknown(name: str, default: Any) -> linen.Module:
         ),
         (lambda x: {"x": x, "y": "text"}, r"^layer 'a': expected the output to be arrays, found the Python str 'text' at \['y'\]"),
         (halts, r"^layer 'a' does not take .*; it raises Halt: enough \(.*test_flax_layers\.py:\d+\); fix 'a'$"),
-        (lambda rngs: halts(), r"^layer 'a': its constructor fails: Halt: enough \(.*test_flax_layers\.py:\d+\); fix it there$"),
+        (lambda rngs: halts(), r"^layer 'a': its constructor fails: Halt: enough \(.*test_flax_layers\.py:\d+\); fix the constructor$"),
         (doubled, r"^layer 'a': its backward fails: ValueError: Reverse-mode differentiation .*while_loop.*; use operations that JAX"),
         (called_back, r"^layer 'a': its backward fails: ValueError: Pure callbacks .*; use operations that JAX"),
     ],

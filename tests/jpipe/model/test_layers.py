@@ -237,7 +237,9 @@ def test_a_mistake_in_a_layer_is_reported_with_its_place_and_without_advice_abou
 def test_a_mistake_in_a_constructor_is_reported_with_its_place():
     with pytest.raises(InputError) as refused:
         LayerStack({"broken": fails_while_built})
-    assert str(refused.value) == (f"layer 'broken': its constructor fails: KeyError: 'width' ({line_of(fails_while_built)}); fix it there")
+    assert str(refused.value) == (
+        f"layer 'broken': its constructor fails: KeyError: 'width' ({line_of(fails_while_built)}); fix the constructor"
+    )
 
 
 def test_a_mistake_in_a_loss_is_reported_with_its_place():

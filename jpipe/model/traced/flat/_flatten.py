@@ -28,7 +28,7 @@ from jpipe.model.traced.flat._jaxpr_builder import (
 )
 
 CUT = "jpipe_cut["
-"""How the name of a call begins that marks a cut; such a call stays one equation."""
+"""The prefix of the name of a call that marks a cut; such a call stays one equation."""
 
 _INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
 
@@ -40,7 +40,7 @@ class Leaf:
     Attributes:
         number: the number of the leaf.
         index: the index of the slice; `()` for the whole leaf.
-        axes: the axes of the leaf, to which the numbers of `index` belong, in ascending order.
+        axes: the axes of the leaf to which the numbers in `index` belong, in ascending order.
     """
 
     number: int
@@ -54,9 +54,9 @@ class Flat:
 
     Attributes:
         closed: the jaxpr.
-        leaves: what the first `len(leaves)` inputs are; the remaining inputs are as they were. All slices of a leaf follow each other in
-            C order.
-        results: what each output is, of the outputs of the original jaxpr, likewise.
+        leaves: for each of the first `len(leaves)` inputs the leaf or slice that it is; the other inputs are unchanged. All slices of a
+            leaf follow each other in C order.
+        results: for each output the output of the original jaxpr, or the slice of one, that it is, in the same order.
     """
 
     closed: Any
@@ -70,7 +70,7 @@ class Flat:
 
 
 def take_slice(leaf: Leaf, array: Any) -> Any:
-    """Return what a `Leaf` stands for of the array of this leaf."""
+    """Return the slice of an array that a `Leaf` describes, or the whole array."""
     index: list[Any] = [slice(None)] * array.ndim
     for axis, i in zip(leaf.axes, leaf.index, strict=True):
         index[axis] = i
@@ -81,8 +81,8 @@ def stack_slices(slices: Mapping[Leaf, Any], stack: Any) -> Any:
     """Return the array of a leaf.
 
     Args:
-        slices: all its slices, or the leaf itself.
-        stack: `(arrays, axis) -> array`, such as `jnp.stack`.
+        slices: all slices of the leaf, or the whole leaf.
+        stack: a function `(arrays, axis) -> array`, such as `jnp.stack`.
     """
     (leaf, array), *_ = slices.items()
     if not leaf.axes:
@@ -100,18 +100,18 @@ def flatten(
 ) -> Flat:
     """Inline the calls of a jaxpr and unroll its scans over stacked leaves.
 
-    The slices of a leaf over which a scan runs, or which are only read by constant indices, become inputs of their own. Where the leaf is
-    read as a whole, too, its slices are stacked again. Rematerialized functions, functions with custom derivatives, loops, branches, scans
-    over anything else and calls with a name that begins with `CUT` stay single equations.
+    If a scan runs over a leaf, or if a leaf is read only by constant indices, its slices become separate inputs. If the whole leaf is read,
+    too, its slices are stacked again. Rematerialized functions, functions with custom derivatives, loops, branches, other scans and calls
+    with a name that begins with `CUT` stay single equations.
 
     Args:
         closed: the closed jaxpr.
-        num_leaves: how many of the first inputs may be split: parameters and layer state.
-        replaces: the leaf that an output is the new value of, for outputs that must be split like this leaf.
-        axes: for some leaves axes along which they must be split, as in another trace of the same model.
+        num_leaves: the number of inputs, from the first, that may be split: parameters and layer state.
+        replaces: by number of an output that is the new value of a leaf, this leaf; the output is split like the leaf.
+        axes: for some leaves the axes along which they must be split, because another trace of the same model splits them.
 
     Returns:
-        The flat jaxpr, with equal values.
+        The flat jaxpr, which computes the same values.
     """
     jaxpr, replaces = closed.jaxpr, replaces or {}
     builder = Builder([var.aval for var in jaxpr.invars[:num_leaves]], axes or {})
@@ -143,7 +143,7 @@ def _part(builder: Builder, value: Value, axes: Sequence[int], index: Sequence[i
 
 
 def _run(builder: Builder, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Value]) -> list[Value]:
-    """Add the equations of a jaxpr for other inputs and return its outputs."""
+    """Add the equations of a jaxpr, applied to these inputs, and return its outputs."""
     values: dict[Any, Value] = dict(zip(jaxpr.constvars, map(builder.constant, jaxpr.constvars, consts), strict=True))
     values.update(zip(jaxpr.invars, inputs, strict=True))
 
@@ -157,7 +157,7 @@ def _run(builder: Builder, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[V
 
 
 def _results(builder: Builder, equation: Any, inputs: list[Value]) -> Sequence[Value]:
-    """Return the results of an equation for other inputs."""
+    """Return the results of an equation applied to these inputs."""
     name = equation.primitive.name
     if name in _INLINED and not equation.params.get("name", "").startswith(CUT):
         return _run(builder, *body_of(equation), inputs)
@@ -171,7 +171,7 @@ def _results(builder: Builder, equation: Any, inputs: list[Value]) -> Sequence[V
 
 
 def _is_over_layers(builder: Builder, equation: Any, inputs: list[Value]) -> bool:
-    """Return whether each step of a scan reads other slices of a leaf: of one that it scans over, or by a number that it counts."""
+    """Return whether each step of a scan reads other slices of a leaf: the scan runs over the leaf, or reads it by a counter."""
     body, consts = body_of(equation)
     count, carried = scan_parts(equation, body)
     is_leaf = [isinstance(value, Lazy) and value.of_leaf for value in inputs]
@@ -193,7 +193,7 @@ def _is_over_layers(builder: Builder, equation: Any, inputs: list[Value]) -> boo
 
 
 def _steps(equation: Any) -> Sequence[int]:
-    """Return the numbers of the steps of a scan, in the sequence in which they run."""
+    """Return the numbers of the steps of a scan, in the order in which they run."""
     steps = range(equation.params["length"])
     return steps[::-1] if equation.params["reverse"] else steps
 
@@ -215,7 +215,7 @@ def _scan(builder: Builder, equation: Any, inputs: list[Value]) -> list[Value]:
 
 
 def _of_slices(builder: Builder, equation: Any, inputs: list[Value]) -> Value | None:
-    """Return the result of an equation that can be computed slice by slice, or None for another one."""
+    """Return the result of an equation that can be computed slice by slice, or None for another equation."""
     name, params, aval = equation.primitive.name, equation.params, equation.outvars[0].aval
     if name in SIZELESS and params.get("sharding") is None and aval.shape:
         is_sliced = all(isinstance(value, Lazy) if value.aval.shape == aval.shape else not value.aval.shape for value in inputs)
@@ -236,7 +236,7 @@ def _of_slices(builder: Builder, equation: Any, inputs: list[Value]) -> Value | 
 
 
 def _moved(builder: Builder, equation: Any, source: Lazy) -> Value | None:
-    """Return the result of an equation that moves the numbers of a value, or None for another one."""
+    """Return the result of an equation that only moves the elements of a value, or None for another equation."""
     name, params, aval = equation.primitive.name, equation.params, equation.outvars[0].aval
     before, after = tuple(source.aval.shape), tuple(aval.shape)
     if name == "transpose":

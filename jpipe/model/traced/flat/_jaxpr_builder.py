@@ -19,9 +19,9 @@ Atom = Any  # a variable or a literal of a jaxpr
 Fixed = frozenset[tuple[int, int]]
 """The slice of a leaf: pairs of an axis and an index."""
 
-_MOST = 4096  # integers in an array with computed values
+_MOST = 4096  # the largest number of integers in an array that is evaluated
 Operation = tuple[Any, ...]
-"""A function with one result, and its first arguments, which are no arrays; both can be hashed."""
+"""A function with one result, and its first arguments, which are not arrays; all can be hashed."""
 
 
 def _item(axis: int, index: int, value: Any) -> Any:
@@ -37,7 +37,7 @@ def _permuted(permutation: tuple[int, ...], value: Any) -> Any:
 
 
 class Builder:
-    """Collects equations, constants, and the slices of leaves that are read."""
+    """Collects equations, constants, and the slices of leaves that the equations read."""
 
     def __init__(self, avals: Sequence[Any], axes: Mapping[int, Iterable[int]]):
         """Start a jaxpr.
@@ -58,7 +58,7 @@ class Builder:
     # Equations ------------------------------------------------------------------------------------------------------------
 
     def add(self, equation: Any, inputs: Sequence[Atom]) -> list[Atom]:
-        """Add an equation for other inputs and return its results."""
+        """Add an equation, applied to these inputs, and return its results."""
         results = [var if isinstance(var, jex.DropVar) else jex.Var(var.aval) for var in equation.outvars]
         self.equations.append(equation.replace(invars=list(inputs), outvars=results))
         self._producers.update(dict.fromkeys(results, self.equations[-1]))
@@ -75,7 +75,7 @@ class Builder:
         return values[template.jaxpr.outvars[0]]
 
     def constant(self, var: Any, value: Any) -> Any:
-        """Return the variable of a constant, given the one that it has elsewhere."""
+        """Return the variable of a constant in this jaxpr, given its variable in another jaxpr."""
         return self.consts.setdefault(id(value), (jex.Var(var.aval), value))[0]
 
     def aval_of(self, operation: Operation, aval: Any) -> Any:
@@ -91,13 +91,13 @@ class Builder:
         return self._templates[key]
 
     def variable(self, aval: Any, numbers: np.ndarray | None) -> Any:
-        """Return a new variable, with its value if it is known."""
+        """Return a new variable, and record its value if the value is known."""
         variable = jex.Var(aval)
         self._numbers[variable] = numbers
         return variable
 
     def numbers(self, atom: Atom) -> np.ndarray | None:
-        """Return the value of an integer or a small array of integers that depends on no input, or None for another value."""
+        """Return the value of an integer or a small array of integers that depends on no input, or None for any other variable."""
         if is_literal(atom):
             return np.asarray(atom.val)
         if atom not in self._numbers:
@@ -119,7 +119,7 @@ class Builder:
     # Leaves ---------------------------------------------------------------------------------------------------------------
 
     def read(self, number: int, fixed: Fixed = frozenset()) -> Any:
-        """Return the variable of a leaf, or of a slice of one."""
+        """Return the variable of a leaf, or of a slice of a leaf."""
         if (number, fixed) not in self.reads:
             self.reads[number, fixed] = jex.Var(self.slice_aval(number, fixed))
         return self.reads[number, fixed]
@@ -130,7 +130,7 @@ class Builder:
         return functools.reduce(lambda aval, axis: self.aval_of((_item, axis, 0), aval), axes, self.avals[number])
 
     def split_indexed(self) -> None:
-        """Split the leaves that are only read by constant indices, each of them."""
+        """Split each leaf along the axes where it is read only by constant indices, if all indices are read."""
         reads: dict[int, list[dict[int, int]]] = {}
         for number, fixed in self.reads:
             reads.setdefault(number, []).append(dict(fixed))
@@ -144,7 +144,7 @@ class Builder:
         return list(np.ndindex(*(self.avals[number].shape[axis] for axis in sorted(self.axes[number]))))
 
     def inputs(self) -> list[Any]:
-        """Return the variables of all slices of all leaves, adding the equations that make everything else that is read from these."""
+        """Return the variables of all slices of all leaves, and add the equations that compute the other arrays that are read."""
         inputs = {
             (number, fixed): self.read(number, fixed)
             for number, axes in enumerate(self.axes)
@@ -156,7 +156,7 @@ class Builder:
         return list(inputs.values())
 
     def _make(self, number: int, fixed: Fixed, available: dict[tuple[int, Fixed], Any]) -> Any:
-        """Return the variable of a slice, adding the equations that make it unless it is available."""
+        """Return the variable of a slice. If it is not available, add the equations that compute it."""
         if (number, fixed) in available:
             return available[number, fixed]
         axes = {axis for axis, _ in fixed}
@@ -175,18 +175,18 @@ class Builder:
         return variable
 
 
-# Values that can be read as a whole or slice by slice; nothing is computed before it is read --------------------------
+# Values that can be read as a whole or slice by slice; they are computed only when they are read ----------------------
 
 MOST = 512
-"""The most slices into which a leaf is split along one axis, so that a scan over words or time steps stays one equation."""
+"""The largest number of slices of a leaf along one axis. The limit keeps a scan over words or time steps one equation."""
 
 
 class Lazy(ABC):
-    """A value with slices that can be read alone.
+    """A value with slices that can be read one by one.
 
     Attributes:
-        aval: its shape and dtype.
-        of_leaf: whether it comes from a leaf alone, by operations on slices.
+        aval: the shape and dtype.
+        of_leaf: whether it comes only from leaves, by operations on slices.
     """
 
     def __init__(self, builder: Builder, aval: Any, of_leaf: bool):
@@ -240,7 +240,7 @@ def axes_of(value: Value) -> set[int]:
 
 
 def transposed(builder: Builder, value: Value, permutation: tuple[int, ...]) -> Value:
-    """Return a value with its axes in another sequence."""
+    """Return a value with its axes in another order."""
     if not isinstance(value, Lazy):
         return builder.call((_permuted, permutation), [value])
     if isinstance(value, Transposed):
@@ -250,7 +250,7 @@ def transposed(builder: Builder, value: Value, permutation: tuple[int, ...]) -> 
 
 
 class LeafSlice(Lazy):
-    """A leaf, or a slice of one with its remaining axes."""
+    """A leaf, or a slice of a leaf with its remaining axes."""
 
     def __init__(self, builder: Builder, number: int, fixed: Fixed = frozenset()):
         self.number, self.fixed = number, fixed
@@ -272,7 +272,7 @@ class LeafSlice(Lazy):
 
 
 class Stack(Lazy):
-    """Separate values of the same shape, along a new first axis."""
+    """Separate values with equal shapes, along a new first axis."""
 
     def __init__(self, builder: Builder, aval: Any, items: Sequence[Value]):
         self.items = items
@@ -325,12 +325,13 @@ class Elementwise(Lazy):
 
 
 class Rows(Lazy):
-    """A value with first axes that hold slices of another one, in any sequence and shape.
+    """A value with slices of another value in its first axes, in any order and shape.
 
     Attributes:
         source: the other value.
-        numbers: the numbers of the slices along its first `dims` axes, counted in C order, in the shape of the first axes of this value.
-        equation: makes this value of the source and of `more`; None: it is stacked from the slices.
+        numbers: the numbers of the slices along the first `dims` axes of `source`, counted in C order, in the shape of the first axes of
+            this value.
+        equation: the equation that computes this value from `source` and `more`. None: the value is stacked from the slices.
     """
 
     def __init__(self, aval: Any, source: Lazy, numbers: np.ndarray, dims: int, equation: Any = None, more: Sequence[Atom] = ()):
@@ -362,7 +363,7 @@ class Rows(Lazy):
 
 
 class Transposed(Lazy):
-    """A value with its axes in another sequence."""
+    """A value with its axes in another order."""
 
     def __init__(self, source: Lazy, permutation: tuple[int, ...]):
         self.source, self.permutation = source, permutation

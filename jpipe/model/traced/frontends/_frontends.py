@@ -1,4 +1,4 @@
-"""A whole model of any kind as one layer, and the way back to the user's model."""
+"""A whole model of any kind as one layer, and conversions back to the user's model."""
 
 import inspect
 import logging
@@ -25,10 +25,10 @@ def open_model(model: Any, inputs: tuple[Any, ...], *, variables: Any = None) ->
     """Return a model of any kind as one layer.
 
     Args:
-        model: an NNX module that is built, or an abstract one from `nnx.eval_shape`; a constructor of one, with a parameter `rngs`; a
-            Linen module; any other pytree that can be called, such as an Equinox module.
-        inputs: specs of the inputs, with which the model is called.
-        variables: the variables of a Linen module; by default they are fresh.
+        model: an NNX module, or an abstract one from `nnx.eval_shape`; a constructor of an NNX module, with a parameter `rngs`; a Linen
+            module; or any other pytree that can be called, such as an Equinox module.
+        inputs: specs of the inputs of the model.
+        variables: the variables of a Linen module; by default the module initializes them.
 
     Raises:
         InputError: the model is none of these, or does not take the inputs.
@@ -39,7 +39,7 @@ def open_model(model: Any, inputs: tuple[Any, ...], *, variables: Any = None) ->
             variables = bound if variables is None else variables
         return _open_linen(model, inputs, variables)
     if variables is not None:
-        raise InputError(f"variables: expected None, because only a Linen module has variables apart from it, and found {_kind(model)}")
+        raise InputError(f"variables: expected None, because only a Linen module takes separate variables, found {_kind(model)}")
     if isinstance(model, nnx.Module):
         if is_in_evaluation(model):
             _LOG.warning(
@@ -72,19 +72,19 @@ def open_model(model: Any, inputs: tuple[Any, ...], *, variables: Any = None) ->
 def open_function(fn: Any, params: Tree, inputs: tuple[Any, ...], *, state: Tree | None = None) -> Whole:
     """Return a function of parameters as one layer.
 
-    A parameter named `key`, `rng` or `dropout_rng` gets the random key of the microbatch, and one named `rngs` a `flax.nnx.Rngs`, wherever
-    it stands; in evaluation only if it has no default. Whether it trains is passed as to layers. A leaf named `inference` of the
-    parameters that is True or False becomes False in training and True in evaluation.
+    A parameter of the function named `key`, `rng` or `dropout_rng` gets the random key of the microbatch, and one named `rngs` a
+    `flax.nnx.Rngs`, at any position; in evaluation only if it has no default. A parameter for the mode gets the same values as in a layer.
+    A leaf named `inference` of the parameters that is True or False becomes False in training and True in evaluation.
 
     Args:
         fn: `fn(params, *inputs) -> y`, or with a state `fn(params, state, *inputs) -> (y, new state)`.
         params: a pytree of arrays or specs. Floating-point arrays are trained, other arrays stay as they are, and all other leaves are part
             of the function.
         inputs: specs of the inputs.
-        state: arrays or specs that each training step passes on to the next.
+        state: arrays or specs that each training step passes on to the next one.
 
     Raises:
-        InputError: it is no such function.
+        InputError: `fn` is not such a function.
     """
     if not callable(fn):
         raise InputError(where=WHERE, expected="a function of parameters and inputs", found=_kind(fn))
@@ -111,7 +111,7 @@ def _open_nnx(functions: NnxFunctions) -> Whole:
         return nnx.to_pure_dict(params), nnx.to_pure_dict(state)
 
     params, state = functions.initial or specs
-    # nnx.map_state and others take an nnx.State only; nnx.Optimizer gives one with variables to init, one without to update.
+    # nnx.map_state and others take only an nnx.State. nnx.Optimizer passes a state with variables to init, and one without to update.
     others = [jax.tree.structure(tree) for tree in (nnx.as_pure(functions.params_specs), functions.params_specs)]
     return whole(functions.layer(), params, state, functions.module, trees, others)
 
@@ -122,7 +122,7 @@ def _open_linen(module: linen.Module, inputs: tuple[Any, ...], variables: Any) -
         specs = jax.eval_shape(layer.init, key_spec(), x)
 
     def trees(tree: Any) -> tuple[Tree, Tree]:
-        """Return the collection "params" and the other collections, of all variables or of the parameters alone."""
+        """Return the collection "params" and the other collections, from all variables or from only the parameters."""
         tree = linen.meta.unbox(flax.core.unfreeze(tree))
         has_their_structure = jax.tree.structure(tree) == jax.tree.structure(specs[0])  # type: ignore[operator]
         if not isinstance(tree, dict) or has_their_structure or not {"params", *specs[1]} & tree.keys():
@@ -135,12 +135,12 @@ def _open_linen(module: linen.Module, inputs: tuple[Any, ...], variables: Any) -
         state = matched("variables", state, trees(variables)[1], any_float=True)
         flat = jax.tree_util.tree_flatten_with_path((params, state), is_leaf=lambda leaf: leaf is None)[0]
         if missing := next((path for path, leaf in flat if leaf is None), None):
-            raise InputError(f"variables: expected '{path_name(missing[1:])}', found none; give all that module.init returns")
+            raise InputError(f"variables: expected '{path_name(missing[1:])}', found none; give all variables that module.init returns")
     return whole(layer, params, state, lambda params, state: {"params": params, **state}, trees)
 
 
 def _open_called(fn: Callable[..., Any], params: Tree, inputs: tuple[Any, ...], state: Tree | None) -> Whole:
-    """Return the whole of a function of a tree with only its arrays changed."""
+    """Return a function of parameters, which may have leaves that are not arrays, as one layer."""
     state_arrays = only({} if state is None else state, is_array)
     static_state = only(state, lambda leaf: not is_array(leaf))
     num_inputs, mode, randomness = len(inputs), modes(WHERE, fn, is_bound(fn), (state is not None) + 1 + len(inputs)), Randomness.of(fn)
@@ -157,11 +157,11 @@ def _open_called(fn: Callable[..., Any], params: Tree, inputs: tuple[Any, ...], 
         if state is None:
             return y, arrays
         if not isinstance(y, tuple) or len(y) != 2:
-            raise InputError("with a state its function returns a pair, (outputs, new state)", where=WHERE, found=_kind(y))
+            raise InputError("with a state, the function has to return a pair, (outputs, new state)", where=WHERE, found=_kind(y))
         y, changed = y
         if jax.tree.structure(changed) != jax.tree.structure(state):  # type: ignore[operator]
             raise InputError(
-                where=WHERE, expected=f"a new state of the structure of the old, {describe(specs_of(state))}", found=describe(changed)
+                where=WHERE, expected=f"a new state with the structure of the old one, {describe(specs_of(state))}", found=describe(changed)
             )
         return y, jax.tree.map(lambda old, new: new if is_array(old) else None, state, changed) if train else arrays
 
@@ -173,7 +173,7 @@ def _open_called(fn: Callable[..., Any], params: Tree, inputs: tuple[Any, ...], 
 
 
 def _with_inference(tree: Tree, inference: bool) -> Tree:
-    """Set the leaves named `inference` that are True or False."""
+    """Set the leaves named `inference` that are True or False to `inference`."""
 
     def changed(path: tuple[Any, ...], leaf: Any) -> Any:
         return inference if isinstance(leaf, bool) and path and path_name(path[-1:]) == "inference" else leaf

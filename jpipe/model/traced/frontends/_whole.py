@@ -14,28 +14,28 @@ from jpipe.model._layer import Layer, describe, spec_of, untrainable
 Tree = Any
 
 WHERE = "the model"
-"""What a whole model is called in messages."""
+"""The name of a whole model in messages."""
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A whole model as one layer, and the way back.
+    """A whole model as one layer, and conversions back to the user's model.
 
-    With one input the layer's `x` is that input, with several it is their tuple.
+    If the model has one input, the layer's `x` is this input; if it has several, `x` is a tuple of them.
 
     Attributes:
-        layer: its `init` uses the key of the run as it is, its `apply` the microbatch's. Its parameters are the floating-point
-            arrays that are trained, in a tree in which None replaces all others; other parameters are in its state.
-        params: the arrays that the user gave, in the structure of the layer's parameters; None if there are none yet.
-        state: likewise.
-        specs: shapes and dtypes of the layer's parameters and state.
-        rebuild: `(params, state) ->` the user's model with these arrays: an NNX module, the variables of a Linen module, a callable
-            pytree; for a function, its parameters, or the pair of its parameters and its state.
-        to_user: parameters of the layer -> the tree that the user knows: nested dicts for NNX, the collection "params" for Linen, the
-            pytree that was given for other models and functions.
-        from_user: such a tree, or the user's model with its variables -> `(params, state)` in the layer's structures, in which None
-            replaces what it does not have.
-        structures: the structures of the parameters as an optimizer gets them elsewhere, with equal leaves in the same order: first the
+        layer: the layer. Its `init` uses the key of the run unchanged, its `apply` the key of the microbatch. Its parameters are the
+            floating-point arrays, which are trained, in a tree with None in place of all other leaves; other parameters are in its state.
+        params: the arrays that the user gave, in the structure of the layer's parameters; None if the user gave none.
+        state: the state that the user gave, in the same form.
+    specs: shapes and dtypes of the layer's parameters and state.
+        rebuild: a function of (params, state) that returns the user's model with these arrays: an NNX module, the variables of a Linen
+            module, a callable pytree; for a function, its parameters, or the pair of its parameters and its state.
+        to_user: a function from the layer's parameters to the user's tree: nested dicts for NNX, the collection "params" for Linen, and for
+            other models and functions a pytree like the given one.
+        from_user: a function from such a tree, or from the user's model with its variables, to `(params, state)` in the layer's structures,
+            with None in place of missing arrays.
+        structures: structures that the parameters may have when an optimizer gets them, with equal leaves in the same order: first the
             structure of the layer's parameters, then others that functions of Flax need.
     """
 
@@ -57,14 +57,14 @@ def whole(
     trees: Callable[[Any], tuple[Tree, Tree]],
     others: Sequence[Any] = (),
 ) -> Whole:
-    """Return the whole of a layer. Constants and leaves that are no arrays among its parameters are not trained.
+    """Return the `Whole` of a layer. Among its parameters, constants and leaves that are not arrays are not trained.
 
     Args:
-        layer: its parameters are the user's tree.
-        params: this tree, with arrays or specs.
-        state: likewise.
-        rebuild: `(user's tree, state) -> user's model`.
-        trees: what a user gives -> (tree, state).
+        layer: the layer, with the user's tree as its parameters.
+        params: the user's tree, with arrays or specs.
+        state: the state of the layer, with arrays or specs.
+        rebuild: a function of (user's tree, state) that returns the user's model.
+        trees: a function from the user's model or tree to (tree, state).
         others: further structures of the user's tree, with its leaves in the same order.
     """
     full_specs, state_specs = specs_of(params), specs_of(state)
@@ -107,12 +107,12 @@ def whole(
 
 
 def _arrays(tree: Tree) -> Tree | None:
-    """Return a tree of arrays; None if it is one of specs."""
+    """Return a tree of arrays; None if its leaves are specs."""
     return None if any(map(is_spec, jax.tree.leaves(tree))) else _canonical(tree)
 
 
 def _canonical(tree: Tree) -> Tree:
-    """Return the arrays in the dtypes that they have on a device: without 64 bits, NumPy's are narrower there."""
+    """Return the arrays with the dtypes that they have on a device: without 64-bit types, NumPy arrays become narrower there."""
     dtypes = jax.tree.map(lambda leaf: array_spec(leaf).dtype, tree)
     return jax.tree.map(lambda leaf, dtype: leaf if leaf.dtype == dtype else leaf.astype(dtype), tree, dtypes)
 
@@ -168,23 +168,23 @@ def only(tree: Tree, choose: Callable[[Any], bool]) -> Tree:
 
 
 def joined(*parts: Tree) -> Tree:
-    """Return the whole tree from parts of it; each part has None where it has no leaf."""
+    """Return the whole tree from its parts; a part has None in place of each leaf that it does not have."""
     return jax.tree.map(
         lambda *leaves: next((leaf for leaf in leaves if leaf is not None), None), *parts, is_leaf=lambda leaf: leaf is None
     )
 
 
 def matched(where: str, specs: Tree, tree: Tree, *, any_float: bool = False) -> Tree:
-    """Return the arrays of a tree in the structure of `specs`, found by their paths; None where the tree has none.
+    """Return the arrays of a tree in the structure of `specs`, found by their paths, with None in place of missing arrays.
 
     Args:
-        where: what the tree is, for messages.
-        specs: specs of the arrays; other leaves are left out.
-        tree: any pytree with the same names on the path to each array.
+        where: the name of the tree in messages.
+        specs: specs of the arrays; leaves that are not specs are left out.
+        tree: any pytree with arrays at the same paths.
         any_float: whether floating-point arrays may have another floating-point dtype than their specs.
 
     Raises:
-        InputError: an array that `specs` does not have, or of another shape or dtype.
+        InputError: the tree has an array that `specs` does not have, or one with another shape or dtype.
     """
     flat, treedef = jax.tree_util.tree_flatten_with_path(specs)
     arrays = {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}

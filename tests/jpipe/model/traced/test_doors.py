@@ -240,7 +240,7 @@ def test_wrong_variables_are_named():
     module, sizes = LinenNet(), (SPEC, SPEC)
     variables = module.init(KEY, X, X, train=True)
     with pytest.raises(
-        InputError, match=r"variables: expected 'batch_stats/BatchNorm_0/mean', found none; give all that module.init returns"
+        InputError, match=r"variables: expected 'batch_stats/BatchNorm_0/mean', found none; give all variables that module.init returns"
     ):
         open_model(module, sizes, variables={"params": variables["params"]})
     wrong = {**variables, "params": {**variables["params"], "Dense_0": {"kernel": np.ones(3)}}}
@@ -248,9 +248,7 @@ def test_wrong_variables_are_named():
         InputError, match=r"variables: params: expected 'Dense_0/kernel' as in the model, float32\[3, 4\], found float64\[3\]"
     ):
         open_model(module, sizes, variables=wrong)
-    with pytest.raises(
-        InputError, match=r"variables: expected None, because only a Linen module has variables apart from it, and found Net"
-    ):
+    with pytest.raises(InputError, match=r"variables: expected None, because only a Linen module takes separate variables, found Net"):
         open_model(Net(nnx.Rngs(0)), (SPEC,), variables=variables)
 
 
@@ -399,10 +397,10 @@ def test_a_function_with_a_state_passes_it_on_in_training():
 def test_what_a_function_returns_in_place_of_a_state_is_named():
     x = (SPEC,)
     alone = open_function(lambda params, state, x: x, {"w": np.ones(3)}, x, state={"a": np.ones(2)})
-    with pytest.raises(InputError, match=r"with a state its function returns a pair, \(outputs, new state\), found "):
+    with pytest.raises(InputError, match=r"with a state, the function has to return a pair, \(outputs, new state\), found "):
         alone.layer.apply(alone.params, alone.state, X, None, True)
     other = open_function(lambda params, state, x: (x, {"b": state["a"]}), {"w": np.ones(3)}, x, state={"a": np.ones(2)})
-    with pytest.raises(InputError, match=r"expected a new state of the structure of the old, \['a'\] float.*, found \['b'\]"):
+    with pytest.raises(InputError, match=r"expected a new state with the structure of the old one, \['a'\] float.*, found \['b'\]"):
         other.layer.apply(other.params, other.state, X, None, True)
 
 

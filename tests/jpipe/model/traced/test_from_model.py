@@ -273,7 +273,7 @@ def test_equal_layers_are_traced_once():
 def test_inputs_of_other_shapes_are_cut_at_the_same_places():
     stack = LayerStack.from_model(MODELS["tied"][0], TOKENS)
     longer = jnp.zeros((2, 5), jnp.int32)
-    with pytest.raises(InputError, match="is not what the layers before it give for any inputs"):
+    with pytest.raises(InputError, match="does not come from any inputs of the model"):
         stack.specs(jnp.zeros((2, 5, 8)), ["blocks.0"])
     specs = stack.specs(longer[:, :6])
     assert specs["norm"].output.shape == (2, 5, 11)
@@ -498,7 +498,7 @@ def averaged(params, x):
 def test_a_layer_that_depends_on_a_length_that_it_does_not_see_is_rejected():
     stack = LayerStack.from_function(averaged, [jnp.eye(8)] * 3, jnp.ones((2, 5, 8)), cuts=["1", "2"])
     assert stack.specs(jnp.ones((2, 5, 8)))["2"].output.shape == (2, 8)
-    with pytest.raises(InputError, match="of the same shapes for inputs of the model of two shapes"):
+    with pytest.raises(InputError, match="of the same shapes for model inputs of two shapes"):
         stack.specs(jnp.ones((2, 7, 8)))
 
 
