@@ -385,7 +385,11 @@ REFUSED = [
     ({"agree": {"every": 2, "delay": 2}}, {}, r"plan: agree: delay: expected less than every, 2, .*, found 2"),
     *(({"agree": {"every": 3, "delay": found}}, {}, rf"plan: agree\.delay: .*, found {found!r}$") for found in (-1, True, 1.0, "1")),
     ({"agree": {"every": 2, "delay": 1, "mixing": 1.0}}, {}, r"plan: agree\.mixing: expected less than 1, found 1\.0"),
-    ({"agree": {"every": 2, "mixing": 0.3}}, {}, r"plan: agree: mixing: expected no value without a delay, found 0\.3; remove it, or set"),
+    (
+        {"agree": {"every": 2, "mixing": 0.3}},
+        {},
+        r"plan: agree: mixing: expected no value without a delay, found 0\.3; remove mixing, or set",
+    ),
     ({"agree": {"every": 2, "outer": {"momentum": 1.0}}}, {}, r"plan: agree\.outer\.momentum: "),
     (
         {"schedule": "pipedream_2bw"},
