@@ -22,13 +22,11 @@ class Compiling:
         devices: those for a mesh; the first one for a stage on one device.
         kind: the kind of these devices, to show.
         missing: why it is not the kind that the topology has, or "".
-        instead_of: the platform that the topology's device has if it is not this one, "cuda" or "tpu"; "" if it is, or is not known.
     """
 
     devices: tuple[jax.Device, ...]
     kind: str
     missing: str = ""
-    instead_of: str = ""
 
 
 def compiling_for(device: Device, count: int = 1, *, unlimited: bool = False) -> Compiling:
@@ -50,7 +48,7 @@ def compiling_for(device: Device, count: int = 1, *, unlimited: bool = False) ->
         except TargetUnavailable as error:
             missing = str(error.at(""))
     here = jax.local_devices()
-    return Compiling(tuple(here), here[0].device_kind, missing, "" if target is None else target.platform)
+    return Compiling(tuple(here), here[0].device_kind, missing)
 
 
 def bytes_beyond_memory(error: BaseException) -> tuple[float, float] | None:

@@ -61,11 +61,6 @@ class AtSize(_Data):
     remaking_more: Bytes = 0
     flops: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
-    def scaled(self, factor: float) -> "AtSize":
-        """Return the costs with all times multiplied by `factor`."""
-        weight = None if self.backward_weight is None else factor * self.backward_weight
-        return self.model_copy(update={"forward": factor * self.forward, "backward": factor * self.backward, "backward_weight": weight})
-
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -278,15 +273,6 @@ class Profile(_Data):
             return costs
         timed = ("forward", "backward", "backward_input", "backward_weight", "update")
         return tuple(dataclasses.replace(cost, **{name: getattr(cost, name) + self.dispatch for name in timed}) for cost in costs)
-
-    def scaled(self, factor: float) -> "Profile":
-        """Return the profile with all times of computations multiplied by `factor`, the time to start them included."""
-
-        def slower(layer: LayerProfile) -> LayerProfile:
-            return layer.model_copy(update={"update": factor * layer.update, "at": tuple(at.scaled(factor) for at in layer.at)})
-
-        layers = tuple(map(slower, self.layers))
-        return self.model_copy(update={"layers": layers, "dispatch": factor * self.dispatch})
 
     def check_layers(self, ids: tuple[str, ...], shared: Sequence[tuple[str, ...]] = ()) -> None:
         """Check that the profile has the layers `ids`, and that these share the same parameters.

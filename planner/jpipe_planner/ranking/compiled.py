@@ -12,16 +12,20 @@ import numpy as np
 
 import jpipe
 from jpipe_planner.cost.devices import lacking, limits_of
-from jpipe_planner.cost.memory import stage_bytes, waiting_gradients, waiting_inputs
+from jpipe_planner.cost.shape import schedule_facts
 from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.machine.compiling import bytes_beyond_memory
 from jpipe_planner.ranking.choose import Choice, Ranked
 from jpipe_planner.search.candidate import Candidate
+from jpipe_planner.search.estimate import memory_of
+from jpipe_planner.search.stages import Stages
 
 __all__ = ["Attempt", "Compiled", "compile_stages"]
 
 _TIMES = ("forward", "backward", "backward_input", "backward_weight", "update")
+SURE = 0.8  # share of the memory up to which a rank fits for sure by its estimate: these are at most 17% too low
 _DECIDED = ("residuals", "stash", "temporary")  # by the compiler, residuals and stash on meshes
+_OF_STAGES = [field.name for field in dataclasses.fields(Stages) if field.name in jpipe.programs.StageCost.__dataclass_fields__]
 
 
 @dataclass(frozen=True)
@@ -86,8 +90,9 @@ def compile_stages(
 ) -> Compiled:
     """Compile the stages of a plan, run nothing, and simulate the plan again with the exact memory.
 
-    The stages of the fullest pipeline rank are compiled first, and the other stages only if these fit; of equal stages the first one. The
-    stages of a plan on meshes take longer to compile, so the other ranks are not compiled: their memory is estimated.
+    The stages of the fullest pipeline rank are compiled first, and if these fit, those of the other ranks that need more than `SURE` of the
+    memory by their estimates; of equal stages the first one. The stages of a plan on meshes take longer to compile, so only the fullest
+    rank is compiled. The memory of ranks that are not compiled is estimated.
 
     Args:
         choice: the ranking from which the plan comes.
@@ -104,7 +109,9 @@ def compile_stages(
     like, on_meshes = equal_stages(plan, profile.costs(rows), profile.shared_costs), any(stage.mesh for stage in plan.stages)
     compile = partial(pipe.costs, batch, compiled_for=devices, programs=programs)
     fullest = plan.pipeline_ranks[max(range(len(ranked.memory)), key=ranked.memory.__getitem__)]
-    for stages in (fullest, range(plan.depth)):
+    needs = zip(plan.pipeline_ranks, ranked.memory, limits, strict=True)
+    others = [] if on_meshes else [s for stages, size, limit in needs for s in stages if size > SURE * limit]
+    for stages in (fullest, others):
         try:
             sizes = compile(stages=sorted({like[s] for s in stages} - compiled.keys()))
         except jax.errors.JaxRuntimeError as error:
@@ -118,10 +125,10 @@ def compile_stages(
         ]
         exact = dataclasses.replace(ranked, simulated=simulate_plan(plan, costs, topology, choice.global_norm))
         if exact.simulated is None:  # too long to simulate: the closed form, with the exact bytes
-            exact = Ranked(dataclasses.replace(ranked.candidate, memory=closed_form_bytes(plan, costs)))
+            exact = Ranked(dataclasses.replace(ranked.candidate, memory=closed_form_bytes(ranked.candidate, costs)))
         ranks = tuple(p for p, of_rank in enumerate(plan.pipeline_ranks) if compiled.keys() >= {like[s] for s in of_rank})
         found = Compiled(exact, ranked.candidate.memory, None if math.inf in limits else lacking(exact.memory, limits)[1], ranks)
-        if on_meshes or not found.fits or len(ranks) == len(plan.pipeline_ranks):
+        if not found.fits or compiled.keys() >= {like[s] for s in others}:
             break
     return found
 
@@ -176,33 +183,14 @@ def _rejected_by_compiler(ranked: Ranked, limits: Sequence[float], plan: jpipe.P
     return Compiled(exact, ranked.candidate.memory, lacking(memory, limits)[1], tuple(range(len(memory))))
 
 
-def closed_form_bytes(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> tuple[int, ...]:
-    """Return the peak bytes of a device of each stage, in a pipeline with stages that are about equally fast."""
-    rules, shared = jpipe.schedules.SCHEDULES[plan.schedule], jpipe.programs.uses_by_costs(costs).get("shared_parameters", ())
-    stages, replicas = range(plan.depth), np.array(plan.replicas)
-    in_flight = np.array([rules.in_flight(plan, s) for s in stages])
-    fused = [rules.fuses(plan, s) for s in stages]  # residuals are scratch memory of the one program
-
-    def each(name: str) -> Any:
-        return np.array([getattr(cost, name) for cost in costs])
-
-    sizes = stage_bytes(
-        weights=each("trained"),
-        optimizer=each("optimizer") + each("kept"),
-        state=each("state") + each("frozen"),
-        residuals=np.where(fused, 0, each("residuals")),
-        inputs=each("inputs"),
-        outputs=each("outputs"),
-        temporary=each("temporary"),
-        labels=each("labels"),
-        versions=np.array([rules.versions_alive(plan, s) for s in stages]),
-        in_flight=in_flight,
-        waiting=waiting_inputs(in_flight, replicas, np.append(0, (in_flight * replicas)[:-1])),
-        accumulators=each("accumulators"),
-        replicas=replicas,
-        gradients=waiting_gradients(replicas, np.append(replicas[1:], 0)),
-        exchanged=np.array(
-            [sum(len(holders) * size for holders, size in zip(shared, costs[s].shared, strict=True) if s in holders) for s in stages]
-        ),
-    )
-    return tuple(map(int, sizes))
+def closed_form_bytes(candidate: Candidate, costs: Sequence[jpipe.programs.StageCost]) -> tuple[int, ...]:
+    """Return the peak bytes of a device of each stage, in a pipeline with stages that are about equally fast, from the stages' costs."""
+    facts, shared = schedule_facts(candidate.shape), jpipe.programs.uses_by_costs(costs).get("shared_parameters", ())
+    assert facts is not None, "a candidate is legal"
+    exchanged = [
+        sum(len(holders) * size for holders, size in zip(shared, cost.shared, strict=True) if s in holders) for s, cost in enumerate(costs)
+    ]
+    known: dict[str, Any] = {name: np.array([getattr(cost, name) for cost in costs]) for name in _OF_STAGES}
+    known["optimizer"] += np.array([cost.kept for cost in costs])
+    stages = Stages(**known, ahead=0, fused=known["temporary"], exchanged=np.array(exchanged))
+    return tuple(map(int, memory_of(stages, facts, np.array(candidate.replicas))))

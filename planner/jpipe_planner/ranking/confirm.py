@@ -86,7 +86,7 @@ class _Confirm:
             full = dataclasses.replace(candidate, policies=("full",) * candidate.depth, over=None)
             plan, profile = full.plan(self._choice.profile.ids), self._choice.meshes.of(candidate.degrees)[0]
             costs = [dataclasses.replace(cost, temporary=0) for cost in profile.stage_costs(plan, full.rows)]  # these are estimated
-            full = dataclasses.replace(full, memory=closed_form_bytes(plan, costs))
+            full = dataclasses.replace(full, memory=closed_form_bytes(full, costs))
             best = lean.get(candidate.kind)
             if lacking(full.memory, self._choice.limits(full))[1] <= 0 and (best is None or max(full.memory) < max(best.memory)):
                 lean[candidate.kind] = full
@@ -151,7 +151,7 @@ class _Confirm:
         one = self._choice.simulate(candidate)
         if one.simulated is None:
             plan, profile = candidate.plan(self._choice.profile.ids), self._choice.meshes.of(candidate.degrees)[0]
-            memory = closed_form_bytes(plan, profile.stage_costs(plan, candidate.rows))
+            memory = closed_form_bytes(candidate, profile.stage_costs(plan, candidate.rows))
             one = Ranked(dataclasses.replace(candidate, memory=memory))
         elif candidate.offload is not None:  # moves never gain time, but times are rounded
             on_device = self._choice.simulate(dataclasses.replace(candidate, offload=None))

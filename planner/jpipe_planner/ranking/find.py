@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import jpipe
 from jpipe_planner.cost.shape import is_planned, updates_early
@@ -10,12 +11,14 @@ from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.profile.sharded import NO_MESH, Degrees
 from jpipe_planner.ranking.choose import Choice, Ranked, choose
-from jpipe_planner.ranking.compiled import Attempt, Compiled
 from jpipe_planner.ranking.improve import improve
 from jpipe_planner.ranking.offload import find_offloads, offload_bases
 from jpipe_planner.ranking.variants import BASE, find_variants, variant_schedules
 from jpipe_planner.search.candidate import NO_EXTRAS, Candidate, Extras
 from jpipe_planner.search.candidates import Updates, find_candidates
+
+if TYPE_CHECKING:  # its module imports JAX, which a search does not need
+    from jpipe_planner.ranking.compiled import Attempt, Compiled
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,6 @@ class Plans:
         candidates: all plans that were considered, with estimates or the numbers of their simulation.
         tried: the simulated plans, by candidate.
         excluded: the plans that need more microbatches than allowed, or leave devices idle although they must not.
-        left_out: the number of plans with chunks or split backwards that were not simulated, because all would take too long.
         delayed: the best plan of the schedules that do not flush, if these were not requested and it is faster; None: not looked for.
         compiled: the plans with compiled stages at the top of the ranking, in its order.
         attempts: the plans with compiled stages that do not fit, in the order in which they were compiled.
@@ -37,10 +39,9 @@ class Plans:
     candidates: tuple[Candidate, ...]
     tried: dict[Candidate, Ranked]
     excluded: tuple[Candidate, ...] = ()
-    left_out: int = 0
     delayed: Ranked | None = None
-    compiled: tuple[Compiled, ...] = ()
-    attempts: tuple[Attempt, ...] = ()
+    compiled: tuple["Compiled", ...] = ()
+    attempts: tuple["Attempt", ...] = ()
 
 
 def find_plans(
@@ -114,7 +115,7 @@ def find_plans(
     choice = choose(profile, topology, candidates, global_norm=global_norm, tried=tried)
     share_optimizer = share_optimizer and extras.agree is None
     before = len(tried)
-    left_out = find_variants(choice, usable, schedules, tried, max_delay=max_delay, share_optimizer=share_optimizer)
+    find_variants(choice, usable, schedules, tried, max_delay=max_delay, share_optimizer=share_optimizer)
     choice = improve(choice.with_more(tried.values(), len(tried) - before), tried, max_delay)
     known = set(candidates)
     candidates += [one.candidate for one in tried.values() if one.candidate not in known]
@@ -123,4 +124,4 @@ def find_plans(
         tried |= {one.candidate: one for one in moved}
         candidates += [one.candidate for one in moved]
         choice = choice.with_more(moved, len(moved))
-    return Plans(choice, tuple(candidates), tried, excluded=tuple(excluded), left_out=left_out)
+    return Plans(choice, tuple(candidates), tried, excluded=tuple(excluded))

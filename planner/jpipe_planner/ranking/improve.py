@@ -24,7 +24,7 @@ GAIN = 0.002  # relative gain of a step: smaller ones are not worth a simulation
 STARTS = 3  # plans with different stages that are improved
 NEAR = 0.2  # relative amount by which such a plan may be slower than the fastest one
 MOST_AT_ONCE = 12  # neighbours of a plan that are simulated
-MOST_SLOWER = 0.02  # relative amount by which the estimate of a neighbour may be slower
+MOST_SLOWER = 0.06  # relative amount by which the estimate of a neighbour may be slower
 SAME_PROGRAM = 2  # how many times as fast a simulation is for which the program of another plan is used
 MOST_EXTRA = 4  # additional microbatches in flight
 
@@ -49,7 +49,7 @@ def improve(choice: Choice, tried: dict[Candidate, Ranked], max_delay: float | N
         while is_better and spent + choice.forwards(best.candidate) // SAME_PROGRAM <= MOST_IN_ALL:  # neighbours take about as long
             now, others = _near(choice, best, max_delay)
             is_better, simulated, count = False, 0, count + len(others)
-            for step in _steps(choice, now, others):
+            for step in _steps(choice, best, now, others):
                 if simulated == MOST_AT_ONCE or is_better:
                     break
                 effort = 0 if step in tried else choice.forwards(step) // (SAME_PROGRAM if step.replicas == now.replicas else 1)
@@ -90,11 +90,11 @@ def _near(choice: Choice, ranked: Ranked, max_delay: float | None) -> tuple[Cand
     return like(now), list(map(like, near))
 
 
-def _steps(choice: Choice, now: Candidate, others: list[Candidate]) -> Iterator[Candidate]:
-    """Yield the neighbours of a plan, the best estimates first, each followed by the same with sums in parts; of the plan only these."""
+def _steps(choice: Choice, best: Ranked, now: Candidate, others: list[Candidate]) -> Iterator[Candidate]:
+    """Yield the neighbours of a plan, the best estimates first, with sums in parts if it has some; and the plan with the other sums."""
     for one in sorted((now, *others), key=lambda one: one.seconds):
-        yield from () if one is now else (one,)
-        in_parts = with_sum_parts(one, *choice.meshes.of(one.degrees))
+        has_parts = bool(best.candidate.sum_parts) != (one is now)
+        in_parts = with_sum_parts(one, *choice.meshes.of(one.degrees)) if has_parts else one
         yield from () if in_parts is None else (in_parts,)
 
 

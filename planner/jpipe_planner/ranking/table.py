@@ -2,13 +2,11 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import jpipe
 from jpipe_planner.cost.devices import order_of
 from jpipe_planner.machine.topology import Topology
-from jpipe_planner.profile.profile import Profile
 from jpipe_planner.ranking.choose import EQUAL, Choice, Ranked
 from jpipe_planner.ranking.compiled import Attempt
 from jpipe_planner.search.candidate import Candidate
@@ -24,14 +22,12 @@ __all__ = [
     "links",
     "name",
     "no_pipeline",
-    "price",
     "price_of_flush",
     "rate",
     "rows",
     "rows_of",
     "schedule",
     "shape",
-    "signs",
     "size",
     "what_would_fit",
     "why_chosen",
@@ -187,48 +183,9 @@ def size(count: int | float) -> str:
     return f"{count:.0f} B"
 
 
-def signs(choice: Choice, most: int) -> list[str]:
-    """Return the meaning of options of schedules in the first rows."""
-    shown = [ranked.candidate for ranked in choice.ranked[:most]]
-    meanings: dict[str, Callable[[Candidate], object]] = {
-        "+1, +2: that many more microbatches in flight at each stage (extra_in_flight)": lambda one: one.options.extra_in_flight,
-        "≤1, ≤2: at most that many microbatches in flight at each stage (max_in_flight)": lambda one: one.options.max_in_flight,
-        "shard_optimizer: each replica of a stage has a part of its optimizer state, and updates that part of the weights": (
-            lambda one: one.shard_optimizer
-        ),
-        "sum in parts: gradients of the last layers are summed beside the backward of the layers before (sum_parts)": (
-            lambda one: one.sum_parts
-        ),
-        "agree every H: parallel pipelines that train by themselves and agree on their weights every H updates (agree)": (
-            lambda one: one.agree
-        ),
-        "5 late: an agreement is applied 5 updates after it has begun; they hide its sum (agree: delay)": (
-            lambda one: one.agree and one.agree.delay
-        ),
-        "links a/g: what activations and their gradients are rounded to where they are sent (links)": lambda one: one.links,
-        "offload: at all stages, or at those with these numbers, that waits in host memory while nothing reads it; slower: than with "
-        "everything on devices with enough memory": lambda one: one.offload,
-    }
-    return [meaning for meaning, applies in meanings.items() if any(map(applies, shown))]
-
-
 def delay(candidate: Candidate) -> str:
     """Return the mean delay in updates as text such as `0` or `0.375`."""
     return f"{candidate.delay:.3g}"
-
-
-def price(cost: "PriceOfFlush") -> list[str]:
-    """Compare the best plan that flushes with the best asynchronous plan, and say when the asynchronous one pays."""
-    candidate = cost.asynchronous.candidate
-    flushing, other = name(cost.flushing.candidate), f"{name(candidate)} (mean delay {delay(candidate)})"
-    if cost.is_free:
-        speed = "as fast as" if cost.ratio >= 1 - EQUAL else "faster than"
-        return [f"price of the flush: none; {flushing} is {speed} {other}, and its weights are newer"]
-    return [
-        f"price of the flush: per sample, {flushing} takes {cost.ratio:.2f} times as long as {other}",
-        f"the asynchronous plan pays if it reaches the same loss with fewer than {cost.ratio:.2f} times the samples "
-        "(docs/explanation/learning.md)",
-    ]
 
 
 def rate(per_second: float) -> str:
@@ -310,12 +267,12 @@ def what_would_fit(choice: Choice) -> list[str]:
     best = choice.rejected[0]
     limits, (stage, lacking) = choice.limits(best), best.over or (0, 0)
     limit = limits[stage]
-    least, devices = min(choice.profile.sizes), choice.topology.num_devices
-    untried = []
+    devices, untried = choice.topology.num_devices, list[str]()
     if len(choice.profile.layers) > devices:
         untried.append(f"more than {devices} devices, for more stages")
-    if least > 1 and all(size <= min(limits) for size in _without_rows(choice.meshes.of(best.degrees)[0], best)):
-        untried.append(f"smaller microbatches than {rows_of(least)}")
+    held = sum(layer.weights + layer.accumulators + layer.optimizer for layer in choice.profile.layers)
+    if min(choice.profile.sizes) > 1 and held <= choice.topology.limits.sum():
+        untried.append(f"smaller microbatches than {rows_of(min(choice.profile.sizes))}")
     if not any(jpipe.schedules.SCHEDULES[candidate.schedule].flushes for candidate in choice.rejected):
         untried.append("a schedule with one weight version")
     change = ", or ".join(untried or ["smaller layers, or devices with more memory"])
@@ -324,20 +281,6 @@ def what_would_fit(choice: Choice) -> list[str]:
         f"needs {size(limit + lacking)} of {size(limit)}, {size(lacking)} too much",
         f"what would make it fit: {change}",
     ]
-
-
-def _without_rows(profile: Profile, candidate: Candidate) -> list[int]:
-    """Return the bytes of each stage that do not depend on the microbatch size: weight versions, gradients and optimizer."""
-    plan = candidate.plan(profile.ids)
-    layers, versions_alive = {layer.id: layer for layer in profile.layers}, jpipe.schedules.SCHEDULES[plan.schedule].versions_alive
-    sizes = []
-    for s, stage in enumerate(plan.stages):
-        stage_layers = [layers[layer_id] for layer_id in stage.layers]
-        sizes.append(
-            versions_alive(plan, s) * sum(layer.weights - layer.frozen for layer in stage_layers)
-            + sum(layer.frozen + layer.accumulators + layer.optimizer + (layer.ahead if plan.delays[s] else 0) for layer in stage_layers)
-        )
-    return sizes
 
 
 def _row(choice: Choice, rank: int, ranked: Ranked) -> tuple[str, ...]:
@@ -366,45 +309,39 @@ def _row(choice: Choice, rank: int, ranked: Ranked) -> tuple[str, ...]:
     )
 
 
-@dataclass(frozen=True)
-class PriceOfFlush:
-    """The best plan that flushes beside the best asynchronous plan.
+def price_of_flush(choice: Choice, delayed: Ranked | None = None) -> list[str]:
+    """Compare the best plan that flushes with the best asynchronous plan, and say when the asynchronous one pays.
 
-    An asynchronous plan trains sooner if it reaches the same loss with fewer than `ratio` times the samples. For equal stages and links
-    that take no time, the ratio is (m + d - 1)/m.
-
-    Attributes:
-        flushing: the best plan that flushes.
-        asynchronous: the best plan that does not.
-    """
-
-    flushing: Ranked
-    asynchronous: Ranked
-
-    @property
-    def ratio(self) -> float:
-        """The time per sample with the flush, divided by that without."""
-        return self.asynchronous.samples_per_second / self.flushing.samples_per_second
-
-    @property
-    def is_free(self) -> bool:
-        """Whether the plan that flushes is faster than the asynchronous one, or counts as equally fast."""
-        return self.ratio <= 1 + EQUAL
-
-
-def price_of_flush(choice: Choice, asynchronous: Ranked | None = None) -> PriceOfFlush | None:
-    """Return the best plan of a choice that flushes beside its best asynchronous plan.
+    It trains sooner if it reaches the same loss with fewer than so many times the samples. For equal stages and links that take no time,
+    that is (m + d - 1)/m.
 
     Args:
         choice: a ranking.
-        asynchronous: an asynchronous plan from outside the ranking, for rankings without one.
+        delayed: an asynchronous plan from outside the ranking, for rankings without one.
 
     Returns:
-        The two plans; None if the ranking has only plans of one of the two kinds.
+        The lines; none if the ranking has only plans of one of the two kinds.
     """
-    flushing = next((one for one in choice.ranked if _flushes(one)), None)
-    best = next((one for one in choice.ranked if not _flushes(one)), asynchronous)
-    return None if flushing is None or best is None else PriceOfFlush(flushing, best)
+    by_flush = {flushes: [one for one in choice.ranked if _flushes(one) == flushes] for flushes in (True, False)}
+    if not by_flush[True] or not (by_flush[False] or delayed):
+        return []
+    flushing, other = by_flush[True][0], next(iter(by_flush[False]), delayed)
+    assert other is not None
+    ratio = other.samples_per_second / flushing.samples_per_second
+    names = name(flushing.candidate), f"{name(other.candidate)} (mean delay {delay(other.candidate)})"
+    if ratio <= 1 + EQUAL:
+        speed = "as fast as" if ratio >= 1 - EQUAL else "faster than"
+        return [f"price of the flush: none; {names[0]} is {speed} {names[1]}, and its weights are newer"]
+    hint = (
+        f"only schedules that flush were considered; {name(other.candidate)}, with delayed weights, would be about {ratio - 1:.0%} faster: "
+        "--schedules all compares these, too, and --max-delay bounds the delay"
+    )
+    return [
+        *([hint] if other is delayed else []),
+        f"price of the flush: per sample, {names[0]} takes {ratio:.2f} times as long as {names[1]}",
+        f"the asynchronous plan pays if it reaches the same loss with fewer than {ratio:.2f} times the samples "
+        "(docs/explanation/learning.md)",
+    ]
 
 
 def _flushes(one: Ranked) -> bool:

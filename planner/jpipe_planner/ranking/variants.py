@@ -45,8 +45,8 @@ def find_variants(
     *,
     max_delay: float | None = None,
     share_optimizer: bool = True,
-) -> int:
-    """Simulate plans that are derived from others; return how many were not simulated because that takes too long.
+) -> None:
+    """Simulate plans that are derived from others, as long as that does not take too long.
 
     Args:
         choice: the ranking of the plans that are varied.
@@ -89,7 +89,6 @@ def find_variants(
         if _could_win(base, fastest):
             found = run.simulate(run.of_ranks(base, kinds))
             kinds = list(dict.fromkeys(_kind(one.candidate) for one in in_order(found)))[:FASTEST] if kinds is None else kinds
-    return run.left_out
 
 
 def lacks_memory(candidate: Candidate) -> bool:
@@ -119,16 +118,12 @@ def _bases(candidates: Iterable[Candidate], most: int) -> list[Candidate]:
 
 
 class _Variants:
-    """The search for variants, which simulates them while they are few enough.
-
-    Attributes:
-        left_out: the number of plans that were not simulated.
-    """
+    """The search for variants, which simulates them while they are few enough."""
 
     def __init__(self, choice: Choice, schedules: Sequence[str], tried: dict[Candidate, Ranked], max_delay: float | None) -> None:
         self._choice, self._schedules, self._tried, self._max_delay = choice, schedules, tried, max_delay
         self._is_restricted = choice.global_norm or bool(choice.profile.shared)
-        self._spent, self.left_out = 0, 0
+        self._spent = 0
 
     def simulate(self, variants: Iterable[Candidate], share: float = 1.0) -> list[Ranked]:
         """Simulate legal variants, the shortest simulations first, with a share of the forwards that are left; return those that fit."""
@@ -137,8 +132,7 @@ class _Variants:
         fitting, most = list[Ranked](), self._spent + share * (MOST_IN_ALL - self._spent)
         for effort, _, candidate in sorted((self._choice.forwards(one), n, one) for n, one in enumerate(legal)):
             if self._spent + effort > most:
-                self.left_out += 1
-                continue
+                break
             self._spent += effort
             one = self._choice.simulate(dataclasses.replace(candidate, bound=""))  # it is not bound like its base
             if one.simulated is not None:
@@ -173,7 +167,6 @@ class _Variants:
         for layout, chunks in (("zb_h1", 1), ("zb_v", 2)):
             for candidate in self._chunked(base, layout, chunks):
                 if self._spent + self._choice.forwards(candidate) > MOST_IN_ALL:  # an order takes as long as a simulation
-                    self.left_out += 1
                     continue
                 profile, topology = self._choice.meshes.of(base.degrees)
                 width = base.replicas[0]

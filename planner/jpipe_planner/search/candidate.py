@@ -195,17 +195,6 @@ class Candidate:
         # nine digits: rounding errors of sums do not decide
         return (lacks, float(f"{-self.samples_per_second:.9g}"), *ties, self.schedule, self.keep_together, self.starts, self.replicas)
 
-    def sharing(self, cores: float | None) -> "Candidate":
-        """Return the same plan with shared cores: a batch takes at least the time of all computations divided by the cores.
-
-        Args:
-            cores: the number of devices that compute at a time without slowing each other down; None: all.
-        """
-        computing = (1 - self.bubble) * self.num_ranks * self.seconds
-        if cores is None or computing / cores <= self.seconds * (1 + 1e-9):  # or the difference is a rounding error
-            return self
-        return replace(self, seconds=computing / cores, bubble=1 - cores / self.num_ranks, bound="the cores")
-
     def plan(self, ids: tuple[str, ...]) -> jpipe.Plan:
         """Return the candidate as a `jpipe.Plan`.
 

@@ -43,7 +43,7 @@ def find_candidates(
 ) -> list[Candidate]:
     """Return all plans of equal pipelines, and for each microbatch size the best of PipeDream's (1F1B round-robin), with estimates.
 
-    Schedules that do not flush are tried with 0 to 2 additional microbatches in flight. If layers share a parameter, or gradients are
+    Schedules that do not flush are tried with 0, 2 and 4 additional microbatches in flight. If layers share a parameter, or gradients are
     clipped by their norm over all stages, those that `updates_early` names are left out, and `pipedream` is tried with `vertical_sync`
     and equal pipelines only. Data parallelism is tried with each schedule that does not flush, too: the sum of an update then overlaps with
     the next computations, and is applied one update late.

@@ -15,7 +15,7 @@ from jpipe_planner.search.balance import balance
 from jpipe_planner.search.candidate import Candidate
 from jpipe_planner.search.estimate import Estimates
 
-EXTRA = (0, 1, 2)  # additional microbatches in flight, tried without a flush; steps try them with one
+EXTRA = (0, 2, 4)  # additional microbatches in flight, tried without a flush; steps try the numbers between
 
 
 def equal_pipelines(

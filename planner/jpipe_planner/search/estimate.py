@@ -68,6 +68,8 @@ class Estimates:
         times = self._times(stages, backward, links, shape, summed, updates, extras)
         seconds, bound = batch_seconds(shape, times.overlapping(self.topology.device.overlap), facts.in_flight, facts.hidden)
         computing = shape.microbatches * (times.forward + times.backward).sum() + (replicas * updates * times.update).sum()
+        if (cores := self.topology.cores) is not None and computing / cores > seconds * (1 + 1e-9):  # or the difference is a rounding error
+            seconds, bound = float(computing / cores), "the cores"
         sent = (updates * 2 * (replicas - 1) * summed + replicas * stages.sent).sum() / (rows * shape.microbatches)
         over = chosen - links.limits
         worst = int(over.argmax())
@@ -88,7 +90,7 @@ class Estimates:
             over=(worst, math.ceil(over[worst])) if over[worst] > 0 else None,
             agree=extras.agree,
             links=extras.links,
-        ).sharing(self.topology.cores)
+        )
 
     def lacks_in_host(self, candidate: Candidate) -> bool:
         """Return whether a plan does not fit even if optimizer states, and most residuals, wait in host memory."""

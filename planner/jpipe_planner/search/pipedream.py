@@ -50,7 +50,7 @@ class Placement(NamedTuple):
 
 
 def pipedream_plans(estimates: Estimates, batch: int, every: Literal["batch", "replicas"], exact: bool) -> Iterator[Candidate]:
-    """Yield for each microbatch size the best plans of each depth, with 0 to 2 additional microbatches in flight.
+    """Yield for each microbatch size the best plans of each depth, with the additional microbatches in flight of `EXTRA`.
 
     Args:
         estimates: the estimates of the plans.

@@ -190,15 +190,16 @@ def test_early_gradients_with_unequal_replicas_have_the_memory_of_each_rank():
     assert candidate.memory == (max(peaks[:2]), peaks[2], peaks[3])
 
 
-def test_plans_that_would_take_too_long_are_counted_and_smaller_ones_tried(monkeypatch):
+def test_plans_that_would_take_too_long_are_left_out_and_smaller_ones_tried(monkeypatch):
     profile, two = gpt(6, sizes=(1,)), ["zb_h1", "interleaved_1f1b"]
     planned = [one for one in find_candidates(profile, FAST, 8, schedules=["pipedream_flush"]) if one.depth == 4]
     choice = choose(profile, FAST, planned)
     whole, least = {}, {}
-    assert variants.find_variants(choice, planned, two, whole) == 0
+    variants.find_variants(choice, planned, two, whole)
     most = sorted(map(choice.forwards, whole))
     monkeypatch.setattr(variants, "MOST_IN_ALL", most[0])
-    assert variants.find_variants(choice, planned, two, least)
+    variants.find_variants(choice, planned, two, least)
+    assert len(whole) > 1
     assert list(map(choice.forwards, least)) == [most[0]], "not the first one, but one that may be"
 
 

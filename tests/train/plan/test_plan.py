@@ -13,7 +13,7 @@ from rich.console import Console
 
 import jpipe
 from jpipe_planner import Profile, Topology
-from jpipe_planner.ranking import table, variants
+from jpipe_planner.ranking import table
 from jpipe_planner.ranking.compiled import Compiled
 from jpipe_train import cli
 from jpipe_train.console.progress import Reporter
@@ -148,16 +148,6 @@ def test_a_mesh_that_does_not_fit_is_refused(files, capsys, mesh, words):
     Path("profile.json").write_text(known.to_json())
     assert cli.main(["plan", *BOTH, "--batch=4", f"--mesh={mesh}"]) == 2
     assert re.search(words, capsys.readouterr().err)
-
-
-def test_how_many_plans_were_left_out_is_explained(files, capsys, monkeypatch):
-    arguments = *BOTH, "--batch=4", "--schedules=pipedream_flush,zb_h1,zb_h2", "--explain"
-    assert "left out" not in planned(capsys, *arguments)
-    monkeypatch.setattr(variants, "MOST_IN_ALL", 0)
-    assert re.search(
-        r"\d plans with chunks or split backwards left out: simulating them all would take too long; fewer --schedules or a smaller",
-        planned(capsys, *arguments).replace("\n", " "),
-    )
 
 
 def test_on_a_narrow_terminal_the_table_continues_below():
@@ -422,10 +412,11 @@ def test_a_faster_plan_with_delayed_weights_is_one_line_unless_requested(files, 
     assert "only schedules that flush" not in bounded
     assert "pipedream_2bw" not in bounded
     assert "price of the flush" not in bounded
+    priced = table.price_of_flush
 
     def free(choice, delayed):
         slower = dataclasses.replace(delayed.simulated, batch_seconds=choice.ranked[0].seconds)
-        return table.PriceOfFlush(choice.ranked[0], dataclasses.replace(delayed, simulated=slower))
+        return priced(choice, dataclasses.replace(delayed, simulated=slower))
 
     monkeypatch.setattr(table, "price_of_flush", free)
     out = " ".join(planned(capsys, *arguments).split())
@@ -472,12 +463,10 @@ def test_plans_agree_or_compress_messages_if_the_option_or_the_config_says_so(fi
     plan, out = plan_of("--batch=4", "--agree=50")
     assert (plan.agree.every, plan.depth) == (50, 1)
     assert "data parallel, agree every 50 " in out
-    assert "agree every H: parallel pipelines" in " ".join(out.split())
     assert " late" not in out
     plan, out = plan_of("tiny.yaml", "--set=plan.agree={every: 20, delay: 5, outer: {momentum: 0}}")
     assert (plan.agree.every, plan.agree.delay, plan.agree.outer.momentum) == (20, 5, 0)
     assert "data parallel, agree every 20, 5 late " in out
-    assert "5 late: an agreement is applied 5 updates after it has begun; they hide its sum (agree: delay)" in " ".join(out.split())
     plan, _ = plan_of("tiny.yaml", "--set=plan.agree={every: 20, outer: {momentum: 0}}", "--agree=7")
     assert (plan.agree.every, plan.agree.outer.momentum) == (7, 0)
     plan, out = plan_of("--batch=4", "--agree=50", "--topology=one.yaml")

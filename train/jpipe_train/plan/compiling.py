@@ -15,16 +15,10 @@ from jpipe_planner.ranking import confirm as confirmation
 from jpipe_planner.ranking import table
 from jpipe_planner.ranking.choose import Choice, Ranked
 from jpipe_planner.ranking.compiled import Attempt, Compiled, compile_stages
-from jpipe_train.config.config import Config
 from jpipe_train.console.terminal import count, first_line
 from jpipe_train.plan.inputs import read_text, read_topology
 from jpipe_train.plan.profiling import Parts
 
-# The temporaries of a CPU's compiler divided by the target's, in 16 bits and otherwise: docs/explanation/planner-accuracy.md.
-RATIOS = {
-    "cuda": ("an H100's", "1.1 to 12 times (median 1.8)", "0.7 to 3 times (median 1.4)"),
-    "tpu": ("a TPU v5e's", "0.3 to 5 times (median 2.3)", ""),
-}
 _MOST = 2**20  # bytes of a file
 
 
@@ -52,20 +46,13 @@ def read_device(name: str, option: str = "--target") -> Device:
     return Device(target=name, name=target.name)
 
 
-def compiled_words(config: Config, compiling: Compiling) -> str:
-    """Describe which devices the stages are compiled for and, if the plan is for others, by how much the scratch memory may differ."""
+def compiled_words(compiling: Compiling) -> str:
+    """Describe which devices the stages are compiled for and, if the plan is for others, that the scratch memory may differ."""
     if not compiling.missing:
         return f"compiled for {compiling.kind}"
-    instead = f"compiled for this machine ({compiling.kind}), because {compiling.missing}"
-    if compiling.devices[0].platform != "cpu":
-        return f"{instead}; the scratch memory of other devices may differ"
-    computes = config.computes
-    target, in_16_bits, otherwise = RATIOS[compiling.instead_of or "cuda"]
-    if not (ratio := in_16_bits if "16" in computes else otherwise):
-        return f"{instead}; the scratch memory of {target} programs may differ, by how much is not known in {computes}"
     return (
-        f"{instead}; in {computes} a CPU's compiler asks for {ratio} the scratch memory that {target} asks for, so a plan that misses the "
-        "limit by less than its temporaries may fit there, or need less recomputation"
+        f"compiled for this machine ({compiling.kind}), because {compiling.missing}; the scratch memory of other devices may differ "
+        "(docs/explanation/planner-accuracy.md)"
     )
 
 
@@ -113,6 +100,6 @@ def confirm(plans: Plans, parts: Parts, compiling: Compiling, report: Callable[[
         raise InputError(
             f"plan: no plan fits: the compiled stages of {many} need too much memory; {change}",
             *(f"plan: {table.attempt(one)}" for one in confirmed.attempts),
-            f"plan: stages are {compiled_words(parts.config, compiling)}",
+            f"plan: stages are {compiled_words(compiling)}",
         )
     return confirmed

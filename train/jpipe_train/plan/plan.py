@@ -110,7 +110,7 @@ def _find(request: Request, parts: Parts | None, devices: int | None, reporter: 
         compiling = of_this_machine()
     else:
         compiling = compiling_for(topology.device, _most_in_mesh(request, topology))
-    known_by, found = compiled_words(parts.config, compiling), list[Plans]()
+    known_by, found = compiled_words(compiling), list[Plans]()
 
     def find() -> Plans:
         plans = searched()
@@ -137,7 +137,7 @@ def _finish(request: Request, found: _Found, parts: Parts | None, reporter: Repo
         _explain_choice(reporter, plans, measured)
         for line in table.why_rejected(choice, EXPLAINED) or ["all kinds of plans fit"]:
             reporter.say(line)
-    _write(reporter, request, plans, choice.profile if measured is None else measured.profile)
+    _write(reporter, request, plans)
     if request.out is not None and request.config is not None and parts is not None:
         planned = choice.ranked[0].candidate.batch
         kept = [override for override in request.overrides if not override.startswith(("plan.agree", "plan.links"))]  # they are in the plan
@@ -253,34 +253,22 @@ def _report(reporter: Reporter, found: _Found) -> None:
         f"{topology.name or 'topology'}: {table.devices(topology)}; {profile.source} profile of "
         f"{count(len(profile.layers), 'layer')}{compiled_for}; {choice.considered:,} candidates"
     )
-    rows, head = table.rows(choice, SHOWN), table.head(choice)
-    if measured is not None:
-        head = (*head, *trial.HEAD)
-        rows = [(*row, *trial.cells(measured, ranked)) for row, ranked in zip(rows, choice.ranked, strict=False)]
-    reporter.table(head, rows, table.WORDS)
+    reporter.table(table.head(choice), table.rows(choice, SHOWN), table.WORDS)
     first = "row" if len(plans.compiled) < 2 else count(len(plans.compiled), "row")
     compiled = f"estimated except in the first {first}, {found.known_by}"
     reporter.say(table.legend(choice, SHOWN, "estimated" if confirmed is None else compiled))
     if words := table.no_pipeline(choice):
         reporter.say(words)
-    if cost := table.price_of_flush(choice if measured is None else measured.searched.choice, plans.delayed):
-        if cost.asynchronous is plans.delayed and not cost.is_free:
-            reporter.say(
-                f"only schedules that flush were considered; {table.name(cost.asynchronous.candidate)}, with delayed weights, would "
-                f"be about {cost.ratio - 1:.0%} faster: --schedules all compares these, too, and --max-delay bounds the delay"
-            )
-        for line in table.price(cost):
-            reporter.say(line)
-    for line in table.signs(choice, SHOWN):
+    for line in table.price_of_flush(choice if measured is None else measured.searched.choice, plans.delayed):
         reporter.say(line)
     candidate = chosen.candidate
     if candidate.devices < topology.num_devices:
         reporter.say(f"it uses {candidate.devices} of {count(topology.num_devices, 'device')}; the remaining devices stay idle")
     if measured is not None and measured.trials:
-        reporter.say("how far the predictions are off, for each kind of plan that ran, in time per step:")
-        reporter.table(trial.ERRORS, trial.errors(measured), table.WORDS)
-        for line in trial.words(measured):
-            reporter.say(line)
+        reporter.say(
+            f"measured: the median of {count(trial.ROUNDS, 'round')} of each plan with one batch again and again, in time per step:"
+        )
+        reporter.table(trial.HEAD, trial.rows(measured), table.WORDS)
     reporter.say(f"chosen: {table.name(candidate)}" + (f", mean delay {table.delay(candidate)}" if candidate.delay else ""))
     plan = choice.plan(chosen)
     devices = plan.predicted.devices if plan.predicted is not None else ()
@@ -317,12 +305,9 @@ def _explain_choice(reporter: Reporter, plans: Plans, measured: trial.Measured |
         pairs = zip(rows, plans.choice.ranked, strict=False)
         rows = [(*row[:-1], trial.why(measured, ranked) or row[-1]) for row, ranked in pairs]
     reporter.table(table.WHY_HEAD, rows, table.WORDS)
-    if plans.left_out:
-        many = f"{count(plans.left_out, 'plan')} with chunks or split backwards left out"
-        reporter.say(f"{many}: simulating them all would take too long; fewer --schedules or a smaller --batch leave less to simulate")
 
 
-def _write(reporter: Reporter, request: Request, plans: Plans, profile: Profile) -> None:
+def _write(reporter: Reporter, request: Request, plans: Plans) -> None:
     choice, chosen = plans.choice, plans.choice.ranked[0]
     written: list[tuple[str, str, str | bytes]] = []
     if request.png is not None:
@@ -330,7 +315,7 @@ def _write(reporter: Reporter, request: Request, plans: Plans, profile: Profile)
         draw_choice(choice, plans.tried.values(), chosen).savefig(image, format="png")
         written.append(("--png", request.png, image.getvalue()))
     if request.profile_out is not None:
-        written.append(("--profile-out", request.profile_out, profile.to_json()))
+        written.append(("--profile-out", request.profile_out, choice.profile.to_json()))
     if request.out is not None:
         written.append(("--out", request.out, choice.plan(chosen).to_json()))
     for option, path, content in written:

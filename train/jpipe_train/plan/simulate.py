@@ -231,7 +231,7 @@ def plan_and_costs(config: Config, compile: bool = True, device: Device | None =
             print(f"compiling {stages} to know the peak memory; --no-compile leaves that out …", file=sys.stderr)
         with compiler_errors(compiling.kind):
             costs = pipe.costs(batches.like, compiled_for=compiling.devices)
-    words = "as compiled for this machine" if device is None else compiled_words(config, compiling)
+    words = "as compiled for this machine" if device is None else compiled_words(compiling)
     return Subject(pipe.plan, costs, compiled=words, device=device)
 
 

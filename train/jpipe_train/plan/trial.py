@@ -19,9 +19,9 @@ import jax
 import numpy as np
 
 import jpipe
-from jpipe_planner import Plans, Profile
+from jpipe_planner import Plans
 from jpipe_planner.ranking import table
-from jpipe_planner.ranking.choose import Choice, Ranked
+from jpipe_planner.ranking.choose import Ranked
 from jpipe_planner.ranking.compiled import Attempt, Compiled, compile_stages
 from jpipe_train.console import interrupt
 from jpipe_train.console.progress import Reporter
@@ -36,10 +36,8 @@ LEAST = 2  # of these steps
 NEARLY = 0.01  # relative difference up to which measured plans count as equally fast
 LONGEST = 6 * 3600.0  # seconds that process 0 may search and compile while the other processes wait
 _READ = 16  # batches; the largest is used, where they have several shapes
-HEAD = "measured", "off by"
-"""Columns of the table of plans."""
-ERRORS = "schedule", "stages", "predicted", "measured", "least to most", "off by", "corrected", "off by"
-"""Columns of `errors`."""
+HEAD = "schedule", "stages", "predicted", "measured", "least to most", "off by"
+"""Columns of `rows`."""
 
 
 @dataclass
@@ -108,19 +106,12 @@ class Measured:
         searched: the same in the order of predictions.
         trials: the plans that ran, the fastest first.
         failed: the plans that could not run.
-        factor: the factor of the times of computations in the corrected profile.
     """
 
     result: Plans
     searched: Plans
     trials: tuple[Trial, ...]
     failed: tuple[Trial, ...]
-    factor: float
-
-    @property
-    def profile(self) -> Profile:
-        """The corrected profile."""
-        return self.result.choice.profile.scaled(self.factor)
 
 
 def measure(find: Callable[[], Plans], parts: Parts, most: int, reporter: Reporter, team: Team) -> Measured | None:
@@ -318,59 +309,17 @@ def _compared(searched: Plans, trials: Sequence[Trial]) -> Measured:
     known = {one.ranked.candidate: one for one in (*searched.compiled, *(one.compiled for one in trials if one.compiled is not None))}
     compiled = tuple(known[one.candidate] for one in itertools.takewhile(lambda one: one.candidate in known, choice.ranked))
     result = dataclasses.replace(searched, choice=choice, compiled=compiled)
-    return Measured(result, searched, tuple(measured), tuple(failed), correction(choice, measured))
+    return Measured(result, searched, tuple(measured), tuple(failed))
 
 
-def correction(choice: Choice, trials: Sequence[Trial]) -> float:
-    """Return the factor for the times of a profile's computations with which the median step takes as long as measured.
-
-    It is 1 if a factor does not improve the predictions, for example because transfers, not computations, took longer.
-    """
-    if not trials:
-        return 1.0
-    factor = statistics.median(trial.seconds / trial.ranked.seconds for trial in trials)
-    before, after = (
-        statistics.median(abs(math.log(trial.seconds / seconds)) for trial, seconds in zip(trials, times, strict=True))
-        for times in ([trial.ranked.seconds for trial in trials], [corrected_seconds(choice, factor, trial) for trial in trials])
-    )
-    return factor if after < before else 1.0
-
-
-def corrected_seconds(choice: Choice, factor: float, trial: Trial) -> float:
-    """Return the predicted seconds of a step if computations take `factor` times as long as in the profile."""
-    simulated = dataclasses.replace(choice, profile=choice.profile.scaled(factor)).simulate(trial.ranked.candidate)
-    return factor * trial.ranked.seconds if simulated.simulated is None else simulated.seconds
-
-
-def cells(measured: Measured, ranked: Ranked) -> tuple[str, str]:
-    """Return the cells of a plan below `HEAD`."""
-    if any(trial.ranked == ranked for trial in measured.failed):
-        return "failed", ""
-    trial = next((trial for trial in measured.trials if trial.ranked == ranked), None)
-    return ("", "") if trial is None else (table.rate(trial.samples_per_second), f"{trial.error:+.0%}")
-
-
-def errors(measured: Measured) -> list[tuple[str, ...]]:
-    """Return a row for each kind of plan that ran, in seconds a step; see `ERRORS` for the columns."""
-    rows = list[tuple[str, ...]]()
+def rows(measured: Measured) -> list[tuple[str, ...]]:
+    """Return a row for each kind of plan that ran, in seconds a step; see `HEAD` for the columns."""
+    found = list[tuple[str, ...]]()
     for trial in measured.trials:
         plan = table.schedule(trial.ranked.candidate), table.shape(trial.ranked.candidate)
-        seconds = corrected_seconds(measured.result.choice, measured.factor, trial)
         times = _ms(trial.ranked.seconds), _ms(trial.seconds), f"{_ms(min(trial.rounds))} to {_ms(max(trial.rounds))}"
-        rows.append((*plan, *times, f"{trial.error:+.0%}", _ms(seconds), f"{trial.seconds / seconds - 1:+.0%}"))
-    return rows
-
-
-def words(measured: Measured) -> list[str]:
-    """Describe the measurement, and the correction of the profile."""
-    rounds, corrected = count(ROUNDS, "round"), "nothing; other times of computations would not predict these plans better"
-    if measured.factor != 1:
-        corrected = f"with the times of computations multiplied by {measured.factor:.2f}, as --profile-out writes them, which makes the "
-        corrected += "median prediction right"
-    return [
-        f"measured: the median of {rounds} of each plan with one batch again and again; off by: how much longer a step took than predicted",
-        f"corrected: {corrected}",
-    ]
+        found.append((*plan, *times, f"{trial.error:+.0%}"))
+    return found
 
 
 def why(measured: Measured, ranked: Ranked) -> str | None:
