@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,64 +15,17 @@ from jpipe_planner.cost.shape import schedule_facts
 from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.machine.compiling import bytes_beyond_memory
 from jpipe_planner.ranking.choose import Choice, Ranked
+from jpipe_planner.ranking.find import Compiled
 from jpipe_planner.search.candidate import Candidate
 from jpipe_planner.search.estimate import memory_of
 from jpipe_planner.search.stages import Stages
 
-__all__ = ["Attempt", "Compiled", "compile_stages"]
+__all__ = ["compile_stages"]
 
 _TIMES = ("forward", "backward", "backward_input", "backward_weight", "update")
 SURE = 0.8  # share of the memory up to which a rank fits for sure by its estimate: these are at most 17% too low
 _DECIDED = ("residuals", "stash", "temporary")  # by the compiler, residuals and stash on meshes
 _OF_STAGES = [field.name for field in dataclasses.fields(Stages) if field.name in jpipe.programs.StageCost.__dataclass_fields__]
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """The memory of a plan's compiled stages.
-
-    Attributes:
-        ranked: the plan, simulated with the exact bytes of its stages and the scratch memory that XLA reports for its programs.
-        estimated: bytes of each pipeline rank, simulated with the profile.
-        lacking: the most bytes that a pipeline rank lacks, 0 or less if the plan fits; None if memory is not limited.
-        ranks: the pipeline ranks with compiled stages; the memory of the other ranks is estimated.
-    """
-
-    ranked: Ranked
-    estimated: tuple[int, ...]
-    lacking: float | None
-    ranks: tuple[int, ...]
-
-    @property
-    def errors(self) -> tuple[float, ...]:
-        """The relative error of the estimate for each pipeline rank; above 0 if it was too high."""
-        return tuple(estimate / true - 1 for estimate, true in zip(self.estimated, self.ranked.memory, strict=True))
-
-    @property
-    def fits(self) -> bool:
-        """Whether all pipeline ranks fit."""
-        return self.lacking is None or self.lacking <= 0
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """A plan with compiled stages that do not fit.
-
-    Attributes:
-        ranked: the plan, as estimated.
-        compiled: the memory of its compiled stages.
-        raised: the same plan with more recomputation, which is tried instead; None if it recomputes all that it can.
-    """
-
-    ranked: Ranked
-    compiled: Compiled
-    raised: Candidate | None
-
-    @property
-    def rank(self) -> int:
-        """The pipeline rank that lacks most memory."""
-        memory = self.compiled.ranked.memory
-        return max(range(len(memory)), key=memory.__getitem__)
 
 
 Programs = dict[Any, Any]

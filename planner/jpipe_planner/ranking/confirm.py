@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from jpipe_planner.cost.devices import lacking
 from jpipe_planner.ranking.choose import Choice, Ranked, best_of_kinds, in_order, of_other_kinds
-from jpipe_planner.ranking.compiled import Attempt, Compiled, closed_form_bytes
-from jpipe_planner.ranking.find import Plans
+from jpipe_planner.ranking.compiled import closed_form_bytes
+from jpipe_planner.ranking.find import Attempt, Compiled, Plans
 from jpipe_planner.ranking.offload import find_offloads
 from jpipe_planner.search.candidate import Candidate
 from jpipe_planner.search.stages import Layers

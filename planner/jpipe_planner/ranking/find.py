@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import jpipe
 from jpipe_planner.cost.shape import is_planned, updates_early
@@ -17,8 +16,53 @@ from jpipe_planner.ranking.variants import BASE, find_variants, variant_schedule
 from jpipe_planner.search.candidate import NO_EXTRAS, Candidate, Extras
 from jpipe_planner.search.candidates import Updates, find_candidates
 
-if TYPE_CHECKING:  # its module imports JAX, which a search does not need
-    from jpipe_planner.ranking.compiled import Attempt, Compiled
+
+@dataclass(frozen=True)
+class Compiled:
+    """The memory of a plan's compiled stages.
+
+    Attributes:
+        ranked: the plan, simulated with the exact bytes of its stages and the scratch memory that XLA reports for its programs.
+        estimated: bytes of each pipeline rank, simulated with the profile.
+        lacking: the most bytes that a pipeline rank lacks, 0 or less if the plan fits; None if memory is not limited.
+        ranks: the pipeline ranks with compiled stages; the memory of the other ranks is estimated.
+    """
+
+    ranked: Ranked
+    estimated: tuple[int, ...]
+    lacking: float | None
+    ranks: tuple[int, ...]
+
+    @property
+    def errors(self) -> tuple[float, ...]:
+        """The relative error of the estimate for each pipeline rank; above 0 if it was too high."""
+        return tuple(estimate / true - 1 for estimate, true in zip(self.estimated, self.ranked.memory, strict=True))
+
+    @property
+    def fits(self) -> bool:
+        """Whether all pipeline ranks fit."""
+        return self.lacking is None or self.lacking <= 0
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A plan with compiled stages that do not fit.
+
+    Attributes:
+        ranked: the plan, as estimated.
+        compiled: the memory of its compiled stages.
+        raised: the same plan with more recomputation, which is tried instead; None if it recomputes all that it can.
+    """
+
+    ranked: Ranked
+    compiled: Compiled
+    raised: Candidate | None
+
+    @property
+    def rank(self) -> int:
+        """The pipeline rank that lacks most memory."""
+        memory = self.compiled.ranked.memory
+        return max(range(len(memory)), key=memory.__getitem__)
 
 
 @dataclass(frozen=True)
@@ -40,8 +84,8 @@ class Plans:
     tried: dict[Candidate, Ranked]
     excluded: tuple[Candidate, ...] = ()
     delayed: Ranked | None = None
-    compiled: tuple["Compiled", ...] = ()
-    attempts: tuple["Attempt", ...] = ()
+    compiled: tuple[Compiled, ...] = ()
+    attempts: tuple[Attempt, ...] = ()
 
 
 def find_plans(

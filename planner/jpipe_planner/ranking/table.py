@@ -8,7 +8,7 @@ import jpipe
 from jpipe_planner.cost.devices import order_of
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.ranking.choose import EQUAL, Choice, Ranked
-from jpipe_planner.ranking.compiled import Attempt
+from jpipe_planner.ranking.find import Attempt
 from jpipe_planner.search.candidate import Candidate
 
 __all__ = [

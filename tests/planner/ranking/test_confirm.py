@@ -18,8 +18,9 @@ from jpipe_planner.profile.profile import Profile
 from jpipe_planner.ranking import confirm as module
 from jpipe_planner.ranking import table
 from jpipe_planner.ranking.choose import choose
-from jpipe_planner.ranking.compiled import Compiled, compile_stages
+from jpipe_planner.ranking.compiled import compile_stages
 from jpipe_planner.ranking.confirm import confirm
+from jpipe_planner.ranking.find import Compiled
 from jpipe_planner.search.candidates import find_candidates
 
 MB = 10**6

@@ -14,7 +14,7 @@ from rich.console import Console
 import jpipe
 from jpipe_planner import Profile, Topology
 from jpipe_planner.ranking import table
-from jpipe_planner.ranking.compiled import Compiled
+from jpipe_planner.ranking.find import Compiled
 from jpipe_train import cli
 from jpipe_train.console.progress import Reporter
 from jpipe_train.plan import auto, compiling, profiling

@@ -16,7 +16,7 @@ import jpipe
 from jpipe.plan import Agreement
 from jpipe_planner import Plans, Profile, Topology
 from jpipe_planner.ranking import variants
-from jpipe_planner.ranking.compiled import Compiled
+from jpipe_planner.ranking.find import Compiled
 from jpipe_planner.search.candidate import Extras
 from jpipe_planner.search.candidates import find_candidates
 from jpipe_train.config.config import Config

@@ -13,7 +13,7 @@ from rich.console import Console
 
 import jpipe
 from jpipe_planner import Plans
-from jpipe_planner.ranking.compiled import Compiled
+from jpipe_planner.ranking.find import Compiled
 from jpipe_train import cli
 from jpipe_train.console import interrupt
 from jpipe_train.console.progress import Reporter

@@ -14,7 +14,8 @@ from jpipe_planner.machine.targets import find_target
 from jpipe_planner.ranking import confirm as confirmation
 from jpipe_planner.ranking import table
 from jpipe_planner.ranking.choose import Choice, Ranked
-from jpipe_planner.ranking.compiled import Attempt, Compiled, compile_stages
+from jpipe_planner.ranking.compiled import compile_stages
+from jpipe_planner.ranking.find import Attempt, Compiled
 from jpipe_train.console.terminal import count, first_line
 from jpipe_train.plan.inputs import read_text, read_topology
 from jpipe_train.plan.profiling import Parts

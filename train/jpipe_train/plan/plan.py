@@ -19,7 +19,7 @@ from jpipe_planner.machine.compiling import compiling_for
 from jpipe_planner.machine.overlap import assumed_words
 from jpipe_planner.ranking import table
 from jpipe_planner.ranking.choose import Ranked
-from jpipe_planner.ranking.compiled import Compiled
+from jpipe_planner.ranking.find import Compiled
 from jpipe_train.assemble.build import check_by_reading
 from jpipe_train.config import config_file
 from jpipe_train.config.config import AUTO, Config

@@ -22,7 +22,8 @@ import jpipe
 from jpipe_planner import Plans
 from jpipe_planner.ranking import table
 from jpipe_planner.ranking.choose import Ranked
-from jpipe_planner.ranking.compiled import Attempt, Compiled, compile_stages
+from jpipe_planner.ranking.compiled import compile_stages
+from jpipe_planner.ranking.find import Attempt, Compiled
 from jpipe_train.console import interrupt
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count, first_line
