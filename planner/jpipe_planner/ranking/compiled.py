@@ -42,7 +42,7 @@ def compile_stages(
 ) -> Compiled:
     """Compile the stages of a plan, run nothing, and simulate the plan again with the exact memory.
 
-    The stages of the fullest pipeline rank are compiled first, and if these fit, those of the other ranks that need more than `SURE` of the
+    The stages of the fullest pipeline rank are compiled first, and if these fit, the stages of ranks that need more than `SURE` of the
     memory by their estimates; of equal stages the first one. The stages of a plan on meshes take longer to compile, so only the fullest
     rank is compiled. The memory of ranks that are not compiled is estimated.
 

@@ -16,6 +16,8 @@ from jpipe_planner.ranking.variants import BASE, find_variants, variant_schedule
 from jpipe_planner.search.candidate import NO_EXTRAS, Candidate, Extras
 from jpipe_planner.search.candidates import Updates, find_candidates
 
+__all__ = ["Attempt", "Compiled", "Plans", "find_plans"]
+
 
 @dataclass(frozen=True)
 class Compiled:
