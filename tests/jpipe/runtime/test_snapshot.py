@@ -299,7 +299,7 @@ def test_a_snapshot_of_another_model_is_refused(change, message, cut_at_batch_2)
 
 @pytest.mark.slow
 def test_another_optimizer_needs_fresh_state_or_is_refused(cut_at_batch_2):
-    with pytest.raises(InputError, match=r"layer 'track', optimizer state: '0/count', int32\[\] in the model, is not in it"):
+    with pytest.raises(InputError, match=r"layer 'track', optimizer state: the model's array '0/count', int32\[\], is missing"):
         restored(cut_at_batch_2, cut_at_batch_2[0], optax.adam(0.1))
     state = restored(cut_at_batch_2, cut_at_batch_2[0], optax.adam(0.1), fresh_optimizer=True)
     assert int(state.workers[0].optimizer["track"]["0"]["count"]) == 0

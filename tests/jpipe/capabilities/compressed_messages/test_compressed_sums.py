@@ -263,7 +263,10 @@ def test_what_is_not_supported_is_refused():
             {"agree": {"every": 2}},
             r"plan: links\.sums: expected no agree: pipelines that agree sum no gradients; remove one of them",
         ),
-        ({"replicas": 1}, r"plan: links\.sums: expected a stage with replicas, found 'int8' and none; remove it, or give a stage replicas"),
+        (
+            {"replicas": 1},
+            r"plan: links\.sums: expected a stage with replicas, found 'int8' and no replicas; remove links.sums, or give a stage replicas",
+        ),
         ({"links": {"sums": "int4"}}, r"plan: links\.sums: expected 'bfloat16', 'int8' or 'fp8', found 'int4'"),
     ):
         with pytest.raises(InputError, match=message):

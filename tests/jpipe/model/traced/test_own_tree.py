@@ -224,7 +224,7 @@ def test_trees_by_layer_id_are_for_single_numbers_only():
 
 
 BLOCKS_TOGETHER = "it computes with all blocks together, which the model stacks in one array"
-NUMBER_OF_BLOCKS = "what it computes depends on the number of blocks that the model stacks in one array"
+NUMBER_OF_BLOCKS = "its computation depends on the number of blocks that the model stacks in one array"
 REFUSED = {
     "lamb": (optax.lamb(RATE), f"{BLOCKS_TOGETHER}; instead: keep the blocks in a list"),
     "muon": (optax.contrib.muon(RATE), f"{NUMBER_OF_BLOCKS}; instead: give muon_weight_dimension_numbers for the matrices of the blocks"),
