@@ -61,8 +61,9 @@ from jpipe.stages._batch import (
 )
 from jpipe.stages._builder import StageBuilder
 from jpipe.stages._bytes import measure_stages
-from jpipe.stages._compile import CompiledPrograms, compile_initializers, compile_stages
+from jpipe.stages._compile import CompiledPrograms, compile_initializers, compile_stages, count_calls
 from jpipe.stages._compiled_stage import CompiledStage
+from jpipe.stages._whole_step import trace_whole_step
 from jpipe.stages.functions._evaluation import check_evaluation
 from jpipe.stages.functions._stage_functions import StageFunctions
 
@@ -601,18 +602,13 @@ class Pipeline:
         Raises:
             InputError: the batch or the layers do not fit; see `check`.
         """
-        first = compiled_for if compiled_for is None or isinstance(compiled_for, jax.Device) else compiled_for[0]
-        with contextlib.nullcontext() if first is None else tracing_for(first.platform):
+        compiled: Mapping[int, CompiledStage] = {}
+        if compiled_for is not None:
+            functions, compiled = self._compile_for(batch, compiled_for, stages, programs)
+        else:
             functions = self.stage_functions(batch)
-            compiled: dict[int, CompiledStage] = {}
-            for w, stage in {} if self._executor is None else self._executor.compiled_for(functions).items():
-                compiled[self.plan.workers[w][0]] = stage
-            if compiled_for is not None:
-                wanted = range(self.plan.depth) if stages is None else stages
-                arrays = {
-                    s: Arrays(f := functions[s], place_on(compiled_for, f.partition.mesh), share=shares_of(self.plan, f)[0]) for s in wanted
-                }
-                compiled = compile_stages(self.plan, arrays, self._steps_of(functions).verified_runs, programs)
+            if self._executor is not None:
+                compiled = {self.plan.workers[w][0]: stage for w, stage in self._executor.compiled_for(functions).items()}
         return measure_stages(self.plan, functions, compiled)
 
     @cached_property
@@ -638,6 +634,43 @@ class Pipeline:
     def stage_functions(self, batch: Batch) -> list[StageFunctions]:
         """Return the pure functions of each stage (forward, backward, update, …) for batches of this shape. Tools use them."""
         return self._builder.build(microbatch_spec(batch, self.plan.microbatches))
+
+    @isolated_context()
+    def compiled_calls(
+        self, batch: Batch, compiled_for: jax.Device | Sequence[jax.Device], programs: CompiledPrograms | None = None
+    ) -> list[dict[str, tuple[jax.stages.Compiled, int]]]:
+        """Compile the stages as `costs` does, for tools that read programs.
+
+        Returns:
+            For each stage its programs by name, such as `forward`, each with the number of its calls in a step of the steady state.
+        """
+        functions, stages = self._compile_for(batch, compiled_for, None, programs)
+        counts = count_calls(self._steps_of(functions).steady, functions)
+        return [{name: (stages[s].calls[name], calls) for name, calls in sorted(counts[s].items())} for s in range(self.plan.depth)]
+
+    @isolated_context()
+    def lower_whole_step(self, batch: Batch, device: jax.Device) -> jax.stages.Lowered:
+        """Lower a train step of a plan with one stage as one program for a device, which may not be here, for tools."""
+        with tracing_for(device.platform):
+            (functions,) = self.stage_functions(batch)
+            return trace_whole_step(functions, Place((device,)), self.plan.microbatches).lower()
+
+    def _compile_for(
+        self,
+        batch: Batch,
+        compiled_for: jax.Device | Sequence[jax.Device],
+        stages: Collection[int] | None,
+        programs: CompiledPrograms | None,
+    ) -> tuple[list[StageFunctions], dict[int, CompiledStage]]:
+        """Return the functions of all stages, and those stages compiled for devices as `costs` describes."""
+        first = compiled_for if isinstance(compiled_for, jax.Device) else compiled_for[0]
+        with tracing_for(first.platform):
+            functions = self.stage_functions(batch)
+            chosen = range(self.plan.depth) if stages is None else stages
+            arrays = {
+                s: Arrays(f := functions[s], place_on(compiled_for, f.partition.mesh), share=shares_of(self.plan, f)[0]) for s in chosen
+            }
+            return functions, compile_stages(self.plan, arrays, self._steps_of(functions).verified_runs, programs)
 
     def _compile(self, batch: Batch, other_batches: Sequence[Batch], facts: Mapping[str, str]) -> Executor:
         """Compile the stages, or reuse the compiled stages of the last run if the shapes and JAX's settings are the same.

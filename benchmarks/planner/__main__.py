@@ -1,8 +1,8 @@
-"""`python -m benchmarks.planner [speed] [choice] [here] [measured] [targets]` with options: print tables, write JSON.
+"""`python -m benchmarks.planner [speed] [choice] [here] [measured] [targets] [rooflines]` with options: print tables, write JSON.
 
 `speed` times the searches, `choice` compares the chosen plan with other candidates and with plans near it, `here` trains on this machine
 and compares measurements with predictions, `measured` runs plans of different kinds in one process and in two, `targets` compiles stages
-for devices that are not here. `benchmarks.papers` has the papers' experiments.
+for devices that are not here, `rooflines` predicts their least time there. `benchmarks.papers` has the papers' experiments.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from benchmarks import parts
-from benchmarks.planner import choice, here, measured, speed, targets
+from benchmarks.planner import choice, here, measured, rooflines, speed, targets
 from jpipe_planner.machine.targets import known_targets
 from jpipe_train.assemble.build import force_cpu_devices
 
@@ -23,6 +23,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Any]] = {
     "here": lambda _: here.main(),
     "measured": measured.main,
     "targets": targets.main,
+    "rooflines": rooflines.main,
 }
 
 
@@ -35,10 +36,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planner", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--profiles", metavar="FOLDER", help="of `choice`: a folder with a graph.txt in each of its folders")
     parser.add_argument("--seconds", type=float, help=f"of `choice`: CPU seconds of each comparison, by default {choice.SECONDS:g}")
-    parser.add_argument("--models", nargs="+", choices=list(targets.MODELS), help="of `targets`; by default all")
+    models = [*targets.MODELS, *(name for name in rooflines.LAYERS if name not in targets.MODELS)]
+    parser.add_argument("--models", nargs="+", choices=models, help="of `targets` or `rooflines`; by default all that it has")
     parser.add_argument(
-        "--targets", nargs="+", choices=[targets.CPU, *known_targets()], help="of `targets`; by default a CPU, an H100 and a v5e"
+        "--targets",
+        nargs="+",
+        choices=[targets.CPU, *known_targets()],
+        help="of `targets`, by default a CPU, an H100 and a v5e, or `rooflines`",
     )
+    parser.add_argument("--layers", type=int, help="of `rooflines`: blocks of each model; by default 4 of the GPT and 2 of others")
+    parser.add_argument("--attention", default="xla", choices=["xla", "cudnn"], help="of `rooflines`, in the GPT; by default %(default)s")
     parser.add_argument("--rows", nargs="+", type=int, help="of `targets`: of a microbatch; by default 1 and 4")
     parser.add_argument("--rounds", type=int, default=measured.ROUNDS, help="of `measured`; by default %(default)s")
     parts.run(parser, PARTS, "benchmarks/planner.json", arguments)

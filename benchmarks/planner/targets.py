@@ -42,7 +42,8 @@ def main(options: argparse.Namespace) -> list[dict[str, Any]]:
         options: `models`, names of `MODELS`; None: all. `targets`, names of `jpipe target`; None: `TARGETS`. `rows` of a microbatch;
             None: `ROWS`.
     """
-    models, targets, sizes = options.models or MODELS, options.targets or TARGETS, options.rows or ROWS
+    models = [name for name in options.models or MODELS if name in MODELS]
+    targets, sizes = options.targets or TARGETS, options.rows or ROWS
     rows = [row for model in models for target in targets for row in _measured(model, target, sizes)]
     head = ("model", "rows", "recompute", "device", "temporaries of each stage", "peak of each rank", "estimated", "seconds")
     print_table(head, map(_cells, rows))

@@ -91,6 +91,12 @@ class Steps:
         shift = batch - start - model_since
         return self._with_due(name, shift) if self._due else self._programs[name], shift
 
+    @property
+    def steady(self) -> Program:
+        """The program of a step in steady state."""
+        since = self._distinct(self._plan.flush_first)
+        return self.program(since, since + self._flushed, False)[0]
+
     def _with_due(self, name: tuple[int, int, bool], shift: int) -> Program:
         """Return a program with what capabilities do when it runs `shift` batches later."""
         program = self._programs[name]

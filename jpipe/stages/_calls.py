@@ -64,7 +64,7 @@ def trace_call(arrays: Arrays, name: str, *, with_effects: bool = True) -> jax.s
         name: the name of the call.
         with_effects: whether to keep side effects, such as host callbacks, that no result needs.
     """
-    call, place = _call(arrays, name), arrays.place
+    call, place = call_of(arrays, name), arrays.place
     function, outputs = call.function, call.outputs
     if name in ops_of_stage(arrays.functions) or name in get_args(UpdateKind):
         function, outputs = _with_done(function), (outputs, place.specs(_DONE))
@@ -78,7 +78,7 @@ def trace_call(arrays: Arrays, name: str, *, with_effects: bool = True) -> jax.s
     return jax.jit(_named(without_effects(function), name), **options).trace(*call.inputs)
 
 
-def _call(a: Arrays, name: str) -> Call:
+def call_of(a: Arrays, name: str) -> Call:
     """Return the call of a stage that has this name."""
     f = a.functions
     if (op := ops_by_call().get(name)) is not None:

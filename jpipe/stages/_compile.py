@@ -8,6 +8,7 @@ import re
 import tempfile
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -177,6 +178,15 @@ def compile_stages(
                 names[s].update(_calls(instruction, program, stages[s].functions))
     compiled = _compile_in_turns([(a, sorted(names[s])) for s, a in stages.items()], {} if known is None else known)
     return {s: CompiledStage(a, calls) for (s, a), calls in zip(stages.items(), compiled, strict=True)}
+
+
+def count_calls(program: Program, functions: Sequence[StageFunctions]) -> list[Counter[str]]:
+    """Count how often a program runs each call of each stage, over all its replicas."""
+    counts: list[Counter[str]] = [Counter() for _ in functions]
+    for instruction in program.instructions:
+        s, _ = program.plan.workers[instruction.worker]
+        counts[s].update(_calls(instruction, program, functions[s]))
+    return counts
 
 
 def _calls(instruction: Instruction, program: Program, f: StageFunctions) -> Iterator[str]:

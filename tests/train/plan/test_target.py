@@ -1,5 +1,6 @@
-"""`jpipe target` lists and describes targets and writes the attached one; `jpipe simulate --target` says what it compiled for."""
+"""`jpipe target` lists and describes targets, writes the attached one and shows rooflines; `jpipe simulate --target` compiles for one."""
 
+import json
 import re
 from pathlib import Path
 
@@ -9,9 +10,13 @@ import yaml
 
 import jpipe
 import jpipe_train.plan.target
+from jpipe_planner import Device
+from jpipe_planner.cost.rooflines import ProgramRoofline, Rooflines
 from jpipe_planner.machine.attached import Attached
+from jpipe_planner.machine.roofline import Kernel
 from jpipe_planner.machine.targets import find_target, known_targets
 from jpipe_train import cli
+from jpipe_train.plan import roofline as rooflines
 
 ROOT = Path(__file__).parents[3]
 TOPOLOGIES = ROOT / "configs" / "topologies"
@@ -98,6 +103,14 @@ def test_the_attached_device_is_written_once(printed, tmp_path, monkeypatch):
         ),
         ("target v5e --here", "target: expected a name or --here, found both 'v5e' and --here; leave one out"),
         ("target --out a.yaml", "target: --out is for --here; did you mean jpipe target --here?"),
+        ("target --roofline tiny.yaml", "target: --roofline is for one target; did you mean jpipe target h100-80gb --roofline CONFIG?"),
+        ("target v5e --json", "target: --set, --allow-code and --json are for --roofline; add it, with a config"),
+        ("target v5 --roofline tiny.yaml", "target: unknown target 'v5'; did you mean 'v5e' or 'v5p'? (a file of your own has to end"),
+        ("target v5e --roofline none.yaml", "none.yaml: cannot read"),
+        (
+            "target v5e --roofline tiny.yaml --set plan.file=auto",
+            "plan.file: a roofline is of one plan, found auto; name a plan's file, or null for the keys of 'plan'",
+        ),
         ("target --here --out a.json", "--out: expected a name that ends in .yaml, found 'a.json'"),
         ("simulate tiny.yaml --target v5", "target: unknown target 'v5'; did you mean 'v5e' or 'v5p'? (a file of your own has"),
         (
@@ -119,6 +132,55 @@ def test_mistakes_are_one_line(words, message, printed, config, tmp_path, monkey
     assert (out, code) == ("", 2)
     assert err.startswith(f"jpipe: {message}")
     assert err.count("\n") == 1
+
+
+def test_a_roofline_needs_a_compiler_for_the_target(printed, config, tmp_path, monkeypatch):
+    monkeypatch.setattr("jpipe_planner.machine.targets.target_refusal", lambda target: "it is missing; install it")
+    assert printed("target", "h100-80gb", "--roofline", config) == ("", "jpipe: target: it is missing; install it\n", 2)
+    topology = tmp_path / "topology.yaml"
+    topology.write_text("format: jpipe-topology/1\nlevels: [{count: 2, bandwidth: 1 GB/s}]\ndevice: {memory: 1 GB}\n")
+    message = "target: the topology's device names no target; add one of those that `jpipe target` lists"
+    assert printed("target", str(topology), "--roofline", config) == ("", f"jpipe: {message}\n", 2)
+
+
+def test_a_roofline_of_a_config_has_all_programs_and_the_jitted_step(printed, config, of_this_machine):
+    out, err, code = printed("target", of_this_machine, "--roofline", config, "--json", "--set", "plan.schedule=gpipe")
+    assert (err, code) == ("", 0)
+    facts = json.loads(out)
+    calls = {(one["stage"], one["op"]): one["calls"] for one in facts["programs"]}
+    assert calls == {(s, op): number for s in (0, 1) for op, number in {"forward": 2, "backward": 2, "in_place": 1}.items()}
+    step = facts["whole"]["kernels"]
+    assert {kernel["kind"] for kernel in step} >= {"product", "fusion"}
+    flops = [sum(kernel["flops"] * kernel["runs"] for kernel in one["kernels"]) for one in (*facts["programs"], facts["whole"])]
+    assert flops[-1] == pytest.approx(sum(flop * one["calls"] for flop, one in zip(flops, facts["programs"], strict=False)))
+    assert any("models/transformer.py:" in kernel["source"] for kernel in step)
+    assert facts["share"] > 0
+
+
+def test_a_roofline_is_shown_as_tables():
+    kernel = Kernel("dot.1", "product", 1e6, 2e12, 0.004, 3, "/app/models/mine.py:7", "jit(forward)/dot_general")
+    program, whole = ProgramRoofline(1, "forward", 2, (kernel,)), ProgramRoofline(None, "train_step", 1, (kernel,))
+    device = Device(target="h100-80gb", name="H100")
+    assert rooflines.lines(Rooflines((program,), whole), device) == [
+        "stage  op          calls  kernels  bytes   TFLOP   ms",
+        "1      forward     2      3        6.0 MB  12.000  24.000",
+        "all                                6.0 MB  12.000  24.000",
+        "       train_step  1      3        3.0 MB  6.000   12.000",
+        "",
+        "of the jitted step's throughput: 0.500",
+        "predicted, not measured: H100, 3.4 TB/s, 0.45 of the peak FLOP/s in products, and 2 µs for each kernel; train_step: the same step "
+        "jitted as one program",
+        "calls in a batch, and their bytes, TFLOP and ms together; kernels of one call",
+        "",
+        "the 1 most expensive kernel of the stages, equal ones as one:",
+        "op       kernel   runs  bytes   TFLOP   ms      line              name in JAX",
+        "forward  product  6     6.0 MB  12.000  24.000  models/mine.py:7  jit(forward)/dot_general",
+        "",
+        "the 1 most expensive kernel of the jitted step, equal ones as one:",
+        "op          kernel   runs  bytes   TFLOP  ms      line              name in JAX",
+        "train_step  product  3     3.0 MB  6.000  12.000  models/mine.py:7  jit(forward)/dot_general",
+    ]
+    assert "no jitted step: too large" in rooflines.lines(Rooflines((program,), None, "too large"), device)
 
 
 def test_the_page_has_the_table_of_targets():

@@ -1,4 +1,4 @@
-"""`jpipe target`: list the devices that stages can be compiled for, or write this machine's."""
+"""`jpipe target`: list the devices that stages can be compiled for, write this machine's, or predict programs for one."""
 
 from typing import Annotated
 
@@ -6,7 +6,7 @@ import tyro
 
 import jpipe
 from jpipe_train.console import interrupt
-from jpipe_train.console.options import Flag, OptionalFile
+from jpipe_train.console.options import Flag, OptionalFile, Overrides
 from jpipe_train.console.terminal import printable
 
 
@@ -14,6 +14,10 @@ def target(
     name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[NAME|FILE]", help_behavior_hint="")] = None,
     here: Flag = False,
     out: OptionalFile = None,
+    roofline: Annotated[str | None, tyro.conf.arg(metavar="CONFIG")] = None,
+    overrides: Overrides = (),
+    allow_code: Flag = False,
+    json: Flag = False,
 ) -> int:
     """List the devices that stages can be compiled for although they are not here, with their published properties.
 
@@ -21,14 +25,27 @@ def target(
         name: Show this one with its sources: a name, such as h100-80gb, or a YAML file of the same format.
         here: Write the GPU or TPU of this machine into a file, from which other machines compile stages for it.
         out: With --here, the file, a new one; by default named after the device, in the current folder.
+        roofline: Compile the stages of this config's plan for NAME, and show the bytes, FLOPs and least seconds of each program, its most
+            expensive kernels, and the same train step as one program. Nothing is run.
+        overrides: With --roofline, replace one key of the config, such as plan.recompute=elementwise.
+        allow_code: With --roofline, import and run the functions that the config names, as in train.
+        json: With --roofline, print JSON, for programs.
     """
     with interrupt.importing():
+        import jpipe_train.plan.roofline as rooflines
         import jpipe_train.plan.target as targets
 
     if here and name is not None:
         raise jpipe.InputError(where="target", expected="a name or --here", found=f"both '{name}' and --here", change="leave one out")
     if out is not None and not here:
         raise jpipe.InputError("target: --out is for --here; did you mean jpipe target --here?")
-    lines = targets.write_here(out) if here else targets.listing() if name is None else targets.description(name)
+    if roofline is None and (overrides or allow_code or json):
+        raise jpipe.InputError("target: --set, --allow-code and --json are for --roofline; add it, with a config")
+    if roofline is not None and name is None:
+        raise jpipe.InputError("target: --roofline is for one target; did you mean jpipe target h100-80gb --roofline CONFIG?")
+    if roofline is not None and name is not None:
+        lines = rooflines.main(name, roofline, overrides, allow_code=allow_code, as_json=json)
+    else:
+        lines = targets.write_here(out) if here else targets.listing() if name is None else targets.description(name)
     print("\n".join(map(printable, lines)))
     return 0
