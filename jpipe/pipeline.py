@@ -653,7 +653,7 @@ class Pipeline:
         """Lower a train step of a plan with one stage as one program for a device, which may not be here, for tools."""
         with tracing_for(device.platform):
             (functions,) = self.stage_functions(batch)
-            return trace_whole_step(functions, Place((device,)), self.plan.microbatches).lower()
+            return trace_whole_step(Arrays(functions, Place((device,))), self.plan.microbatches).lower()
 
     def _compile_for(
         self,

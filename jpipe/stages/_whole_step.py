@@ -4,25 +4,22 @@ from typing import Any
 
 import jax
 
-from jpipe.meshes._place import Place
 from jpipe.stages._arrays import Arrays
 from jpipe.stages._calls import call_of
-from jpipe.stages.functions._stage_functions import StageFunctions
 
 Tree = Any
 
 
-def trace_whole_step(f: StageFunctions, place: Place, microbatches: int) -> jax.stages.Traced:
+def trace_whole_step(arrays: Arrays, microbatches: int) -> jax.stages.Traced:
     """Trace a step that scans over microbatches, sums their gradients and updates the weights, with the weights donated.
 
     What an update gets of capabilities, such as the norm of the gradients, is an argument here as well, and is not computed.
 
     Args:
-        f: the functions of a stage with all layers of the model.
-        place: where it runs, a place with one device.
+        arrays: the arrays of a stage with all layers of the model, on one device.
         microbatches: microbatches of a step.
     """
-    arrays = Arrays(f, place)
+    f = arrays.functions
     compute, update = call_of(arrays, "forward_backward"), call_of(arrays, "in_place")
     params, state, x, labels, _, (number, key), scale = compute.inputs
     _, optimizer, _, *others = update.inputs
