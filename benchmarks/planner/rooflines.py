@@ -33,7 +33,7 @@ CONFIG = Path(__file__).parents[2] / "configs" / "llama-3-70b.yaml"
 CHANGES = {
     "llama-3-8b": {"model.preset": "llama-3-8b", "model.seq_len": 2048, "model.vocab_size": 16_384, "train.batch_size": MICROBATCHES},
     "experts": {
-        "model.preset": "mixtral-tiny",
+        "model.preset": "null",
         "model.width": 1024,
         "model.heads": 16,
         "model.kv_heads": 4,
