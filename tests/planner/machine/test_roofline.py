@@ -45,10 +45,10 @@ def test_an_algorithm_says_in_which_dtype_a_product_is_computed():
 
 
 def test_an_unknown_dtype_has_the_rate_of_one_of_its_size_or_the_highest():
-    fast = Rates(1e12, {"float32": 1e9, "float16": 4e9})
+    fast = Rates(1e12, {"float32": 1e9, "float16": 4e9, "float8_e4m3fn": 8e9})
     assert kernels(PRODUCT, fast)["gemm"].seconds == pytest.approx(1024 / 4e9)
     text = PRODUCT.replace("bf16[8,16]", "f64[8,16]")
-    assert kernels(text, fast)["gemm"].seconds == pytest.approx(1024 / 4e9)
+    assert kernels(text, fast)["gemm"].seconds == pytest.approx(1024 / 8e9)
 
 
 LOOP = """
