@@ -150,13 +150,13 @@ def refused(write_config, tiny, capsys, monkeypatch):
         ("model.width=4000000", r"model.width: expected less than or equal to 1000000, found 4000000\n"),
         (
             "model.width=900000",
-            r"jpipe: model: expected one that fits in [\d,]+ GB, all the memory of the devices, found one that needs more than "
+            r"jpipe: model: expected a model that fits into [\d,]+ GB, the memory of all devices, found a model that needs more than "
             r"155,\d\d\d GB \(38,\d\d\d GB of weights, their gradients, the optimizer's state\); make it smaller\n",
         ),
         ("optimizer.ema_decay=1", r"optimizer.ema_decay: expected less than 1, found 1"),
         (
             "optimizer.accumulate_batches=10",
-            r"optimizer.accumulate_batches 10 is more than train.steps 5, so that there would be no update",
+            r"optimizer.accumulate_batches 10 is more than train.steps 5, so there would be no update",
         ),
         ("seed=!!bool foo", r"jpipe: --set seed=!!bool foo, line 1, column 1: .* expected a plain value, found a tag \(!\); put text"),
         ("model.heads=3", r"width 8 is not divisible by heads 3"),

@@ -40,7 +40,7 @@ def removed_folder(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("removed_folder")
 def test_a_removed_current_folder_is_reported_in_one_line(tmp_path, capsys, monkeypatch):
     assert cli.main(["train", str(tmp_path / "config.yaml")]) == 2
-    message = "jpipe: the current folder cannot be used: No such file or directory; change to another one (cd), and try again\n"
+    message = "jpipe: the current folder cannot be used: No such file or directory; change to another folder (cd), and try again\n"
     assert capsys.readouterr() == ("", message)
     assert shown(tmp_path / "run") == str(tmp_path / "run"), "a run that goes on names its folder"
     monkeypatch.chdir(tmp_path)

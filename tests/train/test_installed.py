@@ -28,7 +28,7 @@ def test_configs_are_copied_and_nothing_is_overwritten_unasked(tmp_path, monkeyp
     user_file = tmp_path / "examples" / "mlp.py"
     user_file.write_text("mine")
     assert main(["configs", "copy"]) == 2
-    refusal = "'examples/mlp.py' exists and differs; nothing was copied; copy to another folder with --to, or add --overwrite"
+    refusal = "'examples/mlp.py' exists with other content; nothing was copied; copy to another folder with --to, or add --overwrite"
     assert capsys.readouterr() == ("", f"jpipe: configs copy: {refusal}\n")
     assert user_file.read_text() == "mine"
     assert not (tmp_path / "configs").exists()
@@ -74,8 +74,8 @@ def test_with_a_config_comes_the_code_that_it_names(name, code, tmp_path, monkey
             "copy --to ~nobody-of-that-name/x",
             "configs copy --to: '~nobody-of-that-name/x' begins with an unknown user's home folder; give the full path",
         ),
-        ("gpt-bytes", "configs: expected nothing or copy, found 'gpt-bytes'; did you mean jpipe configs copy gpt-bytes?"),
-        ("--overwrite", "configs: --to and --overwrite are for copy; did you mean jpipe configs copy?"),
+        ("gpt-bytes", "configs: expected no word or the word copy, found 'gpt-bytes'; did you mean jpipe configs copy gpt-bytes?"),
+        ("--overwrite", "configs: --to and --overwrite have no effect without copy; did you mean jpipe configs copy?"),
     ],
 )
 def test_a_config_that_cannot_be_copied_is_reported(arguments, message, tmp_path, monkeypatch, capsys):

@@ -83,7 +83,7 @@ def test_a_file_named_jpipe_is_refused_before_it_is_imported(home, way, where):
     if (way, where) == ("console", "current folder"):  # the command does not import from the current folder
         assert (done.returncode, done.stderr) == (0, "")
     else:
-        message = f"jpipe: '{shadow}' is imported in place of the package jpipe; rename this file, or start in another folder\n"
+        message = f"jpipe: Python imports '{shadow}' in place of the package jpipe; rename this file, or start jpipe in another folder\n"
         assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
 
 
@@ -91,7 +91,9 @@ def test_a_folder_named_jpipe_is_refused_like_a_file(home):
     (home / "jpipe").mkdir()
     (home / "jpipe" / "__init__.py").touch()
     done = start(home, "module", "current folder", "--version")
-    message = f"jpipe: '{home / 'jpipe'}' is imported in place of the package jpipe; rename this folder, or start in another folder\n"
+    message = (
+        f"jpipe: Python imports '{home / 'jpipe'}' in place of the package jpipe; rename this folder, or start jpipe in another folder\n"
+    )
     assert (done.returncode, done.stderr) == (2, message)
 
 

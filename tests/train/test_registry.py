@@ -94,7 +94,7 @@ def test_a_package_that_cannot_be_imported_is_named_in_one_line(installed, tmp_p
     installed("broken", {"jpipe.models": {"conv": "broken:Conv"}, "jpipe.commands": {"paint": "broken:paint"}}, "import no_such_module")
     monkeypatch.chdir(tmp_path)
     Path("config.yaml").write_text("model: {kind: conv}")
-    reason = "ModuleNotFoundError: No module named 'no_such_module'; correct it, or uninstall the package"
+    reason = "ModuleNotFoundError: No module named 'no_such_module'; correct the module, or uninstall the package"
     assert cli.main(["train", "config.yaml"]) == 2
     assert capsys.readouterr().err == f"jpipe: config.yaml: model: broken:Conv of the package broken cannot be imported: {reason}\n"
     assert cli.main(["paint"]) == 2
@@ -111,7 +111,9 @@ def test_commands_of_packages_run_and_do_not_replace_others(installed, capsys):
     assert capsys.readouterr().out == "blue\n"
     installed("other", {"jpipe.commands": {"train": "other:train"}})
     assert cli.main(["paint"]) == 2
-    assert "other:train of the package other adds the command train, which jpipe has; uninstall it" in capsys.readouterr().err
+    assert (
+        "other:train of the package other adds the command train, which jpipe has already; uninstall the package" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

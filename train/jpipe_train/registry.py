@@ -1,12 +1,12 @@
-"""What packages add to jpipe, by name: kinds of models, formats of data, losses, commands.
+"""Find what packages add to jpipe: kinds of models, formats of data, losses, commands. Each has a name.
 
-A package lists what it adds in its `pyproject.toml`, as Python's entry points; jpipe's own packages do so, too:
+A package lists what it adds in its `pyproject.toml`, as Python entry points. jpipe's own packages use entry points, too:
 
     [project.entry-points."jpipe.models"]
     conv = "my_package.conv:Conv"
 
-Then `model.kind: conv` in a config means the class `Conv` of the module `my_package.conv`. `GROUPS` lists what a package can add. Nothing
-is imported before a config or a command line names it.
+Then `model.kind: conv` in a config means the class `Conv` of the module `my_package.conv`. `GROUPS` lists what a package can add. A module
+is imported only when a config or a command line names something in it.
 """
 
 import functools
@@ -31,7 +31,7 @@ GROUPS: Final[Mapping[str, str]] = MappingProxyType(
         "commands": "jpipe",  # a function for tyro, or a `tyro.extras.SubcommandApp`
     }
 )
-"""The groups of entry points, without the `jpipe.` before their names, and what names their members: a key, an option or the command."""
+"""For each group of entry points, without the prefix `jpipe.`: the config key, the option or the command that takes a name of the group."""
 
 
 _CLONE, _OURS = Path(__file__).parents[2] / "pyproject.toml", "jpipe-train"
@@ -39,10 +39,10 @@ _CLONE, _OURS = Path(__file__).parents[2] / "pyproject.toml", "jpipe-train"
 
 @functools.cache
 def entries(group: str) -> Mapping[str, EntryPoint]:
-    """Return what the installed packages add to a group, by name.
+    """Return the entry points that the installed packages add to a group; the keys are their names.
 
     Raises:
-        InputError: two packages add something of the same name.
+        InputError: two packages add different entry points with the same name.
     """
     found: dict[str, EntryPoint] = {}
     installed = [entry for entry in entry_points(group=f"jpipe.{group}") if not _clone() or entry.dist is None or entry.dist.name != _OURS]
@@ -58,39 +58,42 @@ def entries(group: str) -> Mapping[str, EntryPoint]:
 
 @functools.cache
 def _clone() -> Mapping[str, Mapping[str, str]]:
-    """Return jpipe's own entry points as a clone lists them, which may be newer than its installed metadata; none outside a clone."""
+    """Return jpipe's own entry points from the `pyproject.toml` of a clone, which may be newer than the installed metadata.
+
+    Outside a clone the mapping is empty.
+    """
     project = tomllib.loads(_CLONE.read_text(encoding="utf-8")).get("project", {}) if _CLONE.is_file() else {}
     found: Mapping[str, Mapping[str, str]] = project.get("entry-points", {}) if project.get("name") == _OURS else {}
     return found
 
 
 def names(group: str) -> tuple[str, ...]:
-    """Return the names of what the installed packages add to a group."""
+    """Return the names of the entry points that the installed packages add to a group."""
     return tuple(entries(group))
 
 
 def find(group: str, name: str) -> Any:
-    """Import what a package adds to a group under a name.
+    """Import the object that a package adds to a group under the name `name`.
 
     Raises:
-        InputError: no package adds it, or its module cannot be imported.
+        InputError: no package adds this name, or the object's module cannot be imported.
     """
     known = entries(group)
     if name not in known:
-        hint = nearest(name, known) if known else "no installed package adds any; install jpipe-train again"
+        hint = nearest(name, known) if known else "no installed package adds one; install jpipe-train again"
         raise InputError(f"unknown {GROUPS[group].rpartition('.')[2].removeprefix('--')} {name!r}; {hint}")
     try:
         return known[name].load()
     except Exception as error:
         line = traceback.format_exception_only(error)[-1].strip().partition("\n")[0]
-        raise InputError(f"{described(known[name])} cannot be imported: {line}; correct it, or uninstall the package") from None
+        raise InputError(f"{described(known[name])} cannot be imported: {line}; correct the module, or uninstall the package") from None
 
 
 def packages() -> tuple[str, ...]:
-    """Return the import names of the packages that add something, in order."""
+    """Return the import names of the packages that add an entry point to any group, in alphabetical order."""
     return tuple(sorted({entry.module.partition(".")[0] for group in GROUPS for entry in entries(group).values()}))
 
 
 def described(entry: EntryPoint) -> str:
-    """Name an entry point and its package for messages."""
+    """Return the object and the package of an entry point, as messages name them."""
     return f"{entry.value} of the package {_OURS if entry.dist is None else entry.dist.name}"

@@ -120,15 +120,13 @@ def test_files_that_are_cut_off_missing_or_elsewhere_are_refused(tmp_path):
     shard.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 5\n")
     refused(folder, f"{shard}: expected a safetensors file, found a pointer of Git LFS; fetch the file itself, with git lfs pull")
     shard.unlink()
-    refused(folder, f"{shard}: expected a file, found none; download it again, all of it")
+    refused(folder, f"{shard}: expected a file, found none; download the whole folder again")
     os.mkfifo(shard)
     refused(folder, f"{shard}: expected a regular file, found none")
     shard.unlink()
     (tmp_path / SHARD).write_bytes(content)
     shard.symlink_to(tmp_path / SHARD)
-    refused(
-        folder, f"{shard}: expected a file inside the folder, found a link out of it, to {tmp_path / SHARD}; put the file there instead"
-    )
+    refused(folder, f"{shard}: expected a file inside the folder, found a link to {tmp_path / SHARD}; replace the link by the file")
     shard.unlink()
     for name in (f"../{SHARD}", f"/{SHARD}", ".."):
         (folder / INDEX).write_text(json.dumps(index | {"weight_map": dict.fromkeys(index["weight_map"], name)}))
@@ -200,8 +198,8 @@ def test_a_link_of_a_download_leads_to_the_blobs_beside_it(tmp_path):
     ("content", "message"),
     [
         ("{", f"{INDEX}: expected JSON, found: "),
-        ("[" * 100_000, f"{INDEX}: expected JSON, found lists in lists too deep to read"),
-        ("[]", f"{INDEX}: expected an object of JSON, found a list"),
+        ("[" * 100_000, f"{INDEX}: expected JSON, found too many nested lists"),
+        ("[]", f"{INDEX}: expected a JSON object, found a list"),
         ('{"weight_map": {}}', f"{INDEX}: weight_map: "),
         ('{"weight_map": {"a": 3}}', f"{INDEX}: weight_map.a: expected a valid string, found 3"),
     ],

@@ -88,7 +88,7 @@ def test_config_json_says_head_and_labels(changes, expected):
     ("changes", "message"),
     [
         ({"problem_type": "multi_label_classification"}, "problem_type: expected 'single_label_classification' or 'regression', found"),
-        ({"id2label": {"0": "a", "2": "b"}}, "expected id2label to have the numbers 0 to 1, found others"),
+        ({"id2label": {"0": "a", "2": "b"}}, "expected id2label to have the keys 0 to 1, found other keys"),
         ({"problem_type": "regression"}, "expected one label for regression, found 2"),
         ({"problem_type": "single_label_classification", "num_labels": 1}, "expected two labels or more for single_label_classification"),
         ({"id2label": {"0": "a", "1": "a"}}, "labels: expected each name once, found 'a' twice"),
@@ -105,9 +105,9 @@ def test_labels_that_jpipe_does_not_have(changes, message):
     [
         ({}, ["a", "b"]),
         ({"labels": 2}, ["a", "b"]),
-        ({"labels": ["b", "a"]}, r"model.labels: expected \[\"a\", \"b\"\] as in .*, found \['b', 'a'\]; leave it out"),
-        ({"labels": 3}, r"model.labels: expected \[\"a\", \"b\"\] as in .*, found 3; leave it out"),
-        ({"head": "regression"}, "model.head: expected \"classification\" as in .*, found 'regression'; leave it out"),
+        ({"labels": ["b", "a"]}, r"model.labels: expected \[\"a\", \"b\"\] as in .*, found \['b', 'a'\]; remove model.labels"),
+        ({"labels": 3}, r"model.labels: expected \[\"a\", \"b\"\] as in .*, found 3; remove model.labels"),
+        ({"head": "regression"}, "model.head: expected \"classification\" as in .*, found 'regression'; remove model.head"),
     ],
 )
 def test_a_section_agrees_with_the_labels_of_a_folder(section, expected, tmp_path):
@@ -144,5 +144,5 @@ def test_fresh_weights_are_written_and_read_again(model, architecture, tmp_path)
 
 
 def test_no_decoder_chooses_in_transformers():
-    with pytest.raises(InputError, match=r"no architecture is this model; the nearest: .* has no model.head multiple_choice"):
+    with pytest.raises(InputError, match=r"no architecture can express this model; the most similar: .* has no model.head multiple_choice"):
         huggingface.to_json_keys(ModelConfig(preset="llama-tiny", head="multiple_choice", labels=2))

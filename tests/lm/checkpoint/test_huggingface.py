@@ -252,7 +252,7 @@ def test_an_impossible_export_is_refused_and_nothing_is_written(run, tmp_path, m
     refused([config, "out"], "export: expected a config of a run with fresh weights, found warm_start.file '", capsys)
     refused(
         ["mixed.yaml", "out"],
-        "--layout huggingface: no architecture is this model; the nearest: GPT2LMHeadModel has model.positions",
+        "--layout huggingface: no architecture can express this model; the most similar: GPT2LMHeadModel has model.positions",
         capsys,
     )
     described = (run / "config.yaml").read_text()

@@ -102,11 +102,11 @@ def out_of(name: str):
 Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
 K = "base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight"
 REFUSED = {
-    "dora": (changed({"use_dora": True}), "use_dora: expected false, found True; jpipe has no such adapters"),
+    "dora": (changed({"use_dora": True}), "use_dora: expected false, found True; jpipe does not support such adapters"),
     "bias": (changed({"bias": "all"}), "bias: expected none, found 'all'"),
     "layers": (changed({"layers_to_transform": [1]}), r"layers_to_transform: expected null, found \[1\]"),
     "initialization": (changed({"init_lora_weights": "pissa"}), "init_lora_weights: expected true, found 'pissa'"),
-    "unknown": (changed({"use_xlora": False}), "unknown key 'use_xlora'; jpipe does not know whether it changes the adapters"),
+    "unknown": (changed({"use_xlora": False}), "unknown key 'use_xlora'; jpipe does not know whether this key changes the adapters"),
     "another kind": (changed({"peft_type": "IA3"}), "peft_type: expected \"LORA\", found 'IA3'"),
     "rank": (
         changed({"rank_pattern": {"q_proj": 4}}),
@@ -118,9 +118,12 @@ REFUSED = {
     "patterns that exclude": (changed({"exclude_modules": ".*o_proj"}), "exclude_modules: expected a list of names, found '.\\*o_proj'"),
     "excluded in one block": (
         changed({"exclude_modules": ["layers.1.self_attn.q_proj"]}),
-        "exclude_modules: expected to leave out a module of all blocks or of none, found model.layers.1.self_attn.q_proj left out and",
+        "exclude_modules: expected each module excluded in all blocks or in none, found model.layers.1.self_attn.q_proj excluded, but",
     ),
-    "all excluded": (changed({"exclude_modules": ["q_proj", "v_proj", "down_proj"]}), "exclude_modules: expected to leave some of target"),
+    "all excluded": (
+        changed({"exclude_modules": ["q_proj", "v_proj", "down_proj"]}),
+        "exclude_modules: expected it to keep some of target",
+    ),
     "logits": (
         changed({"target_modules": ["q_proj", "lm_head"]}),
         "names of linear layers of the blocks, such as .*q_proj, found 'lm_head'",
@@ -150,10 +153,10 @@ REFUSED = {
     ),
     "integers": (changed({}, lambda tensors: tensors | {Q.format("A"): np.ones((2, 16), np.int32)}), "floating-point numbers, found"),
     "a pickle": (into_pickle, "expected adapter_model.safetensors, found adapter_model.bin; jpipe reads no pickle files"),
-    "a link": (out_of("adapter_model.safetensors"), "adapter_model.safetensors: expected a file inside the folder, found a link out of it"),
+    "a link": (out_of("adapter_model.safetensors"), "adapter_model.safetensors: expected a file inside the folder, found a link to"),
     "a link of the config": (
         out_of("adapter_config.json"),
-        "adapter_config.json: expected a file inside the folder, found a link out of it",
+        "adapter_config.json: expected a file inside the folder, found a link to",
     ),
 }
 
@@ -216,7 +219,7 @@ def test_the_a_of_a_part_whose_b_is_zero_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["tune.lora.rank=4"], "tune.lora.rank: expected 2 as in .*adapter_config.json, found 4; leave it out"),
+        (["tune.lora.rank=4"], "tune.lora.rank: expected 2 as in .*adapter_config.json, found 4; remove rank"),
         (["tune.lora.targets=[q_proj]"], r"tune.lora.targets: expected \['q_proj', 'v_proj', 'down_proj'\] as in"),
         (["warm_start.file=runs/a"], "expected warm_start.file to be a folder in Hugging Face's layout, found 'runs/a'"),
         (["warm_start.file=null"], "adapters has no effect without file"),

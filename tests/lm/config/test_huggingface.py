@@ -91,12 +91,12 @@ SUPPORTED = f"expected one of {', '.join(huggingface.ARCHITECTURES)}, found "
         ("llama", {"rope_parameters": {"rope_type": "linear", "type": "dynamic", "factor": 2.0}}, "expected one rope_type, found a"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected 1, found 0.5"),
         ("llama", {"sliding_window": 4096}, "unknown key 'sliding_window'"),
-        ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "expected factor beside rope_type llama3, found none; add it"),
-        ("llama", {"rope_parameters": ..., "rope_scaling": {"factor": 8.0}}, "rope_scaling: expected rope_type beside factor, found none"),
-        ("llama", {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}}, "rope_parameters: expected rope_type beside factor, found none; add"),
-        ("llama", {"rope_parameters": {"long_factor": [1.0], "rope_theta": 5e5}}, "expected rope_type beside long_factor, found none"),
+        ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "expected factor with rope_type llama3, found none; add factor"),
+        ("llama", {"rope_parameters": ..., "rope_scaling": {"factor": 8.0}}, "rope_scaling: expected rope_type with factor, found none"),
+        ("llama", {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}}, "rope_parameters: expected rope_type with factor, found none; add"),
+        ("llama", {"rope_parameters": {"long_factor": [1.0], "rope_theta": 5e5}}, "expected rope_type with long_factor, found none"),
         ("llama", {"rope_theta": 5.0}, "expected one rope_theta, found a different one in rope_parameters"),
-        ("llama", {"rope_scaling": SCALED}, "expected rope_scaling and rope_parameters to say the same"),
+        ("llama", {"rope_scaling": SCALED}, "expected equal values in rope_scaling and rope_parameters"),
         ("llama", {"mlp_bias": True}, "expected attention_bias where mlp_bias is true, found false"),
         ("llama", {"hidden_act": "relu2"}, "config.json: hidden_act: "),
         ("llama", {"num_key_value_heads": 3}, "config.json: num_attention_heads 4 is not divisible by num_key_value_heads 3; "),
@@ -110,7 +110,7 @@ def test_a_model_that_jpipe_does_not_have_is_refused(name, changes, message):
     with pytest.raises(InputError, match=re.escape(message)) as caught:
         keys(name, **changes)
     line = str(caught.value)
-    assert line.endswith(("; add it", "take another model", "models are not so large; take a smaller model"))
+    assert line.endswith(("; add it", "use another model", "does not support models of this size; use a smaller model"))
     assert ("smaller" in line) == ("less than" in line or "more than" in line)
 
 
@@ -118,11 +118,11 @@ def test_a_model_that_jpipe_does_not_have_is_refused(name, changes, message):
     ("content", "message"),
     [
         (b"{", "expected JSON, found: "),
-        (b"[]", "config.json: expected an object of JSON, found a list; give a folder such as transformers' save_pretrained writes"),
+        (b"[]", "config.json: expected a JSON object, found a list; give a folder such as transformers' save_pretrained writes"),
         (b"\xff", "expected JSON in UTF-8, found other bytes"),
-        (b'{"a": NaN}', "expected JSON, found: NaN is no number of JSON's"),
-        (b"[" * 10**5, "found lists in lists too deep to read"),
-        (b" " * (2**20 + 1), "cannot read it: it is larger than 1 MiB, the limit for such a file"),
+        (b'{"a": NaN}', "expected JSON, found: NaN is not a JSON number"),
+        (b"[" * 10**5, "found too many nested lists"),
+        (b" " * (2**20 + 1), "cannot read the file: it is larger than 1 MiB, the limit for such a file"),
     ],
     ids=["cut off", "a list", "not UTF-8", "NaN", "deep", "huge"],
 )
@@ -151,10 +151,10 @@ def test_the_keys_of_the_model_are_filled_in_and_others_stay(tmp_path):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("{seq_len: 8, width: 32, depth: 3}", "/llama/config.json, found 3; leave it out\n"),
+        ("{seq_len: 8, width: 32, depth: 3}", "/llama/config.json, found 3; remove model.depth\n"),
         ("{seq_len: 8, rope_scaling: null}", "model.rope_scaling: expected {\"kind\": \"llama3\", \"factor\": 4.0,"),
-        ("{seq_len: 8, preset: llama-tiny}", "model.preset would say what "),
-        ("{seq_len: 8, target: 'a:b'}", "model.target: expected the built-in model, as "),
+        ("{seq_len: 8, preset: llama-tiny}", "model.preset has no effect, because "),
+        ("{seq_len: 8, target: 'a:b'}", "model.target: expected the built-in model that "),
         ("{seq_len: 33}", "model: seq_len 33 is more than max_positions 32; change one of them"),
         ("null", "model: seq_len 128 is more than max_positions 32"),
         ("{seq_len: 8, widht: 3}", "unknown key 'model.widht'; did you mean 'model.width'?"),
@@ -166,7 +166,7 @@ def test_keys_that_contradict_the_folder_are_refused(model, message, tmp_path):
 
 
 def test_bytes_need_a_vocabulary_of_all_bytes(tmp_path):
-    with pytest.raises(InputError, match=re.escape("model.vocab_size 64 is less than the 256 bytes of a text; raise it, or leave it out")):
+    with pytest.raises(InputError, match=re.escape("model.vocab_size 64 is less than the 256 bytes of a text; raise or remove it")):
         loaded(tmp_path, "{seq_len: 8}", "data={}")
 
 
@@ -301,13 +301,13 @@ def test_the_keys_of_families_decide_keys_of_the_model(name):
         ("mistral", {"pruned_heads": {"0": [1]}}, "pruned_heads: expected at most 0 items, found "),
         ("mistral", {"max_sequence_length": 8}, "unknown key 'max_sequence_length'"),
         ("mistral", {"num_key_value_heads": ...}, "key 'num_key_value_heads' is missing; add it"),
-        ("mistral", {"attention_sinks": 4}, "unknown key 'attention_sinks'; jpipe does not know whether it changes the model; remove it"),
+        ("mistral", {"attention_sinks": 4}, "unknown key 'attention_sinks'; jpipe does not know whether this key changes the model; if"),
         ("qwen2", {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 3}, "layer_types: expected no sliding_attention"),
-        ("qwen3", {"layer_types": ["full_attention"]}, "layer_types: expected one for each of the 3 layers, found 1"),
+        ("qwen3", {"layer_types": ["full_attention"]}, "layer_types: expected one type for each of the 3 layers, found 1"),
         ("qwen3", {"layer_types": ["chunked_attention"] * 3}, "layer_types.0: expected 'full_attention' or 'sliding_attention', found"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention: expected null or false, found true"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: expected null, found 50.0"),
-        ("olmoe", {"num_local_experts": 16}, "expected one num_experts, found a different one in num_local_experts; leave one of them out"),
+        ("olmoe", {"num_local_experts": 16}, "expected one num_experts, found a different one in num_local_experts; remove one of them"),
         (
             "gemma3",
             {"rope_parameters": {"sliding_attention": LLAMA3_8}},
@@ -344,7 +344,7 @@ def test_a_written_config_describes_the_same_model(name):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ({"positions": "rope"}, "nearest: GPT2LMHeadModel has model.positions \"learned\", not \"rope\"; "),
+        ({"positions": "rope"}, "most similar: GPT2LMHeadModel has model.positions \"learned\", not \"rope\"; "),
         ({"bias": False}, "GPT2LMHeadModel has model.bias true, not false"),
         ({"kv_heads": 2}, "GPT2LMHeadModel has model.kv_heads 4, not 2"),
         ({"head_size": 64}, "GPT2LMHeadModel has model.head_size 32, not 64"),
@@ -352,7 +352,7 @@ def test_a_written_config_describes_the_same_model(name):
             {**PRESETS["llama-tiny"], "heads": 3, "kv_heads": 1, "head_size": 6},
             "LlamaForCausalLM has model.heads that divide model.width 16, not 3",
         ),
-        ({"target": "a:b"}, "expected a built-in model, found one of 'a:b'; leave out --layout"),
+        ({"target": "a:b"}, "expected a built-in model, found one of 'a:b'; remove --layout"),
     ],
 )  # fmt: skip
 def test_a_combination_that_no_architecture_has_is_refused(model, message):

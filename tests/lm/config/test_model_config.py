@@ -21,7 +21,10 @@ LONG = "kind: longrope, original_positions: 8, short_factors: [1, 2], long_facto
         ("kind: encoder", "model: unknown kind 'encoder'; did you mean 'decoder'?"),
         ("width: 12, heads: 5", "model: width 12 is not divisible by heads 5; change one of them"),
         ("heads: 4, kv_heads: 3", "model: heads 4 is not divisible by kv_heads 3; change one of them"),
-        ("width: 12, heads: 4, positions: rope", "needs heads of even size, found 3 (width / heads); change it, or use learned positions"),
+        (
+            "width: 12, heads: 4, positions: rope",
+            "needs heads of even size, found 3 (width / heads); change the size, or use learned positions",
+        ),
         ("head_size: 5, positions: rope", "needs heads of even size, found 5 (head_size)"),
         ("seq_len: 9, max_positions: 8", "model: seq_len 9 is more than max_positions 8; change one of them"),
         ("preset: gpt2-tiny, seq_len: 33", "model: seq_len 33 is more than max_positions 32"),
@@ -38,7 +41,7 @@ LONG = "kind: longrope, original_positions: 8, short_factors: [1, 2], long_facto
         ("bias: mlp", "model.bias"),
         (
             "positions: rope, rope_share: 0.1",
-            "needs an even number of each head (rope_share 0.1), found 3 (width / heads); change it, or use",
+            "needs an even number of each head (rope_share 0.1), found 3 (width / heads); change the size, or use",
         ),
         (
             "positions: rope, rope_scaling: {kind: dynamic}",
@@ -46,11 +49,11 @@ LONG = "kind: longrope, original_positions: 8, short_factors: [1, 2], long_facto
         ),
         (
             "positions: rope, rope_scaling: {kind: yarn, factor: 2}",
-            "model.rope_scaling: kind yarn needs original_positions, found none; add it",
+            "model.rope_scaling: kind yarn needs original_positions, found none; add original_positions",
         ),
         (
             "positions: rope, rope_scaling: {kind: linear, factor: 2, truncate: true}",
-            "truncate has no effect with kind linear; leave it out",
+            "truncate has no effect with kind linear; remove truncate",
         ),
         (
             f"positions: rope, rope_scaling: {{{LONG}}}",
@@ -62,24 +65,24 @@ LONG = "kind: longrope, original_positions: 8, short_factors: [1, 2], long_facto
         ),
         (
             "depth: 2, experts: {count: 4, per_token: 2, mlp_width: 8, layers: [false, false, true]}",
-            "model: experts.layers has experts in none of the 2 blocks (depth); set one that they reach to true, or leave it out",
+            "model: experts.layers has experts in none of the 2 blocks (depth); set one of the first entries to true, or remove",
         ),
         (
             "mlp_width: 9, experts: {count: 4, per_token: 2, mlp_width: 8}",
-            "model: mlp_width 9 has no effect where all blocks have experts: experts.mlp_width is 8; leave it out",
+            "model: mlp_width 9 has no effect if all blocks have experts, with experts.mlp_width 8; remove mlp_width",
         ),
         ("kind: bert, window: 4", "model: kind bert needs window null, found 4; leave it out, or set kind to decoder"),
         ("kind: bert, positions: rope", "model: kind bert needs positions learned, found rope; leave it out, or set kind to decoder"),
         ("kind: bert, norm: rms", "model: kind bert needs norm layer, found rms"),
         ("kind: bert, gated_mlp: true", "model: kind bert needs gated_mlp false, found true"),
         ("kind: bert, tied: false", "model: kind bert needs tied true, found false"),
-        ("kind: bert, kv_heads: 2", "model: kind bert has as many kv_heads as heads, 4, found 2; leave it out"),
+        ("kind: bert, kv_heads: 2", "model: kind bert needs as many kv_heads as heads, 4, found 2; leave it out"),
         ("kind: bert, preset: llama-tiny", "found rope of preset llama-tiny; set another preset, or set kind to decoder"),
         ("preset: llama-tiny, heads: 3, width: 18", "model: heads 3 is not divisible by kv_heads 2; change one of them"),
         ("attention: cudnn", "model.attention cudnn computes in bfloat16 or float16, found float32; set model.compute_dtype to bfloat16"),
-        ("vocab_size: 100", "model.vocab_size 100 is less than the 256 bytes of a text; raise it, or leave it out"),
+        ("vocab_size: 100", "model.vocab_size 100 is less than the 256 bytes of a text; raise or remove it"),
         ("vocabulary: 100", "unknown key 'model.vocabulary'; did you mean 'model.vocab_size'?"),
-        ("target: 'a:b', preset: gpt2-tiny", "model: preset has no effect with 'a:b'; leave it out"),
+        ("target: 'a:b', preset: gpt2-tiny", "model: preset has no effect with 'a:b'; remove it, or"),
     ],
 )
 def test_a_model_that_contradicts_itself_is_refused(tmp_path, text, message):
@@ -95,7 +98,7 @@ def test_a_model_that_contradicts_itself_is_refused(tmp_path, text, message):
         ("loss: {chunk: all}", "loss.chunk"),
         (
             "loss: {chunk: 8, target: 'a:b'}",
-            "loss.chunk has no effect with loss.target: it is for logits and the loss that are built in",
+            "loss.chunk has no effect with loss.target: it is for built-in models and losses",
         ),
         ("loss: {chunk: 8}\nmodel: {target: 'a:b'}", "loss.chunk has no effect with model.target"),
     ],

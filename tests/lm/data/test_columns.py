@@ -332,22 +332,22 @@ MISTAKES = {
     "cut Parquet": (
         parquet(ROWS)[:-200],
         {},
-        r"data\.path: cannot read '.*/file': it begins as a Parquet file, and is damaged, cut off or not",
+        r"data\.path: cannot read '.*/file': it begins like a Parquet file, but is damaged, cut off or not",
     ),
-    "cut Arrow": (arrow(ROWS)[:-800], {}, r"cannot read '.*/file': it begins as an Arrow file, and is damaged"),
-    "cut Arrow file": (arrow(ROWS, pa.ipc.new_file)[:-30], {}, r"cannot read '.*/file': it begins as an Arrow file, and is damaged"),
-    "cut gzip": (gzip.compress(lines(ROWS))[:-20], {}, r"cannot read '.*/file': it is compressed with gzip, and damaged or cut off"),
-    "cut zstd": (zstd(lines(ROWS))[:-20], {}, r"cannot read '.*/file': it is compressed with zstd, and damaged or cut off"),
-    "false gzip": (b"\x1f\x8b" + bytes(90), {}, r"it is compressed with gzip, and damaged or cut off"),
+    "cut Arrow": (arrow(ROWS)[:-800], {}, r"cannot read '.*/file': it begins like an Arrow file, but is damaged"),
+    "cut Arrow file": (arrow(ROWS, pa.ipc.new_file)[:-30], {}, r"cannot read '.*/file': it begins like an Arrow file, but is damaged"),
+    "cut gzip": (gzip.compress(lines(ROWS))[:-20], {}, r"cannot read '.*/file': it is compressed with gzip, but damaged or cut off"),
+    "cut zstd": (zstd(lines(ROWS))[:-20], {}, r"cannot read '.*/file': it is compressed with zstd, but damaged or cut off"),
+    "false gzip": (b"\x1f\x8b" + bytes(90), {}, r"it is compressed with gzip, but damaged or cut off"),
     "Parquet in gzip": (
         gzip.compress(parquet(ROWS)),
         {},
-        r"cannot read '.*/file': it is a Parquet file inside gzip, which is not read; unpack it first",
+        r"cannot read '.*/file': it is a Parquet file inside gzip, which cannot be read; unpack it first",
     ),
     "quote": (
         b"text\tlabel\n" + b"a\tb\n" * 9 + b'"Yes" is it\tb\n',
         {},
-        r"line 11: a tab expected after '\"'; a cell that begins with a quote ends with one, and has each quote of its text twice; correct",
+        r"line 11: a tab expected after '\"'; a cell that begins with a quote must end with a quote, and each quote inside must be doubled",
     ),
     "key": (
         lines([{"body": "a"}] * 9),
@@ -404,10 +404,12 @@ def test_a_folder_that_is_no_whole_dataset_is_an_error(tiny, tokenizer, tmp_path
         with pytest.raises(InputError, match=r"expected names of files in '.*state\.json', found .*; save the dataset again"):
             load(folder)
     (folder / "state.json").write_text("[" * 10**5)
-    with pytest.raises(InputError, match=r"expected an object of JSON in '.*state\.json'"):
+    with pytest.raises(InputError, match=r"expected a JSON object in '.*state\.json'"):
         load(folder)
     (folder / "state.json").write_text(json.dumps({"_data_files": [], "_indices_data_files": [{"filename": "i.arrow"}]}))
-    with pytest.raises(InputError, match=r"chooses rows by another file, as old versions of datasets did; load it with datasets, and save"):
+    with pytest.raises(
+        InputError, match=r"has a file of row indices, as old versions of datasets wrote it; load the dataset with datasets, and save"
+    ):
         load(folder)
     with pytest.raises(InputError, match=r"expected a split 'train' in '.*', found test; name one, such as '.*/test'"):
         load(saved_dict(tmp_path / "dict", test=ROWS))
@@ -416,7 +418,7 @@ def test_a_folder_that_is_no_whole_dataset_is_an_error(tiny, tokenizer, tmp_path
 def test_a_missing_pyarrow_is_named_with_the_command_that_installs_it(tiny, tokenizer, written, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     for name, what in (("parquet", "a Parquet file"), ("stream", "an Arrow file"), ("a.json.zst", "compressed with zstd")):
-        with pytest.raises(InputError, match=rf"' is {what}: expected the library pyarrow, .* install it with pip install pyarrow$"):
+        with pytest.raises(InputError, match=rf"' is {what}: expected the library pyarrow .* install it with pip install pyarrow$"):
             data.load(config(tiny, written(name, KINDS[name](ROWS)), tokenizer))
     assert data.load(config(tiny, written("a.jsonl.gz", KINDS["a.jsonl.gz"](ROWS)), tokenizer))
 

@@ -106,7 +106,7 @@ def test_tokens_out_of_range_and_ends_that_do_not_rise_are_named():
         Documents(shards, 5).read(2, 5)
     for ends in ([2, 2, 6], [4, 2, 6]):
         wrong = Documents.of(tokens, 10, np.asarray(ends, np.uint64), np.asarray([0, 2, 4], np.uint64))
-        with pytest.raises(InputError, match="expected the ends of the documents of the text to rise"):
+        with pytest.raises(InputError, match="expected ascending ends of documents inside the text"):
             wrong.examples()
-        with pytest.raises(InputError, match="expected the ends of the documents of the text to rise"):
+        with pytest.raises(InputError, match="expected ascending ends of documents inside the text"):
             wrong.begins(0, 6)

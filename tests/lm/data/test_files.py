@@ -175,7 +175,7 @@ def test_tokens_that_are_cut_off_while_they_are_read_are_reported(documents, tok
     for name in ("train-00000.bin", "train-00000.ends"):
         os.truncate(folder / name, 4)
     for read, name in ((reader.read, "train-00000.bin"), (reader.begins, "train-00000.ends")):
-        message = rf"data: expected at least .* bytes in '{folder / name}', found 4: it was cut off while it was read; copy it again"
+        message = rf"data: expected at least .* bytes in '{folder / name}', found 4: the file was cut off during the run; copy it again"
         with pytest.raises(InputError, match=message):
             read(0, reader.size)
 
@@ -234,5 +234,5 @@ def test_too_little_memory_is_reported(tiny, tmp_path, monkeypatch):
 
     (tmp_path / "a.txt").write_text("some text\n" * 100)
     monkeypatch.setattr(splits.FileArray, "__getitem__", no_memory)
-    with pytest.raises(InputError, match=r"data: expected data that fit into memory, found more than there is; .*jpipe data prepare"):
+    with pytest.raises(InputError, match=r"data: expected data that fit into memory, found more; .*jpipe data prepare"):
         data.load(Config.model_validate(tiny | {"data": {"path": str(tmp_path / "a.txt")}}))

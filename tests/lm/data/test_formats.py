@@ -219,7 +219,7 @@ def other_tokenizer(folder: Path) -> None:
             r"data\.path: expected JSON in '.*tokens\.json', found text that is not",
         ),
         (lambda folder: (folder / "tokens.json").write_text("{"), r"tokens\.json: the whole: expected Invalid JSON"),
-        (cut_shard, r"data\.path: expected '.*train-00000\.bin' to have \d\d\d bytes, found 100; copy it again, or prepare it again"),
+        (cut_shard, r"data\.path: expected '.*train-00000\.bin' to have \d\d\d bytes, found 100; copy or prepare the folder again"),
         (lambda folder: (folder / "train-00001.ends").unlink(), r"expected '.*train-00001\.ends' with \d+ bytes, found no such file; copy"),
         (lambda folder: spoiled(folder, dtype="int64"), r"tokens\.json: dtype: expected 'uint16' or 'uint32', found 'int64'"),
         (lambda folder: spoiled(folder, dtype="uint32"), r"found \d+; are these uint16\? tokens\.json says uint32"),
@@ -232,7 +232,7 @@ def other_tokenizer(folder: Path) -> None:
             lambda folder: spoiled(folder, train=[{"name": "../x", "tokens": 3}]),
             r"tokens\.json: train\.0\.name: expected 1 to 100 letters.*found '\.\./x'; re",
         ),
-        (lambda folder: spoiled(folder, validation=[]), r"data\.path: '.*' holds nothing for validation; name a folder that does"),
+        (lambda folder: spoiled(folder, validation=[]), r"data\.path: '.*' has no tokens for validation; name a folder with such"),
         (
             lambda folder: spoiled(folder, vocab_size=900),
             r"model\.vocab_size: expected at least 900, for the tokens of '.*', found 300; set",
@@ -247,17 +247,20 @@ def other_tokenizer(folder: Path) -> None:
         ),
         (
             other_tokenizer,
-            r"expected '.*tokenizer\.json' to be the tokenizer that made the tokens, as tokens\.json says, found another; copy the folder",
+            r"expected '.*tokenizer\.json' to be the tokenizer that made the tokens \(see tokens\.json\), found another tokenizer; copy",
         ),
         (high_token, r"data: expected every token of '.*train-00000\.bin' to be from 0 to 299, found 999 at \d+; write the file again"),
         (
             spoiled_ends(lambda ends: np.full_like(ends, 2**63 + 5)),
-            r"expected the last end in '.*train-00000\.ends' to be \d+, all its tokens, found 9,223,372,036,854,775,813; write the folder",
+            r"expected the last number in '.*train-00000\.ends' to be \d+, the number of tokens, found 9,223,372,036,854,775,813; write",
         ),
-        (spoiled_ends(lambda ends: ends[::-1]), r"expected the last end in '.*train-00000\.ends' to be \d+, all its tokens, found \d+;"),
+        (
+            spoiled_ends(lambda ends: ends[::-1]),
+            r"expected the last number in '.*train-00000\.ends' to be \d+, the number of tokens, found \d+;",
+        ),
         (
             spoiled_ends(lambda ends: np.concatenate([ends[1::-1], ends[2:]])),
-            r"data: expected rising ends in '.*train-00000\.ends', found \[.*\]; write the folder again",
+            r"data: expected ascending numbers in '.*train-00000\.ends', found \[.*\]; write the folder again",
         ),
     ],
     ids=[
@@ -308,20 +311,18 @@ def test_a_folder_without_document_ends_is_a_running_text(tiny, tokens):
     spoiled(tokens, **index)
     fields = {"format": "tokens", "path": str(tokens)}
     assert data.load(configured(tiny, fields)).train[0][0].shape == (4, 16)
-    with pytest.raises(
-        InputError, match=r"data\.boundaries: expected '.*' to say where documents end, for keep, found a tokens\.json that"
-    ):
+    with pytest.raises(InputError, match=r"data\.boundaries: keep needs the ends of documents, found a tokens\.json without"):
         data.load(configured(tiny, fields | {"boundaries": "keep"}))
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"format": "text"}, "tokenizer is missing, which format text needs; name a tokenizer.json"),
-        ({"format": "tokens"}, "path is missing, which format tokens needs; name a folder that jpipe data prepare wrote"),
+        ({"format": "text"}, "format text needs tokenizer; set tokenizer to a tokenizer.json"),
+        ({"format": "tokens"}, "format tokens needs path; set path to a folder that jpipe data prepare wrote"),
         (
             {"format": "tokens", "path": "x", "tokenizer": "t"},
-            "tokenizer has no effect with format tokens: it is for text and prompts",
+            "tokenizer has no effect with format tokens: tokenizer is for text and prompts",
         ),
         ({"tokenizer": "t"}, "tokenizer has no effect with format bytes"),
         ({"format": "prompts", "path": "x", "tokenizer": "t", "boundaries": "ignore"}, "boundaries has no effect with format prompts"),
@@ -367,7 +368,7 @@ def test_a_resolved_config_is_a_valid_config(tiny, tokenizer):
         ),
         ("prompts", {"answer_key": "reply"}, {}, r"line 1: expected the key 'reply', found \['prompt', 'answer'\]"),
         ("text", {"objective": "masked"}, {}, r"data\.objective: expected next, which model\.kind decoder learns, found masked"),
-        ("text", {}, {"model": {"kind": "bert"}}, r"data\.objective: expected masked, which model\.kind bert learns, found next"),
+        ("text", {}, {"model": {"kind": "bert"}}, r"data\.objective: expected masked for model\.kind bert, found next"),
         (
             "text",
             {"objective": "masked"},
@@ -387,7 +388,7 @@ def test_fewer_rows_than_a_batch_are_enough_and_so_are_fewer_tokens_than_a_row(k
     loaded = data.load(configured(tiny, of_format(tiny, kind, request), model={"seq_len": seq_len}))
     assert len(loaded.validation) == 1
     assert loaded.remarks[-2:] == (
-        "1 row for training: a batch of 4 has rows several times",
+        "1 row for training: a batch of 4 repeats rows",
         "1 row for validation: a batch of 4 is filled with padding",
     )
     for inputs, labels in (loaded.train[3], loaded.validation[0]):
@@ -408,7 +409,7 @@ def test_examples_that_are_cut_to_nothing_are_counted(tiny, prompts, tokenizer):
     prompts.write_text(prompts.read_text() + "\n".join(map(json.dumps, lines * 5)))
     fields = {"format": "prompts", "path": str(prompts), "tokenizer": tokenizer, "validation_fraction": 0.3, "too_long": "cut"}
     dataset = data.load(configured(tiny, fields, model={"seq_len": 30}))
-    assert dataset.remarks == ("5 examples left out: prompts so long that nothing of the answer remains",)
+    assert dataset.remarks == ("5 examples left out, because the prompt leaves no room for the answer",)
 
 
 @pytest.mark.parametrize("kind", ["text", "tokens"])

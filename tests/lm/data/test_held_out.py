@@ -89,8 +89,8 @@ def test_the_rest_of_all_rows_fills_microbatches(tiny, tmp_path, rows, batch_siz
 @pytest.mark.parametrize(
     ("form", "content", "message"),
     [
-        ("bytes", "1", r"data.path: expected at least 2 bytes \(one that is read and one that is predicted\), found 1 in"),
-        ("text", "", r"data.path: expected at least 2 tokens \(one that is read and one that is predicted\), found 0 in"),
+        ("bytes", "1", r"data.path: expected at least 2 bytes \(one as input and one to predict\), found 1 in"),
+        ("text", "", r"data.path: expected at least 2 tokens \(one as input and one to predict\), found 0 in"),
         ("masked", "short", r"data.path: expected at least 13 tokens \(a window of model.seq_len 16 without special tokens\), found \d in"),
         ("prompts", "", r"data.path: expected at least 1 example with an answer, found 0 in"),
         (
@@ -115,7 +115,7 @@ def test_tokens_of_another_tokenizer_are_refused_where_that_can_be_seen(tiny, ke
     other = str(tmp_path / "others")
     prepare_files(prepare.Files([str(documents)]), str(tokenizer_files["bert"]), other, quiet(), 0.3)
     config = configured(tiny, keys_of("tokens"))
-    with pytest.raises(InputError, match=r"data\.path: expected text of the same tokenizer as in '.*', found text of another"):
+    with pytest.raises(InputError, match=r"data\.path: expected text of the same tokenizer as in '.*', found text of another tokenizer"):
         data.held_out(config, other)
     (tmp_path / "tokens").rename(tmp_path / "moved")
     assert data.held_out(config, other).validation.elements[0]

@@ -87,23 +87,23 @@ NOT_TEXT = {
     ),
     "long.jsonl": (lines([{"text": "word " * 30_000}] * 2), "JSON lines; "),
     "marked.jsonl": (b"\xef\xbb\xbf" + lines(ROWS).replace(b"\n", b"\r\n\r\n"), "JSON lines with prompt, answer, n"),
-    "json": (json.dumps(ROWS, indent=2).encode(), "a list of JSON; write a line for each object, such as with jq"),
+    "json": (json.dumps(ROWS, indent=2).encode(), "a list of JSON; write one line for each object, for example with jq"),
     "data.json": (
         json.dumps({"version": "1", "data": ROWS}, indent=2).encode(),
-        "an object of JSON with its rows inside; write a line for",
+        "a JSON object with its rows inside; write one line for",
     ),
     "long data.json": (
         json.dumps({"data": [{"text": "word " * 30_000}]}, indent=2).encode(),
-        "an object of JSON with its rows inside; write",
+        "a JSON object with its rows inside; write",
     ),
     "data.json in a line": (json.dumps({"data": ROWS}).encode(), "JSON lines with data; "),
-    "of pandas": (json.dumps({"prompt": {"0": "a", "1": "b"}}, indent=1).encode(), "an object of JSON with its rows inside; "),
-    "text.json": (json.dumps({"text": "a", "n": 1}, indent=2).encode(), "an object of JSON over several lines; write a line"),
+    "of pandas": (json.dumps({"prompt": {"0": "a", "1": "b"}}, indent=1).encode(), "a JSON object with its rows inside; "),
+    "text.json": (json.dumps({"text": "a", "n": 1}, indent=2).encode(), "a JSON object over several lines; write one line"),
     "text.json in a line": (b'{"text": "a"}\n', "JSON lines with text; "),
-    "texts.json": (json.dumps(["word " * 99, "b"], indent=2).encode(), "a list of JSON; write a line for each object"),
+    "texts.json": (json.dumps(["word " * 99, "b"], indent=2).encode(), "a list of JSON; write one line for each object"),
     "rows.json": (json.dumps([["a", 1], ["b", 2]]).encode(), "a list of JSON; "),
     "numbers.json": (json.dumps([[0.5, 1], [2, 3]] * 9999).encode(), "a list of JSON; "),
-    "indented objects": (b"".join(json.dumps(row, indent=1).encode() for row in ROWS), "objects of JSON over several lines each; "),
+    "indented objects": (b"".join(json.dumps(row, indent=1).encode() for row in ROWS), "JSON objects over several lines each; "),
     "lists": (b'["a", 1]\n' * 9, "lists of JSON; "),
     "damaged.jsonl": (lines(ROWS) + b"{", "JSON lines with prompt, answer, n; set data.format: prompts"),
     "csv": (table(ROWS), r"a table \(CSV\) with prompt, answer, n; set data\.format: prompts and data\.tokenizer"),
@@ -128,7 +128,7 @@ NOT_TEXT = {
     "npy": (written(lambda file: np.save(file, np.ones(3))), "a NumPy file"),
     "npz": (
         written(lambda file: np.savez(file, np.ones(3))),
-        r"an archive of NumPy's \(.npz\); its numbers are read by data.format: arrays",
+        r"a NumPy archive \(.npz\); its numbers are read by data.format: arrays",
     ),
     "zip": (in_zip(), "a zip archive"),
     "tar": (in_tar(), "a tar archive; unpack it with tar -xf, or set data.format: bytes"),
@@ -164,7 +164,7 @@ def test_data_of_another_kind_are_refused_with_advice(kind, tiny, tmp_path):
     for path in (file, file.parent):
         with pytest.raises(InputError, match=rf"^data\.path: expected text, found that '{file}' is {message}") as caught:
             data.load(configured(tiny, path))
-        assert str(caught.value).endswith(", or set data.format: bytes to learn its bytes as they are")
+        assert str(caught.value).endswith(", or set data.format: bytes to learn its bytes")
     with pytest.raises(InputError, match=r"^data\.validation_path: expected text, found that"):
         data.load(Config.model_validate(tiny | {"data": {"path": str(file.with_name("0.txt")), "validation_path": str(file)}}))
     file.write_bytes(content * 50)
@@ -242,7 +242,10 @@ def test_only_text_and_rows_are_prepared_unless_requested(tokenizer, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines(ROWS))
     as_it_is = ", or --format text --text-key none to read it as text$"
     for files, message in (
-        (Files([str(tmp_path / "a.json")]), f"expected text, found that '{tmp_path}/a.json' is a list of JSON; write a line .*{as_it_is}"),
+        (
+            Files([str(tmp_path / "a.json")]),
+            f"expected text, found that '{tmp_path}/a.json' is a list of JSON; write one line .*{as_it_is}",
+        ),
         (
             Files([str(tmp_path / "a.jsonl")]),
             "expected text, found that .* is JSON lines with prompt, answer, n; add --format prompts, or --format text --text-key none to",
@@ -268,8 +271,8 @@ def test_only_text_and_rows_are_prepared_unless_requested(tokenizer, tmp_path):
 
 JSON = {
     "list": (json.dumps(ROWS, indent=2), "a list of JSON"),
-    "data": (json.dumps({"data": ROWS}, indent=2), "an object of JSON with its rows inside"),
-    "document": (json.dumps({"text": "a"}, indent=2), "an object of JSON over several lines"),
+    "data": (json.dumps({"data": ROWS}, indent=2), "a JSON object with its rows inside"),
+    "document": (json.dumps({"text": "a"}, indent=2), "a JSON object over several lines"),
 }
 
 
@@ -285,11 +288,11 @@ def test_json_in_another_form_than_lines_is_no_text_unless_requested(form, tiny,
     model = {"model": tiny["model"] | {"vocab_size": 300}}
     for path in (tmp_path / "a", tmp_path / "a" / "1", tmp_path / "b"):
         with pytest.raises(
-            InputError, match=rf"^data\.path: expected text, or rows with it, found .* is {name}; .* jq .* data\.text_key to null"
+            InputError, match=rf"^data\.path: expected text, or rows with a text, found .* is {name}; .* jq .* data\.text_key to null"
         ):
             data.load(configured(tiny | model, path, **keys))
     assert data.load(configured(tiny | model, tmp_path / "a", text_key=None, **keys)).rows
-    with pytest.raises(InputError, match=r"^SOURCE: expected text, or rows with it, .* or set --text-key to none to read it as text$"):
+    with pytest.raises(InputError, match=r"^SOURCE: expected text, or rows with a text, .* or set --text-key to none to read it as text$"):
         prepare_files(Files([str(tmp_path / "a")], "text"), tokenizer, str(tmp_path / "out"), quiet(), 0.0)
 
 

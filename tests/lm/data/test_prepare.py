@@ -114,12 +114,12 @@ def test_an_unfinished_folder_leaves_nothing(error, at, documents, tokenizer, tm
         (["--validation-fraction", "1"], r"--validation-fraction: expected a number from 0 to less than 1, found 1\.0"),
         (["--shard-tokens", "0"], r"--shard-tokens: expected at least 1, found 0"),
         (["--tokenizer", "{documents}/00.txt"], r"--tokenizer: '.*00\.txt': expected a tokenizer\.json of the tokenizers library"),
-        (["--end-of-text", "nope"], r"expected it to have the end of text 'nope', found none"),
+        (["--end-of-text", "nope"], r"expected a tokenizer with the token 'nope', found none"),
         (
             ["{documents}/07.txt"],
             r"data prepare: expected documents for training and for validation, found 0 documents in .*, none for training",
         ),
-        (["--format", "prompts", "{documents}/00.txt"], r"00\.txt', line 1: expected an object of JSON"),
+        (["--format", "prompts", "{documents}/00.txt"], r"00\.txt', line 1: expected a JSON object"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

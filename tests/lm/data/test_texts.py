@@ -30,7 +30,7 @@ def test_a_tokenizer_determines_the_vocabulary_size_and_the_end_of_text(tokenize
     assert load(tokenizer_files["decoder"], None).end is None
     assert load(tokenizer_files["bert"], "[PAD]").end == 0
     with pytest.raises(
-        InputError, match=r"decoder\.json': expected it to have the end of text '<\|endof\|>', found none; did you mean '<\|end"
+        InputError, match=r"decoder\.json': expected a tokenizer with the token '<\|endof\|>', found none; did you mean '<\|end"
     ):
         load(tokenizer_files["decoder"], "<|endof|>")
     with pytest.raises(InputError, match=r"expected a tokenizer with the token \[MASK\] or <mask>, found none"):
@@ -68,7 +68,7 @@ def test_a_tokenizer_lists_its_ids(tmp_path):
     [
         (b"", "found one that fails: Expecting value"),
         (b"{}", "found one that fails: Cannot instantiate Tokenizer"),
-        (b'{"model": {}, "model": {}}', "found one that fails: expected each key of an object once, found one twice"),
+        (b'{"model": {}, "model": {}}', "found one that fails: expected each key of an object once, found a key twice"),
         (b"\xff\xfe", "found one that fails: "),
         (b"[" * 10**6, "found one that fails: maximum recursion depth exceeded"),
         (b'{"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}', "expected 1 to 16,777,216 tokens"),
@@ -213,14 +213,14 @@ def test_prompts_and_answers_are_one_document(tokenizer, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b"{", r"line 2: expected an object of JSON, found '\{\\n': Expecting property name"),
-        (b"[1]", r"line 2: expected an object of JSON such as \{\"prompt\": …\}, found list"),
+        (b"{", r"line 2: expected a JSON object, found '\{\\n': Expecting property name"),
+        (b"[1]", r"line 2: expected a JSON object such as \{\"prompt\": …\}, found list"),
         (b'{"prompt": "x"}', r"line 2: expected the key 'answer', found \['prompt'\]; correct it, or name other keys"),
         (b'{"prompt": "x", "answer": 4}', r"line 2: expected text in 'answer', found int"),
         (b'{"prompt": "\xff", "answer": ""}', r"line 2: expected text in UTF-8, found the byte 0xff at 12"),
         (rb'{"prompt": "\ud800", "answer": ""}', r"line 2: expected characters in 'prompt', found half of one"),
-        (b"[" * 10**5, r"line 2: expected an object of JSON, found '\[+\.*'?"),
-        (b'{"answer": "", "prompt": ' + b"9" * 5000 + b"}", r"line 2: expected an object of JSON"),
+        (b"[" * 10**5, r"line 2: expected a JSON object, found '\[+\.*'?"),
+        (b'{"answer": "", "prompt": ' + b"9" * 5000 + b"}", r"line 2: expected a JSON object"),
     ],
     ids=["cut off", "list", "key", "type", "bytes", "surrogate", "deep", "number"],
 )
@@ -238,9 +238,7 @@ def test_wrong_lines_are_counted_and_the_first_five_named(tmp_path):
     with pytest.raises(InputError) as caught:
         list(pieces)
     message = str(caught.value)
-    assert re.findall(r"/([ab])', line (\d+): expected an object of JSON, found '", message) == [
-        ("a", str(line)) for line in (1, 3, 5, 7, 9)
-    ]
+    assert re.findall(r"/([ab])', line (\d+): expected a JSON object, found '", message) == [("a", str(line)) for line in (1, 3, 5, 7, 9)]
     assert message.startswith("data.path: 14 lines are wrong: '")
     assert message.endswith("; and 9 more; correct them, or name other keys")
 
@@ -264,7 +262,7 @@ def test_invalid_utf8_is_found(block, tmp_path, monkeypatch):
     ("content", "words"),
     [
         (b"\x80\x04]\x94(K\x00K\x01e.", "a pickle, which jpipe never loads"),
-        (b"PK\x03\x04\xff", r"a zip archive \(PyTorch's files are such"),
+        (b"PK\x03\x04\xff", r"a zip archive \(PyTorch files are zip archives"),
         (b"FEA1\0\0\0\0\xff", "a Feather file of the first version"),
     ],
     ids=["pickle", "zip", "feather"],
@@ -324,7 +322,7 @@ MANY = TWICE | {
     "special_tokens": {"b": {"id": "b", "ids": [1] * 1001, "tokens": ["b"] * 1001}},
 }
 ADDED = {"id": 2, "content": "a" * 2**16, "single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False}
-GROWTH = "to make at most 4,096 characters of one, found"
+GROWTH = "to make at most 4,096 characters from one, found"
 HOSTILE = {
     "issue": (chain("normalizer", "normalizers", [replace("a", "aa")] * 30), f"the normalizer and pre_tokenizer {GROWTH} up to 8,192"),
     "longer": (chain("normalizer", "normalizers", [replace("ab", "abb"), replace("b", "ab")] * 30), GROWTH),
@@ -340,7 +338,7 @@ HOSTILE = {
     "words": (chain("pre_tokenizer", "pretokenizers", [BYTES] * 30), GROWTH),
     "both": (chain("pre_tokenizer", "pretokenizers", [BYTES] * 4) | {"normalizer": replace("a", "a" * 100)}, GROWTH),
     "decoder": (chain("decoder", "decoders", [replace("a", "aa")] * 30), f"the decoder {GROWTH}"),
-    "template": (chain("post_processor", "processors", [TWICE] * 30), "each text once in single of the post_processor, found one twice"),
+    "template": (chain("post_processor", "processors", [TWICE] * 30), "each text once in single of the post_processor, found a text twice"),
     "around": (chain("post_processor", "processors", [MANY]), "at most 1,000 tokens around a text in single of the .*, found 1,001"),
     "added": (
         {"added_tokens": [ADDED], "normalizer": replace("a", "a" * 2000)},

@@ -96,10 +96,10 @@ def test_a_conversation_leaves_no_process(run, folder, monkeypatch):
 
 
 REFUSED = {
-    "bytes": ((RUN, "--chat"), "--chat: expected a model with a tokenizer and a chat template, found one of bytes"),
+    "bytes": ((RUN, "--chat"), "--chat: expected a model with a tokenizer and a chat template, found a model of bytes"),
     "prompt": ((RUN, "--chat", "--prompt", "a"), "--prompt has no effect with --chat"),
     "system": ((RUN, "--prompt", "a", "--system", "b"), "--system has no effect without --chat"),
-    "stop": ((RUN, "--prompt", "a", "--stop", ""), "--stop: expected a text that ends the output, found an empty one"),
+    "stop": ((RUN, "--prompt", "a", "--stop", ""), "--stop: expected a text that ends the output, found an empty text"),
 }
 
 
@@ -114,12 +114,12 @@ def test_mistakes_are_refused_in_words(arguments, message, run):
 def test_what_a_template_or_a_model_cannot_take_ends_the_conversation(run, folder):
     code, out, err = run(str(folder), "--chat", "--tokens", "2", said=f"w3 w10 w60\n{'w4 ' * 60}\n")
     assert (code, len(out.split())) == (2, 2)
-    assert re.search(r"the conversation: expected at most \d+ tokens, .* found \d+; begin a new one", err)
+    assert re.search(r"the conversation: expected at most \d+ tokens, .* found \d+; begin a new conversation", err)
     assert "standard input: expected text in UTF-8, found the byte 0xff at 1" in run(str(folder), "--chat", said="a\udcff\n")[2]
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no system') }}")
     assert "chat template: no system; use a model with a template for such" in run(str(folder), "--chat", said="a\n")[2]
     (folder / "chat_template.jinja").unlink()
-    assert "expected a chat template beside" in run(str(folder), "--chat", said="a\n")[2]
+    assert "expected a chat template next to" in run(str(folder), "--chat", said="a\n")[2]
 
 
 def test_a_text_ends_before_a_stop_string_that_spans_tokens_and_no_part_of_it_is_written(run, folder, monkeypatch):

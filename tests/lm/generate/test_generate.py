@@ -126,13 +126,13 @@ def test_generated_text_does_not_control_a_terminal(monkeypatch):
 
 FOX = "--prompt", "fox"
 REFUSED = {
-    "no such folder": (["runs/0099", *FOX], r"there is no folder 'runs/0099'; give the folder of a run"),
+    "no such folder": (["runs/0099", *FOX], r"there is no folder 'runs/0099'; give a run folder"),
     "a folder of nothing": ([str(GOLDEN), *FOX], r"expected checkpoints in .*, found none"),
     "adapters": (
         ["peft", *FOX],
         r"generate: 'peft' has an adapter_config\.json: .* give the folder of the model, and .* --adapters",
     ),
-    "a file": (["run/config.yaml", *FOX], r"expected the folder of a run or of Hugging Face's layout, found the file"),
+    "a file": (["run/config.yaml", *FOX], r"expected a run folder or a folder in Hugging Face's layout, found the file"),
     "bert": ([str(GOLDEN / "bert"), *FOX], r"expected a decoder \(model\.kind\), found bert in .* what comes next"),
     "no tokenizer": ([str(GOLDEN / "gpt2"), *FOX], r"expected a tokenizer\.json in '.*gpt2', found none; give --tokenizer FILE"),
     "no such tokenizer": ([RUN, *FOX, "--tokenizer", "no.json"], r"--tokenizer: cannot read 'no\.json'"),
@@ -143,7 +143,7 @@ REFUSED = {
     "no average": ([RUN, *FOX, "--weights", "ema"], r"--weights: the checkpoint of step 4 has no moving average"),
     "empty": (
         [RUN, "--prompt", ""],
-        r"prompt 1: expected a text, found an empty one, and the model has no token that begins a text",
+        r"prompt 1: expected a text, found an empty text, and the model has no token that begins a text",
     ),
     "long": (
         [RUN, *FOX, "--prompt", "the fox "],
@@ -152,11 +152,11 @@ REFUSED = {
     "tokens": ([RUN, *FOX, "--tokens", "0"], r"--tokens: expected from 1 to 10,000,000, found 0"),
     "top-p": ([RUN, *FOX, "--top-p", "0"], r"--top-p: expected a probability above 0, at most 1, found 0"),
     "top-k": ([RUN, *FOX, "--top-k", "0"], r"--top-k: expected 1 or more tokens, found 0"),
-    "temperature": ([RUN, *FOX, "--temperature", "nan"], r"--temperature: expected from 0 .* found nan"),
+    "temperature": ([RUN, *FOX, "--temperature", "nan"], r"--temperature: expected a number from 0 .* found nan"),
     "greedy top-p": ([RUN, *FOX, "--top-p", "0.5", "--temperature", "0"], r"--top-p has no effect with --temperature 0"),
     "seed": ([RUN, *FOX, "--seed", "-1"], r"--seed: expected from 0 to 4294967295, found -1"),
-    "float16": ([RUN, *FOX, "--dtype", "float16"], r"--dtype: expected float32 or bfloat16 on CPUs"),
-    "devices": ([RUN, *FOX, "--devices", "4"], r"--devices: expected from 1 to 3, for the model has 3 layers, found 4"),
+    "float16": ([RUN, *FOX, "--dtype", "float16"], r"--dtype: expected float32 or bfloat16, because CPUs"),
+    "devices": ([RUN, *FOX, "--devices", "4"], r"--devices: expected from 1 to 3, because the model has 3 layers, found 4"),
 }
 
 
@@ -178,7 +178,7 @@ def test_a_terminal_without_a_prompt_and_input_without_end_are_refused(run, monk
     screen = io.StringIO()
     screen.isatty = lambda: True
     monkeypatch.setattr(sys, "stdin", screen)
-    assert re.search("expected a text to continue, found none; give --prompt TEXT, or pipe one in", run(RUN)[2])
+    assert re.search("expected a text to continue, found none; give --prompt TEXT, or pipe a text in", run(RUN)[2])
 
 
 def test_runs_that_cannot_generate_are_recognized(run, run_of_bytes):
@@ -187,10 +187,10 @@ def test_runs_that_cannot_generate_are_recognized(run, run_of_bytes):
     config.write_text(re.sub(r"data:\n.*?\ntrain:", "data: {target: 'mine:data'}\ntrain:", text, flags=re.DOTALL))
     assert re.search(r"trained on data of your own \(data\.target\); give --tokenizer FILE", run(RUN, *FOX)[2])
     config.write_text(text.replace("width: 8", "width: 16"))
-    assert re.search(r"expected 'embed/\S+' of shape \[\d+, 16\], as its config says, found it of", run(RUN, *FOX)[2])
+    assert re.search(r"expected 'embed/\S+' of shape \[\d+, 16\], according to its config, found the shape", run(RUN, *FOX)[2])
     config_text = re.sub(r"model:\n.*?\nloss:", "model: {target: 'mine:model', seq_len: 8}\nloss:", text, flags=re.DOTALL)
     config.write_text(config_text)
-    assert re.search(r"expected a model of jpipe's own, found 'mine:model' \(model\.target\)", run(RUN, *FOX)[2])
+    assert re.search(r"expected a built-in model, found 'mine:model' \(model\.target\)", run(RUN, *FOX)[2])
 
 
 def test_a_diverged_model_is_reported(run, folder):

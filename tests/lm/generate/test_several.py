@@ -51,7 +51,7 @@ def test_a_conversation_is_that_of_one_process(folder):
     assert len(both.stdout.splitlines()) == 2
     failed = jpipe("launch", "-n", "2", "--", *options, input=f"w3 w10 w60\n{'w4 ' * 60}\n")
     assert (failed.returncode, len(failed.stdout.splitlines())) == (2, 1)
-    assert failed.stderr.count("begin a new one") == 1
+    assert failed.stderr.count("begin a new conversation") == 1
     silent = jpipe("launch", "-n", "2", "--", *options, stdin=subprocess.DEVNULL)
     assert (silent.returncode, silent.stdout) == (2, "")
     assert "--chat: expected lines on standard input, found none" in silent.stderr

@@ -111,7 +111,7 @@ def test_frozen_parameters_stay_as_they_are_to_the_bit(case, tiny):
             {"lora": {}, "quantize": "int8", "train_only": ["block_0"]},
             "tune.train_only: 'block_0' names quantized kernels; name other parameters, or leave out tune.quantize",
         ),
-        ({"freeze": ["*"]}, "tune.freeze: expected that some parameters are trained, found that all are frozen; leave some out"),
+        ({"freeze": ["*"]}, "tune.freeze: expected patterns that leave some parameters trained, found all frozen; remove some patterns"),
     ],
 )
 def test_patterns_that_match_nothing_are_refused_with_the_nearest_name(tune, message, tiny):

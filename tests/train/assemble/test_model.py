@@ -313,8 +313,8 @@ def test_a_config_alone_runs_no_code(capsys, section, target):
     code, _, err = run(capsys, **({name: {} for name in ("model", "data", "loss")} | {section: {key: target}}))
     assert code == 2
     assert err == (
-        f"jpipe: own.yaml: expected built-in parts only, found code of its own to import and run: '{target}' ({section}.{key}); "
-        "read that code, and if you trust it add --allow-code\n"
+        f"jpipe: own.yaml: expected built-in parts only, found functions to import and run: '{target}' ({section}.{key}); "
+        "read their code, and if you trust it add --allow-code\n"
     )
     assert not Path("trace").exists()
     assert "leaves_a_trace" not in sys.modules
@@ -331,12 +331,12 @@ def test_a_config_alone_runs_no_code(capsys, section, target):
             "numpy:array",
             "expected a function or class written in Python, found 'numpy:array', a builtin_function_or_method; name a function",
         ),
-        ("jpipe_train:model", "and 'jpipe_train' is a package of jpipe's; rename your module"),
-        ("jpipe.x:y", "'jpipe' is a package of jpipe's; rename"),
+        ("jpipe_train:model", "but 'jpipe_train' is a package of jpipe; rename your module"),
+        ("jpipe.x:y", "'jpipe' is a package of jpipe; rename"),
         ("own_parts:limit", "expected a function or class written in Python, found 'own_parts:limit', a int; name a function"),
         ("own_parts:modle", "the module 'own_parts' has no function 'modle'; did you mean 'model'?"),
-        ("own_part:model", "there is no module 'own_part' for 'own_part:model' in the current folder "),
-        ("own_parts.deeper:model", "there is no module 'own_parts.deeper' for"),
+        ("own_part:model", "the module 'own_part' of 'own_part:model' is neither in the current folder "),
+        ("own_parts.deeper:model", "the module 'own_parts.deeper' of"),
         (
             "broken_name:f",
             "the module 'broken_name' fails when it is imported: NameError: name 'unknown' is not defined (HERE/broken_name.py:3)",
@@ -359,7 +359,7 @@ def test_a_checkpoint_that_cannot_be_loaded_is_reported(target, message):
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("model", {"scal": 2}, "model.arguments: 'own_parts:model' has no argument 'scal'; its arguments, the nearest first: scale"),
+        ("model", {"scal": 2}, "model.arguments: 'own_parts:model' has no argument 'scal'; its arguments, the most similar first: scale"),
         ("fails", {"x": 2}, "model.arguments: 'own_parts:fails' has no argument 'x'; it takes none"),
         ("needs_width", {}, "model.arguments: 'own_parts:needs_width' needs the argument 'width'; add it"),
         (
@@ -419,7 +419,7 @@ def test_a_model_that_cannot_be_cut_is_reported_with_the_key_that_names_it(name,
 
 def test_the_arguments_of_a_whole_model_are_checked():
     for arguments, message in (
-        ({"widht": 8}, "has no argument 'widht'; its arguments, the nearest first: width"),
+        ({"widht": 8}, "has no argument 'widht'; its arguments, the most similar first: width"),
         ({"rngs": 1}, "is given by jpipe"),
     ):
         with pytest.raises(jpipe.InputError, match=message):
@@ -445,7 +445,7 @@ def test_a_loss_and_a_metric_may_take_a_random_key():
     assert (random_parameter(loss), random_parameter(metric)) == ("key", "key")
     draws = [float(call_with_randomness(function, x, y, key)[0]) for function in (loss, metric)]
     assert draws[0] == 2 * draws[1] == 2 * float(jax.random.uniform(key))
-    with pytest.raises(jpipe.InputError, match=r"loss\.arguments: 'key' of 'tests.train.metrics:drawn' is given by jpipe; leave it out"):
+    with pytest.raises(jpipe.InputError, match=r"loss\.arguments: 'key' of 'tests.train.metrics:drawn' is given by jpipe; remove it here"):
         model.loss(Config(loss={"target": "tests.train.metrics:drawn", "arguments": {"key": 1}}))
 
 
@@ -457,7 +457,7 @@ def test_a_loss_and_a_metric_may_take_a_random_key():
         ("number", "expected the train batches of 'own_parts:odd_data' to be indexable, train[t], found int; return a list"),
         ("generator", "to be indexable, train[t], found generator; return a list"),
         ("empty", "expected at least one validation batch from 'own_parts:odd_data', found none"),
-        ("few", "expected train to give batch t for every t < train.steps 40, found a list of 3; repeat them or lower train.steps"),
+        ("few", "expected train to have batch t for every t < train.steps 40, found a list of 3; repeat them or lower train.steps"),
         ("lists", "expected train[0] to be (inputs, labels) of NumPy arrays with 8 rows, found list; return a tuple of two"),
         ("jax", "with 8 rows, found in it ArrayImpl; use np.asarray"),
         ("rows", "with 8 rows (train.batch_size), found 3 rows; fix it, or train.batch_size"),
@@ -478,7 +478,7 @@ def test_data_that_runs_out_is_reported_with_the_step(capsys):
     assert err == f"jpipe: data.target: train[3] fails: IndexError: list index out of range ({line_of('return super()')}); fix it there\n"
     shutil.rmtree("run")
     code, _, err = run(capsys, "--allow-code", data={"target": "own_parts:fewer"})
-    expected = "expected train to give batch t for every t < train.steps 40, found a Few of 2; repeat them or lower train.steps"
+    expected = "expected train to have batch t for every t < train.steps 40, found a Few of 2; repeat them or lower train.steps"
     assert (code, err) == (2, f"jpipe: data.target: {expected}\n")
 
 
@@ -536,11 +536,11 @@ def test_layers_that_do_not_fit_are_reported(capsys):
     [
         (
             {"model": {"target": "a:b", "depth": 2, "width": 8}},
-            "model: depth, width have no effect with 'a:b'; leave it out, or give it in",
+            "model: depth, width have no effect with 'a:b'; remove them, or move them below",
         ),
         ({"data": {"target": "a:b", "path": "x"}}, "data: path has no effect with 'a:b'"),
         ({"model": {"target": "a:b", "seq_len": 8}, "data": {"target": "a:b"}}, "model.seq_len has no effect with model.target and"),
-        ({"model": {"arguments": {"x": 1}}}, "model: arguments are for a target, and there is none; name one as module:function"),
+        ({"model": {"arguments": {"x": 1}}}, "model: arguments has no effect without target; set target to module:function"),
         (
             {"model": {"target": "a.b"}},
             "model.target: expected module:function, such as my_models:conv_net, found 'a.b'",

@@ -140,7 +140,7 @@ def test_a_resumed_run_ignores_a_warm_start(home, tmp_path, capsys):
     loop.main(changed(home.data, run=run, train={"steps": STEPS + 1}, warm_start={"file": "nowhere.safetensors"}))
     output = capsys.readouterr().out
     assert "resumes at step 40" in output
-    assert "warm_start is ignored: it is for new runs" in output
+    assert "warm_start is ignored, because it is for new runs" in output
 
 
 @pytest.mark.slow

@@ -248,12 +248,12 @@ def test_rows_are_written_later_when_the_disk_is_full(saved, monkeypatch, capsys
     folder = loop.main(changed(saved, checkpoint={"on_full_disk": "train"})).folder
     assert [row["step"] for row in rows_of(folder)] == list(range(7))
     output = " ".join(capsys.readouterr().out.split())
-    assert output.count("cannot be written: No space left on device; the run continues, and keeps its rows") == 1
+    assert output.count("cannot be written: No space left on device; the run continues, and keeps the rows in memory") == 1
     assert output.count("has all rows again") == 1
     assert [json.loads(line)["step"] for line in jpipe.checkpoints.Checkpoint(folder, 4).rows().splitlines()][:4] == [0, 1, 2, 3]
     monkeypatch.setattr(RunFolder, "log", log)
     monkeypatch.setattr(RunFolder, "go_on", fills)
-    with pytest.raises(RunStopped, match=r"metrics\.jsonl' lacks its last rows, for which there was no room on the disk"):
+    with pytest.raises(RunStopped, match=r"metrics\.jsonl' lacks its last rows, because the disk"):
         loop.main(changed(saved, train={"steps": 9}, checkpoint={"on_full_disk": "train"}))
     monkeypatch.setattr(RunFolder, "log", fuller)
     with pytest.raises(RunStopped, match="the run folder cannot be written: No space left on device"):
@@ -368,7 +368,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_from_step_0(saved, 
         loop.main(changed(config), resume="must")
     assert files_of(folder) == before
     assert [row["step"] for row in rows_of(loop.main(changed(config)).folder)] == list(range(4))
-    assert "ended before its first checkpoint; it begins anew" in " ".join(capsys.readouterr().out.split())
+    assert "ended before its first checkpoint, so it starts again" in " ".join(capsys.readouterr().out.split())
 
 
 def test_without_file_locks_a_new_run_is_still_alone(saved, tmp_path, monkeypatch):

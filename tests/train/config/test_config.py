@@ -139,7 +139,7 @@ def test_numbers_up_to_64_bits_are_read(number):
             "config.yaml: unknown key 'train.xyz'; known: batch_size, epochs, eval_batches, eval_every, log_every, profile, steps, stop",
         ),
         ('train: {"\\e[31msteps\\n": 3}', "config.yaml: unknown key 'train.\\x1b[31msteps\\n'; did you mean 'train.steps'?"),
-        ("format: jpipe-plan/1", "config.yaml: expected a config, found a plan; name it in a config, as plan.file, or look at it with"),
+        ("format: jpipe-plan/1", "config.yaml: expected a config, found a plan; name it as plan.file in a config, or show it with"),
         ("train:\n\tsteps: 3", "config.yaml, line 2, column 1: this YAML cannot be read: found character '\\t'"),
         ("seed: !!python/object/apply:os.getcwd []", A_TAG),
         ("seed: !!bool foo", A_TAG),
@@ -194,7 +194,7 @@ def test_numbers_up_to_64_bits_are_read(number):
             "eval: {metrics: {top5: top3}}",
             "eval.metrics: 'top5': expected module:function or one of accuracy, top5, cross_entropy, f1_binary, f1_macro, squared_error",
         ),
-        ("eval: {metrics: {top5: 'a:b'}}", "found code of its own to import and run: 'a:b' (eval.metrics.top5); read that code"),
+        ("eval: {metrics: {top5: 'a:b'}}", "found functions to import and run: 'a:b' (eval.metrics.top5); read their code"),
         ("optimizer: {name: adamm}", "config.yaml: optimizer.name: unknown optimizer 'adamm'; did you mean 'adam'?"),
     ],
 )
@@ -252,14 +252,14 @@ def test_a_mistake_in_an_override_is_reported_with_the_override(write, override,
 
 @pytest.mark.parametrize("key", ["seed", "plan.recompute"])
 def test_a_value_in_place_of_a_section(write, key):
-    message = f"--set {key}.0=full: '{key}' is a value, not a section; give the whole of it, as {key}=…"
+    message = f"--set {key}.0=full: '{key}' is a value, not a section; set the whole value, as {key}=…"
     with pytest.raises(InputError, match=re.escape(message)):
         config_file.load(write("seed: 1\nplan: {recompute: [none, none]}"), [f"{key}.0=full"])
 
 
 @pytest.mark.parametrize("second", ["train.steps=3", "train={}"])
 def test_an_override_that_undoes_another_is_refused(write, second):
-    message = f"--set {second}: expected each key once, found --set train.steps=… before it, which would be lost; keep one"
+    message = f"--set {second}: expected each key once, found --set train.steps=… before, which would be lost; keep one"
     with pytest.raises(InputError, match=re.escape(message)):
         config_file.load(write(""), ["train.steps=2", second])
 

@@ -124,7 +124,7 @@ def test_a_file_that_is_not_a_config(refused, file, message):
         ("plan.scheduler=gpipe", r"tiny.yaml --set \S+: unknown key 'plan.scheduler'; did you mean 'plan.schedule'\?"),
         ("schedule=gpipe", r"tiny.yaml --set \S+: unknown key 'schedule'; did you mean 'plan.schedule'\?"),
         ("paln.schedule=gpipe", r"tiny.yaml --set \S+: unknown key 'paln'; did you mean 'plan'\?"),
-        ("train.steps.most=3", r"--set \S+: 'train.steps' is a value, not a section; give the whole of it, as train.steps=…"),
+        ("train.steps.most=3", r"--set \S+: 'train.steps' is a value, not a section; set the whole value, as train.steps=…"),
         ("train.steps", r"--set train.steps: expected key=value, such as train.steps=100, found no '='"),
         ("train.steps=many", r"tiny.yaml --set \S+: train.steps: expected a valid integer, found 'many'"),
         ("train.steps='3'", r"tiny.yaml --set \S+: train.steps: expected a valid integer, found '3'"),
@@ -156,7 +156,10 @@ def test_a_file_that_is_not_a_config(refused, file, message):
             r"precision: accumulate: float64 needs jax.config.update\('jax_enable_x64', True\) or JAX_ENABLE_X64=1; enable it, or",
         ),
         ("optimizer.name=adamm", r"tiny.yaml --set \S+: optimizer.name: unknown optimizer 'adamm'; did you mean 'adam'\?"),
-        ("optimizer.arguments={beta: 0.5}", r"optimizer.arguments: 'adamw' has no argument 'beta'; its arguments, the nearest first: "),
+        (
+            "optimizer.arguments={beta: 0.5}",
+            r"optimizer.arguments: 'adamw' has no argument 'beta'; its arguments, the most similar first: ",
+        ),
         ("optimizer.arguments={b1: high}", r"optimizer.arguments: 'b1' of 'adamw': expected a number, found 'high'"),
         ("optimizer.clip_global_norm=0", r"tiny.yaml --set \S+: optimizer.clip_global_norm: expected greater than 0, found 0"),
         (
@@ -174,7 +177,7 @@ def test_a_file_that_is_not_a_config(refused, file, message):
             "optimizer={clip_global_norm: 1, clip_stage_norm: 2}",
             r"tiny.yaml --set .*: optimizer: clip_stage_norm: expected no clip_global_norm with 2\.0, found 1\.0: gradients are ",
         ),
-        ("model={target: 'own_parts:layers'}", r"tiny.yaml --set .*: expected built-in parts only, found code of its own to import and "),
+        ("model={target: 'own_parts:layers'}", r"tiny.yaml --set .*: expected built-in parts only, found functions to import and "),
     ],
 )
 def test_an_override_that_does_not_fit(refused, override, message):
@@ -191,7 +194,7 @@ def test_an_option_that_weight_stashing_does_not_support(refused, override):
 
 @pytest.mark.parametrize("override", ["plan.schedule=gpipe", "plan={file: other.json, schedule: gpipe}"])
 def test_an_override_without_effect_because_of_a_plan_file(refused, override):
-    message = f"jpipe: --set {override} has no effect with plan.file 'other.json'; leave it out, or change the plan file\n"
+    message = f"jpipe: --set {override} has no effect with plan.file 'other.json'; remove this --set, or change the plan file\n"
     assert refused("tiny.yaml", "--set", override, *(() if "file" in override else ("--set", "plan.file=other.json"))) == message
 
 
@@ -204,13 +207,13 @@ def test_an_order_that_deadlocks(refused):
 
 def test_an_override_twice(refused):
     line = refused("tiny.yaml", "--set", "train.steps=2", "--set", "train.steps=3")
-    assert line.startswith("jpipe: --set train.steps=3: expected each key once, found --set train.steps=… before it, which would be lost")
+    assert line.startswith("jpipe: --set train.steps=3: expected each key once, found --set train.steps=… before, which would be lost")
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("model={target: 'nowhere:f'}", r"model.target: there is no module 'nowhere' for 'nowhere:f' in the current folder "),
+        ("model={target: 'nowhere:f'}", r"model.target: the module 'nowhere' of 'nowhere:f' is neither in the current folder "),
         ("model={target: 'own_parts:layer'}", r"model.target: the module 'own_parts' has no function 'layer'; did you mean 'layers'\?"),
         (
             "model={target: 'own_parts:nothing'}",
@@ -240,7 +243,7 @@ def test_an_optimizer_that_cannot_be_split_over_stages(refused):
 
 def test_a_config_in_place_of_a_plan(refused, capsys, request):
     if "train" in request.node.name:
-        line = "jpipe: other.json: expected a config, found a plan; name it in a config, as plan.file, or look at it with jpipe simulate\n"
+        line = "jpipe: other.json: expected a config, found a plan; name it as plan.file in a config, or show it with jpipe simulate\n"
         assert refused("other.json") == line
     else:
         line = "jpipe: --set seed=1: expected a config, found the plan 'other.json'; edit the plan, or give a config\n"

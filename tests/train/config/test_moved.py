@@ -13,5 +13,5 @@ from jpipe_train.config.section import MOVED
 def test_each_moved_model_has_a_new_name(name):
     module, _, function = MOVED[name].partition(":")
     assert callable(getattr(importlib.import_module(module), function))
-    with pytest.raises(ValidationError, match=f"'{name}' is an example now; write {MOVED[name]}, .* add --allow-code"):
+    with pytest.raises(ValidationError, match=f"'{name}' is now an example; write {MOVED[name]}, .* add --allow-code"):
         Config.model_validate({"model": {"target": name}})

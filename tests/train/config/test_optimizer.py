@@ -271,13 +271,13 @@ def test_hyperparameters_can_be_seen_in_the_state():
     [
         (
             {"name": "adam", "arguments": {"b3": 0.9}},
-            "optimizer.arguments: 'adam' has no argument 'b3'; its arguments, the nearest first: b1, b2, eps,",
+            "optimizer.arguments: 'adam' has no argument 'b3'; its arguments, the most similar first: b1, b2, eps,",
         ),
         (
             {"arguments": {"learning_rate": 0.1}},
-            "optimizer.arguments: 'learning_rate' of 'adamw' is optimizer.learning_rate; leave it out here",
+            "optimizer.arguments: 'learning_rate' of 'adamw' is optimizer.learning_rate; remove it here",
         ),
-        ({"arguments": {"mask": True}}, "optimizer.arguments: 'mask' of 'adamw' is optimizer.decay; leave it out here"),
+        ({"arguments": {"mask": True}}, "optimizer.arguments: 'mask' of 'adamw' is optimizer.decay; remove it here"),
         ({"name": "contrib.dpsgd"}, "optimizer.arguments: 'contrib.dpsgd' needs the argument 'l2_norm_clip'; add it"),
         ({"arguments": {"b1": "0.9"}}, "optimizer.arguments: 'b1' of 'adamw': expected a number, found '0.9'"),
         ({"arguments": {"b1": True}}, "optimizer.arguments: 'b1' of 'adamw': expected a number, found True"),
@@ -291,7 +291,7 @@ def test_hyperparameters_can_be_seen_in_the_state():
         (
             {"name": "contrib.adopt", "arguments": {"clip_value_fn": "abs"}},
             "optimizer.arguments: 'clip_value_fn' of 'contrib.adopt' takes a Python object, which a config cannot express; "
-            "write a function that calls contrib.adopt with it and name that one, as module:function",
+            "write a function that calls contrib.adopt with this object, and name your function as module:function",
         ),
         ({"name": "contrib.muon", "arguments": {"muon_weight_dimension_numbers": 1}}, "'contrib.muon' takes a Python object"),
         ({"name": "lars", "arguments": {"trust_ratio_mask": True}}, "'trust_ratio_mask' of 'lars' takes a Python object"),
@@ -315,52 +315,55 @@ def test_hyperparameters_can_be_seen_in_the_state():
         ),
         (
             {"name": "polyak_sgd", "learning_rate": 1e-3},
-            "optimizer.learning_rate: 'polyak_sgd' has no argument learning_rate; leave it out",
+            "optimizer.learning_rate: 'polyak_sgd' has no argument learning_rate; remove",
         ),
         (
             {"name": "polyak_sgd", "lr_schedule": "cosine"},
-            "optimizer.lr_schedule: 'polyak_sgd' has no argument learning_rate; leave it out",
+            "optimizer.lr_schedule: 'polyak_sgd' has no argument learning_rate; remove",
         ),
         (
             {"name": "rprop", "lr_schedule": "cosine"},
-            "optimizer.lr_schedule: 'rprop' takes one learning rate for the whole run; use constant without warmup_steps, or inject",
+            "optimizer.lr_schedule: the learning rate of 'rprop' must be a number, not a schedule; use constant without warmup_steps, or",
         ),
         (
             {"per_stage": {"b3": [0.9]}},
-            "optimizer.per_stage: 'adamw' has no argument 'b3'; its arguments, the nearest first: b1, b2, learning_rate",
+            "optimizer.per_stage: 'adamw' has no argument 'b3'; its arguments, the most similar first: b1, b2, learning_rate",
         ),
         (
             {"per_stage": {"mask": [0.9]}},
-            "optimizer.per_stage: 'mask' of 'adamw' is optimizer.decay; leave it out here",
+            "optimizer.per_stage: 'mask' of 'adamw' is optimizer.decay; remove it here",
         ),
         (
             {"per_stage": {"nesterov": [1.0]}},
-            "optimizer.per_stage: 'nesterov' of 'adamw' takes no number, so it cannot differ from stage to stage; put it into",
+            "optimizer.per_stage: 'nesterov' of 'adamw' is not a number, so it cannot differ between stages; move it to",
         ),
         (
             {"per_stage": {"b1": [0.9]}, "arguments": {"b1": 0.9}},
-            "optimizer.per_stage: expected b1 here or as optimizer.arguments.b1, found both; leave one out",
+            "optimizer.per_stage: expected b1 here or as optimizer.arguments.b1, found both; remove one of them",
         ),
         (
             {"per_stage": {"learning_rate": [0.9]}, "learning_rate": 0.9},
-            "optimizer.per_stage: expected learning_rate here or as optimizer.learning_rate, found both; leave one out",
+            "optimizer.per_stage: expected learning_rate here or as optimizer.learning_rate, found both; remove one of them",
         ),
         (
             {"per_stage": {"b1": [0.9]}, "inject_hyperparams": True},
-            "optimizer.inject_hyperparams: it keeps one value for all stages; leave it out, or leave out optimizer.per_stage",
+            "optimizer.inject_hyperparams: it keeps one value for all stages; remove it, or remove optimizer.per_stage",
         ),
-        ({"lr_arguments": {"alpha": 0.1}}, "optimizer.lr_arguments: 'constant' takes none; leave them out, or name a schedule of optax"),
+        (
+            {"lr_arguments": {"alpha": 0.1}},
+            "optimizer.lr_arguments: 'constant' takes none; remove lr_arguments, or name a schedule of optax",
+        ),
         (
             {"lr_schedule": "exponential_decay", "lr_arguments": {"transition_steps": 1}},
             "optimizer.lr_arguments: 'exponential_decay' needs the argument 'decay_rate'; add it",
         ),
         (
             {"lr_schedule": "exponential_decay", "lr_arguments": {"decay_rat": 1}},
-            "optimizer.lr_arguments: 'exponential_decay' has no argument 'decay_rat'; its arguments, the nearest first: decay_rate, ",
+            "optimizer.lr_arguments: 'exponential_decay' has no argument 'decay_rat'; its arguments, the most similar first: decay_rate, ",
         ),
         (
             {"lr_schedule": "exponential_decay", "lr_arguments": {"init_value": 1}},
-            "optimizer.lr_arguments: 'init_value' of 'exponential_decay' is optimizer.learning_rate; leave it out here",
+            "optimizer.lr_arguments: 'init_value' of 'exponential_decay' is optimizer.learning_rate; remove it here",
         ),
         (
             {"lr_schedule": "piecewise_interpolate_schedule", "lr_arguments": {"interpolate_type": "curly"}},
@@ -436,7 +439,7 @@ def test_a_users_optimizer():
         ),
         (
             {"name": "user_optimizers:mine", "arguments": {"mometum": 1}},
-            "has no argument 'mometum'; its arguments, the nearest first: momentum",
+            "has no argument 'mometum'; its arguments, the most similar first: momentum",
         ),
     ],
 )

@@ -128,7 +128,7 @@ def test_rows_of_numpys_files_stay_there(tiny, tmp_path):
         file.write_bytes(content.replace(X.astype(np.float32).tobytes(), (2 * X).astype(np.float32).tobytes()))
         assert np.array_equal(sorted_rows(loaded)[0], 2 * X[np.lexsort(X.T)])
         file.write_bytes(content[:200])
-        with pytest.raises(InputError, match=r"it was cut off while it was read"):  # and no signal ends the process
+        with pytest.raises(InputError, match=r"the file was cut off during the run"):  # and no signal ends the process
             everything(loaded)
 
 
@@ -316,7 +316,7 @@ WRONG = {
     "classes": (
         lines([row | {"targets": 0.5} for row in ROWS]),
         {},
-        r"90 lines are wrong: .* expected integers in 'targets', which .* found 0\.5 \(float32\); save the classes as integers, or",
+        r"90 lines are wrong: .* expected integers in 'targets', because .* found 0\.5 \(float32\); save the classes as integers or",
     ),
     "classes in cells": (
         b"inputs,targets\n1,+1\n2,99999999999999999999\n3,-3\n",
@@ -326,7 +326,7 @@ WRONG = {
     "classes in parquet": (
         parquet([row | {"targets": float(row["targets"])} for row in ROWS]),
         {},
-        "expected integers or lists of them in the column 'targets' of '.*a', found double, .* save classes as integers, or for other",
+        "expected integers or lists of them in the column 'targets' of '.*a', found double, .* save classes as integers, or choose loss",
     ),
     "no rows in parquet": (no_rows(), {}, "expected rows of numbers in '.*a', found no rows; name files"),
     "no rows in numpy": (archive(inputs=X[:0], targets=Y[:0]), {}, "expected rows of numbers in '.*a', found no rows; name files"),
@@ -338,32 +338,36 @@ WRONG = {
     "equal inputs": (
         lines([row | {"inputs": 1} for row in ROWS]),
         {},
-        "found .*90.* rows with equal inputs stay on one side: .* in validation_path",
+        "found .*90.* rows with equal inputs are all for training or all for validation; .* in data.validation_path",
     ),
     "large": (
         json_lines({"inputs": [1e39, 0, 0], "targets": 0}),
         {},
-        r"line 91: expected numbers up to 3.4e\+38 \(float32\), found 1e\+39",
+        r"line 91: expected numbers up to 3.4e\+38 \(the range of float32\), found 1e\+39",
     ),
     "large integer": (json_lines({"inputs": [0, 0, 0], "targets": 2**40}), {}, "line 91: expected integers from .* to 2,147,483,647 "),
     "an image": (b"\x89PNG\r\n\x1a\n" + bytes(60), {}, r"it seems to be an image"),
     "few": (lines(ROWS[:3]), {}, r"expected at least 4 examples for training .* found \d and"),
-    "objects": (with_objects(0), {}, "expected numbers in '.*a', inputs, found objects, which are a pickle that jpipe never loads"),
-    "no array": (archive(x=X), {}, "expected an array 'inputs' in '.*a', found 'x'; name others in data.inputs_key"),
+    "objects": (with_objects(0), {}, "expected numbers in '.*a', inputs, found Python objects .a pickle., which jpipe never loads"),
+    "no array": (archive(x=X), {}, "expected an array 'inputs' in '.*a', found 'x'; name other arrays in data.inputs_key"),
     "other rows": (
         archive(inputs=X, targets=Y[:7]),
         {},
-        "expected arrays with as many rows each, found 90 in .*, inputs, 7 in .*, targets",
+        "expected arrays with the same number of rows, found 90 in .*, inputs, 7 in .*, targets",
     ),
     "several names": (archive(inputs=X, targets=Y), {"inputs_key": ["inputs"]}, "expected one name in a key, found a list; name one"),
-    "a number": (archive(inputs=np.float32(3), targets=Y), {}, r"expected an array of rows in .*, inputs, found the shape \[\]; save one"),
+    "a number": (
+        archive(inputs=np.float32(3), targets=Y),
+        {},
+        r"expected an array of rows in .*, inputs, found the shape \[\]; save an array",
+    ),
     "floating classes": (
         archive(inputs=X, targets=X[:, 0]),
         {},
-        r"a', targets: expected integers in 'targets', which are classes for the cross-entropy, found -?[\d.]+ \(float64\); save",
+        r"a', targets: expected integers in 'targets', because the cross-entropy needs classes, found -?[\d.]+ \(float64\); save",
     ),
     "complex": (archive(inputs=X + 1j, targets=Y), {}, "expected numbers in .*, inputs, found complex128"),
-    "cut off": (archive(inputs=X, targets=Y)[:-40], {}, "cannot read '.*a': it begins as an archive of NumPy's .* damaged, cut off"),
+    "cut off": (archive(inputs=X, targets=Y)[:-40], {}, "cannot read '.*a': it begins like a NumPy archive .* damaged, cut off"),
 }
 
 
@@ -379,7 +383,9 @@ def test_a_number_that_does_not_fit_is_named_when_it_is_read(tiny, tmp_path):
     x = X.copy()
     x[17, 1] = 1e300
     loaded = data.load(configured(tiny, of_numpy(tmp_path / "a", "npy", x, Y)))
-    with pytest.raises(InputError, match=r"^data: '.*inputs\.npy'\[17\]: expected numbers up to 3\.4e\+38 \(float32\), found 1e\+300; "):
+    with pytest.raises(
+        InputError, match=r"^data: '.*inputs\.npy'\[17\]: expected numbers up to 3\.4e\+38 \(the range of float32\), found 1e\+300; "
+    ):
         everything(loaded)
 
 
@@ -395,9 +401,9 @@ def npy(header: bytes, version: tuple[int, int] = (1, 0), content: bytes = b"") 
         (npy(b"{'descr': ((((\n"), "its header is damaged or not supported"),
         (npy(b"-" * 9000 + b"1"), "its header is damaged or not supported"),
         (npy(b"{}\n", (9, 0)), r"its header is damaged or not supported \(version 9\.0 of the format is unknown\)"),
-        (b"", r"expected the content of a \.npy of NumPy's, and it is empty"),
-        (b"\0\1\2" * 40, r"expected the content of a \.npy of NumPy's, and it is damaged"),
-        (b"\x80\x04" + bytes(40), r"expected the content of a \.npy of NumPy's, and it seems to be a pickle, which jpipe never loads"),
+        (b"", r"expected the content of a \.npy file of NumPy, but it is empty"),
+        (b"\0\1\2" * 40, r"expected the content of a \.npy file of NumPy, but it is damaged"),
+        (b"\x80\x04" + bytes(40), r"expected the content of a \.npy file of NumPy, but it seems to be a pickle, which jpipe never loads"),
         *(
             (
                 npy(b"{'descr': '<f8', 'fortran_order': %s, 'shape': (%s), }\n" % (order, shape), content=bytes(2160)),
@@ -433,7 +439,7 @@ def test_a_damaged_archive_is_named(method, tiny, tmp_path):
     content = bytearray((tmp_path / "a.npz").read_bytes())
     content[60:200] = bytes(140)
     (tmp_path / "a.npz").write_bytes(content)
-    with pytest.raises(InputError, match=r"^data\.path: cannot read '.*a\.npz': it begins as .*, and .* damaged"):
+    with pytest.raises(InputError, match=r"^data\.path: cannot read '.*a\.npz': it begins like .*, but .* damaged"):
         data.load(configured(tiny, tmp_path / "a.npz"))
 
 
@@ -444,14 +450,12 @@ def test_a_file_that_unpacks_to_far_more_than_its_size_is_an_error(tiny, tmp_pat
     rows = pa.table({"inputs": np.zeros(10**5, np.int64), "targets": np.zeros(10**5, np.int64)})
     pq.write_table(rows, tmp_path / "a.parquet", compression="zstd")
     for name in ("a.npz", "a.csv.gz", "a.parquet"):
-        message = (
-            rf"^data\.path: cannot read '.*{name}': it has [\d,]+ bytes and unpacks to more than [\d,]+, as no file of data does; save it"
-        )
+        message = rf"^data\.path: cannot read '.*{name}': it has [\d,]+ bytes and unpacks to more than [\d,]+, which no usual data"
         with pytest.raises(InputError, match=message):
             data.load(configured(tiny, tmp_path / name))
     monkeypatch.setattr(streams, "_FREE", 10**4 * 50 * 8)
     assert len(packed) * 200 < streams._FREE
-    with pytest.raises(InputError, match="as many rows each"):
+    with pytest.raises(InputError, match="the same number of rows"):
         data.load(configured(tiny, tmp_path / "a.npz"))
 
 
@@ -472,7 +476,8 @@ def test_integers_that_do_not_fit_the_common_dtype_are_named_at_the_start(tiny, 
         pq.write_table(pa.table(rows), tmp_path / f"{name}.parquet")
     assert data.load(configured(tiny, tmp_path / "b.parquet")).train[0][0].dtype == np.uint32
     with pytest.raises(
-        InputError, match=r"^data\.path: '.*b\.parquet', row 41: expected integers .* \(int32\), found 4,294,967,295, .* one dtype"
+        InputError,
+        match=r"^data\.path: '.*b\.parquet', row 41: expected integers .* \(the range of int32\), found 4,294,967,295; .* one dtype",
     ):
         data.load(configured(tiny, tmp_path / "*.parquet"))
 
@@ -499,7 +504,7 @@ def test_a_folder_in_place_of_an_array_is_named(tiny, tmp_path):
 
 def test_folders_without_the_arrays_are_errors(tiny, tmp_path):
     folder = of_numpy(tmp_path / "a", "npy", X, Y)
-    with pytest.raises(InputError, match=r"data\.path: expected the file 'pixels\.npy' in a folder of NumPy's files, found 'inputs\.npy'"):
+    with pytest.raises(InputError, match=r"data\.path: expected the file 'pixels\.npy' in a folder of NumPy files, found 'inputs\.npy'"):
         data.load(configured(tiny, folder, inputs_key="pixels"))
     (folder / "arrays.npz").write_bytes(archive(inputs=X, targets=Y))
     with pytest.raises(
@@ -515,12 +520,15 @@ def test_folders_without_the_arrays_are_errors(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"model": {}}, "data.format arrays is for a model of your own, .* set model.target"),
-        ({"data": {"format": "arrays"}}, "path is missing, which format arrays needs; name files with rows of numbers"),
-        ({"data": {"inputs_key": "a"}}, "inputs_key has no effect with format auto: it is for arrays"),
+        ({"model": {}}, "data.format arrays needs a model of your own, .* set model.target"),
+        ({"data": {"format": "arrays"}}, "format arrays needs path; set path to files with rows of numbers"),
+        ({"data": {"inputs_key": "a"}}, "inputs_key has no effect with format auto: inputs_key is for arrays"),
         ({"data": {"format": "arrays", "path": "a", "inputs_key": ["a", "a"]}}, "expected each column once, found 'a' twice"),
         ({"data": ARRAYS | {"inputs_key": [0, 1]}}, r"inputs_key\n.* expected names of columns as text, found 0; write '0'"),
-        ({"data": ARRAYS | {"targets_key": None}}, r"targets_key\n.* expected names of columns as text, found None; quotes in YAML"),
+        (
+            {"data": ARRAYS | {"targets_key": None}},
+            r"targets_key\n.* expected names of columns as text, found None; put the name in quotes",
+        ),
         ({"data": ARRAYS | {"inputs_key": []}}, r"inputs_key\n.* expected the name of a column, or a list of 1 to 100,000 names, found 0"),
         ({"data": ARRAYS | {"inputs_key": ""}}, r"inputs_key\n.* expected names of columns of 1 to 256 characters, found ''"),
         ({"model": {"target": "a:b", "seq_len": 8}}, "model.seq_len has no effect with model.target and data.format arrays"),
@@ -539,12 +547,12 @@ def test_the_squared_error_is_the_mean_over_all_numbers():
     np.testing.assert_array_equal(loss(outputs, targets), (5, 2))
     np.testing.assert_array_equal(loss(outputs, jnp.asarray([[0], [1]])), (5, 2))
     with pytest.raises(
-        InputError, match=r"loss\.name: squared_error: expected outputs of the shape of the targets, \[2\], found \[2, 2\]; "
+        InputError, match=r"loss\.name: squared_error: expected outputs with the shape of the targets, \[2\], found \[2, 2\]; "
     ):
         loss(jnp.ones((2, 2)), targets)
     assert model.loss(Config.model_validate(OWN | {"loss": {"name": "cross_entropy"}})) is model.loss(Config.model_validate(OWN))
     with pytest.raises(
-        InputError, match=r"loss: cross_entropy: expected outputs with one more dim than the labels, \[2, 1\], found \[2, 3\]; "
+        InputError, match=r"loss: cross_entropy: expected outputs with one more dimension than the labels, \[2, 1\], found \[2, 3\]; "
     ):
         model.loss(Config.model_validate(OWN))(jnp.ones((2, 3)), jnp.ones((2, 1), jnp.int32))
 

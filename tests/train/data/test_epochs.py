@@ -107,7 +107,9 @@ def test_a_list_of_batches_starts_over(tiny):
 
 
 def test_data_without_a_length_have_no_epochs(tiny):
-    with pytest.raises(jpipe.InputError, match=r"train\.epochs: expected training data of known length, found .*own_data with .* len\(\)"):
+    with pytest.raises(
+        jpipe.InputError, match=r"train\.epochs: expected training data with a known length, found .*own_data with .* len\(\)"
+    ):
         data.load(own(tiny, "endless"))
     with pytest.raises(jpipe.InputError, match=r"train\.epochs: expected at most 1,000,000,000 steps, found"):
         data.load(own(tiny, "huge"))

@@ -179,7 +179,7 @@ def test_data_with_fewer_batches_than_steps_are_refused_at_the_start(of_length):
     assert data.load(of_length(3, again=True)).first == 0, "it begins again after its last batch"
     with pytest.raises(
         jpipe.InputError,
-        match=r"data\.target: expected train to give batch t for every t < train\.steps 7, found a Short of 6; repeat",
+        match=r"data\.target: expected train to have batch t for every t < train\.steps 7, found a Short of 6 batches; repeat",
     ):
         data.load(of_length(6))
     place = Position(batch=3, rows=(24,), pieces=8)  # after 3 batches of 8 rows; the next 4 of 4 rows are batches 6 to 9

@@ -272,7 +272,7 @@ def test_a_signal_to_the_launcher_saves_and_starts_nothing():
             "launch --elastic: expected MIN:MAX, found '3:2', in which MIN is larger than MAX; write 2:3",
         ),
         *(
-            (f"-n 2 {option} 3 -- train x", f"launch {option} has no effect without --elastic MIN:MAX; leave it out")
+            (f"-n 2 {option} 3 -- train x", f"launch {option} has no effect without --elastic MIN:MAX; remove the option")
             for option in ("--max-failures", "--retry-after", "--shortage-limit")
         ),
         ("--elastic 1:2 --max-failures 0 -- train x", "launch --max-failures: expected 1 or more, found 0"),
@@ -445,7 +445,7 @@ def test_a_run_that_loses_two_processes_ends_as_one_whose_plan_was_changed_by_ha
         assert words in lines
     assert sum(" passed from step " in line for line in lines) == 2
     text = Page(tmp_path / "run" / "report.html").text
-    assert "Dashed lines mark the steps from which the run went on with another plan." in text
+    assert "Dashed lines mark the steps at which the run continued with another plan." in text
     check_same_as_by_hand(tmp_path, config, history, monkeypatch)
 
 

@@ -300,8 +300,14 @@ def test_a_model_that_does_not_fit_reports_the_missing_bytes_and_advice(files, c
         ([*BOTH, "--batch=4", "--rows=0"], r"--rows: expected 1 or more, found 0"),
         (["tiny.yaml", "--devices=0"], r"--devices: expected 1 or more, found 0"),
         (["tiny.yaml", "--measure=0"], r"--measure: expected 1 or more, found 0"),
-        (["tiny.yaml", "--topology=two.yaml", "--coordinator=127.0.0.1:9"], r"--coordinator: only with --topology local .*; leave it out"),
-        (["tiny.yaml", "--topology=two.yaml", "--num-processes=2"], r"--num-processes: only with --topology local .*; leave it out"),
+        (
+            ["tiny.yaml", "--topology=two.yaml", "--coordinator=127.0.0.1:9"],
+            r"--coordinator: several processes plan only with --topology local; remove --coordinator",
+        ),
+        (
+            ["tiny.yaml", "--topology=two.yaml", "--num-processes=2"],
+            r"--num-processes: several processes plan only with --topology local; remove --num-processes",
+        ),
         (["tiny.yaml", "--measure=2", "--topology=two.yaml"], r"--measure: .*--topology local, .*found --topology two.yaml; leave it out"),
         ([*BOTH, "--batch=4", "--measure=2"], r"--measure: expected a CONFIG .*found --profile alone; leave it out"),
         (["--profile=profile.json", "--topology=no.yaml", "--batch=4"], r"--topology: cannot read 'no.yaml': No such file"),

@@ -158,7 +158,7 @@ def test_the_page_shows_the_times_of_each_stage_and_the_parts_of_a_run(tmp_path)
         ("duration", "2:02", "tokens per second", "12,300", "learning rate", "1e-05 → 0.00151 → 2e-05"),
     ):
         assert "".join(cells) in text
-    assert "Medians over the microbatches that were measured" in text
+    assert "Times are medians over the measured microbatches" in text
     write_report(tmp_path, report(stages=STAGES, parts=parts(60), predicted=None, measured=None))
     text = Page(tmp_path / "report.html").text
     assert "The 10 parts before these are left out." in text
@@ -204,7 +204,7 @@ def test_missing_files_are_reported(tmp_path):
     write_report(tmp_path, report(rows=[], predicted=None, measured=None))
     assert written(tmp_path) == {"report.html"}
     text = Page(tmp_path / "report.html").text
-    for words in ("there is no curve", "nothing to compare", "there is no timeline", "there is no picture of their memory"):
+    for words in ("there is no curve", "nothing to compare", "there is no timeline", "there is no picture of it"):
         assert words in text
 
 
@@ -213,7 +213,7 @@ def test_a_prediction_alone_is_shown_as_one(tmp_path):
     assert written(tmp_path) == {"loss.png", "timeline.png", "trace.json", "report.html"}
     text = Page(tmp_path / "report.html").text
     assert "This is the prediction alone: the run was not traced." in text
-    assert "there is no picture of their memory" in text
+    assert "there is no picture of it" in text
     assert "bubble, predicted" in text
 
 
@@ -237,9 +237,9 @@ def test_only_figures_known_to_both_are_compared():
 
 
 def test_temporaries_of_other_processes_are_reported_as_unknown():
-    whole = "peak memory is held memory and the temporaries of the largest program, as compiled: 5 B at rank 0"
+    whole = "peak memory is the held memory plus the temporaries of the largest compiled program: 5 B at rank 0"
     assert comparison.temporary_words([5]) == whole
-    assert comparison.temporary_words([5, None]) == f"{whole}; other ranks' are known in their processes only"
+    assert comparison.temporary_words([5, None]) == f"{whole}; the temporaries of other ranks are known only in their processes"
     assert comparison.temporary_words([None, None]) == ""
 
 
@@ -296,7 +296,7 @@ def test_an_explanation_of_much_slower_steps_is_shown(tmp_path):
     assert why_slower(window(), window(2)) == "Steps take longer than predicted: other programs used the cores at the same time."
     assert "transfers between processes" in why_slower(window(), window(2), processes=2)
     short = why_slower(window(0.01), window(0.04))
-    assert short.startswith("Steps take longer than predicted: the computations are so short (median 800 µs) that starting them from")
+    assert short.startswith("Steps take longer than predicted: the computations are so short (median 800 µs) that the host takes longer")
     for slower, words in ((window(2), "other programs used the cores"), (window(1.4), None)):
         write_report(tmp_path, report(rows=[], measured=slower))
         is_reported = "Steps take longer than predicted" in Page(tmp_path / "report.html").text
@@ -306,7 +306,7 @@ def test_an_explanation_of_much_slower_steps_is_shown(tmp_path):
 def test_words_fit_what_was_logged(tmp_path):
     write_report(tmp_path, report(rows=rows_of()[::5], unit="", predicted=None, measured=None))
     text = Page(tmp_path / "report.html").text
-    assert "The line is the loss of the batches that were logged; the points are of data that the model does not learn from." in text
+    assert "The line is the loss of the batches that were logged; the points are validation losses." in text
     assert "validation loss5" in text  # a card of its own, without a unit
     figure = loss_curve.draw_losses(rows_of()[::5], "")
     assert figure.axes[0].get_ylabel() == "loss"
@@ -361,7 +361,7 @@ def test_changes_of_the_plan_are_marked(tmp_path):
     for shown in parts, parts[:1]:
         write_report(tmp_path, report(parts=shown, predicted=None, measured=None))
         page = Page(tmp_path / "report.html")
-        assert ("Dashed lines mark the steps from which the run went on with another plan." in page.text) == (len(shown) == 2)
+        assert ("Dashed lines mark the steps at which the run continued with another plan." in page.text) == (len(shown) == 2)
         assert ("The plan changed at step 9: 3 stages." in page.source) == (len(shown) == 2)
 
 

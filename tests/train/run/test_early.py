@@ -67,7 +67,7 @@ def nothing_starts(monkeypatch, tmp_path):
         ),
         ({"data": CHAT | {"tokenizer": "missing.json"}, "model": MODEL}, "data.tokenizer: cannot read 'missing.json'"),
         ({"data": CHAT}, "model.vocab_size: expected at least 384, .*found 256"),
-        ({"data": CHAT | {"path": "rows.parquet"}, "model": MODEL}, "expected the library pyarrow, which reads it, found that it is not"),
+        ({"data": CHAT | {"path": "rows.parquet"}, "model": MODEL}, "expected the library pyarrow to read it, but pyarrow is not"),
         ({"data": {"format": "tokens", "path": "folder"}}, "data.path: cannot read 'folder/tokens.json'"),
         ({"warm_start": {"file": "missing"}}, "warm_start.file: 'missing': expected a safetensors file"),
         ({"run": {"dir": "broken/run"}}, "run.dir: cannot write 'broken/run': Not a directory"),
@@ -173,5 +173,5 @@ def test_the_search_for_a_plan_tells_a_mistake_as_early(topology, sections, requ
 
 def test_a_model_that_cannot_generate_is_told_before_a_checkpoint_is_read(tiny, tmp_path):
     folder = run_of(changed(tiny, MLP), tmp_path / "trained")
-    with pytest.raises(InputError, match="generate: expected a model of jpipe's own"):
+    with pytest.raises(InputError, match="generate: expected a built-in model"):
         model_source.find(folder, None, "newest", None, None, print)

@@ -80,7 +80,7 @@ def test_a_run_whose_losses_never_arrive_fails(saved, monkeypatch):
     nothing = jpipe.Metrics.empty()
     monkeypatch.setattr(jpipe.Pipeline, "step", lambda *args, **options: (step(*args, **options)[0], nothing))
     monkeypatch.setattr(jpipe.Pipeline, "drain", lambda *args, **options: (drain(*args, **options)[0], nothing))
-    with pytest.raises(RunStopped, match="the run came to its end without a loss of steps 0 to 6"):
+    with pytest.raises(RunStopped, match="the run ended without a loss for steps 0 to 6"):
         loop.main(changed(saved))
 
 

@@ -174,7 +174,7 @@ def test_two_processes_find_the_same_plan(home):
     [
         (["nothing"], "evaluate: expected checkpoints in 'nothing/checkpoints', but there is no folder 'nothing'"),
         (["run", "--step", "3"], "--step: expected one of 2, 4, 5, the checkpoints in 'run', found 3"),
-        (["run", "--batches", "0"], "--batches: expected 1 or more, found 0; leave it out for all"),
+        (["run", "--batches", "0"], "--batches: expected 1 or more, found 0; without --batches all"),
         (["run", "--data", "nothing"], "--data: 'nothing' does not exist; give a file, a folder or a glob\n"),
         (["run", "--set", "optimizer.ema_decay=null", "--weights", "ema"], "--weights: the run has no moving average of the weights"),
         (["run", "--set", "model.width=16"], "checkpoint: layer 'embed', parameters: expected 'position/embedding' as in the model"),

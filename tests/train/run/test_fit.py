@@ -171,7 +171,7 @@ def test_a_run_goes_on_from_a_state(tmp_path):
     first, result = losses_of(pipe, ARRAYS, steps=5, batch_size=8)
     second, _ = losses_of(pipe, ARRAYS, steps=8, batch_size=8, state=result.state)
     assert first + second == whole
-    with pytest.raises(jpipe.InputError, match="steps: expected more than the 5 batches before state, found 5"):
+    with pytest.raises(jpipe.InputError, match="steps: expected more than 5, the number of batches before state, found 5"):
         losses_of(pipe, ARRAYS, steps=5, batch_size=8, state=result.state)
 
 
@@ -275,7 +275,8 @@ class Iterated:
 @pytest.mark.parametrize("name", ["data", "eval_data"])
 def test_data_that_can_only_be_iterated_are_refused(data, found, name):
     with pytest.raises(
-        jpipe.InputError, match=rf"{name}: expected batches that can be asked for by number, found {found}; a run that resumes at step t"
+        jpipe.InputError,
+        match=rf"{name}: expected batches that {name}\[t\] returns, found {found}, which cannot give batch t to a run that resumes",
     ):
         jpipe_train.fit(pipeline(), **{"data": BATCHES, name: data}, steps=2, **QUIET)
 
@@ -283,29 +284,32 @@ def test_data_that_can_only_be_iterated_are_refused(data, found, name):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"data": ARRAYS}, "data: expected batches .* found arrays; give batch_size"),
+        ({"data": ARRAYS}, "data: expected batches .* found arrays; also give batch_size"),
         ({"batch_size": 8}, "batch_size has no effect for data of type list"),
         ({"data": ARRAYS, "batch_size": True}, "batch_size: expected a number from 1 to 20, the rows of data, found True"),
         ({"data": ARRAYS, "batch_size": 21}, "batch_size: expected a number from 1 to 20, the rows of data, found 21"),
-        ({"data": (X, X[:5]), "batch_size": 4}, r"data: expected arrays with as many rows each.* found the shapes \[20, 4\], \[5, 4\]"),
-        ({"steps": 13}, "data: expected a batch for each of 13 steps, found a list of 12; repeat them, or lower steps"),
+        (
+            {"data": (X, X[:5]), "batch_size": 4},
+            r"data: expected arrays with the same number of rows.* found the shapes \[20, 4\], \[5, 4\]",
+        ),
+        ({"steps": 13}, "data: expected one batch for each of 13 steps, found a list of 12 batches; repeat them, or lower"),
         ({"epochs": 2}, "fit: expected either steps or epochs, found steps=2 and epochs=2; give one of them"),
         ({"steps": None}, "fit: expected either steps or epochs, found neither; give one of them"),
         ({"steps": None, "epochs": -1}, "fit: epochs: expected a number above 0 and at most 1,000,000, found -1"),
         (
             {"steps": None, "epochs": 1, "data": lambda t: BATCHES[t]},
-            "fit: epochs: expected data of known length, .* found a function without",
+            "fit: epochs: expected data with a known length .* found a function without",
         ),
-        ({"steps": None, "epochs": 1, "data": ARRAYS}, "data: expected batches .* found arrays; give batch_size"),
+        ({"steps": None, "epochs": 1, "data": ARRAYS}, "data: expected batches .* found arrays; also give batch_size"),
         ({"steps": 0}, "fit: train.steps: expected greater than or equal to 1, found 0"),
         ({"data": [[1, 2]] * 2}, r"data: expected batch 0 to be \(inputs, labels\).* found a list; return a tuple of two"),
-        ({"data": [(X[:8], 1)] * 2}, r"found in it a int; use np\.asarray"),
+        ({"data": [(X[:8], 1)] * 2}, r"found a int in it; convert it with np\.asarray"),
         (
             {"data": [BATCHES[0], (X[:4], X[:4])]},
-            r"data: expected batch 1 to be like batch 0, .*float32\[8, 4\].*, found .*float32\[4, 4\]",
+            r"data: expected batch 1 to have the shapes of batch 0, .*float32\[8, 4\].*, found .*float32\[4, 4\]",
         ),
-        ({"eval_data": []}, "eval_data: expected one batch or more, .* found a list of none"),
-        ({"eval_data": lambda t: BATCHES[t]}, "eval_data: expected one batch or more, .* found a function without a length"),
+        ({"eval_data": []}, "eval_data: expected at least one batch, .* found a list of none"),
+        ({"eval_data": lambda t: BATCHES[t]}, "eval_data: expected at least one batch, .* found a function without a length"),
         ({"checkpoint": 5}, "fit: checkpoint has no effect without run_dir"),
         ({"resume": "must"}, "fit: resume 'must' has no effect without run_dir"),
         ({"metrics": {"a": "acuracy"}}, "fit: eval.metrics: 'a': expected module:function or one of accuracy, "),
@@ -314,7 +318,7 @@ def test_data_that_can_only_be_iterated_are_refused(data, found, name):
             "checkpoint.best.metric: expected a result of the validations of this run, found 'val_min'; did you mean 'val_mine'",
         ),
         ({"run_dir": Path("s3://bucket/run")}, "fit: run.dir: expected a path on this machine, found the URL 's3:/bucket/run'; copy what"),
-        ({"run_dir": "run", "checkpoint": {"best": {}}}, "fit: checkpoint.best has no effect without eval_data, .* give it, or"),
+        ({"run_dir": "run", "checkpoint": {"best": {}}}, "fit: checkpoint.best has no effect without eval_data, .* give eval_data, or"),
         ({"run_dir": "run", "checkpoint": {"evry": 5}}, "fit: unknown key 'checkpoint.evry'; did you mean 'checkpoint.every'"),
     ],
 )

@@ -82,7 +82,7 @@ def test_metrics_of_a_validation_are_logged_and_shown(tiny, capsys):
     assert rows[0]["val_accuracy"] < rows[-1]["val_accuracy"] < 1
     output = capsys.readouterr().out
     assert f"validation loss {rows[-1]['val_loss']:.3f}  validation accuracy {rows[-1]['val_accuracy']:.3f}" in output
-    assert "step 4: val_lost is nan; metrics.jsonl does not have it" in output
+    assert "step 4: val_lost is nan; it is left out of metrics.jsonl" in output
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_plain_lines_show_start_progress_and_end(tiny, capsys):
         "held memory, rank 1",
         "peak memory, rank 1",
     ]
-    assert any(line.startswith("peak memory is held memory and the temporaries of the largest program, as compiled: ") for line in end)
+    assert any(line.startswith("peak memory is the held memory plus the temporaries of the largest compiled program: ") for line in end)
     assert end[-1].endswith(f"the run is in {folder}; open its report.html")
 
 

@@ -148,7 +148,7 @@ def test_a_run_ends_early_with_its_best_checkpoint(scripted, tmp_path, capsys):
     again = loop.main(changed(scripted))
     assert again.steps == 8
     assert (
-        f"the run in '{summary.folder}' stopped early at step 8: {words}; raise train.stop.patience (or leave out train.stop) to continue"
+        f"the run in '{summary.folder}' stopped early at step 8: {words}; raise train.stop.patience (or remove train.stop) to continue"
         in capsys.readouterr().out
     )
     assert cli.main(["export", str(summary.folder), str(tmp_path / "best.safetensors"), "--step", "best"]) == 0

@@ -130,7 +130,7 @@ def test_runs_are_listed_by_number_and_other_folders_with_a_reason(tmp_path, mon
     assert [line.split() for line in lines[:2]] == [
         [name, "complete", "4/4", "4.25", "4.5", *PLAN_WORDS, "0:04", "2", "h"] for name in ("9", "10")
     ]
-    assert lines[2] == "'runs/empty' is no run: it has no config.yaml"
+    assert lines[2] == "'runs/empty' is not a run folder: it has no config.yaml"
     assert lines[3] == "'runs/grid' is a sweep; jpipe runs runs/grid lists its runs"
     assert lines[4].startswith("'runs/text/plan.json': ")
     assert len(lines) == 5
@@ -212,14 +212,14 @@ def test_each_folder_is_a_line_of_json(tmp_path, capsys):
     assert main(["runs", str(tmp_path), "--json"]) == 0
     run, other = map(json.loads, capsys.readouterr().out.splitlines())
     assert (run["name"], run["state"], run["step"], run["steps"], run["loss"]) == ("1", "complete", 4, 4, 4.25)
-    assert other["problem"].endswith("is no run: it has no config.yaml")
+    assert other["problem"].endswith("is not a run folder: it has no config.yaml")
 
 
 def test_one_run_and_a_folder_without_runs_are_listed(tmp_path):
     assert listed(write_run(tmp_path / "one", rows_of(4)))[1].split()[:2] == ["one", "complete"]
     (tmp_path / "none").mkdir()
     assert listed(tmp_path / "none") == [f"no runs in '{tmp_path / 'none'}'"]
-    with pytest.raises(InputError, match=r"runs: cannot list '.*missing': No such file or directory; give the folder that holds"):
+    with pytest.raises(InputError, match=r"runs: cannot list '.*missing': No such file or directory; give a folder that contains"):
         listed(tmp_path / "missing")
 
 

@@ -89,7 +89,7 @@ def test_values_may_have_commas_and_any_character():
         (("train.steps",), "--grid train.steps: expected KEY=VALUE,VALUE, such as "),
         (("train.steps=1,,2",), "write null for no value"),
         (("train.steps=1", "train.steps=2"), "the key occurs twice; put all its values into one --grid, with commas"),
-        (("run.dir=a,b",), "a sweep chooses the folder of each run; leave it out, or name their folder with --dir"),
+        (("run.dir=a,b",), "a sweep chooses the folder of each run; remove run.dir, or name the folder of the sweep with --dir"),
         (("a=[1",), "--grid a=[1, line 1, column 5: this YAML cannot be read"),
         (("a=.inf",), "--grid a=.inf: expected values of a config, found .inf"),
         (tuple(f"{key}={','.join(map(str, range(30)))}" for key in "abc"), "found a grid of 27,000; give fewer values"),
@@ -173,7 +173,7 @@ def test_a_run_that_another_process_trains_is_an_error_from_its_start_on(config,
     with open(path / ".lock", "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert main(["sweep", config, "--grid", "seed=3"]) == 2
-    assert "sweep: another process is training in 'sweeps/tiny/seed=3'; wait for it, or stop it" in capsys.readouterr().err
+    assert "sweep: another process is training in 'sweeps/tiny/seed=3'; wait until it ends, or stop it" in capsys.readouterr().err
     assert trained[0] == []
 
 
@@ -251,8 +251,8 @@ def test_a_task_trains_one_run_and_compares_nothing(config, trained, tmp_path):
         (["--grid", "optimizer.learning_rate=1,-1", "--slurm"], "optimizer.learning_rate: expected greater than 0, found -1"),
         (["--grid", RATES, "--task", "2"], "--task: expected 0 to 1, one of the 2 runs, found 2"),
         (["--grid", RATES, "--slurm", "--task", "0"], "sweep: expected --slurm or --task, found both"),
-        (["--grid", RATES, "--dir", "."], "sweep --dir: expected a new or empty folder, or a sweep's, found other files in "),
-        (["--grid", "model.target=a:b"], "expected built-in parts only, found code of its own"),
+        (["--grid", RATES, "--dir", "."], "sweep --dir: expected a new or empty folder, or the folder of a sweep, found other files in "),
+        (["--grid", "model.target=a:b"], "expected built-in parts only, found functions"),
     ],
 )
 def test_mistakes_are_reported_before_a_run_begins(config, trained, arguments, message, capsys):
@@ -265,7 +265,7 @@ def test_mistakes_are_reported_before_a_run_begins(config, trained, arguments, m
 def test_a_run_of_another_config_is_not_taken_for_one_of_the_sweep(config, trained, capsys):
     assert main(["sweep", config, "--grid", RATES]) == 0
     assert main(["sweep", config, "--grid", RATES, "--set", "seed=5"]) == 2
-    assert "with other values for seed; choose another --dir, or the config as it was" in capsys.readouterr().err
+    assert "with other values for seed; choose another --dir, or restore the config" in capsys.readouterr().err
 
 
 def options_of(words: list[str]) -> list[list[str]]:
@@ -336,7 +336,7 @@ def test_a_signal_ends_the_sweep_and_its_line_says_how_to_go_on(config, trained,
     lines = capsys.readouterr().out.splitlines()
     assert lines[1:] == [
         "run 1 of 2: learning_rate=0.001",
-        "sweep: stopped by SIGTERM; the same command goes on with the runs that are not complete",
+        "sweep: stopped by SIGTERM; the same command continues with the incomplete runs",
     ]
 
 

@@ -1,4 +1,4 @@
-"""`jpipe data`: prepare text or tokens to train on, make a tokenizer, and show what is learned of conversations."""
+"""`jpipe data`: prepare text or tokens for training, make a tokenizer, and show which parts of conversations are learned."""
 
 from typing import Annotated, Literal
 
@@ -13,7 +13,7 @@ Form = Annotated[Literal["auto", "text", "prompts", "chat"], tyro.conf.arg(name=
 
 
 def prepare(request: Fields[PrepareRequest]) -> int:
-    """Write text as a folder of tokens, for data.format: tokens. It is written completely or not at all."""
+    """Write text as a folder of tokens, for data.format: tokens. The folder is written completely or not at all."""
     with interrupt.importing():
         from jpipe_lm.data import prepare as preparing
         from jpipe_train.console.progress import Reporter
@@ -34,16 +34,16 @@ def make_tokenizer(
     prompt_key: Key = "prompt",
     answer_key: Key = "answer",
 ) -> int:
-    """Make a tokenizer from text: a byte-level BPE, which has a token for every byte, and so represents every text.
+    """Make a tokenizer from text: a byte-level BPE. It has a token for every byte, and so can represent every text.
 
     Args:
-        source: Files, folders or globs to read; by default the source of Python's standard library.
+        source: Files, folders or globs to read; by default the source code of Python's standard library.
         vocab_size: The largest number of tokens.
-        out: The tokenizer.json, a new file.
-        form: As in jpipe data prepare; of a conversation the contents of its messages are read.
-        kind: The kind of the model: its special tokens are <|endoftext|>, or BERT's.
-        special: A further special token, such as one of a chat template; may be given several times.
-        text_key: As in jpipe data prepare.
+        out: The tokenizer.json to create.
+        form: What a document is, as in jpipe data prepare. From conversations, the contents of the messages are read.
+        kind: The kind of model. A decoder has the special token <|endoftext|>; BERT has its own special tokens.
+        special: A further special token, for example of a chat template. The option may be repeated.
+        text_key: The column, or the key of a JSON line, with the text. With none, files of rows are also read as text.
         prompt_key: The column with the prompt.
         answer_key: The column with the answer.
     """
@@ -63,14 +63,14 @@ def show(
     overrides: Overrides = (),
     count: Annotated[int, tyro.conf.arg(name="count", metavar="N")] = 3,
 ) -> int:
-    """Show the first conversations of a config with data.format: chat as the model gets them, and what is learned of them.
+    """Show the first conversations of a config with data.format: chat, in the form that the model gets, and which parts are learned.
 
-    What is learned is bold on a terminal, and in [[double brackets]] elsewhere.
+    Learned parts are bold on a terminal, and in [[double brackets]] elsewhere.
 
     Args:
         config: The YAML file.
         overrides: Replace one key of the file, such as data.path=conversations.jsonl.
-        count: How many conversations to show.
+        count: The number of conversations to show.
     """
     with interrupt.importing():
         import sys
@@ -84,7 +84,7 @@ def show(
 
 
 GROUP = Group(
-    "Make a tokenizer, write text as files of tokens to train on, or show what is learned of conversations.",
+    "Make a tokenizer, write text as files of tokens for training, or show which parts of conversations are learned.",
     {"prepare": prepare, "tokenizer": make_tokenizer, "show": show},
 )
 """The commands of `jpipe data`."""

@@ -6,7 +6,7 @@ from jpipe_train.console.options import ALONE, Fields, Process
 
 
 def generate(request: Fields[Request], process: Fields[Process] = ALONE) -> int:
-    """Continue texts with a trained model, or chat with it. What it writes goes to standard output."""
+    """Continue texts with a trained model, or chat with it. The model's text is printed on standard output."""
     with interrupt.importing():
         from jpipe_lm.generate import command
         from jpipe_train.run import job

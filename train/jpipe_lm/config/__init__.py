@@ -1,1 +1,1 @@
-"""The keys of a config that describe a language model."""
+"""The sections of a config for language models."""

@@ -1,4 +1,4 @@
-"""The keys of the section `data` of a config for text: bytes, documents, conversations and texts with labels."""
+"""The section `data` of a config for text: bytes, documents, conversations and texts with labels."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -12,10 +12,10 @@ from jpipe_train.config.section import AUTO, FilePath, Fraction
 if TYPE_CHECKING:
     import jpipe_train.config.config
 
-BYTES = 256  # symbols of a text that is read as bytes
+BYTES = 256  # the number of symbols of a text that is read as bytes
 _Word = Annotated[str, Field(min_length=1, max_length=256)]
 _FORMATS_OF = MappingProxyType(
-    {  # the formats that a key applies to; with any other it is an error
+    {  # the formats that a key applies to; with any other format the key is an error
         "tokenizer": ("text", "prompts", "chat", "labels"),
         "end_of_text": ("text", "prompts"),
         "boundaries": ("bytes", "text", "tokens"),
@@ -32,7 +32,7 @@ _FORMATS_OF = MappingProxyType(
     }
 )
 
-_PATHS = {  # what the path of a format names that has no default
+_PATHS = {  # for each format that needs a path, what the path must name
     "tokens": "a folder that jpipe data prepare wrote, or files with rows of token ids",
     "prompts": "files with prompts and answers, such as JSON lines or Parquet",
     "chat": "files with conversations, such as JSON lines or Parquet",
@@ -41,12 +41,12 @@ _PATHS = {  # what the path of a format names that has no default
 
 
 class DataConfig(DataSection):
-    """Text: `path` is a file, folder or glob; null means the source code of the running Python's standard library.
+    """Text for language models. `path` is a file, folder or glob; null means the source code of Python's standard library.
 
     The `format` is bytes, text (which needs a `tokenizer`), tokens (a folder that `jpipe data prepare` wrote, or rows of token ids),
-    prompts (rows with a prompt and an answer), chat (rows with conversations) or labels (rows with texts and a label); auto means bytes,
-    and rejects files that are known not to be text. Rows are in JSON lines, CSV, TSV, Parquet or Arrow files, and `…_key` names a column of
-    them; with `text_key: null` text is whole files, even of rows.
+    prompts (rows with a prompt and an answer), chat (rows with conversations) or labels (rows with texts and a label). auto means bytes,
+    but rejects files that are not text. Rows are in JSON lines, CSV, TSV, Parquet or Arrow files, and the keys `…_key` name their columns.
+    With `text_key: null` every file is read as one text, even a file of rows.
     """
 
     formats_of: ClassVar[Mapping[str, tuple[str, ...]]] = _FORMATS_OF
@@ -74,12 +74,12 @@ class DataConfig(DataSection):
 
     @property
     def has_tokens(self) -> bool:
-        """Whether the rows are windows of a text; texts with labels are examples."""
+        """Whether the rows are windows of a text. Texts with labels are not."""
         return self.format != "labels"
 
     @property
     def may_be_padded(self) -> bool:
-        """Whether a row with labels below zero does not count; of masked windows it does."""
+        """Whether rows with labels below zero are ignored. Rows of masked windows always count."""
         return self.objective != "masked"
 
     @property
@@ -92,34 +92,34 @@ class DataConfig(DataSection):
         return " nats per byte" if self.read_as == "bytes" else " nats per token"
 
     def check_config(self, config: "jpipe_train.config.config.Config") -> None:
-        """Check that the section fits the other ones of a config.
+        """Check that this section is compatible with the other sections of a config.
 
         Raises:
-            ValueError: it does not.
+            ValueError: the sections contradict each other.
         """
         if self.format == "labels" and getattr(config.model, "head", "language") == "language":
             raise ValueError(
-                "data.format labels is for the built-in models with model.head classification, regression or multiple_choice; set it, or "
-                "use data.target"
+                "data.format labels needs a built-in model with model.head classification, regression or multiple_choice; set model.head, "
+                "or use data.target"
             )
 
     @model_validator(mode="after")
     def _keys_fit_the_format(self) -> "DataConfig":
         for key, formats in _FORMATS_OF.items():
             if self.is_changed(key) and self.read_as not in formats:
-                raise ValueError(f"{key} has no effect with format {self.read_as}: it is for {' and '.join(formats)}; leave it out")
+                raise ValueError(f"{key} has no effect with format {self.read_as}: {key} is for {' and '.join(formats)}; remove {key}")
         if self.format == "labels" and self.text_key is None:
-            raise ValueError("text_key: expected a column for format labels, found null; name one")
+            raise ValueError("text_key: expected a column for format labels, found null; name a column")
         if self.first_path is None and self.format in _PATHS:
-            raise ValueError(f"path is missing, which format {self.format} needs; name {_PATHS[self.format]}")
+            raise ValueError(f"format {self.format} needs path; set path to {_PATHS[self.format]}")
         if self.tokenizer is None and self.format in _FORMATS_OF["tokenizer"]:
-            raise ValueError(f"tokenizer is missing, which format {self.format} needs; name a tokenizer.json (see jpipe data tokenizer)")
+            raise ValueError(f"format {self.format} needs tokenizer; set tokenizer to a tokenizer.json (see jpipe data tokenizer)")
         return self
 
     @model_validator(mode="after")
     def _keys_fit_each_other(self) -> "DataConfig":
         if self.objective == "masked" and self.boundaries == "keep":
-            raise ValueError("boundaries keep has no effect with objective masked: its rows are full; leave it out")
+            raise ValueError("boundaries keep has no effect with objective masked, because its rows are full; remove boundaries")
         if self.objective != "masked" and self.is_changed("masked_fraction"):
-            raise ValueError("masked_fraction has no effect with objective next; leave it out, or use objective masked")
+            raise ValueError("masked_fraction has no effect with objective next; remove masked_fraction, or use objective masked")
         return self

@@ -1,4 +1,4 @@
-"""The section `model` of a config: the built-in family of language models."""
+"""The section `model` of a config for the built-in language models."""
 
 import reprlib
 from collections.abc import Mapping
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     import jpipe_train.config.config
 
 LOWER = "lower one"
-"""What to change about sizes that are too large together."""
+"""The hint of an error about two sizes with a product that is too large."""
 _LARGEST_TABLE = 2**28
 _MOST_SYMBOLS = 10**7
 _MOST_EXPERTS = 10**5
-_ENCODER = {  # what BERT requires
+_ENCODER = {  # the values that kind bert requires
     **{"positions": "learned", "norm": "layer", "gated_mlp": False, "bias": True, "tied": True, "window": None, "qk_norm": None},
     **{"post_norms": False, "attention_soft_cap": None, "logits_soft_cap": None, "attention_scale": None, "embed_scale": False},
     "experts": None,
@@ -34,7 +34,7 @@ _ENCODER = {  # what BERT requires
 _OF_WINDOWS = ("window_layers", "window_rope_base")
 _OF_ROPE = ("rope_base", "rope_share", "rope_scaling", "rope_layers", "window_rope_base")
 
-# Keys that a preset does not decide.
+# Keys that do not depend on the preset.
 OF_THE_RUN = frozenset({"target", "arguments", "head", "labels", "dropout", "compute_dtype", "attention"})
 
 Pattern = Annotated[list[bool], Field(min_length=1, max_length=1000)]
@@ -42,10 +42,10 @@ Scale = Annotated[float, Field(gt=0, le=10**6)]
 
 
 class ModelConfig(ModelSection):
-    """A language model: `depth` blocks of `width` with `heads` heads over sequences of `seq_len` tokens.
+    """A language model with `depth` blocks of width `width` and `heads` heads, for sequences of `seq_len` tokens.
 
-    Parameters are float32 regardless of `compute_dtype`. The default is a GPT over bytes; a `preset` gives the other keys, and explicit
-    keys override it.
+    Parameters are float32 regardless of `compute_dtype`. The default is a GPT over bytes. A `preset` sets the keys of a known model;
+    explicit keys override the preset.
     """
 
     tune_section: ClassVar[type[TuneSection]] = TuneConfig
@@ -110,22 +110,22 @@ class ModelConfig(ModelSection):
 
     @property
     def loss_unit(self) -> str | None:
-        """The unit of the loss: per label, and of the routers; None: the one of the data."""
+        """The unit of the loss: nats, if it includes a router loss; otherwise None, because the data determine it."""
         return " nats" if self.has_router_loss else None
 
     @property
     def computes_in(self) -> str:
-        """The dtype that it computes in, where `precision` says nothing of it."""
+        """The dtype that the model computes in if `precision` does not set one."""
         return self.compute_dtype
 
     @property
     def label_count(self) -> int | None:
-        """The number of labels, if the head distinguishes labels."""
+        """The number of labels, or None if the head does not distinguish labels."""
         return len(self.labels) if isinstance(self.labels, list) else self.labels
 
     @property
     def max_positions_used(self) -> int:
-        """The longest sequence; by default as long as in the batches."""
+        """The length of the longest possible sequence; by default `seq_len`."""
         return self.seq_len if self.max_positions is None else self.max_positions
 
     @property
@@ -160,49 +160,48 @@ class ModelConfig(ModelSection):
         return self.model_copy(update=decided)
 
     def check_config(self, config: "jpipe_train.config.config.Config") -> None:
-        """Check that the section fits the other ones of a config.
+        """Check that this section is compatible with the other sections of a config.
 
         Raises:
-            ValueError: it does not.
+            ValueError: the sections contradict each other.
         """
         computes = config.precision.computes
         if computes is not None and self.compute_dtype not in ("float32", computes):
-            raise ValueError(f"model.compute_dtype is {self.compute_dtype} and precision.compute {computes}; leave out model.compute_dtype")
+            raise ValueError(f"model.compute_dtype is {self.compute_dtype} and precision.compute {computes}; remove model.compute_dtype")
         if self.attention == "cudnn" and config.computes == "float32":
             raise ValueError("model.attention cudnn computes in bfloat16 or float16, found float32; set model.compute_dtype to bfloat16")
         if config.data.format == "arrays":
             raise ValueError(
-                "data.format arrays is for a model of your own, which gets the arrays as they are, found none; set model.target, or read "
-                "texts with another format"
+                "data.format arrays needs a model of your own, found a built-in model; set model.target, or read texts with another format"
             )
         if isinstance(config.data, DataConfig) and config.data.read_as == "bytes" and self.vocab_size < BYTES:
-            raise ValueError(f"model.vocab_size {self.vocab_size} is less than the {BYTES} bytes of a text; raise it, or leave it out")
+            raise ValueError(f"model.vocab_size {self.vocab_size} is less than the {BYTES} bytes of a text; raise or remove it")
         if self.head != "language":
             self._check_head(config)
         if config.loss.name is not None:
             raise ValueError(
-                f"loss.name has no effect without model.target: the loss of a built-in model follows from model.head, found "
-                f"{config.loss.name}; leave it out"
+                f"loss.name has no effect without model.target, because model.head determines the loss of a built-in model, found "
+                f"{config.loss.name}; remove loss.name"
             )
 
     def _check_head(self, config: "jpipe_train.config.config.Config") -> None:
-        """Check that a head that judges whole texts fits the other sections of a config."""
+        """Check that a head other than `language` is compatible with the other sections of a config."""
         if isinstance(data := config.data, DataConfig) and data.format != "labels":
-            raise ValueError(f"model.head {self.head} learns from data.format labels, found {data.format}; change one of them")
+            raise ValueError(f"model.head {self.head} needs data.format labels, found {data.format}; change one of them")
         if self.head != "multiple_choice" and isinstance(data, DataConfig) and data.is_changed("choices_key"):
-            raise ValueError(f"data.choices_key has no effect with model.head {self.head}; leave it out, or use multiple_choice")
+            raise ValueError(f"data.choices_key has no effect with model.head {self.head}; remove it, or use multiple_choice")
         if (
             isinstance(config.tune, TuneConfig)
             and config.tune.lora is not None
             and not matches_any("head/score/kernel", config.tune.train_only)
         ):
-            raise ValueError(f"tune.lora alone would leave the fresh model.head {self.head} as it is; add tune.train_only: [head]")
+            raise ValueError(f"tune.lora alone would not train the new model.head {self.head}; add tune.train_only: [head]")
         if config.loss.chunk not in ("auto", None):
-            raise ValueError(f"loss.chunk has no effect with model.head {self.head}, which has few logits; leave it out")
+            raise ValueError(f"loss.chunk has no effect with model.head {self.head}, which has few logits; remove loss.chunk")
 
     @classmethod
     def with_overrides(cls, keys: dict[str, Any], overridden: frozenset[str]) -> dict[str, Any]:
-        """Drop the file's own keys of the model, except those in `OF_THE_RUN`, if `preset` is overridden."""
+        """If `preset` is overridden, drop the other keys of the file's section `model`, except the keys in `OF_THE_RUN`."""
         if "preset" not in overridden or keys["preset"] is None:
             return keys
         return {key: value for key, value in keys.items() if key in overridden | OF_THE_RUN}
@@ -217,7 +216,7 @@ class ModelConfig(ModelSection):
     @model_validator(mode="before")
     @classmethod
     def _merge_preset(cls, data: Any) -> Any:
-        """Merge the explicit keys over the preset's; BERT is tied by default."""
+        """Fill in the keys of the preset that are not set explicitly. BERT is tied by default."""
         if not isinstance(data, dict):
             return data
         name = data.get("preset")
@@ -245,8 +244,8 @@ class ModelConfig(ModelSection):
             size = "width / heads" if self.head_size is None else "head_size"
             words = "heads of even size" if self.rope_share == 1 else f"an even number of each head (rope_share {self.rope_share:g})"
             raise InputError(
-                f"positions rope turns pairs of numbers, so that it needs {words}, found {self.rotary_size} ({size})",
-                change="change it, or use learned positions",
+                f"positions rope rotates pairs of numbers, so it needs {words}, found {self.rotary_size} ({size})",
+                change="change the size, or use learned positions",
             )
         return self
 
@@ -271,13 +270,13 @@ class ModelConfig(ModelSection):
         if not any(layers):
             raise InputError(
                 f"experts.layers has experts in none of the {self.depth} blocks (depth)",
-                change="set one that they reach to true, or leave it out",
+                change="set one of the first entries to true, or remove experts.layers",
             )
         if all(layers) and self.mlp_width not in (None, self.experts.mlp_width):
             raise InputError(
-                f"{_shown(info, 'mlp_width')} {self.mlp_width} has no effect where all blocks have experts: experts.mlp_width is "
+                f"{_shown(info, 'mlp_width')} {self.mlp_width} has no effect if all blocks have experts, with experts.mlp_width "
                 f"{self.experts.mlp_width}",
-                change="leave it out",
+                change="remove mlp_width",
             )
         if self.experts.count * self.depth > _MOST_EXPERTS:
             depth = f"{_shown(info, 'depth')} {self.depth}"
@@ -322,25 +321,25 @@ class ModelConfig(ModelSection):
                     change=f"{self._advice_for(key)}, or set kind to decoder",
                 )
         if self.kv_heads_used != self.heads:
-            words = f"kind bert has as many kv_heads as heads, {self.heads}, found {self.kv_heads}{self._preset_of('kv_heads')}"
+            words = f"kind bert needs as many kv_heads as heads, {self.heads}, found {self.kv_heads}{self._preset_of('kv_heads')}"
             raise InputError(words, change=self._advice_for("kv_heads"))
         return self
 
     def _preset_of(self, key: str) -> str:
-        """Return words that name the preset if it decides the key, otherwise ""."""
+        """Return words that name the preset if the value of the key comes from the preset, otherwise ""."""
         of_preset = key in PRESETS.get(self.preset or "", {}) and PRESETS[self.preset or ""][key] == getattr(self, key)
         return f" of preset {self.preset}" if of_preset else ""
 
     def _advice_for(self, key: str) -> str:
-        """Return the advice for a value that does not fit the model's kind."""
+        """Return the advice for a value that the model's kind does not allow."""
         return "set another preset" if self._preset_of(key) else "leave it out"
 
 
 def _shown(info: Any, key: str) -> str:
-    """Return the name of a key in messages: its name in the file that describes the model, if the keys come from one.
+    """Return the name of a key in messages. If the keys come from a file such as `config.json`, the file's name of the key is used.
 
     Args:
-        info: pydantic's `ValidationInfo`, with those names as context.
+        info: pydantic's `ValidationInfo`; its context maps keys to the names in the file.
         key: the key of `model`.
     """
     names: Mapping[str, str] = info.context or {}
@@ -348,15 +347,15 @@ def _shown(info: Any, key: str) -> str:
 
 
 def _as_yaml(value: object) -> str:
-    """Return a value as YAML, or its kind."""
+    """Return a value as YAML; for a mixture of experts, return "a mixture"."""
     return "null" if value is None else str(value).lower() if isinstance(value, (str, bool, int, float)) else "a mixture"
 
 
 def _at(pattern: list[bool] | None, layer: int) -> bool:
-    """Return the value of a pattern, which repeats along the depth, at a layer; without a pattern it is true."""
+    """Return the value that a pattern, repeated along the depth, has at a layer; without a pattern it is true."""
     return pattern is None or pattern[layer % len(pattern)]
 
 
 def has_bias(bias: bool | str, part: Literal["qkv", "project", "mlp"]) -> bool:
-    """Return whether a linear layer of a block has a bias, given the key `bias`."""
+    """Return whether a linear layer of a block has a bias, according to the key `bias`."""
     return part in {"qkv": ("qkv",), "attention": ("qkv", "project")}[bias] if isinstance(bias, str) else bias

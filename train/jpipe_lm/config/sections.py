@@ -1,4 +1,4 @@
-"""The sections of a config as this package's classes, where a run is known to have a language model or text."""
+"""The sections of a config as classes of this package, for runs that are known to have a language model or text."""
 
 from jpipe_lm.config.data_config import DataConfig
 from jpipe_lm.config.model_config import ModelConfig

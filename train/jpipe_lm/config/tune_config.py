@@ -1,4 +1,4 @@
-"""The section `tune` of a config for language models: adapters, and frozen weights in fewer bits."""
+"""The section `tune` of a config for language models: adapters, and quantized frozen weights."""
 
 from collections.abc import Callable
 from typing import Annotated, Final, Literal
@@ -16,17 +16,17 @@ PARTS: Final = {
     "expand": ("up_proj",),
     "contract": ("down_proj",),
 }
-"""The linear layers of a block, and the names of their parts in adapters, as for Llama in transformers."""
+"""The linear layers of a block, and the names of their parts in adapters; these are the names in transformers' Llama."""
 
 TARGETS: Final = tuple(name for names in PARTS.values() for name in names)
 
 
 class LoraConfig(Section):
-    """Adapters of low rank (LoRA) beside the linear layers of the blocks; all other parameters are frozen.
+    """Low-rank adapters (LoRA) of the linear layers of the blocks. All other parameters are frozen.
 
-    A linear layer with an adapter returns x W + (`alpha` / `rank`) · dropout(x) A B, with A of `rank` columns and B of `rank` rows, which
-    begins with zero. `targets` are the layers that have adapters, of `q_proj`, `k_proj`, `v_proj`, `o_proj`, `gate_proj`, `up_proj`,
-    `down_proj`, whatever the architecture; null: all that the model has.
+    A linear layer with an adapter returns x W + (`alpha` / `rank`) · dropout(x) A B. A has `rank` columns, and B has `rank` rows and is
+    initially zero. `targets` lists the layers with adapters, out of `q_proj`, `k_proj`, `v_proj`, `o_proj`, `gate_proj`, `up_proj` and
+    `down_proj`; these names are the same for all architectures. null means all of these layers that the model has.
     """
 
     rank: Annotated[int, Field(ge=1, le=10**5)] = 8
@@ -36,7 +36,7 @@ class LoraConfig(Section):
 
     @property
     def scale(self) -> float:
-        """The factor of the product of A and B."""
+        """The factor `alpha` / `rank` of the product A B."""
         return self.alpha / self.rank
 
     @field_validator("targets")
@@ -51,10 +51,10 @@ class LoraConfig(Section):
 
 
 class TuneConfig(TuneSection):
-    """Train some parameters only: adapters (`lora`), or those that the name patterns of `freeze` and `train_only` select.
+    """Train only some parameters: adapters (`lora`), or the parameters that the patterns in `freeze` or `train_only` select.
 
-    With `lora` adapters are trained, and what `train_only` names. The other parameters are kept in `base_dtype`, and the kernels of the
-    blocks, if `quantize` is set, as integers of 8 bits or as the 16 numbers of NF4.
+    With `lora`, the adapters and the parameters that match `train_only` are trained. The other parameters are stored in `base_dtype`. If
+    `quantize` is set, the kernels of the blocks are stored as 8-bit integers or in the 4-bit format NF4.
     """
 
     lora: LoraConfig | None = None
@@ -62,7 +62,7 @@ class TuneConfig(TuneSection):
     quantize: Literal["int8", "nf4"] | None = None
 
     def trained(self) -> Callable[[str], bool] | None:
-        """Return a function that says of the name of a parameter whether it is trained; None if all are."""
+        """Return a function from the name of a parameter to whether it is trained, or None if all parameters are trained."""
         if self.lora is None:
             return super().trained()
         return lambda name: matches_any(name, self.train_only) or (is_of_adapter(name) and not matches_any(name, self.freeze))
@@ -72,11 +72,11 @@ class TuneConfig(TuneSection):
         if self.lora is None:
             for key in ("base_dtype", "quantize"):
                 if getattr(self, key) != type(self).model_fields[key].default:
-                    raise ValueError(f"{key} has no effect without lora, which freezes the base weights; leave it out, or set lora")
+                    raise ValueError(f"{key} has no effect without lora, which freezes the base weights; remove {key}, or set lora")
         return self
 
 
 def is_of_adapter(name: str) -> bool:
-    """Return whether a name such as "block_0/qkv/lora/q_proj/a" names a parameter of an adapter."""
+    """Return whether a name, such as "block_0/qkv/lora/q_proj/a", is the name of a parameter of an adapter."""
     parts = name.split("/")
     return len(parts) >= 5 and parts[-3] == "lora" and parts[-2] in TARGETS

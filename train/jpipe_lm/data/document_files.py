@@ -1,4 +1,4 @@
-"""Read the documents of files as tokens, for a run and for `jpipe data prepare`, and assemble them for training and for validation."""
+"""Read the documents in files as tokens, for a run and for `jpipe data prepare`, and assemble them for training and validation."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,18 +17,18 @@ from jpipe_train.data.files.records import setting_of
 from jpipe_train.data.files.wrong_lines import Place
 
 Answers = Sequence[tuple[int, int]]
-"""The first token of each answer in a document, and the one after its last."""
+"""For each answer in a document, the index of its first token and the index after its last."""
 
 
 class Files(NamedTuple):
     """The files to read, and their format.
 
     Attributes:
-        paths: files, folders or globs; none: the standard library's source.
-        form: the form of the documents: texts, which are whole files or their rows, or rows with prompts, conversations or token ids; auto
-            is text, and an error for files that are known to be neither text nor rows.
+        paths: files, folders or globs; if empty, the source code of the standard library.
+        form: the form of the documents: text (whole files, or rows with a text), or rows with prompts, conversations (chat) or token ids.
+            auto means text, but rejects files that are neither text nor rows.
         keys: the keys of rows.
-        chat_template: the file of a template in place of that beside the tokenizer, for conversations.
+        chat_template: for conversations, a template file that replaces the template next to the tokenizer.
     """
 
     paths: Sequence[str]
@@ -38,7 +38,7 @@ class Files(NamedTuple):
 
     @property
     def kind(self) -> Literal["text", "prompts", "chat"]:
-        """The kind of their tokens."""
+        """The kind of documents after tokenizing: "text", "prompts" or "chat"."""
         return self.form if self.form == "prompts" or self.form == "chat" else "text"
 
 
@@ -46,13 +46,13 @@ class Tokens(NamedTuple):
     """The tokens of a document, or of a piece of a text.
 
     Attributes:
-        ids: of the tokens.
+        ids: the ids of the tokens.
         held_out: whether the document is for validation.
-        place: its file and line or row, for messages.
-        size: how many bytes of the file, which may be compressed, were read for it.
-        answers: where the answers of a whole document are; None: it cannot have any.
-        ends_text: whether a text ends with this piece; None: it is a whole document with the tokens that begin and end it.
-        number: of the documents that a conversation became, from 1.
+        place: the file and the line or row of the document, for messages.
+        size: the number of bytes of the file, which may be compressed, that were read for it.
+        answers: the answers in a whole document; None if documents of this kind have no answers.
+        ends_text: whether a text ends with this piece; None for a whole document, which includes the tokens that begin and end it.
+        number: if a conversation became several documents, the number of this document, from 1.
     """
 
     ids: np.ndarray
@@ -67,18 +67,18 @@ class Tokens(NamedTuple):
 def read(
     files: Files, names: Sequence[str], paths: Sequence[Path], share: float, where: str, tokenizer: Tokenizer | None
 ) -> Iterator[Tokens]:
-    """Yield the documents of files in order, texts in pieces.
+    """Yield the documents in files in order; texts come in pieces.
 
     Args:
-        files: their form.
-        names: of the files, which decide where whole files are held out.
-        paths: of the files.
-        share: to hold out, as in `texts.pieces`.
-        where: the key or the option that names the files, for messages.
-        tokenizer: of texts; None: there is none, because rows have token ids.
+        files: the form of the documents.
+        names: the names of the files; if whole files are held out, the names decide which.
+        paths: the paths of the files.
+        share: the share to hold out, as in `texts.pieces`.
+        where: the config key or option that names the files, for messages.
+        tokenizer: tokenizes texts; None if rows have token ids.
 
     Raises:
-        InputError: a file is not what it should be.
+        InputError: a file has wrong content.
         OSError: a file cannot be read.
     """
     if files.form == "tokens":
@@ -108,30 +108,30 @@ def read(
 
 @runtime_checkable
 class Sink(Protocol):
-    """An interface that receives documents in parts."""
+    """An object that receives documents in parts."""
 
     def add(self, tokens: np.ndarray) -> None:
         """Add tokens to the document."""
 
     def end(self, answers: Answers | None, place: Place) -> None:
-        """End the document; if it can have answers, they are these of its tokens."""
+        """End the document. `answers` are the answers in it; None if documents of this kind have no answers."""
 
 
 @dataclass
 class Assembler:
-    """Assembles pieces of texts into documents: the tokens that begin a document, its own tokens, and its end.
+    """Assembles pieces of texts into documents, and adds the tokens that begin and end a document.
 
     Documents without tokens are counted and left out.
 
     Attributes:
         sinks: the sinks of documents for training (False) and for validation (True).
-        begin: the tokens that are put before a text.
-        end_of_text: the token that ends a text; None: nothing does.
-        documents: how many there were of either.
-        tokens: how many tokens.
-        empty: how many documents were left out: those without text, and prompts and conversations without an answer.
-        first_empty: the place of the first of them.
-        divided: how many conversations became several documents.
+        begin: the tokens that are added before a text.
+        end_of_text: the token that ends a text; None if there is none.
+        documents: the number of documents.
+        tokens: the number of tokens.
+        empty: the number of documents that were left out: empty texts, and prompts and conversations without an answer.
+        first_empty: the place of the first document that was left out.
+        divided: the number of conversations that became several documents.
     """
 
     sinks: dict[bool, Sink]
@@ -144,8 +144,8 @@ class Assembler:
     divided: int = 0
 
     def __post_init__(self) -> None:
-        self._began = False  # whether a document is under way
-        self._some = False  # whether the text that is read gave one
+        self._began = False  # whether a document has begun
+        self._some = False  # whether the current text has given a document
 
     def add(self, read: Tokens) -> None:
         """Add the next document, or the next piece of a text."""
@@ -165,13 +165,13 @@ class Assembler:
             yield f"{count(self.empty, 'empty document')} left out, the first is {self.first_empty}"
         if self.divided:
             yield (
-                f"{count(self.divided, 'conversation')} learned as several texts, because the chat template writes an answer otherwise "
+                f"{count(self.divided, 'conversation')} learned as several texts, because the chat template writes an answer differently "
                 "once messages follow it"
             )
 
     def _add_text(self, read: Tokens, *, is_last: bool) -> None:
         end, tokens = self.end_of_text, read.ids
-        # One inside a text ends a document, too.
+        # An end-of-text token inside a text also ends a document.
         parts = [tokens] if end is None else np.split(tokens, np.flatnonzero(tokens == end) + 1)
         for part in parts:
             if not part.size or (end is not None and not self._began and part[0] == end):

@@ -1,4 +1,4 @@
-"""Tokens of documents as one sequence, in one or more shards, read in pieces from memory or from files."""
+"""The tokens of documents as one sequence. It consists of shards, which are read in pieces from memory or from files."""
 
 import bisect
 import functools
@@ -14,8 +14,8 @@ from jaxtyping import Bool, Int32, Int64
 
 from jpipe import InputError
 
-_BLOCK = 512  # numbers of a file that are read at once to search in them
-_HASHED, _MOST_HASHED = 2**20, 2**28  # numbers that are hashed at once, and in all of an array; of a longer one, some parts
+_BLOCK = 512  # a binary search in a file ends with reading this many numbers
+_HASHED, _MOST_HASHED = 2**20, 2**28  # numbers that are hashed at once; of arrays with more than _MOST_HASHED numbers, parts are hashed
 
 
 @runtime_checkable
@@ -36,13 +36,14 @@ class Shard:
     """A part of the documents; no document continues in the next shard.
 
     Attributes:
-        name: for messages.
-        size: how many tokens.
-        tokens: gives them, of an unsigned type.
-        ends: returns the position in this shard after the last token of each document, ascending; None: unknown.
-        answers: gives the positions in this shard of the first token of each answer, rising, where documents have answers; None: they
-            have none.
-        answer_ends: returns the position after the last token of each answer; None: each document ends with its only answer.
+        name: the name of the shard in messages.
+        size: the number of tokens.
+        tokens: a function that returns the tokens, of an unsigned dtype.
+        ends: a function that returns the position in this shard after the last token of each document, ascending; None if unknown.
+        answers: a function that returns the position in this shard of the first token of each answer, ascending; None if documents have no
+            answers.
+        answer_ends: a function that returns the position after the last token of each answer; None if each document ends with its only
+            answer.
     """
 
     name: str
@@ -54,7 +55,7 @@ class Shard:
 
 
 class Ranges(NamedTuple):
-    """The documents of all shards and their answers, by the positions of tokens, in order.
+    """The positions of the documents of all shards and of their answers, in order.
 
     Attributes:
         begins: the first token of each document.
@@ -75,7 +76,7 @@ class Documents:
 
     Attributes:
         shards: the shards in order.
-        vocab_size: every token is below this, which is checked as tokens are read.
+        vocab_size: every token must be below this number. It is checked when tokens are read.
     """
 
     shards: Sequence[Shard]
@@ -104,14 +105,14 @@ class Documents:
 
     @property
     def have_answers(self) -> bool:
-        """Whether documents have answers; then only answers are learned."""
+        """Whether documents have answers. If they have, only answers are learned."""
         return bool(self.shards) and all(shard.answers is not None for shard in self.shards)
 
     def read(self, start: int, stop: int) -> Int32[np.ndarray, " n"]:
-        """Read the tokens start .. stop - 1.
+        """Read the tokens start to stop - 1.
 
         Raises:
-            InputError: one of them is out of range.
+            InputError: a token is out of range.
         """
         parts = [shard.tokens()[first:last] for shard, first, last, _ in self._parts(start, stop)]
         tokens = (parts[0] if len(parts) == 1 else np.concatenate(parts)).astype(np.int32)
@@ -126,10 +127,10 @@ class Documents:
         return tokens
 
     def begins(self, start: int, stop: int) -> Bool[np.ndarray, " n"]:
-        """Return for each position start .. stop - 1 whether a document begins there, found by binary search.
+        """Return for each position from start to stop - 1 whether a document begins there. Only a few blocks of a file are read.
 
         Raises:
-            InputError: ends that do not rise.
+            InputError: the ends of documents are not ascending.
         """
         is_first = np.zeros(stop - start, bool)
         for shard, first, last, at in self._parts(start, stop):
@@ -144,7 +145,7 @@ class Documents:
         return is_first
 
     def number(self, position: int) -> tuple[int, int]:
-        """Return the shard of a token, and its document in that shard."""
+        """Return the index of the shard with the token at `position`, and the index of the document in this shard."""
         k = bisect.bisect_right(self.starts, position) - 1
         ends = self.shards[k].ends
         assert ends is not None
@@ -154,7 +155,7 @@ class Documents:
         """Return the beginning and end of each document and of each answer.
 
         Raises:
-            InputError: positions that do not rise.
+            InputError: the positions are not ascending.
         """
         ranges: list[tuple[np.ndarray, ...]] = [(np.zeros(0, np.int64),) * 4]
         for shard, start in zip(self.shards, self.starts, strict=False):
@@ -169,7 +170,7 @@ class Documents:
         return Ranges(*map(np.concatenate, zip(*ranges, strict=True)))
 
     def digest(self) -> str:
-        """Hash all tokens and ends, or a sample if there are very many."""
+        """Return a hash of all tokens and positions, or of a sample if there are very many."""
         hasher = hashlib.sha256()
         for shard in self.shards:
             for part in (shard.tokens, shard.ends, shard.answers, shard.answer_ends):
@@ -183,10 +184,10 @@ class Documents:
         return hasher.hexdigest()
 
     def _parts(self, start: int, stop: int) -> list[tuple[Shard, int, int, int]]:
-        """List the shards with the positions start .. stop - 1.
+        """List the shards that contain the positions start to stop - 1.
 
         Returns:
-            Each shard, the first position and the end in it, and the first position in the whole.
+            For each shard: the shard, the first position in it, the position after the last, and the first position in the whole sequence.
         """
         parts = []
         k = bisect.bisect_right(self.starts, start) - 1
@@ -198,7 +199,7 @@ class Documents:
 
 
 def _before(ends: Numbers, position: int) -> int:
-    """Count the ends below this position by binary search, which reads only a few blocks of a file."""
+    """Return the number of ends below `position`. The binary search reads only a few blocks of a file."""
     low, high = 0, ends.size
     target = np.asarray(position, ends.dtype)  # in the dtype of the ends; otherwise NumPy would convert all of them
     while high - low > _BLOCK:
@@ -215,7 +216,7 @@ def _itself(array: np.ndarray) -> np.ndarray:
 
 
 def _are_inside(answers: Int64[np.ndarray, " m"], stops: Int64[np.ndarray, " m"], ends: Int64[np.ndarray, " n"]) -> bool:
-    """Return whether answers follow one another, each inside a document with one of these ends."""
+    """Return whether the answers do not overlap, are ascending, and each is inside one document."""
     if np.any(answers > stops) or np.any(answers[1:] < stops[:-1]) or np.any(answers[:1] < 0) or np.any(stops[-1:] > ends[-1]):
         return False
     inside = np.searchsorted(ends, stops, "left")  # the document that an answer ends in
@@ -224,4 +225,4 @@ def _are_inside(answers: Int64[np.ndarray, " m"], stops: Int64[np.ndarray, " m"]
 
 
 def _disordered(name: str) -> InputError:
-    return InputError(f"data: expected the ends of the documents of {name} to rise within it, found others; write the folder again")
+    return InputError(f"data: expected ascending ends of documents inside {name}, found other numbers; write the folder again")

@@ -1,4 +1,4 @@
-"""Rows for BERT: two parts of text with some tokens masked, and whether the second part follows the first."""
+"""Rows for training BERT. A row has two parts of text with masked tokens, and a label whether the second part follows the first."""
 
 from typing import Any
 
@@ -14,9 +14,9 @@ from jpipe_lm.data.windows import UNCOUNTED
 from jpipe_train.data.rows import Tree
 
 FOLLOWS, RANDOM = 0, 1
-"""The labels of the next-sentence task, as Hugging Face has them."""
+"""The labels of the next-sentence task, the same as in Hugging Face's transformers."""
 SPECIAL = 3  # positions of a row: [CLS] first part [SEP] second part [SEP]
-_TRIES = 8  # to find a second part from another document
+_TRIES = 8  # the number of tries to find a second part in another document
 
 
 def row_spec(seq_len: int) -> tuple[Tree, Tree]:
@@ -26,21 +26,22 @@ def row_spec(seq_len: int) -> tuple[Tree, Tree]:
 
 
 class Masked:
-    """The windows of a running text as rows; each round masks other tokens.
+    """The windows of a running text as rows. In each epoch other tokens are masked.
 
-    Rows are full, as in RoBERTa: a row continues after the end of a document, which has its [SEP]. Each row has the same number of masked
-    tokens, so that the mean of a batch is the mean of its rows. Of these 80% are [MASK], 10% a random token, 10% unchanged; special
-    tokens are not masked. In half of the rows the second part comes from elsewhere, from another document if possible.
+    Rows are full, as in RoBERTa: a row continues after the end of a document, which its [SEP] token marks. Each row has the same number of
+    masked tokens, so that the mean over a batch is the mean over its rows. 80% of the masked tokens become [MASK], 10% a random token, and
+    10% stay unchanged. Special tokens are not masked. In half of the rows the second part comes from elsewhere, if possible from another
+    document.
 
     Args:
         documents: the text.
-        tokenizer: has the special tokens.
-        seq_len: positions of a row.
-        fraction: the fraction of the tokens that are masked.
-        seed: the seed of everything that is drawn.
+        tokenizer: the tokenizer, which has the special tokens.
+        seq_len: the number of positions in a row.
+        fraction: the fraction of the tokens that is masked.
+        seed: the seed of all random choices.
 
     Raises:
-        InputError: the tokenizer has no such tokens, or rows are too short.
+        InputError: the tokenizer lacks a special token, or rows are too short.
     """
 
     def __init__(self, documents: Documents, tokenizer: Tokenizer, seq_len: int, fraction: float, seed: int):
@@ -59,7 +60,7 @@ class Masked:
         return self._documents.size // self._content
 
     def row(self, window: int, draw: int) -> tuple[dict[str, Int32[np.ndarray, " s"]], dict[str, Any]]:
-        """Return a window as a row, with the random choices of this number."""
+        """Return the row of a window; `draw` seeds its random choices."""
         random = np.random.default_rng((self.seed, draw))
         start = window * self._content
         text = self._documents.read(start, start + self._content)
@@ -79,14 +80,14 @@ class Masked:
         }
 
     def _cut(self, start: int, random: np.random.Generator) -> int:
-        """Choose the end of the first part: in the middle half, and if possible not at the end of a document."""
+        """Choose the end of the first part, in the middle half of the row and, if possible, not at the end of a document."""
         cut = int(random.integers(self._content // 4, self._content - self._content // 4)) or 1
         if self._documents.have_ends and self._documents.begins(start + cut, start + cut + 1)[0] and cut + 1 < self._content:
             return cut + 1
         return cut
 
     def _elsewhere(self, end: int, size: int, random: np.random.Generator) -> int:
-        """Choose the beginning of a second part of this size that does not follow the first part, which ends at `end`."""
+        """Choose the beginning of a second part of `size` tokens that does not follow the first part, which ends at `end`."""
         starts = [int(place) for place in random.integers(0, self._documents.size - size + 1, _TRIES)]
         other = [place for place in starts if not self._same_document(place, end - 1)]
         far = [place for place in starts if abs(place - end) > size]
@@ -96,7 +97,7 @@ class Masked:
         return not self._documents.have_ends or self._documents.number(one) == self._documents.number(other)
 
     def _chosen(self, whole: Int32[np.ndarray, " s"], cut: int, random: np.random.Generator) -> Bool[np.ndarray, " s"]:
-        """Choose the tokens to mask, equally many in each row; special tokens only if there are too few others."""
+        """Choose the tokens to mask, equally many in each row. Special tokens are chosen only if there are too few other tokens."""
         added = np.zeros(whole.size, bool)
         added[[0, cut + 1, -1]] = True
         order = random.permutation(np.flatnonzero(~added))
@@ -117,7 +118,7 @@ class Masked:
 
 
 class Drawn:
-    """Rows in shuffled order, endlessly with `epochs`; the random choices of row i depend on i."""
+    """Rows in shuffled order. With `epochs` they repeat endlessly. The random choices of row i depend on i."""
 
     def __init__(self, rows: Masked, *, epochs: bool):
         windows = grain.MapDataset.range(len(rows)).shuffle(seed=rows.seed)

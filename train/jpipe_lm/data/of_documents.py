@@ -1,4 +1,4 @@
-"""Make rows of documents and batch them: windows of a running text, packed examples, or masked windows."""
+"""Make rows from documents, and put them into batches. Rows are windows of a running text, packed examples, or masked windows."""
 
 from jpipe import InputError
 from jpipe_lm.config.model_config import ModelConfig
@@ -16,10 +16,10 @@ AnyRows = Rows | windows.Filled
 
 
 def load(config: Config) -> Data:
-    """Read documents and batch their rows.
+    """Read documents, and put their rows into batches.
 
     Raises:
-        InputError: they cannot be read, are too few, or do not fit the model.
+        InputError: the documents cannot be read, are too few, or cannot be used with the model.
     """
     check_objective(config)
     split = splits.read(config)
@@ -34,14 +34,14 @@ def load(config: Config) -> Data:
 
 
 def load_held_out(config: Config, path: str | None) -> Data:
-    """Read all documents that are held out, and batch their rows, which may fill no batch.
+    """Read all held-out documents, and put their rows into batches. The rows may be fewer than a batch.
 
     Args:
-        config: of the run.
-        path: other data in their place, of the same format, all of it.
+        config: the config of the run.
+        path: the path of other data in the same format; all of them are used in place of the held-out documents.
 
     Raises:
-        InputError: as `load`; there is no row.
+        InputError: see `load`; or there is no row.
     """
     check_objective(config)
     split = splits.read(config) if path is None else splits.read_whole(config, path)
@@ -56,10 +56,10 @@ def load_held_out(config: Config, path: str | None) -> Data:
 
 
 def check_files(config: Config, path: str | None) -> None:
-    """Check the files of text, the tokenizer and the chat template, without reading any data; `path` is as for `load_held_out`.
+    """Check the text files, the tokenizer and the chat template, without reading data. `path` is the same as in `load_held_out`.
 
     Raises:
-        InputError: they cannot be read, or do not fit the model.
+        InputError: a file cannot be read, or cannot be used with the model.
     """
     if config.data.has_tokens:
         check_objective(config)
@@ -74,11 +74,11 @@ def check_objective(config: Config) -> None:
     kind, objective = config.model.kind, data_of(config).objective
     if kind == "bert" and objective != "masked":
         raise InputError(
-            f"data.objective: expected masked, which model.kind bert learns, found {objective}; set it to masked, with data.format text "
+            f"data.objective: expected masked for model.kind bert, found {objective}; set data.objective to masked, with data.format text "
             "or tokens"
         )
     if kind != "bert" and objective == "masked":
-        raise InputError(f"data.objective: expected next, which model.kind {kind} learns, found masked; change one of them")
+        raise InputError(f"data.objective: expected next for model.kind {kind}, found masked; change one of them")
 
 
 def check_vocabulary(config: Config, need: int) -> None:
@@ -94,19 +94,19 @@ def keeps_apart(config: Config, split: Split) -> bool:
     known = split.train.have_ends and split.validation.have_ends
     if data_of(config).boundaries == "keep" and not known:
         raise InputError(
-            f"data.boundaries: expected '{config.data.path}' to say where documents end, for keep, found a tokens.json that does not; "
-            "prepare it again, or ignore them"
+            f"data.boundaries: keep needs the ends of documents, found a tokens.json without them in '{config.data.path}'; prepare the "
+            "folder again, or set data.boundaries: ignore"
         )
     default = "ignore" if data_of(config).read_as == "bytes" or data_of(config).objective == "masked" else "keep"
     return split.train.have_answers or ((data_of(config).boundaries or default) == "keep" and known)
 
 
 def rows_of(config: Config, split: Split, part: int, *, apart: bool) -> Rows:
-    """Return the rows of one part, each once."""
+    """Return the rows of one part (0 for training, 1 for validation). Each row occurs once."""
     documents, data, seq_len = (split.train, split.validation)[part], data_of(config), config.model.seq_len
     if split.train.have_answers or data.format in ("prompts", "chat"):
         if data.objective == "masked":
-            raise InputError("data.objective: masked: expected text, found prompts with answers; leave it out")
+            raise InputError("data.objective: masked: expected text, found prompts with answers; remove data.objective")
         return windows.Examples(documents, seq_len, cut=data.too_long == "cut", place=split.place[part])
     if data.objective == "masked":
         assert split.tokenizer is not None
@@ -115,7 +115,7 @@ def rows_of(config: Config, split: Split, part: int, *, apart: bool) -> Rows:
 
 
 def batches_of(config: Config, rows: AnyRows, part: int, *, apart: bool) -> BatchesOfRows:
-    """Batch the rows of one part."""
+    """Put the rows of one part into batches."""
     seq_len = config.model.seq_len
     spec = masked.row_spec(seq_len) if data_of(config).objective == "masked" else windows.row_spec(seq_len, segments=apart)
     elements = masked.Drawn(rows, epochs=part == 0) if isinstance(rows, masked.Masked) else ordered(config, rows, part)
@@ -123,15 +123,15 @@ def batches_of(config: Config, rows: AnyRows, part: int, *, apart: bool) -> Batc
 
 
 def check_amount(config: Config, split: Split, train: Rows, validation: Rows) -> None:
-    """Check that training and validation have at least one row each; or a batch each of masked rows, which cannot be padded.
+    """Check that training and validation have at least one row each. Masked rows cannot be padded, so at least one batch each is needed.
 
     Raises:
-        InputError: there are fewer rows.
+        InputError: there are too few rows.
     """
     batch_size, seq_len = config.train.batch_size, config.model.seq_len
     if min(len(train), len(validation)) >= (batch_size if isinstance(train, masked.Masked) else 1):
         return
-    need, unit, have, why = 2, split.unit, (split.train.size, split.validation.size), "one that is read and one that is predicted"
+    need, unit, have, why = 2, split.unit, (split.train.size, split.validation.size), "one as input and one to predict"
     if isinstance(train, windows.Examples):
         need, unit, have = 1, "row of examples", (len(train), len(validation))
         why = "a row has whole examples with answers"
@@ -155,12 +155,12 @@ def check_some(config: Config, split: Split, rows: Rows) -> None:
     if len(rows):
         return
     seq_len = config.model.seq_len
-    need, what, have = 2, f"{split.unit} (one that is read and one that is predicted)", split.validation.size
+    need, what, have = 2, f"{split.unit} (one as input and one to predict)", split.validation.size
     if isinstance(rows, masked.Masked):
         need, what = seq_len - masked.SPECIAL, f"{split.unit} (a window of model.seq_len {seq_len} without special tokens)"
     elif isinstance(rows, windows.Examples):
         need, what, have = 1, "example with an answer", 0
-    raise InputError(where="data.path", expected=f"at least {need} {what}", found=f"{have} in {split.source}", change="give more")
+    raise InputError(where="data.path", expected=f"at least {need} {what}", found=f"{have} in {split.source}", change="give more data")
 
 
 def amount_of(split: Split, train: Rows, validation: Rows) -> str:
@@ -172,15 +172,15 @@ def amount_of(split: Split, train: Rows, validation: Rows) -> str:
 
 
 def few_rows(config: Config, train: Rows, validation: Rows) -> tuple[str, ...]:
-    """Describe that there are fewer rows than in a batch."""
+    """Return remarks if there are fewer rows than in a batch."""
     size = config.train.batch_size
-    in_training = f"{count(len(train), 'row')} for training: a batch of {size} has rows several times"
+    in_training = f"{count(len(train), 'row')} for training: a batch of {size} repeats rows"
     in_validation = f"{count(len(validation), 'row')} for validation: a batch of {size} is filled with padding"
     return tuple(words for rows, words in ((train, in_training), (validation, in_validation)) if len(rows) < size)
 
 
 def remarks_of(split: Split, *rows: Rows) -> tuple[str, ...]:
-    """Describe what was left out."""
+    """Return remarks about data that were left out."""
     left_out = sum(part.left_out for part in rows if isinstance(part, windows.Examples))
-    too_long = f"{count(left_out, 'example')} left out: prompts so long that nothing of the answer remains"
+    too_long = f"{count(left_out, 'example')} left out, because the prompt leaves no room for the answer"
     return (*split.remarks, too_long) if left_out else split.remarks

@@ -33,26 +33,26 @@ from jpipe_train.data.files.records import records
 from jpipe_train.data.files.wrong_lines import Place, WrongLines, check_characters
 
 SPECIAL = {"decoder": ("<|endoftext|>",), "bert": ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")}
-"""The special tokens of a new tokenizer, by the kind of model that it is for."""
+"""The special tokens of a new tokenizer, for each kind of model."""
 _BYTES = 256
 _Piece = TypeVar("_Piece", texts.Piece, Tokens)
 
 
 def prepare(request: PrepareRequest, reporter: Reporter) -> Index:
-    """Tokenize files into a new folder, which appears complete or not at all.
+    """Tokenize files into a new folder. The folder is written completely or not at all.
 
     Args:
-        request: what to read and to write.
+        request: the arguments of the command.
         reporter: prints the progress, and what was written.
 
     Returns:
-        What was written into its tokens.json.
+        The content of the folder's tokens.json.
 
     Raises:
-        InputError: something cannot be read or written, or is not what it should be.
+        InputError: a file cannot be read or written, or has wrong content.
     """
     if not 0 <= (fraction := request.validation_fraction) < 1:
-        raise InputError(f"--validation-fraction: expected a number from 0 to less than 1, found {fraction}; 0 is for none")
+        raise InputError(f"--validation-fraction: expected a number from 0 to less than 1, found {fraction}; 0 means no validation data")
     if (size := request.shard_tokens) < 1:
         raise InputError(where="--shard-tokens", expected="at least 1", found=size, change="the default is a hundred million")
     text_key = None if request.text_key == "none" else request.text_key
@@ -70,7 +70,7 @@ def prepare(request: PrepareRequest, reporter: Reporter) -> Index:
 
 
 def described(out: str, index: Index) -> list[str]:
-    """Describe the content of a folder of tokens, and how to train on it."""
+    """Return lines about the content of a folder of tokens, and how to train on it."""
     shards = [*index.train, *index.validation]
     tokens = sum(shard.tokens for shard in shards)
     documents = sum(shard.documents or 0 for shard in shards)
@@ -93,30 +93,30 @@ def make_tokenizer(
     kind: Literal["decoder", "bert"] = "decoder",
     special: Sequence[str] = (),
 ) -> int:
-    """Make a byte-level BPE from files and write its tokenizer.json, a new file.
+    """Make a byte-level BPE tokenizer from files, and write its tokenizer.json.
 
     Args:
-        files: what to read.
-        vocab_size: the number of tokens; fewer if the text has too few pairs.
-        out: the file.
+        files: the files to read.
+        vocab_size: the number of tokens. The tokenizer has fewer if the text has too few pairs.
+        out: the file to create.
         reporter: prints the progress, and what was written.
-        kind: the kind of the model that it is for, which decides its special tokens.
-        special: further special tokens, such as a chat template's.
+        kind: the kind of model, which determines the special tokens.
+        special: further special tokens, for example of a chat template.
 
     Returns:
         The number of tokens.
 
     Raises:
-        InputError: something cannot be read or written.
+        InputError: a file cannot be read or written, or an argument is invalid.
     """
     all_special = list(dict.fromkeys([*SPECIAL[kind], *special]))
     if "" in all_special:
-        raise InputError(where="--special", expected="a token such as '<|im_start|>'", found="an empty text", change="leave it out")
+        raise InputError(where="--special", expected="a token such as '<|im_start|>'", found="an empty text", change="remove it")
     least = _BYTES + len(all_special)
     if not least <= vocab_size <= tokenizers.LARGEST_VOCABULARY:
         raise InputError(
             f"--vocab-size: expected {least} (the bytes and {count(len(all_special), 'special token')}) to "
-            f"{tokenizers.LARGEST_VOCABULARY}, found {vocab_size}; choose one between"
+            f"{tokenizers.LARGEST_VOCABULARY}, found {vocab_size}; choose a number in this range"
         )
     if files.form == "tokens":
         raise InputError(where="--format", expected="text, prompts or chat", found="tokens, which have no text", change="give text")
@@ -157,7 +157,7 @@ def _untrained(vocab_size: int, kind: str, special: list[str]) -> tuple[Any, Any
 def _written(
     place: Path, files: Files, tokenizer: tokenizers.Tokenizer, validation_fraction: float, shard_tokens: int, reporter: Reporter
 ) -> tuple[Index, Assembler]:
-    """Write all shards and the index into the folder."""
+    """Write all shards and the index into the folder `place`."""
     small = tokenizer.vocab_size <= 2**16
     dtype: Literal["uint16", "uint32"] = "uint16" if small else "uint32"
     shards = [_Shards(place, part, token_files.DTYPES[dtype], shard_tokens, files.kind) for part in ("train", "validation")]
@@ -200,7 +200,7 @@ def _written(
 
 
 class _Found(NamedTuple):
-    """Files to read: their names and paths, their origin, and which of them are only for validation."""
+    """The files to read: their names and paths, a phrase about their source, and the files that are only for validation."""
 
     names: list[str]
     paths: list[Path]
@@ -214,7 +214,7 @@ class _Found(NamedTuple):
 
 
 class _Shards:
-    """A writer of the shards of one part."""
+    """A sink that writes the shards of one part (training or validation)."""
 
     def __init__(self, folder: Path, part: str, dtype: np.dtype[Any], most: int, kind: Literal["text", "prompts", "chat"]) -> None:
         self.facts: list[ShardFacts] = []
@@ -258,11 +258,11 @@ class _Shards:
 
 
 def _texts(files: Files, found: _Found) -> Iterator[texts.Piece]:
-    """Yield the text of all files in pieces; of a conversation the contents of its messages, without the additions of a template."""
+    """Yield the text of all files in pieces. The text of a conversation is the contents of its messages, without a template."""
     if files.form != "chat":
         yield from texts.pieces(found.names, found.paths, "prompts" if files.form == "prompts" else "text", 0.0, files.keys, "SOURCE")
         return
-    wrong = WrongLines("SOURCE", "or leave it out")
+    wrong = WrongLines("SOURCE", "or remove it")
     for row in records(found.paths, wrong, reading.COLUMNS, _content, str.encode, 0.0):
         yield texts.Piece(row.value, "text", True, row.held_out, row.place, row.size)
     wrong.check()
@@ -275,10 +275,10 @@ def _content(record: Mapping[str, Any]) -> str:
 
 
 def _find(files: Files, reporter: Reporter) -> _Found:
-    """Find all files; the split for validation of a saved `DatasetDict` is held out."""
+    """Find all files. The validation split of a saved `DatasetDict` is held out."""
     if files.form in ("chat", "tokens") and not files.paths:
         what = {"chat": "conversations", "tokens": "token ids"}[files.form]
-        raise InputError(where="SOURCE", expected=f"files of {what} for --format {files.form}", found="none", change="name some")
+        raise InputError(where="SOURCE", expected=f"files of {what} for --format {files.form}", found="none", change="name files")
     held_out: set[Path] = set()
     with sources.readable("SOURCE"):
         names, paths = [], []
@@ -294,20 +294,20 @@ def _find(files: Files, reporter: Reporter) -> _Found:
                     _check_kinds(more[1], files.keys)
         for line in sources.left_out(*files.paths):
             reporter.say(line)
-        if len(files.paths) > 1:  # one alone is read as a run reads it
+        if len(files.paths) > 1:  # a single path is read in the same way as in a run
             names, paths, twice = _once(names, paths)
             if twice:
                 reporter.say(f"SOURCE: {_many(twice, 'file')} found more than once; each is read once")
-        if len(set(names)) < len(names):  # of different folders
+        if len(set(names)) < len(names):  # files in different folders have the same name
             names = [str(path) for path in paths]
     return _Found(names, paths, ", ".join(files.paths) or sources.named(None), frozenset(held_out))
 
 
 def _check_kinds(paths: Sequence[Path], keys: texts.Keys) -> None:
-    """Check that no file is known to be other than text or rows with a text.
+    """Check that all files seem to be text or rows with a text.
 
     Raises:
-        InputError: the message names the first of them, and what to do with it.
+        InputError: a file is of another kind; the message says what to do with it.
     """
     for path in paths:
         kind = kinds.kind_of(path, keys.text)
@@ -329,10 +329,10 @@ def _check_kinds(paths: Sequence[Path], keys: texts.Keys) -> None:
 
 
 def _once(names: Sequence[str], paths: Sequence[Path]) -> tuple[list[str], list[Path], int]:
-    """List each file once, under the first of its names.
+    """List each file once, under its first name.
 
     Returns:
-        The files, and the number of further names.
+        The names and paths of the files, and the number of files that had several names.
     """
     first: dict[tuple[int, int], tuple[str, Path]] = {}
     twice = set()
@@ -345,10 +345,10 @@ def _once(names: Sequence[str], paths: Sequence[Path]) -> tuple[list[str], list[
 
 
 def _shown(pieces: Iterable[_Piece], found: _Found, reporter: Reporter, words: str) -> Iterator[_Piece]:
-    """Yield what is read of files, with progress."""
+    """Yield the pieces that are read from files, and show the progress."""
     with (
         reporter.reading(f"{words} {_many(len(found.paths), 'file')}", found.size) as advance,
-        sources.readable("SOURCE"),  # here, because what fails where the pieces are used is not the fault of their files
+        sources.readable("SOURCE"),  # only around reading, because errors while pieces are used do not come from the files
     ):
         for piece in pieces:
             interrupt.check()

@@ -1,4 +1,4 @@
-"""The request of `jpipe data prepare`, which the command line is read from."""
+"""The arguments of `jpipe data prepare`, as a dataclass."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -17,19 +17,20 @@ class PrepareRequest:
     """The arguments of `jpipe data prepare`.
 
     Attributes:
-        source: Files, folders or globs to read; by default the source of Python's standard library.
+        source: Files, folders or globs to read; by default the source code of Python's standard library.
         tokenizer: A tokenizer.json, which is copied into the folder; jpipe data tokenizer makes one.
-        out: The folder, a new one.
-        form: A document is a file of text, or a row of JSON lines, CSV, TSV, Parquet or Arrow with a text (text; auto, which rejects files
-            that seem to be neither), with a prompt and an answer (prompts), a conversation (chat) or token ids (tokens).
-        validation_fraction: Share for validation: of several texts whole ones, of one text its end, of rows those selected by a hash.
-        shard_tokens: A file of tokens ends with the document that makes it this large.
-        end_of_text: The token that ends each document; by default the tokenizer's own.
-        text_key: The column, or key of a JSON line, with the text; none reads files of rows as text, too.
+        out: The folder to create.
+        form: What a document is. text: a text file, or a row of JSON lines, CSV, TSV, Parquet or Arrow with a text. auto: the same, but
+            other files are rejected. prompts: a row with a prompt and an answer. chat: a conversation. tokens: a row with token ids.
+        validation_fraction: The share for validation. Of several text files, whole files are held out; of one text file, its end; of rows,
+            the rows that a hash selects.
+        shard_tokens: The size of a file of tokens. A file ends with the document that reaches this size.
+        end_of_text: The token that ends each document; by default the end-of-text token of the tokenizer.
+        text_key: The column, or the key of a JSON line, with the text. With none, files of rows are also read as text.
         prompt_key: The column with the prompt.
         answer_key: The column with the answer.
         tokens_key: The column with the token ids.
-        chat_template: The chat template of conversations; by default the one beside the tokenizer.
+        chat_template: The chat template for conversations; by default the template next to the tokenizer.
     """
 
     source: Source = ()

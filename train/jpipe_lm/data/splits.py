@@ -1,4 +1,4 @@
-"""Read the data that a config names as documents for training and for validation: bytes, text, prompts, conversations or token files."""
+"""Read the data that a config names as documents for training and validation: bytes, text, prompts, conversations or token files."""
 
 import functools
 import hashlib
@@ -32,7 +32,7 @@ from jpipe_train.data.files.file_array import FileArray
 from jpipe_train.data.files.wrong_lines import Place as FilePlace
 from jpipe_train.data.sources import DataPath, parts_of
 
-_MOST_IN_MEMORY = 2**28  # bytes; files that have more are read where they are needed
+_MOST_IN_MEMORY = 2**28  # bytes; if files have more, they are read when needed
 Place = Callable[[int], str] | None
 
 
@@ -42,12 +42,12 @@ class Split:
 
     Attributes:
         train: the documents for training.
-        validation: documents that are held out.
-        source: a phrase that says where they come from.
-        digest: its result is the same in two processes only if their documents are, up to a sample of large files.
-        tokenizer: the one that made their tokens, or None.
-        unit: what they are counted in.
-        place: names an example in the data of each, for messages, if they are examples.
+        validation: the held-out documents.
+        source: a phrase that describes where the documents come from.
+        digest: returns a hash. It is the same in two processes only if their documents are the same; of large files it reads a sample.
+        tokenizer: the tokenizer that made the tokens, or None.
+        unit: the unit in which documents are measured.
+        place: for training and for validation, a function that names the place of an example, for messages; None without examples.
         remarks: lines that say what was left out.
     """
 
@@ -65,7 +65,7 @@ def read(config: Config) -> Split:
     """Read the documents that `config.data` names.
 
     Raises:
-        InputError: they cannot be read.
+        InputError: the documents cannot be read.
     """
     with sources.readable():
         split = _read(config)
@@ -85,14 +85,14 @@ def _read(config: Config) -> Split:
 
 
 def check_files(config: Config, other: str | None = None) -> int | None:
-    """Check that the files of `config.data` are readable, without reading them; return the number of tokens, if known.
+    """Check the files of `config.data` without reading data. Return the size of the vocabulary, or None if it is unknown.
 
     Args:
         config: the config of the run.
-        other: a path to read in place of the run's.
+        other: the path of other data to check instead.
 
     Raises:
-        InputError: there is no such file, no library reads it, or the tokenizer or the chat template cannot be used.
+        InputError: a file does not exist, no installed library reads it, or the tokenizer or the chat template cannot be used.
     """
     data = data_of(config)
     data = data if other is None else data.model_copy(update={"path": other, "validation_path": None})
@@ -123,20 +123,20 @@ def check_files(config: Config, other: str | None = None) -> int | None:
 
 
 def _check_kinds(data: DataConfig) -> None:
-    """Check that no file is known to be other than text, unless the config asks for bytes.
+    """Check that all files seem to be text.
 
     Raises:
-        InputError: the message names the first of them, and what to do with it.
+        InputError: a file is of another kind; the message says what to do with it.
     """
     for path, where in ((data.path, "data.path"), (data.validation_path, "data.validation_path")):
         if path is None:
             continue
-        as_it_is = "or set data.format: bytes to learn its bytes as they are"
+        as_it_is = "or set data.format: bytes to learn its bytes"
         with sources.readable(where):
             names, files = sources.find_files(path, where)
             if token_files.INDEX in names and expanded(path, where).is_dir():
                 raise InputError(
-                    f"'{path}' is a folder of tokens, as jpipe data prepare writes it",
+                    f"'{path}' is a folder of tokens from jpipe data prepare",
                     where=where,
                     change=f"set data.format: tokens, {as_it_is}",
                 )
@@ -156,7 +156,7 @@ def _check_kinds(data: DataConfig) -> None:
 
 
 def check_beside_weights(config: Config) -> None:
-    """Check that tokens mean the same as for the run's initial weights, if their tokenizer is known."""
+    """Check that tokens have the same meaning as for the initial weights of the run, if both tokenizers are known."""
     ours, file = tokenizers.file_of(config), config.warm_start.file
     beside = None if file is None else expanded(file, "warm_start.file") / tokenizers.FILE
     if ours is None or beside is None or config.warm_start.mode == "partial" or not (ours.is_file() and beside.is_file()):
@@ -168,15 +168,15 @@ def check_beside_weights(config: Config) -> None:
         raise InputError(
             where=key,
             expected=f"the tokens of '{beside}', which the weights have learned",
-            found=f"{len(wrong):,} others in '{ours}', the first is {number}, {tokens[0]!r} in place of {tokens[1]!r}",
-            change="use that tokenizer, or leave out warm_start.file",
+            found=f"{len(wrong):,} different tokens in '{ours}', the first is {number}, {tokens[0]!r} in place of {tokens[1]!r}",
+            change="use that tokenizer, or remove warm_start.file",
         )
 
 
 def read_bytes(path: str | None, validation_fraction: float, validation_path: str | None = None) -> Split:
-    """Find the bytes of `path` (a file, a folder or a glob; None: the standard library's source) and split them.
+    """Find the bytes of `path` (a file, a folder or a glob; None: the source code of the standard library) and split them.
 
-    Small files are read here, others when they are needed.
+    Small files are read immediately, large files when they are needed.
     """
     source = sources.named(path)
     names, train = _files_of_bytes(path, "data.path")
@@ -195,10 +195,10 @@ def read_bytes(path: str | None, validation_fraction: float, validation_path: st
 
 
 def read_whole(config: Config, path: str) -> Split:
-    """Read all documents at `path` in the format of `config.data`; both parts of the split are the same.
+    """Read all documents at `path` in the format of `config.data`. Both parts of the split have all documents.
 
     Raises:
-        InputError: they cannot be read, or are tokens of another tokenizer.
+        InputError: the documents cannot be read, or are tokens of another tokenizer.
     """
     with sources.readable():
         return _read_whole(config, path)
@@ -221,24 +221,24 @@ def _read_whole(config: Config, path: str) -> Split:
 
 
 class _Bytes(NamedTuple):
-    """The bytes start .. stop - 1 of a file."""
+    """The bytes from `start` to `stop` - 1 of a file."""
 
     file: Path
     start: int
     stop: int
 
     def split(self, share: float) -> tuple[list["_Bytes"], list["_Bytes"]]:
-        """Return this first share of the bytes, and the remaining bytes."""
+        """Return the first bytes, a share `share`, and the remaining bytes."""
         cut = round((self.stop - self.start) * share)
         return [self._replace(stop=self.start + cut)], [self._replace(start=self.start + cut)]
 
     def opened(self) -> FileArray:
-        """Return the bytes as an array; slicing reads them."""
+        """Return the bytes as an array. A slice reads them."""
         return FileArray(self.file, np.dtype(np.uint8), self.start, self.stop - self.start)
 
 
 def _files_of_bytes(path: str | None, where: str) -> tuple[list[str], list[_Bytes]]:
-    """Return the names of the files at a path and the bytes of each, still unread."""
+    """Return the names of the files at a path, and the range of bytes in each. The bytes are not read yet."""
     with sources.readable(where):
         names, files = sources.find_files(path, where)
         return names, [_Bytes(file, 0, file.stat().st_size) for file in files]
@@ -252,7 +252,7 @@ def _documents_of_bytes(files: Sequence[_Bytes]) -> Documents:
     """Return a document for each file that is not empty."""
     files = [file for file in files if file.stop > file.start]
     sizes = [file.stop - file.start for file in files]
-    if sum(sizes) <= _MOST_IN_MEMORY:  # later edits of the files change nothing
+    if sum(sizes) <= _MOST_IN_MEMORY:  # later changes of the files then have no effect
         whole: UInt8[np.ndarray, " n"] = np.concatenate([np.zeros(0, np.uint8), *(file.opened()[:] for file in files)])
         return Documents.of(whole, BYTES, np.cumsum(sizes, dtype=np.int64))
     cached = functools.lru_cache(maxsize=token_files.MOST_OPEN)(_Bytes.opened)
@@ -264,11 +264,11 @@ def _documents_of_bytes(files: Sequence[_Bytes]) -> Documents:
 
 
 def _whole_folder(config: Config, path: str) -> Split:
-    """Read all documents of a folder of tokens, for training and for validation."""
+    """Return all documents of a folder of tokens, both for training and for validation."""
     folder, index = token_files.read_index(path, "data.path")
     if token_files.is_folder(str(data_of(config).path)) and os.path.exists(
         str(data_of(config).path)
-    ):  # otherwise its tokenizer is not known
+    ):  # otherwise the tokenizer of the run is unknown
         its = token_files.read_index(str(data_of(config).path), "data.path")[1]
         _check_same_tokenizer(its, index, str(data_of(config).path), "data.path")
     documents = token_files.documents(folder, index, [*index.train, *index.validation])
@@ -280,7 +280,7 @@ def check_tokenizers(paths: Sequence[str]) -> None:
     """Check that all folders of tokens among several sources have the same tokenizer.
 
     Raises:
-        InputError: one has another.
+        InputError: a folder has another tokenizer.
     """
     first: tuple[str, token_files.Index] | None = None
     for number, path in enumerate(paths):
@@ -292,8 +292,8 @@ def check_tokenizers(paths: Sequence[str]) -> None:
             raise InputError(
                 where=where,
                 expected=f"tokens of the same tokenizer as in '{first[0]}'",
-                found=f"tokens of another in '{path}'",
-                change="prepare it with the same --tokenizer",
+                found=f"tokens of another tokenizer in '{path}'",
+                change="prepare the folder with the same --tokenizer",
             )
 
 
@@ -303,13 +303,13 @@ def _check_same_tokenizer(index: token_files.Index, other: token_files.Index, pa
         raise InputError(
             where=where,
             expected=f"{index.kind} of the same tokenizer as in '{path}'",
-            found=f"{other.kind} of another",
-            change="prepare it with the same --tokenizer and --format",
+            found=f"{other.kind} of another tokenizer",
+            change="prepare the folder with the same --tokenizer and --format",
         )
 
 
 def _tokenizer(folder: Path, index: token_files.Index) -> tokenizers.Tokenizer:
-    """Load the tokenizer beside the tokens of a folder, which made them."""
+    """Load the tokenizer in a folder of tokens, after checking that it made the tokens."""
     tokenizer = tokenizers.load(folder / tokenizers.FILE, "data.path", None)
     if tokenizer.sha256 != index.tokenizer_sha256:
         raise InputError(
@@ -323,7 +323,7 @@ def _of_token_files(config: Config) -> Split:
     path = str(data_of(config).path)
     for key in ("validation_fraction", "tokens_key"):
         if getattr(config.data, key) != DataConfig.model_fields[key].default:
-            raise InputError(f"data.{key} has no effect with '{path}', which is a folder of tokens and not rows of them; leave it out")
+            raise InputError(f"data.{key} has no effect with '{path}', which is a folder of tokens, not a file of rows; remove data.{key}")
     folder, index = token_files.read_index(path, "data.path")
     train, held_out = token_files.documents(folder, index, index.train), (folder, index, index.validation)
     digests = [functools.partial(token_files.digest, folder, index)]
@@ -334,16 +334,16 @@ def _of_token_files(config: Config) -> Split:
         digests.append(functools.partial(token_files.digest, other, its))
     elif not index.validation:
         raise InputError(
-            f"'{path}' holds nothing for validation",
+            f"'{path}' has no tokens for validation",
             where="data.path",
-            change="name a folder that does, as validation_path, or prepare it with --validation-fraction",
+            change="name a folder with such tokens in data.validation_path, or prepare it with --validation-fraction",
         )
     tokenizer = _tokenizer(folder, index) if data_of(config).objective == "masked" else None
     return Split(train, token_files.documents(*held_out), f"'{path}'", lambda: "".join(each() for each in digests), tokenizer)
 
 
 class _Memory:
-    """A sink that keeps documents and their origin in memory."""
+    """A sink that keeps documents and their places in memory."""
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
         self._dtype = dtype
@@ -352,7 +352,7 @@ class _Memory:
         self._ends: list[int] = []
         self._answers: list[int] = []
         self._answer_ends: list[int] = []
-        self._places: list[FilePlace] = []  # of documents that have answers
+        self._places: list[FilePlace] = []  # the places of documents with answers
 
     def add(self, tokens: np.ndarray) -> None:
         self._tokens.append(tokens.astype(self._dtype))
@@ -368,7 +368,7 @@ class _Memory:
 
     @property
     def largest(self) -> int:
-        """The largest token; 0 without tokens."""
+        """The largest token; 0 if there are no tokens."""
         return max((int(tokens.max()) for tokens in self._tokens), default=0)
 
     def documents(self, vocab_size: int) -> Documents:
@@ -384,14 +384,14 @@ def _of_files(config: Config, parts: Sequence[DataPath]) -> Split:
     """Read files of text, or rows of text, prompts, conversations or token ids, into memory.
 
     Args:
-        config: what they are.
-        parts: what is read.
+        config: the config of the run, which says what the files are.
+        parts: the paths to read.
     """
     data = data_of(config)
     form = data.format if data.format in ("prompts", "chat", "tokens") else "text"
     if form == "tokens" and data.objective == "masked":
         raise InputError(
-            "data.objective: masked: expected a folder that jpipe data prepare wrote, which has the tokenizer of its tokens, found "
+            "data.objective: masked: expected a folder from jpipe data prepare, because it has the tokenizer of its tokens, found "
             f"'{data.path}'; prepare it with jpipe data prepare --format tokens"
         )
     tokenizer = None if form == "tokens" else tokenizers.load(str(data.tokenizer), "data.tokenizer", data.end_of_text)

@@ -1,4 +1,4 @@
-"""Read the text of files in pieces and tokenize these, in constant memory."""
+"""Read the text of files in pieces and tokenize the pieces, in constant memory."""
 
 import codecs
 import os
@@ -19,15 +19,15 @@ from jpipe_train.data.files.wrong_lines import Place, WrongLines, text_of, value
 
 Format = Literal["text", "prompts"]
 Role = Literal["text", "prompt", "answer"]
-PIECE = 2**18  # characters of a text that are tokenized at once, at least; at most twice as many
-_BATCH = PIECE * max(4, os.cpu_count() or 1)  # characters that go to the tokenizer together: all cores have some, and Ctrl-C waits for them
+PIECE = 2**18  # a piece of a text has from PIECE to 2 * PIECE characters
+_BATCH = PIECE * max(4, os.cpu_count() or 1)  # characters tokenized together: enough for all cores, but not too many, because Ctrl-C waits
 _BLOCK = 2**20  # bytes that are read at once
 
 
 class Keys(NamedTuple):
     """The columns, or keys of a JSON line, with a text, a prompt and its answer, or token ids.
 
-    `text` is None if files of text are read as they are, even if they have rows.
+    `text` is None if every file is read as one text, even a file with rows.
     """
 
     text: str | None = "text"
@@ -40,13 +40,13 @@ class Piece(NamedTuple):
     """A piece of the text of a document.
 
     Attributes:
-        text: that is to be tokenized.
-        part: what it is part of.
-        last: whether the document ends with it.
+        text: the text to tokenize.
+        part: what the piece is a part of: a text, a prompt or an answer.
+        last: whether the document ends with this piece.
         held_out: whether the document is for validation.
-        place: its file and line or row, for messages.
-        size: how many bytes of the file, which may be compressed, it takes.
-        continues: whether it continues the piece before it.
+        place: the file and the line or row of the document, for messages.
+        size: the number of bytes of the file, which may be compressed, that were read for the piece.
+        continues: whether the piece continues the previous one.
     """
 
     text: str
@@ -62,15 +62,16 @@ def pieces(names: Sequence[str], files: Sequence[Path], form: Format, fraction: 
     """Yield the text of all files in order, in pieces.
 
     Args:
-        names: the names of the files, which decide where whole files are held out.
+        names: the names of the files; if whole files are held out, the names decide which.
         files: the files to read.
-        form: the form of the documents: texts, which are whole files or their rows; or prompts with answers, which are rows.
-        fraction: share to hold out: of files; of the text, its end, if there is one file; of rows, chosen by their hashes.
+        form: the form of the documents: texts (whole files, or rows with a text), or rows with prompts and answers.
+        fraction: the share to hold out. Of several text files whole files are held out, of a single text file its end, and of rows the
+            rows that their hashes select.
         keys: the keys of rows.
-        where: the key or the option that names the files, for messages.
+        where: the config key or option that names the files, for messages.
 
     Raises:
-        InputError: a file is not what it should be.
+        InputError: a file has wrong content.
         OSError: a file cannot be read.
     """
     wrong = WrongLines(where) if form == "prompts" else WrongLines(where, f"or set {setting_of(where, 'text_key')}")
@@ -92,16 +93,16 @@ def pieces(names: Sequence[str], files: Sequence[Path], form: Format, fraction: 
 
 
 def _has_rows(file: Path, key: str, where: str) -> bool:
-    """Return whether a file has rows with a text; otherwise it is itself a text.
+    """Return whether a file has rows with a text. Otherwise the file is itself a text.
 
     Raises:
-        InputError: it is JSON in another form.
+        InputError: the file is JSON in another form.
     """
     kind = kinds.content_of(file, key)
     if kind is not None and kind.is_json:
         raise InputError(
             where=where,
-            expected="text, or rows with it",
+            expected="text, or rows with a text",
             found=f"that '{file}' is {kind.name}",
             change=f"{kind.hint}, or set {setting_of(where, 'text_key')} to {'null' if where.startswith('data.') else 'none'} to "
             "read it as text",
@@ -110,7 +111,7 @@ def _has_rows(file: Path, key: str, where: str) -> bool:
 
 
 def tokenized(texts: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Piece, np.ndarray]]:
-    """Yield each piece with its tokens; meanwhile all cores tokenize the next pieces.
+    """Yield each piece with its tokens. Meanwhile all cores tokenize the next pieces.
 
     Raises:
         InputError: the tokenizer fails.
@@ -119,14 +120,14 @@ def tokenized(texts: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Pi
     def encoded(batch: Sequence[Piece]) -> list[np.ndarray]:
         return tokenizer.encoded([piece.text for piece in batch], [piece.continues for piece in batch])
 
-    # An empty piece has a size, too, so that many of them make a batch.
+    # An empty piece also gets a size, so that many empty pieces fill a batch.
     return ahead(texts, lambda piece: len(piece.text) + 100, _BATCH, encoded)
 
 
 def _of_text(file: Path, start: int, stop: int | None, held_out: bool, where: str) -> Iterator[Piece]:
-    """Yield the document in the bytes start .. stop - 1 of a file, in pieces that end where most tokenizers split text.
+    """Yield the document in the bytes `start` to `stop` - 1 of a file, in pieces that end where most tokenizers split text.
 
-    Bytes count in the decompressed file; without `stop` the document extends to its end.
+    The positions are in the decompressed file. Without `stop` the document extends to the end of the file.
     """
     decode = codecs.getincrementaldecoder("utf-8")()
     text, at, continues = "", start, False
@@ -144,7 +145,7 @@ def _of_text(file: Path, start: int, stop: int | None, held_out: bool, where: st
                     where=where,
                     expected=f"text in UTF-8 in '{file}'",
                     found=f"the byte {error.object[error.start]:#04x} at {byte}{sources.guess(file)}",
-                    change="convert the file, or leave it out",
+                    change="convert the file, or remove it from the data",
                 ) from None
             at += len(block)
             while len(text) > 2 * PIECE:
@@ -160,7 +161,7 @@ def _good_end(text: str) -> int:
     """Choose where to split a text of more than twice `PIECE` characters.
 
     Returns:
-        The place after a line, if no line around it is empty or indented; otherwise between words; otherwise anywhere.
+        The position after a line, if the lines around it are not empty or indented; otherwise between two words; otherwise anywhere.
     """
     for mark, behind in (("\n", 1), (" ", 0)):
         end = 2 * PIECE
@@ -173,7 +174,7 @@ def _good_end(text: str) -> int:
 def _next_line(file: Path, start: int, size: int) -> int:
     """Return the position after the line with byte `start` in a file of `size` decompressed bytes.
 
-    If the line does not end soon, or is the last one, return the position after the character.
+    If the line is very long, or is the last line, return the next position between two characters instead.
     """
     with open_to_read(file) as raw:
         opened = streams.unpacked(raw, file)
@@ -188,7 +189,7 @@ def _next_line(file: Path, start: int, size: int) -> int:
 
 
 def _of_rows(file: Path, form: Format, share: float, keys: Keys, wrong: WrongLines) -> Iterator[Piece]:
-    """Yield the texts of each row."""
+    """Yield the texts of each row as pieces."""
     parts: Sequence[tuple[Role, str]]
     if form == "text":
         assert keys.text is not None

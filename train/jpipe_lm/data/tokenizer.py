@@ -22,10 +22,10 @@ from jpipe_train.config.section import AUTO
 from jpipe_train.console.terminal import first_line
 
 FILE = "tokenizer.json"
-MOST_BYTES = 2**27  # of a tokenizer.json; the largest vocabularies take a quarter of it
+MOST_BYTES = 2**27  # the largest size of a tokenizer.json; the largest known vocabularies take a quarter of it
 LARGEST_VOCABULARY = 2**24
 ENDS_OF_TEXT = "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]"
-"""Tokens that end a text, in order of preference, for a tokenizer without a rule about it."""
+"""Tokens that end a text, in order of preference, for tokenizers that add no token after a text."""
 PADDINGS = "[PAD]", "<pad>", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>"
 """Tokens that fill rows, in order of preference."""
 
@@ -38,9 +38,9 @@ class Row(NamedTuple):
     """A tokenized text or pair of texts.
 
     Attributes:
-        tokens: all of them.
-        types: for each token which of the texts it belongs to, as the tokenizer counts them.
-        is_cut: whether there was more.
+        tokens: the tokens.
+        types: for each token, the number of the text that it belongs to, from the tokenizer.
+        is_cut: whether the text was cut.
     """
 
     tokens: UInt32[np.ndarray, " n"]
@@ -50,15 +50,15 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer: converts text to token ids and back.
+    """A tokenizer, which converts text to token ids and back.
 
     Attributes:
-        rules: the tokenizer, an object of the tokenizers library.
-        content: the content of its file.
-        where: the key or the option and the path that it was read from, for messages.
-        begin: tokens that the tokenizer's own rules put before a text.
-        end: what ends a document; None: nothing does.
-        path: the path of its file.
+        rules: the tokenizer as an object of the tokenizers library.
+        content: the content of the tokenizer.json.
+        where: the config key or option and the path of the file, for messages.
+        begin: the tokens that the tokenizer adds before a text.
+        end: the token that ends a document; None if there is none.
+        path: the path of the tokenizer.json.
     """
 
     rules: Any
@@ -75,7 +75,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """The largest id plus one: the number of rows that an embedding of all tokens needs."""
+        """The largest id plus one; an embedding of all tokens needs this number of rows."""
         return 1 + int(self.ids[-1])
 
     @property
@@ -84,11 +84,11 @@ class Tokenizer:
         return hashlib.sha256(self.content).hexdigest()
 
     def encoded(self, texts: Sequence[str], continued: Sequence[bool] = ()) -> list[UInt32[np.ndarray, " _"]]:
-        """Tokenize each text on all cores, without the tokens that begin or end it.
+        """Tokenize each text on all cores, without the special tokens that begin or end a text.
 
         Args:
             texts: the texts to tokenize.
-            continued: for each text whether it continues another one, so that nothing is put before it; empty: none does.
+            continued: for each text, whether it continues another text, so that no space is put before it; empty if none does.
 
         Raises:
             InputError: the tokenizer fails.
@@ -103,10 +103,10 @@ class Tokenizer:
         return tokens
 
     def with_offsets(self, texts: Sequence[str]) -> list[tuple[UInt32[np.ndarray, " n"], Int64[np.ndarray, "n 2"]]]:
-        """Tokenize each text on all cores, without the tokens that begin or end it.
+        """Tokenize each text on all cores, without the special tokens that begin or end a text.
 
         Returns:
-            The tokens of each text, and where each begins and ends in it, in characters.
+            For each text, its tokens, and an array of shape (n, 2) with the positions in the text where each token begins and ends.
 
         Raises:
             InputError: the tokenizer fails.
@@ -119,9 +119,9 @@ class Tokenizer:
 
     @cached_property
     def _marks(self) -> dict[bool, tuple[str, tuple[int, ...]]]:
-        """A prefix for a continued text, with its tokens: one for texts that begin with a space (True), one for other texts (False).
+        """Prefixes for continued texts, with their tokens: one for texts that begin with a space (True), one for other texts (False).
 
-        It is empty unless the tokenizer puts a space before a text, as Llama 2's does.
+        The dict is empty unless the tokenizer puts a space before a text, like Llama 2's tokenizer.
         """
         a, b, one, other, unknown = (tokens.tolist() for tokens in self._encoded(["a", "b", "\na", "\nb", "\U0010ffffa"]))
         head = [first for first, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
@@ -132,16 +132,16 @@ class Tokenizer:
     def _encoded(self, texts: Sequence[str]) -> list[UInt32[np.ndarray, " _"]]:
         try:
             encodings = self.rules.encode_batch_fast(list(texts), add_special_tokens=False)
-        except BaseException as error:  # what panics in Rust is no Exception
+        except BaseException as error:  # a panic in Rust is not an Exception
             raise _failed(error, self.where, "cannot tokenize") from None
         return [np.asarray(encoding.ids, np.uint32) for encoding in encodings]
 
     def whole(self, texts: Sequence[str | tuple[str, str]], most: int | None = None) -> list["Row"]:
-        """Tokenize texts and pairs of texts on all cores, with the tokens that the tokenizer's own rules put around and between them.
+        """Tokenize texts and pairs of texts on all cores, with the special tokens that the tokenizer adds around and between them.
 
         Args:
             texts: the texts to tokenize.
-            most: the most tokens of a row, beyond which it is cut: of a pair the longer text first; None: any number.
+            most: the most tokens of a row; longer rows are cut, pairs at their longer text first. None: rows may have any length.
 
         Raises:
             InputError: the tokenizer fails.
@@ -157,13 +157,13 @@ class Tokenizer:
 
     @cached_property
     def padding(self) -> int | None:
-        """The token that fills rows: a padding token, or the end-of-text token if texts do not end with it; or None."""
+        """The token that fills rows: a padding token, or the end-of-text token if the tokenizer does not add it to texts; or None."""
         known = [self.rules.token_to_id(name) for name in PADDINGS]
         is_free = self.end is not None and self.rules.encode("a").ids[-1:] != [self.end]
         return next((int(number) for number in known if number is not None), self.end if is_free else None)
 
     def decoded(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens; tokens that stand for no text are left out.
+        """Return the text of tokens. Special tokens are left out.
 
         Raises:
             InputError: the tokenizer fails.
@@ -174,44 +174,44 @@ class Tokenizer:
             raise _failed(error, self.where, "cannot make text of tokens") from None
 
     def id_of(self, *names: str) -> int:
-        """Return the id of the first existing one of these special tokens, or None.
+        """Return the id of the first of these special tokens that the tokenizer has.
 
         Raises:
-            InputError: the tokenizer has none of them.
+            InputError: the tokenizer has none of these tokens.
         """
         for name in names:
             if (number := self.rules.token_to_id(name)) is not None:
                 return int(number)
         either = " or ".join(names)
         raise InputError(
-            where=self.where, expected=f"a tokenizer with the token {either}", found="none", change="use one made for such a model"
+            where=self.where, expected=f"a tokenizer with the token {either}", found="none", change="use a tokenizer made for such a model"
         )
 
     def differing(self, other: "Tokenizer") -> list[tuple[int, tuple[str, str]]]:
-        """Return the ids that two tokenizers use for different tokens, with these tokens."""
+        """Return the ids that two tokenizers use for different tokens, each with the two tokens."""
         mine, theirs = ({number: token for token, number in each.rules.get_vocab(with_added_tokens=True).items()} for each in (self, other))
         return [
             (number, (mine[number], theirs[number])) for number in sorted(mine.keys() & theirs.keys()) if mine[number] != theirs[number]
         ]
 
     def special_ids(self) -> tuple[int, ...]:
-        """Return the ids of all tokens that stand for no text."""
+        """Return the ids of all special tokens."""
         return tuple(sorted(number for number, token in self.rules.get_added_tokens_decoder().items() if token.special))
 
 
 def load(path: str | Path, where: str, end_of_text: str | None = AUTO) -> Tokenizer:
     """Load a tokenizer.json, which may come from a stranger.
 
-    Padding and truncation, which such files can ask for, are ignored. So is BPE's dropout, which would make the tokens random.
+    Settings for padding and truncation in the file are ignored. BPE dropout is turned off, because it would make the tokens random.
 
     Args:
         path: the path of the file.
-        where: the key or the option that names it, for messages.
-        end_of_text: what ends a document, as text; None: nothing; auto: what the tokenizer's own rules put after a text, otherwise the
-            first of `ENDS_OF_TEXT` that it has.
+        where: the config key or option that names the file, for messages.
+        end_of_text: the token that ends a document, as text; None for no token. With auto, it is the token that the tokenizer adds after a
+            text, or else the first of `ENDS_OF_TEXT` that the tokenizer has.
 
     Raises:
-        InputError: the file cannot be read, is too large or no tokenizer; it has no such token.
+        InputError: the file cannot be read, is too large, or is not a tokenizer; or the tokenizer does not have the token.
     """
     try:
         file = expanded(str(path), where)
@@ -219,8 +219,8 @@ def load(path: str | Path, where: str, end_of_text: str | None = AUTO) -> Tokeni
     except OSError as error:
         raise InputError(f"cannot read '{path}': {error.strerror}", where=where, change="give a tokenizer.json") from None
     where = f"{where}: '{path}'"
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # else it prints a warning in each process that is forked later
-    import tokenizers  # only here: most runs need none
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # without it, each forked process prints a warning
+    import tokenizers  # only here, because most runs do not need it
 
     try:
         expressions = tokenizer_limits.check_content(content)
@@ -250,12 +250,12 @@ def load(path: str | Path, where: str, end_of_text: str | None = AUTO) -> Tokeni
         )
     before, after = _around(plain, whole)
     if before == (rules.token_to_id("[CLS]"),):
-        before = ()  # it begins a row of masked tokens, not each document in it
+        before = ()  # [CLS] begins a row of masked tokens, not each document in the row
     return _with_end(replace(tokenizer, begin=before), after, end_of_text)
 
 
 def file_of(config: Any) -> Path | None:
-    """Return the tokenizer.json of a run with this config, or None if it reads bytes or has a `data.target`."""
+    """Return the path of the tokenizer.json of a run; None if the run reads bytes or has a `data.target`."""
     if not isinstance(data := config.data, DataConfig):
         return None
     if data.format == "tokens":
@@ -271,7 +271,7 @@ def _with_end(tokenizer: Tokenizer, after: tuple[int, ...], end_of_text: str | N
         number = rules.token_to_id(end_of_text)
         if number is None:
             hint = nearest(end_of_text, [token.content for token in rules.get_added_tokens_decoder().values()])
-            raise InputError(where=tokenizer.where, expected=f"it to have the end of text {end_of_text!r}", found="none", change=hint)
+            raise InputError(where=tokenizer.where, expected=f"a tokenizer with the token {end_of_text!r}", found="none", change=hint)
         return replace(tokenizer, end=int(number))
     if len(after) == 1:
         return replace(tokenizer, end=after[0])
@@ -280,7 +280,7 @@ def _with_end(tokenizer: Tokenizer, after: tuple[int, ...], end_of_text: str | N
 
 
 def _around(plain: Sequence[int], whole: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return what precedes and follows `plain` in `whole`, or nothing if `whole` does not contain it."""
+    """Return the tokens before and after `plain` in `whole`; both are empty if `whole` does not contain `plain`."""
     for start in range(len(whole) - len(plain) + 1):
         if list(whole[start : start + len(plain)]) == list(plain):
             return tuple(whole[:start]), tuple(whole[start + len(plain) :])
@@ -288,16 +288,16 @@ def _around(plain: Sequence[int], whole: Sequence[int]) -> tuple[tuple[int, ...]
 
 
 def _failed(error: BaseException, where: str, what: str) -> BaseException:
-    """Return the exception to raise if the library fails: an InputError with its message; Ctrl-C and process exits unchanged."""
+    """Return the exception to raise for an error of the library: an InputError with its message; Ctrl-C and exits are unchanged."""
     if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
         return error
     reason = first_line(error) if isinstance(error, Exception) else "it panics"
-    change = "give the file of a fast tokenizer, such as jpipe data tokenizer writes"
+    change = "give the tokenizer.json of a fast tokenizer, for example from jpipe data tokenizer"
     return InputError(what, where=where, found=f"one that fails: {reason}", change=change)
 
 
 def batched(items: Iterable[_Item], size: Callable[[_Item], int], most: int) -> Iterator[list[_Item]]:
-    """Yield items in batches that go to a tokenizer together; a batch ends with the item that makes it `most` or larger."""
+    """Yield items in batches to tokenize together. A batch ends with the item that brings its size to `most` or more."""
     batch: list[_Item] = []
     total = 0
     for item in items:
@@ -313,7 +313,7 @@ def batched(items: Iterable[_Item], size: Callable[[_Item], int], most: int) -> 
 def ahead(
     items: Iterable[_Item], size: Callable[[_Item], int], most: int, tokenize: Callable[[list[_Item]], Sequence[_Tokens]]
 ) -> Iterator[tuple[_Item, _Tokens]]:
-    """Yield each item with its tokens; meanwhile a thread tokenizes the next batch, made as in `batched`."""
+    """Yield each item with its tokens. Meanwhile a thread tokenizes the next batch; batches are made by `batched`."""
     with ThreadPoolExecutor(1, "tokenizer") as thread:
         last: tuple[list[_Item], Future[Sequence[_Tokens]]] | None = None
         for batch in batched(items, size, most):

@@ -1,4 +1,4 @@
-"""Rows of a batch, each a function of its index: windows of a running text, or whole examples packed together."""
+"""Rows of a batch: windows of a running text, or whole examples packed together. A row depends only on its index."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -12,21 +12,21 @@ from jpipe_lm.data.documents import Documents
 from jpipe_train.data.rows import Tree
 
 UNCOUNTED = -1
-"""The label of a position where the prediction does not count."""
+"""The label of a position that the loss ignores."""
 Inputs = Int32[np.ndarray, " s"] | dict[str, Int32[np.ndarray, " s"]]
 
 
 def row_spec(seq_len: int, *, segments: bool) -> tuple[Tree, Tree]:
-    """Return the shapes and dtypes of a row: inputs, with or without segments, and labels."""
+    """Return the shapes and dtypes of a row: its inputs, with or without segments, and its labels."""
     tokens = jax.ShapeDtypeStruct((seq_len,), np.dtype(np.int32))
     return {"tokens": tokens, "segments": tokens} if segments else tokens, tokens
 
 
 class Windows:
-    """A text in consecutive windows of `seq_len` tokens; the labels are the text shifted by one token.
+    """A text in consecutive windows of `seq_len` tokens. The labels are the text shifted by one token.
 
-    With `apart` the documents in a window are numbered from 1, as segments, and no document predicts the beginning of the next. A text
-    shorter than a window is padded to one: segment 0, and labels that are ignored.
+    With `apart` the documents in a window are segments, numbered from 1, and the last token of a document has no label. A text that is
+    shorter than a window is padded; padding has segment 0 and labels that are ignored.
     """
 
     def __init__(self, documents: Documents, seq_len: int, *, apart: bool = False):
@@ -55,7 +55,7 @@ class Windows:
 
 
 class Filled:
-    """Rows, followed by rows of padding with ignored labels, until there are `least`."""
+    """Rows, followed by as many rows of padding with ignored labels as are needed for `least` rows."""
 
     def __init__(self, rows: "Windows | Examples", least: int):
         self._rows, self._least = rows, least
@@ -72,15 +72,15 @@ class Filled:
 
 
 class Examples:
-    """Documents with answers, unsplit, packed in order into rows of `seq_len` positions (next fit).
+    """Whole documents with answers, packed in order into rows of `seq_len` positions (next fit).
 
-    The packing depends only on their lengths. Only tokens of answers are labels. The rest of a row is segment 0.
+    The packing depends only on the lengths of documents. Only tokens of answers are labels. The rest of a row has segment 0.
 
     Args:
         documents: the examples.
-        seq_len: positions of a row.
-        cut: whether what is longer is cut, and left out if nothing of its answer remains; otherwise it is an error.
-        place: names an example in the data, for messages.
+        seq_len: the number of positions in a row.
+        cut: whether examples that are too long are cut, and left out if nothing of their answers remains; if not, they are an error.
+        place: a function from the number of an example to its name in messages.
 
     Raises:
         InputError: an example is too long.
@@ -90,7 +90,7 @@ class Examples:
         self._documents = documents
         self._seq_len = seq_len
         starts, ends, answers, answer_ends = documents.examples()
-        slots = ends - starts - 1  # of an example of n tokens n - 1 are inputs, and n - 1 are labels
+        slots = ends - starts - 1  # an example of n tokens has n - 1 inputs and n - 1 labels
         if not cut and np.any(slots > seq_len):
             first = int(np.argmax(slots > seq_len))
             number = int(np.count_nonzero(slots > seq_len)) - 1
@@ -100,14 +100,14 @@ class Examples:
                 key=f"example {first}" if place is None else place(first),
                 expected=f"at most {seq_len + 1} tokens (model.seq_len {seq_len}, plus one)",
                 found=f"{slots[first] + 1}{more}",
-                change="shorten it, raise model.seq_len, or cut such examples with data.too_long: cut",
+                change="shorten the example, raise model.seq_len, or cut such examples with data.too_long: cut",
             )
         slots = np.minimum(slots, seq_len)
         # The first token of a document is not a label.
         of = np.searchsorted(starts, answers, "right") - 1
         answers, answer_ends = np.maximum(answers, starts[of] + 1), np.minimum(answer_ends, (starts + slots + 1)[of])
         kept = answers < answer_ends
-        some = np.zeros(starts.size, bool)  # is there a label?
+        some = np.zeros(starts.size, bool)  # whether a document has a label
         some[of[kept]] = True
         self.left_out = int(slots.size - np.count_nonzero(some))
         self._starts, self._slots = starts[some], slots[some]

@@ -1,1 +1,1 @@
-"""`jpipe generate`: text from a model that a run has trained, or from a folder in Hugging Face's layout."""
+"""`jpipe generate`: generate text with a model from a run folder, or from a folder in Hugging Face's layout."""

@@ -21,10 +21,10 @@ from jpipe_train.console import interrupt
 from jpipe_train.console.terminal import count
 from jpipe_train.launch.team import Team
 
-MOST_BY_DEFAULT = 1000  # tokens of an answer
-_MEMORY_FOR = 8192  # positions at the start; a model that has more is not placed for all of them
+MOST_BY_DEFAULT = 1000  # the most tokens of an answer
+_MEMORY_FOR = 8192  # the placement reserves memory for at most this many positions, even if the model has more
 _SEEDS = 2**32
-_LONGEST_PAUSE = 7 * 24 * 3600.0  # seconds that other processes wait for what the user says
+_LONGEST_PAUSE = 7 * 24 * 3600.0  # seconds that other processes wait for the user's next message
 
 
 @dataclass
@@ -33,10 +33,10 @@ class Chat:
 
     Attributes:
         request: the options.
-        source: the model, on disk.
-        words: the conversion of its tokens.
+        source: the source of the model.
+        words: the conversion between text and tokens.
         renderer: renders the conversation as text.
-        messages: what was said.
+        messages: the messages so far.
     """
 
     request: Request
@@ -47,10 +47,10 @@ class Chat:
 
     @classmethod
     def begin(cls, request: Request, source: model_source.Origin, words: Conversion, renderer: Renderer) -> Self:
-        """Return a conversation with the system's message, if any, and nothing else.
+        """Return a new conversation, with only the system message if there is one.
 
         Raises:
-            InputError: that is not in UTF-8.
+            InputError: the system message is not in UTF-8.
         """
         chat = cls(request, source, words, renderer)
         if request.system is not None:
@@ -62,7 +62,7 @@ class Chat:
         """Add a user's message, and return the tokens of the whole conversation.
 
         Raises:
-            InputError: the template does not render the conversation, or the model has too few positions.
+            InputError: the template cannot render the conversation, or the model has too few positions.
         """
         check_text(said, "standard input")
         self.messages.append({"role": "user", "content": said})
@@ -71,8 +71,8 @@ class Chat:
         except Failure as error:
             raise InputError(f"chat template: {error}; use a model with a template for such conversations") from None
         if not tokens:
-            raise InputError("chat template: expected a text of the conversation, found an empty one; use another template")
-        check_tokens(tokens, self.words, self.source.config, "the conversation", "begin a new one")
+            raise InputError("chat template: expected the text of the conversation, found an empty text; use another template")
+        check_tokens(tokens, self.words, self.source.config, "the conversation", "begin a new conversation")
         return tokens
 
 
@@ -89,17 +89,17 @@ def main(
 
     Args:
         request: the options.
-        said: yields what the user says, one text after the other; process 0 calls it.
-        write: writes answers, piece by piece; process 0 calls it.
-        say: prints a line about them; process 0 calls it.
+        said: returns an iterator of the user's messages. Only process 0 calls it.
+        write: writes pieces of answers. Only process 0 calls it.
+        say: prints a line about the answers. Only process 0 calls it.
         team: the processes that have the model.
         goes_on: whether the conversation goes on after Ctrl-C has stopped an answer.
 
     Returns:
-        Whether it ended with what the user says; False if Ctrl-C was pressed.
+        Whether the user's messages ended the conversation; False if Ctrl-C did.
 
     Raises:
-        InputError: as `jpipe_lm.generate.generate.main`; there is no chat template, or it does not render the conversation.
+        InputError: see `jpipe_lm.generate.generate.main`; or there is no chat template, or it cannot render the conversation.
         PeerLost: another process died, hung or stopped.
     """
     if not team.is_first:
@@ -109,13 +109,13 @@ def main(
         check_options(request)
         source = model_source.find(request.source, request.step, request.weights, request.tokenizer, request.dtype, say, request.adapters)
         if (words := source.words()).tokenizer is None:
-            raise InputError("--chat: expected a model with a tokenizer and a chat template, found one of bytes; leave --chat out")
+            raise InputError("--chat: expected a model with a tokenizer and a chat template, found a model of bytes; remove --chat")
         return source, words, words.tokenizer
 
     source, words, tokenizer = team.run_on_all(prepare)
     agree_on(request, source, team)
     with contextlib.ExitStack() as stack:
-        chats: list[Chat] = []  # one, in process 0
+        chats: list[Chat] = []  # one conversation in process 0, none in other processes
 
         def begin() -> str:
             renderer = stack.enter_context(Renderer(template.find(tokenizer, words.chat_template)))
@@ -139,12 +139,12 @@ def main(
 
 
 def _most(request: Request) -> int:
-    """Return the largest number of tokens of an answer."""
+    """Return the largest number of tokens in an answer."""
     return MOST_BY_DEFAULT if request.tokens is None else request.tokens
 
 
 def _report(answer: Text, chats: list[Chat], say: Callable[[str], None]) -> None:
-    """Add an answer to the conversation, and report if it exceeded its limit."""
+    """Add an answer to the conversation, and report if it was cut at the limit of tokens."""
     if answer.end == "tokens":
         say(f"stopped after {count(answer.tokens, 'token')}; --tokens N allows more")
     for chat in chats:
@@ -152,7 +152,7 @@ def _report(answer: Text, chats: list[Chat], say: Callable[[str], None]) -> None
 
 
 def _turns(said: Callable[[], Iterator[str]], chats: list[Chat], team: Team) -> Iterator[tuple[str, list[int]]]:
-    """Yield in all processes the user's messages to process 0, with the tokens of the conversation so far."""
+    """Yield each user's message and the tokens of the conversation so far. All processes get the messages of process 0."""
     spoken = said()
 
     def following() -> str:
@@ -162,8 +162,8 @@ def _turns(said: Callable[[], Iterator[str]], chats: list[Chat], team: Team) -> 
     for turn in itertools.count(1):
         found = json.loads(team.from_first(f"turn {turn} of the user", following, limit=_LONGEST_PAUSE))
         if found is None:
-            if turn == 1 and team.processes is not None:  # jpipe launch passes no terminal on
-                nothing = "--chat: expected lines on standard input, found none; with jpipe launch pipe them in: cat | jpipe launch …"
+            if turn == 1 and team.processes is not None:  # jpipe launch does not pass on the terminal
+                nothing = "--chat: expected lines on standard input, found none; with jpipe launch, pipe the lines in: cat | jpipe launch …"
                 raise team.shared(InputError(nothing))
             return
         yield found[0], found[1]

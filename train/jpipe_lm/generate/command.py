@@ -1,4 +1,4 @@
-"""`jpipe generate` on a terminal or in a pipe: the text goes to standard output, everything else to standard error."""
+"""Run `jpipe generate` on a terminal or in a pipe. The text goes to standard output, everything else to standard error."""
 
 import json
 import sys
@@ -23,8 +23,8 @@ def run(request: Request, connect: Callable[[], int], connect_limit: float, wait
     """Generate text, from standard input if there is no prompt, or hold a conversation.
 
     Args:
-        request: what to generate.
-        connect: connects the processes, and returns their number.
+        request: the arguments of the command.
+        connect: connects the processes, and returns how many there are.
         connect_limit: seconds to wait for the other processes at the start.
         wait_limit: seconds without progress after which the processes give up.
 
@@ -33,15 +33,15 @@ def run(request: Request, connect: Callable[[], int], connect_limit: float, wait
 
     Raises:
         PeerLost: another process died, hung or stopped.
-        ReportedElsewhere: another process prints why this one ends.
+        ReportedElsewhere: another process prints why this process ends.
     """
     try:
         processes = connect()
         with joined(processes, connect_limit, wait_limit) as team:
-            if request.is_chat:  # Ctrl-C ends several processes, which would not stop after the same token
+            if request.is_chat:  # with several processes Ctrl-C ends the command, because they would not stop after the same token
                 is_complete = chat.main(request, _said, _write, _say, team, goes_on=processes == 1 and _is_terminal())
             else:
-                if not request.prompts:  # as JSON, which has all bytes that are not UTF-8, too
+                if not request.prompts:  # sent as JSON, which preserves bytes that are not UTF-8
                     request = replace(request, prompts=(json.loads(team.from_first("the prompt", lambda: json.dumps(_read()))),))
                 is_complete = main(request, _write, _say, team)
         return 0 if is_complete else 130
@@ -62,7 +62,7 @@ def _is_terminal() -> bool:
 
 
 def _said() -> Iterator[str]:
-    """Yield each line of standard input that is not empty, without its end. A terminal shows a prompt.
+    """Yield each line of standard input that is not empty, without its line end. A terminal shows a prompt.
 
     Raises:
         InputError: a line is too long.
@@ -72,7 +72,7 @@ def _said() -> Iterator[str]:
             print("> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.buffer.readline(MOST_BYTES + 1)
         if len(line) > MOST_BYTES:
-            raise InputError(f"standard input: expected at most {MOST_BYTES:,} bytes in a line, found more; give a shorter one")
+            raise InputError(f"standard input: expected at most {MOST_BYTES:,} bytes in a line, found more; give a shorter line")
         if not line:
             if sys.stdin.isatty():
                 print(file=sys.stderr)
@@ -85,10 +85,10 @@ def _read() -> str:
     """Read standard input, without a final line break.
 
     Raises:
-        InputError: it is a terminal, where the user would not know that this waits, or it is too long.
+        InputError: the input is too long, or is a terminal, where a user would not know that the command waits for input.
     """
     if sys.stdin is None or sys.stdin.isatty():
-        raise InputError(where="--prompt", expected="a text to continue", found="none", change="give --prompt TEXT, or pipe one in")
+        raise InputError(where="--prompt", expected="a text to continue", found="none", change="give --prompt TEXT, or pipe a text in")
     content = sys.stdin.buffer.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
         raise InputError(f"--prompt: expected at most {MOST_BYTES:,} bytes on standard input, found more; give a shorter text")

@@ -1,4 +1,4 @@
-"""A decoder with a cache of keys and values; its layers are on one device, or in order on several.
+"""A decoder with a cache of keys and values. Its layers are on one device, or in order on several devices.
 
 The letters in the shapes: b rows, s positions, v symbols.
 """
@@ -20,22 +20,23 @@ from jpipe_lm.models import attention, transformer
 
 Tree = Any  # nested dicts of arrays
 Share = Callable[[Any, jax.ShapeDtypeStruct, str, int], np.ndarray]
-"""Returns an array in all processes; called in all of them with the array, or None, its shape and dtype, what it is, and the process that
-has it."""
-_PIECE = 1024  # positions of a prompt at a time, at most
-_SCORES = 2**26  # of attention at a time, for all rows, heads and pairs of positions
-_SHORTEST = 16  # positions; longer lengths are powers of two, so that few programs are compiled
+"""A function (array or None, its shape and dtype, a description, source) that returns the array of process `source` in all processes. All
+
+processes must call it."""
+_PIECE = 1024  # the most positions of a prompt that are read at a time
+_SCORES = 2**26  # the most attention scores at a time, for all rows, heads and pairs of positions
+_SHORTEST = 16  # the least number of positions; numbers are powers of two, so that few programs are compiled
 
 
 class Layer:
-    """A Flax module with shapes in place of parameters."""
+    """A Flax module with shapes and dtypes in place of parameters."""
 
     def __init__(self, constructor: Callable[..., nnx.Module]) -> None:
         self._graph, self._state = nnx.split(nnx.eval_shape(lambda: constructor(rngs=nnx.Rngs(0))))
 
     @property
     def specs(self) -> Tree:
-        """The shapes and dtypes of its parameters."""
+        """The shapes and dtypes of the parameters."""
         return nnx.to_pure_dict(self._state)
 
     def bound(self, params: Tree) -> Any:
@@ -44,7 +45,7 @@ class Layer:
 
 
 def layers_of(config: ModelConfig) -> dict[str, Layer]:
-    """Return the layers of a built-in decoder by id; equal blocks are one object."""
+    """Return a dict from layer ids to the layers of a built-in decoder. Equal blocks are one object."""
     without_dropout = config.model_copy(update={"dropout": 0.0})
     configs = without_dropout.blocks
     layers = {id(block): Layer(partial(transformer.Block, block)) for block in configs}
@@ -56,7 +57,7 @@ def layers_of(config: ModelConfig) -> dict[str, Layer]:
 
 
 def bytes_of(config: ModelConfig, rows: int, positions: int) -> dict[str, int]:
-    """Return by id the bytes of each layer's parameters, keys and values, for a number of rows and positions."""
+    """Return a dict from layer ids to the bytes of the layer's parameters, keys and values, for a number of rows and positions."""
     computes, room = np.dtype(transformer.dtype_of(config)).itemsize, room_for(config, positions)
     caches = {f"block_{i}": 2 * computes * math.prod(_cache_shape(block, rows, room)) for i, block in enumerate(config.blocks)}
     sizes = {}
@@ -74,7 +75,7 @@ def scratch_of(config: ModelConfig, rows: int, positions: int) -> int:
 
 
 def _piece(config: ModelConfig, rows: int, room: int) -> int:
-    """Return the number of prompt positions to read at a time: a power of two for which the scores need moderate memory."""
+    """Return the number of prompt positions to read at a time: a power of two, so small that the scores need moderate memory."""
     piece = _PIECE
     while piece > _SHORTEST and rows * config.heads * piece * _keys(config, room, piece) > _SCORES:
         piece //= 2
@@ -82,13 +83,13 @@ def _piece(config: ModelConfig, rows: int, room: int) -> int:
 
 
 def _keys(config: ModelConfig, room: int, piece: int) -> int:
-    """Return the largest number of keys that a position of a piece has scores for: the cache, and with a window also the piece."""
+    """Return the largest number of keys that a position has scores for: the keys in the cache and, with a window, in the piece."""
     cached = [(block, attention.cached_positions(block.window, room)) for block in config.blocks]
     return max(places + (piece if places == block.window else 0) for block, places in cached)
 
 
 def room_for(config: ModelConfig, positions: int) -> int:
-    """Return the maximal number of positions of a row that uses `positions` of them."""
+    """Return the number of positions to reserve for rows of up to `positions` positions."""
     return min(config.max_positions_used, max(_SHORTEST, 1 << (positions - 1).bit_length()))
 
 
@@ -102,9 +103,9 @@ class Decoder:
 
     Args:
         config: the config of the model, a decoder.
-        params: the parameters of each layer of this process, by id, on its device.
-        devices: the device of each layer, by id.
-        share: shares arrays between the processes that have the devices; None: one process has all.
+        params: a dict from the ids of this process's layers to their parameters, on their devices.
+        devices: a dict from layer ids to devices.
+        share: shares arrays between the processes that have the devices; None if one process has all devices.
     """
 
     def __init__(
@@ -125,26 +126,26 @@ class Decoder:
         self._caches: dict[str, tuple[Any, Any]] = {}
         self._lengths = np.zeros(0, np.int32)
         self._room = 0
-        self._tokens: list[Any] = []  # of each row, for longer ones to be read again
+        self._tokens: list[Any] = []  # the tokens of each row, so that rows can be read again
         self._original = _original_positions(config)
 
     @without_mesh()
     def begin(self, prompts: Sequence[Sequence[int]], positions: int) -> Float[Array, "b v"] | None:
-        """Read the prompts in one pass, or long prompts piece by piece, and forget earlier ones.
+        """Read the prompts, long prompts piece by piece, and forget earlier prompts.
 
         Args:
-            prompts: the tokens of each row, at least one.
-            positions: the largest final length of a row, up to the positions of the model.
+            prompts: the tokens of each row, at least one token.
+            positions: the largest length that a row will have, up to the positions of the model.
 
         Returns:
-            The logits of each row's next token, shape (b, v), on the last layer's device; None in a process that does not have it.
+            The logits of the next token of each row, shape (b, v), on the device of the last layer; None in processes without this device.
         """
         self._tokens = [list(prompt) for prompt in prompts]
         self._room = room_for(self._config, positions)
         return self._read(prompts)
 
     def _read(self, prompts: Sequence[Sequence[int]]) -> Float[Array, "b v"] | None:
-        """Read rows from their first token on."""
+        """Read rows beginning with their first token."""
         self._lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
         length = room_for(self._config, int(np.max(self._lengths)))
         tokens = np.zeros((len(prompts), length), np.int32)  # positions after a shorter prompt are not kept
@@ -168,10 +169,10 @@ class Decoder:
 
     @without_mesh()
     def follow(self, tokens: Int[Array, " b"] | Int[np.ndarray, " b"]) -> Float[Array, "b v"] | None:
-        """Read one more token of each row, which may still be being computed; return the logits of the next token, as `begin` does.
+        """Read one more token of each row, and return the logits of the next token like `begin`. The tokens may still be computing.
 
-        The logits of rows without a free position are meaningless. When a row exceeds the original positions of LongRoPE, all its positions
-        rotate at other speeds from then on: the rows are read again.
+        The logits of rows without a free position are meaningless. If a row exceeds the original positions of LongRoPE, all its positions
+        rotate at other speeds from then on, so the rows are read again.
         """
         if self._original is not None:
             for row, token in zip(self._tokens, np.asarray(tokens).tolist(), strict=True):
@@ -183,7 +184,7 @@ class Decoder:
         return self._forward(tokens[:, None], at, np.zeros_like(self._lengths))
 
     def everywhere(self, tokens: Int[Array, " b"] | None) -> Int[Array, " b"] | Int[np.ndarray, " b"]:
-        """Return in all processes the tokens that were chosen from the logits; processes without logits pass None."""
+        """Return the tokens that were chosen from the logits, in all processes. Processes without logits pass None."""
         if self._share is None:
             assert tokens is not None
             return tokens
@@ -207,7 +208,7 @@ class Decoder:
         return None if target.process_index != here else self._head(self._params["head"], x, jax.device_put(last, target))
 
     def _moved(self, x: Any, shape: tuple[int, int], device: jax.Device, target: jax.Device) -> Any:
-        """Move activations of (rows, positions) from device to device; None if this process does not have the target."""
+        """Move activations of shape (rows, positions, width) to a device; return None if this process does not have the target."""
         if device.process_index != target.process_index and self._share is not None:
             like = jax.ShapeDtypeStruct((*shape, self._config.width), np.dtype(transformer.dtype_of(self._config)))
             x = self._share(x, like, "activations", device.process_index)
@@ -215,11 +216,11 @@ class Decoder:
 
 
 def _program(layer: Layer) -> Callable[..., Any]:
-    """Return the compiled function that applies a block to further positions; it reuses the memory of keys and values."""
+    """Return a compiled function that applies a block to further positions. It reuses the memory of keys and values."""
     return jax.jit(lambda params, *inputs: layer.bound(params).following(*inputs), donate_argnums=2)
 
 
 def _original_positions(config: ModelConfig) -> int | None:
-    """Return the length above which positions rotate at other speeds, if there is one."""
+    """Return the length above which positions rotate at other speeds (LongRoPE), or None."""
     scaling = config.rope_scaling
     return scaling.original_positions if scaling is not None and scaling.kind == "longrope" else None

@@ -38,19 +38,19 @@ _SEEDS = 2**32
 
 
 def main(request: Request, write: Callable[[str], None], say: Callable[[str], None], team: Team) -> bool:
-    """Generate text.
+    """Generate text after prompts.
 
     Args:
-        request: what to generate, with at least one prompt.
-        write: writes text, piece by piece; process 0 calls it.
-        say: prints a line about it; process 0 calls it.
+        request: the arguments of the command, with at least one prompt.
+        write: writes pieces of text. Only process 0 calls it.
+        say: prints a line about the text. Only process 0 calls it.
         team: the processes that have the model.
 
     Returns:
         Whether the texts are complete; False if Ctrl-C was pressed.
 
     Raises:
-        InputError: an option, the folder or a prompt is invalid; the model does not fit the devices; its logits are NaN.
+        InputError: an option, the folder or a prompt is invalid; the model is too large for the devices; or its logits are NaN.
         PeerLost: another process died, hung or stopped.
     """
     if not team.is_first:
@@ -72,27 +72,27 @@ def main(request: Request, write: Callable[[str], None], say: Callable[[str], No
 
 
 def agree_on(request: Request, source: model_source.Origin, team: Team) -> None:
-    """Continue only if all processes have the same request and model.
+    """Check that all processes have the same request and model.
 
     Raises:
-        InputError: they do not.
+        InputError: the requests or models differ.
     """
     team.agree(lambda: {**code_facts(), "what is generated": repr(request), "the model": f"{source.description} {source.config}"})
 
 
 def ignore(_: str) -> None:
-    """Print nothing; only process 0 prints."""
+    """Print nothing. Processes other than process 0 use this function."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model on its devices.
+    """A model on devices.
 
     Attributes:
         decoder: the model.
         sampling: how tokens are chosen.
-        known: shape (n,), which of the first n tokens may be chosen; later ones may not.
-        stops_at_once: whether Ctrl-C ends an answer at any moment, as in several processes, and not after a token.
+        known: shape (n,): for each of the first n tokens, whether it may be chosen. Later tokens may not be chosen.
+        stops_at_once: whether Ctrl-C ends an answer immediately, as with several processes, or after the current token.
     """
 
     decoder: Decoder
@@ -105,7 +105,7 @@ class Model:
 
         Args:
             prompts: the tokens of each prompt.
-            texts: the text of each.
+            texts: the texts to which the tokens are added.
             seed: the seed of sampling.
 
         Returns:
@@ -115,7 +115,7 @@ class Model:
             InputError: the logits are NaN.
         """
         positions, most = max(text.length + text.most for text in texts.each), max(text.most for text in texts.each)
-        # Ctrl-C is checked after each token, so that no output is cut off; several processes would not stop after the same one.
+        # Ctrl-C is checked after each token, so that no output is cut off. Several processes would not stop after the same token.
         with contextlib.nullcontext() if self.stops_at_once else interrupt.delayed():
             texts.head()
             for tokens in sequences(self.decoder, prompts, positions, most, self.sampling, seed, self.known):
@@ -135,19 +135,19 @@ def start(
     say: Callable[[str], None],
     team: Team,
 ) -> Model:
-    """Load a model onto its devices, in all processes.
+    """Load a model onto devices, in all processes.
 
     Args:
         request: the options.
-        source: the model.
-        words: the conversion of its tokens.
+        source: the source of the model.
+        words: the conversion between text and tokens.
         rows: the number of prompts.
-        positions: the largest length of a text with its prompt, for which there has to be memory.
-        say: prints a line about it.
+        positions: the largest length of a text with its prompt; memory is reserved for this length.
+        say: prints a line about the model.
         team: the processes.
 
     Raises:
-        InputError: the model does not fit the devices, or its parameters do not fit it.
+        InputError: the model is too large for the devices, or its parameters do not match its config.
         PeerLost: another process died, hung or stopped.
     """
     if line := compile_cache.use(source.compile_cache):
@@ -183,16 +183,16 @@ def sequences(
     seed: int,
     known: Bool[np.ndarray, " n"],
 ) -> Iterator[Int[np.ndarray, " b"]]:
-    """Yield the tokens that follow the prompts, one per prompt and step; meanwhile the next step already runs.
+    """Yield the tokens that follow the prompts, in each step one token per prompt. Meanwhile the next step is already running.
 
     Args:
         decoder: the model.
         prompts: the tokens of each prompt.
-        positions: as in `Decoder.begin`.
+        positions: see `Decoder.begin`.
         most: the number of steps.
         sampling: how a token is chosen.
         seed: the seed of sampling.
-        known: shape (n,), which of the first n tokens may be chosen; later ones may not.
+        known: shape (n,): for each of the first n tokens, whether it may be chosen. Later tokens may not be chosen.
     """
     rows = np.arange(len(prompts), dtype=np.int32)
     pick = _picker(sampling, known.tobytes())
@@ -210,19 +210,19 @@ def sequences(
 
 @functools.lru_cache(maxsize=1)
 def _picker(sampling: Sampling, known_tokens: bytes) -> Callable[..., jax.Array]:
-    """Return the function that chooses tokens from logits; it is compiled once for all answers of a conversation."""
+    """Return the function that chooses tokens from logits. It is compiled once for all answers of a conversation."""
     known = np.frombuffer(known_tokens, bool)
     return jax.jit(lambda logits, *key: choose(jnp.where(known, logits[:, : len(known)], -jnp.inf), sampling, *key))
 
 
 def _on_cpus(source: model_source.Origin, dtype: str | None) -> model_source.Origin:
-    """Return the model for CPUs, without float16, in which they do not compute.
+    """Return the model for CPUs. They do not compute in float16, so it is replaced by float32.
 
     Raises:
         InputError: the user has requested float16.
     """
     if dtype == "float16":
-        raise InputError("--dtype: expected float32 or bfloat16 on CPUs, which do not compute in float16, found that; leave it out")
+        raise InputError("--dtype: expected float32 or bfloat16, because CPUs do not compute in float16, found float16; remove --dtype")
     half = dtype_of(source.config) == "float16"
     return replace(source, config=source.config.model_copy(update={"compute_dtype": "float32"})) if half else source
 
@@ -234,17 +234,19 @@ def check_options(request: Request) -> None:
         InputError: an option is out of range, or would have no effect.
     """
     if not request.prompts and not request.is_chat:
-        raise InputError(where="--prompt", expected="a text to continue", found="none", change="give --prompt TEXT, or pipe one in")
+        raise InputError(where="--prompt", expected="a text to continue", found="none", change="give --prompt TEXT, or pipe a text in")
     if request.prompts and request.is_chat:
-        raise InputError("--prompt has no effect with --chat, which reads what a user says from standard input; leave it out")
+        raise InputError("--prompt has no effect with --chat, which reads the user's messages from standard input; remove --prompt")
     if request.system is not None and not request.is_chat:
-        raise InputError("--system has no effect without --chat, for only a conversation has one; add --chat, or leave it out")
+        raise InputError(
+            "--system has no effect without --chat, because only a conversation has a system message; add --chat, or remove it"
+        )
     if "" in request.stops:
-        raise InputError(where="--stop", expected="a text that ends the output", found="an empty one", change="leave it out")
+        raise InputError(where="--stop", expected="a text that ends the output", found="an empty text", change="remove the option")
     if request.tokens is not None and not 1 <= request.tokens <= MOST_TOKENS:
-        raise InputError(f"--tokens: expected from 1 to {MOST_TOKENS:,}, found {short(request.tokens)}; how many are to come?")
+        raise InputError(f"--tokens: expected from 1 to {MOST_TOKENS:,}, found {short(request.tokens)}; choose another number")
     if not 0 <= request.seed < _SEEDS:
-        raise InputError(where="--seed", expected=f"from 0 to {_SEEDS - 1}", found=short(request.seed), change="choose another")
+        raise InputError(where="--seed", expected=f"from 0 to {_SEEDS - 1}", found=short(request.seed), change="choose another seed")
     _sampling(request)
 
 
@@ -257,14 +259,19 @@ def _sampling(request: Request) -> Sampling:
     draws = request.top_k is not None or request.top_p is not None
     temperature = request.temperature if request.temperature is not None else 1.0 if draws else 0.0
     if not (math.isfinite(temperature) and 0 <= temperature <= _LARGEST):
-        raise InputError(f"--temperature: expected from 0 (the likeliest token) to {_LARGEST:,.0f}, found {temperature}; 1 is as trained")
+        raise InputError(
+            f"--temperature: expected a number from 0 (always the likeliest token) to {_LARGEST:,.0f}, found {temperature}; 1 samples with "
+            "the model's own probabilities"
+        )
     if request.top_k is not None and request.top_k < 1:
-        raise InputError(where="--top-k", expected="1 or more tokens", found=short(request.top_k), change="leave it out for all")
+        raise InputError(
+            where="--top-k", expected="1 or more tokens", found=short(request.top_k), change="without the option all tokens are used"
+        )
     if request.top_p is not None and not 0 < request.top_p <= 1:
         raise InputError(where="--top-p", expected="a probability above 0, at most 1", found=request.top_p, change="0.9 is usual")
     if temperature == 0 and draws:
         option = "--top-k" if request.top_k is not None else "--top-p"
-        raise InputError(f"{option} has no effect with --temperature 0, which always takes the likeliest token; leave one of them out")
+        raise InputError(f"{option} has no effect with --temperature 0, which always chooses the likeliest token; remove one of them")
     return Sampling(temperature, request.top_k, None if request.top_p == 1 else request.top_p)
 
 
@@ -272,7 +279,8 @@ def _tokens_of(text: str, number: int, words: Conversion, source: model_source.O
     """Return the tokens of a prompt.
 
     Raises:
-        InputError: there are none, too many, or one unknown to the model; the text is not UTF-8, and the tokenizer has no bytes.
+        InputError: there are no tokens, too many, or a token that the model does not have; or the text is not UTF-8, and the tokenizer has
+            no tokens for bytes.
     """
     where = f"prompt {number}"
     if not words.takes_bytes:
@@ -280,29 +288,29 @@ def _tokens_of(text: str, number: int, words: Conversion, source: model_source.O
     tokens = words.prompt(text)
     if not tokens:
         raise InputError(
-            f"{where}: expected a text, found an empty one, and the model has no token that begins a text; give the first words"
+            f"{where}: expected a text, found an empty text, and the model has no token that begins a text; give the first words"
         )
     check_tokens(tokens, words, source.config, where, "make it shorter")
     return tokens
 
 
 def check_tokens(tokens: Sequence[int], words: Conversion, config: ModelConfig, where: str, hint: str) -> None:
-    """Check that a model can continue these tokens.
+    """Check that a model can continue a text.
 
     Args:
-        tokens: at least one.
-        words: the conversion that made them.
+        tokens: the tokens of the text, at least one.
+        words: the conversion that made the tokens.
         config: the config of the model.
-        where: names them, for messages.
-        hint: what to do if they are too many.
+        where: the name of the text in messages.
+        hint: what to do if there are too many tokens.
 
     Raises:
-        InputError: they are too many, or the model does not have one of them.
+        InputError: there are too many tokens, or a token that the model does not have.
     """
     longest = config.max_positions_used
     if len(tokens) >= longest:
         raise InputError(
-            f"{where}: expected at most {longest - 1} tokens, for the model has {longest} positions (model.max_positions), found "
+            f"{where}: expected at most {longest - 1} tokens, because the model has {longest} positions (model.max_positions), found "
             f"{len(tokens)}; {hint}"
         )
     if (largest := max(tokens)) >= config.vocab_size:
@@ -316,10 +324,10 @@ def check_text(text: str, where: str) -> None:
     """Check that a text from outside is UTF-8.
 
     Raises:
-        InputError: it is not.
+        InputError: the text is not UTF-8.
     """
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # `surrogateescape` has made surrogates of bytes
+    except UnicodeEncodeError as error:  # `surrogateescape` has turned bytes into surrogates
         byte, at = ord(text[error.start]) & 0xFF, len(text[: error.start].encode())
         raise InputError(f"{where}: expected text in UTF-8, found the byte 0x{byte:02x} at {at}; convert it to UTF-8") from None

@@ -32,7 +32,7 @@ from jpipe_train.config import config_file
 from jpipe_train.config.config import AUTO, Config
 from jpipe_train.console.options import Weights
 
-_SETTINGS = ("config.json", "generation_config.json")  # files of Hugging Face's layout that may name the tokens that end a text
+_SETTINGS = ("config.json", "generation_config.json")  # files in Hugging Face's layout that may name the tokens at the end of a text
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Origin:
     """The source of a model.
 
     Attributes:
-        description: the description of the model for the user.
-        config: the config of the model, which computes in its `compute_dtype`.
-        read: reads the arrays of a layer, by id, and returns them by path, such as "qkv/kernel".
-        words: returns the conversion of text to tokens; raises InputError if it is unknown.
-        compile_cache: as in a config.
+        description: a description of the model for the user.
+        config: the config of the model. The model computes in its `compute_dtype`.
+        read: a function from a layer id to a dict from paths, such as "qkv/kernel", to the arrays of the layer.
+        words: returns the conversion between text and tokens, or raises InputError if it is unknown.
+        compile_cache: the same as the config key.
     """
 
     description: str
@@ -56,11 +56,11 @@ class Origin:
     def layer(self, layer_id: str, specs: Tree) -> Tree:
         """Read the parameters of a layer.
 
-        Only kernels and embeddings are converted to the dtype in which they are used.
+        Only kernels and embeddings are converted to the dtype of the computation.
 
         Args:
             layer_id: the id of the layer.
-            specs: shapes and dtypes of the parameters of its module.
+            specs: the shapes and dtypes of the parameters of the layer.
 
         Raises:
             InputError: parameters are missing, or have other shapes.
@@ -70,10 +70,10 @@ class Origin:
         def convert(path: Any, spec: Any) -> np.ndarray:
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             if name not in arrays or arrays[name].shape != spec.shape:
-                actual = f"found it of shape {list(arrays[name].shape)}" if name in arrays else "found no such name"
+                actual = f"found the shape {list(arrays[name].shape)}" if name in arrays else "found no such parameter"
                 raise InputError(
-                    f"{self.description}: expected '{layer_id}/{name}' of shape {list(spec.shape)}, as its config says, {actual}; the "
-                    "weights are of another model"
+                    f"{self.description}: expected '{layer_id}/{name}' of shape {list(spec.shape)}, according to its config, {actual}; the "
+                    "weights belong to another model"
                 )
             return arrays[name].astype(jnp.dtype(self.config.compute_dtype), copy=False) if spec.ndim > 1 else arrays[name]
 
@@ -92,33 +92,33 @@ def find(
     """Find the model in a folder, without reading arrays.
 
     Args:
-        source: the folder of a run, or one in Hugging Face's layout.
-        step: the step of a run's checkpoint, or "best"; None for the newest complete one.
-        weights: the weights of a run to use: the newest ones or their moving average.
-        tokens_of: a tokenizer.json instead of the model's own, or "bytes".
-        dtype: the dtype in which the model computes; None for the dtype of training, or of the weights in the folder.
+        source: a run folder, or a folder in Hugging Face's layout.
+        step: the step of a run's checkpoint, or "best"; None for the newest complete checkpoint.
+        weights: which weights of a run to use: the newest weights or their moving average.
+        tokens_of: a tokenizer.json that replaces the model's own, or "bytes".
+        dtype: the dtype in which the model computes; None for the dtype of training, or for the dtype of the weights in the folder.
         report: prints a line for each newer checkpoint that is damaged.
-        adapters: a folder in PEFT's layout, for a model in Hugging Face's.
+        adapters: a folder in PEFT's layout, for a model in Hugging Face's layout.
 
     Raises:
-        InputError: there is no such folder or checkpoint; the model cannot generate; its tokenizer is unknown.
+        InputError: the folder or checkpoint does not exist; the model cannot generate; or its tokenizer is unknown.
     """
     folder = resolved(source, "generate")
     if folder.is_file():
         huggingface.reject_file(folder)
-        raise InputError(f"generate: expected the folder of a run or of Hugging Face's layout, found the file '{source}'; give a folder")
+        raise InputError(f"generate: expected a run folder or a folder in Hugging Face's layout, found the file '{source}'; give a folder")
     if not folder.exists():
         raise InputError(
-            f"generate: there is no folder '{source}'; give the folder of a run, such as runs/0001, or one in Hugging Face's layout"
+            f"generate: there is no folder '{source}'; give a run folder, such as runs/0001, or a folder in Hugging Face's layout"
         )
     huggingface.reject_adapters(folder, "generate", "--adapters")
     if not huggingface.is_meant(folder):
         if adapters is not None:
-            raise InputError(f"--adapters: expected a model in Hugging Face's layout, found the run '{source}'; leave it out")
+            raise InputError(f"--adapters: expected a model in Hugging Face's layout, found the run '{source}'; remove --adapters")
         return _find_in_run(folder, source, step, weights, tokens_of, dtype, report)
     for option, is_set in (("--step", step is not None), ("--weights", weights != "newest")):
         if is_set:
-            raise InputError(f"{option}: expected the folder of a run, found one of Hugging Face's layout, '{source}'; leave it out")
+            raise InputError(f"{option}: expected a run folder, found a folder in Hugging Face's layout, '{source}'; remove {option}")
     return _find_in_folder(folder, source, tokens_of, dtype, adapters)
 
 
@@ -130,11 +130,11 @@ def _find_in_run(
     if not isinstance(model := config.model, ModelConfig):
         found = f"'{model.kind}' (model.kind)" if model.target is None else f"'{model.target}' (model.target)"
         raise InputError(
-            f"generate: expected a model of jpipe's own, found {found}, where it is not known how to go on from one token to the next; "
+            f"generate: expected a built-in model, found {found}, and jpipe does not know how it generates the next token; "
             "write a loop of your own around its layers (jpipe.checkpoints reads the weights)"
         )
     _check_decodes(model, source)
-    saved = SavedWeights(choose(folder, step, "generate", report), weights)  # reads checkpoints, which can take long
+    saved = SavedWeights(choose(folder, step, "generate", report), weights)  # reads checkpoints, which can take a long time
 
     def read(layer_id: str) -> dict[str, np.ndarray]:
         return _strip_layer_id(layer_id, merged(saved.read([layer_id]), model, tune_of(config)))
@@ -147,7 +147,7 @@ def _find_in_run(
             return token_text.of_bytes()
         if file is None:
             raise InputError(
-                f"generate: expected to know what the tokens of '{source}' mean, found that it was trained on data of your own "
+                f"generate: expected a model with a known tokenizer, found '{source}', which was trained on data of your own "
                 "(data.target); give --tokenizer FILE, or --tokenizer bytes"
             )
         loaded = _load_tokenizer(file, f"generate: the tokenizer of '{source}'", data_of(config).end_of_text)
@@ -198,13 +198,13 @@ def _find_in_folder(folder: Path, source: str, tokens_of: str | None, dtype: str
 def _check_decodes(model: ModelConfig, source: str) -> None:
     if model.head != "language":
         raise InputError(
-            f"generate: expected a language model, found model.head {model.head} in '{source}', which judges whole texts; give one with "
-            "model.head language"
+            f"generate: expected a language model, found model.head {model.head} in '{source}', which judges whole texts; give a model "
+            "with model.head language"
         )
     if model.kind != "decoder":
         raise InputError(
-            f"generate: expected a decoder (model.kind), found {model.kind} in '{source}': it reads a text from both sides and fills gaps "
-            "in it, but says nothing of what comes next; give a decoder"
+            f"generate: expected a decoder (model.kind), found {model.kind} in '{source}', which reads a text in both directions and fills "
+            "gaps, but does not predict the next token; give a decoder"
         )
 
 
@@ -232,7 +232,7 @@ def _load_tokenizer(file: Path, where: str, end: str | None = AUTO) -> tokenizer
 
 
 def _end_tokens(config: Config) -> tuple[int, ...]:
-    """Return the token that ends each document in a folder of tokens; nothing if the folder no longer exists."""
+    """Return the token that ends each document in the run's folder of tokens; empty if there is none, or the folder does not exist."""
     if isinstance(config.data, DataConfig) and config.data.format == "tokens" and config.data.first_path is not None:
         with contextlib.suppress(InputError):
             end = token_files.read_index(config.data.first_path, "data.path")[1].end_of_text
@@ -241,7 +241,7 @@ def _end_tokens(config: Config) -> tuple[int, ...]:
 
 
 def _special_tokens(folder: Path, vocab_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the tokens that begin and that end a text, if the folder specifies them."""
+    """Return the tokens that begin a text and the tokens that end it, if the folder specifies them."""
     begins: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()
     for name in _SETTINGS:
@@ -259,7 +259,7 @@ def _valid_tokens(value: Any, vocab_size: int) -> tuple[int, ...]:
 
 
 def parameters(origin: Origin, devices: dict[str, jax.Device], check: Callable[[], None]) -> dict[str, Tree]:
-    """Load the parameters of this process's layers, each onto its device; at most one layer is in memory twice.
+    """Load the parameters of this process's layers onto their devices. At most one layer is in memory twice.
 
     Args:
         origin: the source of the model.
@@ -267,7 +267,7 @@ def parameters(origin: Origin, devices: dict[str, jax.Device], check: Callable[[
         check: called before each layer.
 
     Raises:
-        InputError: parameters do not fit the model, or a file is damaged.
+        InputError: parameters do not match the model, or a file is damaged.
     """
     params: dict[str, Tree] = {}
     for layer_id, layer in layers_of(origin.config).items():

@@ -1,4 +1,4 @@
-"""Place the layers of a model on devices in order, using no more devices than necessary."""
+"""Place the layers of a model on devices in order, with no more devices than necessary."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -8,25 +8,25 @@ import jax
 from jpipe import InputError
 from jpipe_planner.search.balance import balance
 
-_USED = 0.9  # fraction of a device's memory; the remainder is for activations
+_USED = 0.9  # the fraction of a device's memory that layers may use; the rest is for activations
 
 
 def place(sizes: Mapping[str, int], devices: Sequence[jax.Device], number: int | None, scratch: int = 0) -> dict[str, jax.Device]:
-    """Return the device of each layer, minimizing the largest number of bytes on one device.
+    """Return the device of each layer. The placement minimizes the largest number of bytes on one device.
 
     Args:
-        sizes: bytes of each layer, by id, in order.
+        sizes: a mapping from layer ids, in order, to bytes.
         devices: the existing devices.
-        number: the number of devices to use; None for as few as have the memory.
-        scratch: bytes that each device needs beside its layers.
+        number: the number of devices to use; None for the smallest number of devices with enough memory.
+        scratch: bytes that each device needs in addition to its layers.
 
     Raises:
-        InputError: there are fewer devices, or too little memory on all of them.
+        InputError: there are fewer devices than `number`, or they have too little memory.
     """
     most = min(len(devices), len(sizes))
     if number is not None and not 1 <= number <= most:
-        why = f"for there are {len(devices)}" if most == len(devices) else f"for the model has {len(sizes)} layers"
-        raise InputError(where="--devices", expected=f"from 1 to {most}, {why}", found=number, change="change it, or leave it out")
+        why = f"because there are {len(devices)}" if most == len(devices) else f"because the model has {len(sizes)} layers"
+        raise InputError(where="--devices", expected=f"from 1 to {most}, {why}", found=number, change="change or remove the option")
     for count in range(1, most + 1) if number is None else (number,):
         placement = _on(sizes, devices[:count])
         if all(
@@ -36,8 +36,8 @@ def place(sizes: Mapping[str, int], devices: Sequence[jax.Device], number: int |
             return placement
     needed = sum(sizes.values()) + scratch * len(devices[:number])
     raise InputError(
-        f"generate: expected a model that fits in the memory of {len(devices[:number])} of the {len(devices)} devices, found one that "
-        f"needs {needed / 1e9:,.1f} GB; use fewer prompts or --tokens, --dtype bfloat16, or more devices"
+        f"generate: expected a model that fits into the memory of {len(devices[:number])} of the {len(devices)} devices, found a model "
+        f"that needs {needed / 1e9:,.1f} GB; use fewer prompts or --tokens, --dtype bfloat16, or more devices"
     )
 
 
@@ -49,7 +49,7 @@ def _on(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> dict[str, ja
 
 
 def _holds(device: jax.Device, size: int) -> bool:
-    """Return whether a device has memory for `size` bytes, as far as known."""
-    here = device if device.process_index == jax.process_index() else jax.local_devices()[0]  # of one kind
+    """Return whether a device has memory for `size` bytes; True if its memory is unknown."""
+    here = device if device.process_index == jax.process_index() else jax.local_devices()[0]  # all devices are of one kind
     limit = None if device.platform == "cpu" else (here.memory_stats() or {}).get("bytes_limit")
     return limit is None or size <= _USED * limit

@@ -1,4 +1,4 @@
-"""The request of `jpipe generate`, which the command line is read from."""
+"""The arguments of `jpipe generate` as a dataclass; tyro makes the command-line options from it."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -13,23 +13,26 @@ class Request:
     """The arguments of `jpipe generate`.
 
     Attributes:
-        source: The folder of a run, such as runs/0001, or one in Hugging Face's layout, with config.json.
-        prompts: The text to continue; may be given several times. Without it standard input is read.
-        tokens: At most N tokens; fewer if the text ends, or the model has no more positions. By default 100, and 1,000 with --chat.
-        stops: End the output before this text; may be given several times.
-        is_chat: Hold a conversation: each line of standard input is what a user says. Ctrl-C stops an answer, Ctrl-D ends the conversation.
-        system: The system message, before a conversation.
-        temperature: 0 chooses the most likely token, 1 samples from the model's probabilities. By default 1 with the next two, else 0.
+        source: A run folder, such as runs/0001, or a folder in Hugging Face's layout, with config.json.
+        prompts: The text to continue. The option may be repeated. Without it, standard input is read.
+        tokens: Generate at most N tokens, fewer if the text ends or the model has no more positions. Default: 100, with --chat 1,000.
+        stops: End the output before this text. The option may be repeated.
+        is_chat: Hold a conversation. Each line of standard input is a message of the user. Ctrl-C stops an answer, Ctrl-D ends the
+            conversation.
+        system: The system message at the beginning of a conversation.
+        temperature: 0 always chooses the most likely token; 1 samples with the model's probabilities. Default: 1 with --top-k or --top-p,
+            otherwise 0.
         top_k: Sample from the K most likely tokens.
         top_p: Sample from the most likely tokens that together have the probability P, such as 0.9.
         seed: The seed of sampling.
-        step: The checkpoint after N steps, or the best one of a run with checkpoint.best; by default the newest complete one.
-        weights: The newest parameters, or their moving average (ema), of a run with optimizer.ema_decay.
-        adapters: A folder in PEFT's layout, with adapters for the model of a folder in Hugging Face's.
-        tokenizer: A tokenizer.json in place of the model's own; bytes: each byte is a token.
-        devices: Place the layers on N devices, in order; by default on as few as have the memory, in several processes on all.
-        dtype: The dtype of computation; by default as in training, or of a folder's weights.
-        as_json: Write a JSON object for each prompt at the end, with prompt, text, tokens and end.
+        step: The checkpoint after N steps, or the best checkpoint of a run with checkpoint.best; by default the newest complete checkpoint.
+        weights: The newest parameters, or their moving average (ema) in a run with optimizer.ema_decay.
+        adapters: A folder in PEFT's layout, with adapters for a model in Hugging Face's layout.
+        tokenizer: A tokenizer.json that replaces the model's own. bytes: each byte is a token.
+        devices: Place the layers on N devices, in order. By default, use the smallest number with enough memory; with several processes,
+            use all devices.
+        dtype: The dtype of the computation; by default the dtype of training, or the dtype of the weights in a folder.
+        as_json: At the end, write one JSON object for each prompt, with prompt, text, tokens and end.
     """
 
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|FOLDER")]

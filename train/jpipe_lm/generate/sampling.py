@@ -9,17 +9,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-_COLDEST = 1e-30  # the lowest temperature; less may be 0 in float32
+_COLDEST = 1e-30  # the lowest temperature; a lower number may be 0 in float32
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The way to choose a token.
+    """How a token is chosen.
 
     Attributes:
         temperature: divisor of the logits; 0 chooses the most likely token.
         top_k: the number of most likely tokens to sample from; None for all.
-        top_p: the probability of the most likely tokens to sample from; None for all.
+        top_p: the total probability of the most likely tokens to sample from; None for all.
     """
 
     temperature: float = 0.0
@@ -32,14 +32,14 @@ def choose(
 ) -> Int[Array, " b"]:
     """Choose a token for each row, or -1 if its logits are NaN.
 
-    A sample depends only on the seed, the row and the count, not on other rows.
+    A sample depends only on the seed, the row, the count and the logits of the row, not on other rows.
 
     Args:
         logits: the logits of the next token, shape (b, v).
         sampling: how a token is chosen.
         seed: the seed of all samples.
-        rows: the number of each row, shape (b,).
-        count: the number of tokens sampled before for each row.
+        rows: the index of each row, shape (b,).
+        count: the number of tokens that were already sampled for each row.
 
     Returns:
         The tokens, shape (b,).
@@ -62,28 +62,28 @@ def choose(
 
 
 def with_temperature(logits: Float[Array, "b v"], temperature: float) -> Float[Array, "b v"]:
-    """Divide the logits by the temperature; shift the largest to 0, so that none overflows."""
+    """Divide the logits by the temperature. The largest logit is first shifted to 0, so that none overflows."""
     return (logits - logits.max(axis=-1, keepdims=True)) / max(temperature, _COLDEST)
 
 
 def with_top_k(logits: Float[Array, "b v"], k: int) -> Float[Array, "b v"]:
-    """Replace all but the k largest logits by -inf; ties go to the first."""
+    """Replace all logits except the k largest by -inf. Among equal logits, the first are kept."""
     _, best = jax.lax.top_k(logits, min(k, logits.shape[-1]))
     return _only(logits, best, jnp.ones(best.shape, bool))
 
 
 def with_top_p(logits: Float[Array, "b v"], p: float) -> Float[Array, "b v"]:
-    """Replace by -inf all logits outside the nucleus: the smallest set of largest probabilities that sums to p or more.
+    """Replace all logits outside the nucleus by -inf. The nucleus is the smallest set of largest probabilities with a sum of at least p.
 
     Reference: Holtzman et al. 2019, "The Curious Case of Neural Text Degeneration".
     """
     order = jnp.argsort(logits, axis=-1, stable=True, descending=True)
     likely = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), order, axis=-1)
     is_chosen = jnp.cumsum(likely, axis=-1) - likely < p
-    return _only(logits, order, is_chosen.at[:, 0].set(True))  # keep the most likely one even if `p` is 0 in float32
+    return _only(logits, order, is_chosen.at[:, 0].set(True))  # keep the most likely token even if `p` is 0 in float32
 
 
 def _only(logits: Float[Array, "b v"], order: Int[Array, "b n"], is_chosen: Array) -> Float[Array, "b v"]:
-    """Keep the logits at the selected positions in `order`; replace the others by -inf."""
+    """Keep the logits at the selected positions in `order`, and replace the others by -inf."""
     rows = jnp.arange(logits.shape[0])[:, None]
     return jnp.where(jnp.zeros(logits.shape, bool).at[rows, order].set(is_chosen), logits, -jnp.inf)

@@ -1,4 +1,4 @@
-"""Arrays that the processes of a generation share."""
+"""Share arrays between the processes that generate text."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def share_of(team: Team) -> Share | None:
         blank = np.zeros(like.shape, like.dtype)
         own = np.ascontiguousarray(array) if source == processes.index else blank
         with processes.waiting(what, source):
-            # As bytes: a sum of numbers would make 0 of -0.
+            # Bytes are sent, because the broadcast is a sum, which would turn -0 into 0.
             received = multihost_utils.broadcast_one_to_all(own.reshape(-1).view(np.uint8), is_source=source == processes.index)
         return np.asarray(received).view(like.dtype).reshape(like.shape)
 

@@ -1,4 +1,4 @@
-"""Build a pipeline and its batches from a config, and check both before a device works."""
+"""Build a pipeline and its batches from a config, and check both before anything runs on a device."""
 
 import contextlib
 import functools
@@ -37,11 +37,11 @@ def build(
     Args:
         config: the config of the run.
         reporter: prints the phases that take long.
-        plan: the plan; by default the one in the config.
+        plan: the plan; by default the plan in the config.
         load: reads the data; by default `jpipe_train.data.data.load`.
 
     Raises:
-        jpipe.InputError: something in the config does not fit.
+        jpipe.InputError: the config is invalid.
     """
 
     @functools.cache
@@ -68,14 +68,15 @@ def build(
 
 
 def check_by_reading(config: Config, path: str | None = None) -> None:
-    """Check a config against the files that it names, before a device starts, data are read or the model is traced.
+    """Check a config and the files that it names. No device starts, no data are read, and the model is not traced.
 
     Args:
         config: the config of the run.
-        path: other data in the place of the run's own, as in `jpipe_train.data.data.held_out`.
+        path: data that replace the data of the run, as in `jpipe_train.data.data.held_out`.
 
     Raises:
-        jpipe.InputError: a file is missing, or no library reads it; a function does not exist or has other arguments; sizes do not divide.
+        jpipe.InputError: a file is missing or no installed library reads it, a function does not exist or has other arguments, or sizes do
+            not divide.
     """
     metrics(config.eval, config.model)
     model.loss(config)
@@ -95,10 +96,10 @@ def check_by_reading(config: Config, path: str | None = None) -> None:
 
 
 def check_plan(config: Config, plan: jpipe.Plan) -> None:
-    """Check that a plan fits the other sections of the config.
+    """Check that a plan is compatible with the other sections of the config.
 
     Raises:
-        jpipe.InputError: it does not.
+        jpipe.InputError: the plan contradicts another section.
     """
     check_microbatches(plan, config.train.batch_size)
     check_delay(plan, config.plan.max_delay)
@@ -109,10 +110,10 @@ def check_plan(config: Config, plan: jpipe.Plan) -> None:
 
 
 def check(config: Config, pipe: jpipe.Pipeline, batches: data.Data) -> data.Data:
-    """Check that a pipeline can run here: its devices, memory, loss, optimizer and the range of the labels.
+    """Check that a pipeline can run here: check its devices, memory, loss, optimizer and the range of the labels.
 
     Returns:
-        The data, which checks the labels of later batches as well.
+        The data. They also check the labels of later batches.
 
     Raises:
         jpipe.InputError: a check fails.
@@ -129,7 +130,7 @@ def check(config: Config, pipe: jpipe.Pipeline, batches: data.Data) -> data.Data
 
 
 def precision(config: PrecisionConfig, reporter: Reporter) -> jpipe.Precision:
-    """Return the dtypes of a run, printing warnings about them."""
+    """Return the dtypes of a run, and print warnings about them."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         dtypes = jpipe.Precision(**config.model_dump())
@@ -139,7 +140,7 @@ def precision(config: PrecisionConfig, reporter: Reporter) -> jpipe.Precision:
 
 
 def layer_specs(stack: jpipe.LayerStack, plan: jpipe.Plan, batch: Any) -> dict[str, jpipe.model.LayerSpec]:
-    """Return the shapes and dtypes around each layer, by its id."""
+    """Return a dict from layer ids to the shapes and dtypes of the layer's parameters, state, input and output."""
 
     def microbatch_spec(rows: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((len(rows) // plan.microbatches, *rows.shape[1:]), jax.dtypes.canonicalize_dtype(rows.dtype))
@@ -148,15 +149,15 @@ def layer_specs(stack: jpipe.LayerStack, plan: jpipe.Plan, batch: Any) -> dict[s
 
 
 def param_specs(stack: jpipe.LayerStack, plan: jpipe.Plan, batch: Any) -> dict[str, Any]:
-    """Return the shapes and dtypes of the parameters, by layer id."""
+    """Return a dict from layer ids to the shapes and dtypes of the layer's parameters."""
     return {layer_id: layer.params for layer_id, layer in layer_specs(stack, plan, batch).items()}
 
 
 def make_plan(config: PlanConfig, layer_ids: Sequence[str]) -> jpipe.Plan:
-    """Read the plan in `config.file`, or divide the layers evenly: by their number, or by cost if `config.layer_costs` is set.
+    """Read the plan in `config.file`, or divide the layers evenly by number or, if `config.layer_costs` is set, by cost.
 
     Raises:
-        jpipe.InputError: the file cannot be read or is no plan; the keys make no legal plan.
+        jpipe.InputError: the file cannot be read or is not a plan; or the keys describe an illegal plan.
     """
     if config.file is not None:
         return read_plan(config.file)
@@ -178,7 +179,7 @@ def read_plan(file: str) -> jpipe.Plan:
     """Read the plan that `plan.file` names.
 
     Raises:
-        jpipe.InputError: the file cannot be read, or is no plan.
+        jpipe.InputError: the file cannot be read, or is not a plan.
     """
     text = read_text(
         expanded(file, "plan.file"),
@@ -192,7 +193,7 @@ def read_plan(file: str) -> jpipe.Plan:
 
 @contextlib.contextmanager
 def errors_name_config_keys(plan_file: str | None) -> Iterator[None]:
-    """Rename the subject of errors raised in this context: the plan's file if there is one, else the key of the config."""
+    """In errors from this context, name the place as a config key, or as the plan file if there is one."""
     try:
         yield
     except jpipe.InputError as error:
@@ -206,21 +207,21 @@ _KEYS = {key: f"optimizer.{key}" for key in OptimizerConfig().of_plans} | {
     "the model": "model.target",
     "precision.loss_scale": "precision.loss_scale",
 }
-"""The keys of a config, by the library's names of places; without a plan file also the keys of the plan."""
+"""The config key for each name of a place in the library's errors. Without a plan file, `_PLAN_KEYS` are added."""
 
 
 def last_agreement(plan: jpipe.Plan, steps: int) -> str:
-    """Return a remark if not all stages of pipelines that agree rarely agree after the last step, or ""."""
+    """Return a remark if pipelines agree rarely and some stages do not agree after the last step; otherwise ""."""
     if plan.agree is None:
         return ""
     every, lost = plan.agree.every, [steps - plan.agree.last(s, plan.depth, steps) for s in range(plan.depth)]
     if not any(lost):
         return ""
-    start = f"plan.agree: the pipelines agree after every {every} steps, and the run has {steps} steps: the last "
+    start = f"plan.agree: the pipelines agree after every {every} steps, and the run has {steps} steps, so the last "
     if plan.agree.fragments in (None, 1):
         return f"{start}{lost[0]} are not in the weights that are evaluated and exported; use {steps + every - lost[0]} steps"
     missing = words_by_stage(["" if not number else str(number) for number in lost])
-    return f"{start}{missing} are not in the weights that are evaluated and exported: fragments agree at different steps"
+    return f"{start}{missing} are not in the weights that are evaluated and exported; fragments agree at different steps"
 
 
 def check_microbatches(plan: jpipe.Plan, batch_size: int) -> None:
@@ -239,18 +240,18 @@ def check_microbatches(plan: jpipe.Plan, batch_size: int) -> None:
 
 
 def check_delay(plan: jpipe.Plan, most: float | None) -> None:
-    """Check that the mean delay of a plan does not exceed this number of updates; None allows any delay."""
+    """Check that the mean delay of a plan is at most `most` updates; None allows any delay."""
     if most is not None and plan.mean_delay > most + 1e-9:
         raise jpipe.InputError(
             where="plan.max_delay",
             expected=f"a plan with a mean delay of at most {most:g} updates",
             found=f"{plan.schedule} with {plan.mean_delay:.3g}",
-            change="use a schedule that flushes or more microbatches, or raise it",
+            change="use a schedule that flushes, or more microbatches, or raise max_delay",
         )
 
 
 def check_per_stage(plan: jpipe.Plan, arguments: Mapping[str, Sequence[float]]) -> None:
-    """Check that arguments of the optimizer that differ from stage to stage have one value for each stage."""
+    """Check that each argument in `optimizer.per_stage` has one value for each stage."""
     for name, values in arguments.items():
         if len(values) != plan.depth:
             raise jpipe.InputError(
@@ -265,23 +266,26 @@ def started_devices(pipe: jpipe.Pipeline) -> list[Sequence[jax.Device]]:
     """Start JAX's devices and return the device or mesh of each worker.
 
     Raises:
-        jpipe.InputError: JAX finds no devices of the kind that the config asks for, or the plan does not fit the existing ones.
+        jpipe.InputError: JAX finds no devices of the requested kind, or the plan needs other devices than there are.
     """
     start_devices()
     return [place.devices for place in pipe.places]
 
 
 def start_devices() -> None:
-    """Start JAX's devices; several processes wait for each other.
+    """Start JAX's devices. Several processes wait for each other.
 
     Raises:
-        jpipe.InputError: JAX finds no devices of the kind that the config asks for, or cannot start them.
+        jpipe.InputError: JAX finds no devices of the requested kind, or cannot start them.
     """
     try:
         jax.devices()
-    except (RuntimeError, AssertionError) as error:  # AssertionError without a message: GPUs are required and there are none
+    except (
+        RuntimeError,
+        AssertionError,
+    ) as error:  # JAX raises an AssertionError without a message if GPUs are required and there are none
         reason = (str(error).splitlines() or [f"none found for '{jax.config.values['jax_platforms']}'"])[0]
-        raise jpipe.InputError(f"JAX has no devices to use: {reason}; see its variable JAX_PLATFORMS") from None
+        raise jpipe.InputError(f"JAX has no devices to use: {reason}; check the environment variable JAX_PLATFORMS") from None
 
 
 def check_memory(
@@ -292,48 +296,49 @@ def check_memory(
     has_masters: bool = False,
     is_trained: Callable[[str], bool] | None = None,
 ) -> None:
-    """Reject a model that is certain to exceed the memory of the devices; a model that passes may still be too large.
+    """Reject a model that certainly exceeds the memory of the devices. A model that passes may still be too large.
 
     Args:
-        specs: shapes and dtypes of the parameters, by layer id.
+        specs: a dict from layer ids to the shapes and dtypes of the layer's parameters.
         rule: the optimizer.
-        plan: the plan; each replica of a stage holds all of its layers.
-        devices: the devices of each worker; this process's count.
-        has_masters: whether there are weights of half that size in addition to the parameters.
-        is_trained: whether the parameter of a name is trained; the others have no gradients and no masters. None: all are.
+        plan: the plan. Each replica of a stage holds all layers of the stage.
+        devices: the devices of each worker. Only the devices of this process are checked.
+        has_masters: whether there is a copy of the trained weights with half their bytes, because `specs` are master weights.
+        is_trained: a function from the name of a parameter to whether it is trained. Frozen parameters have no gradients and no masters.
+            None: all are trained.
 
     Raises:
-        jpipe.InputError: the model cannot fit.
+        jpipe.InputError: the model is too large.
     """
     local = [(s, group) for (s, _), group in zip(plan.workers, devices, strict=True) if group[0].process_index == jax.process_index()]
     layers = [{layer_id: specs[layer_id]} for s, _ in local for layer_id in plan.stages[s].layers]
     weights, available = bytes_of(layers), memory_of([device for _, group in local for device in group])
     changing = weights if is_trained is None else bytes_of([part_of(layer, is_trained) for layer in layers])
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        state = bytes_of(jax.eval_shape(rule.init, specs))  # specs of all layers, because a mask may name any of them
+        state = bytes_of(jax.eval_shape(rule.init, specs))  # for all layers, because a mask may name any of them
     versions = changing // 2 - (weights - changing) // 2 if has_masters else 0
     need = versions + weights + changing + state * weights // max(bytes_of(specs), 1)
     if need > available:
         raise jpipe.InputError(
-            f"model: expected one that fits in {available / 1e9:,.0f} GB, all the memory of the devices, found one that needs more than "
-            f"{need / 1e9:,.0f} GB ({weights / 1e9:,.0f} GB of weights, their gradients, the optimizer's state); make it smaller"
+            f"model: expected a model that fits into {available / 1e9:,.0f} GB, the memory of all devices, found a model that needs more "
+            f"than {need / 1e9:,.0f} GB ({weights / 1e9:,.0f} GB of weights, their gradients, the optimizer's state); make it smaller"
         )
 
 
 def bytes_of(specs: Any) -> int:
-    """Return the bytes of all arrays of a tree of shapes and dtypes."""
+    """Return the total bytes of all arrays in a tree of shapes and dtypes."""
     return sum(spec.size * spec.dtype.itemsize for spec in jax.tree.leaves(specs))
 
 
 def memory_of(devices: Sequence[Any]) -> float:
-    """Return the total memory of these devices in bytes, or infinity if unknown."""
+    """Return the total memory of the devices in bytes, or infinity if it is unknown."""
     if devices[0].platform == "cpu":
         return host_memory()
     return float(sum((device.memory_stats() or {}).get("bytes_limit", math.inf) for device in set(devices)))
 
 
 def devices_of(plan: jpipe.Plan) -> int:
-    """Return the number of devices of a plan, over all processes."""
+    """Return the number of devices that a plan uses in all processes together."""
     each = [plan.stages[stages[0]].devices_each for stages in plan.pipeline_ranks]
     if plan.placement is None:
         return sum(each[p] for p, _ in plan.rank_positions)
@@ -341,15 +346,16 @@ def devices_of(plan: jpipe.Plan) -> int:
 
 
 def prepare_devices(config: PlanConfig, num_processes: int = 1) -> None:
-    """Configure the number of CPU devices for the plan. Call this before any function of the user's, which may start JAX.
+    """Configure the number of CPU devices for the plan. Call this before the user's functions, because they may start JAX.
 
-    Processes share the devices evenly. If the number does not divide, each has one device, and the pipeline reports the numbers that fit.
+    Each process has the same number of devices. If the processes do not divide the devices, each has one device, and the pipeline then
+    reports which numbers are possible.
 
     Raises:
         jpipe.InputError: the plan cannot be read, or has fewer devices than there are processes.
     """
     with errors_name_config_keys(config.file):
-        if config.file == AUTO:  # one per core, or one per process
+        if config.file == AUTO:  # one device per core, or one per process
             count = usable_cores() if num_processes == 1 else num_processes
         else:
             count = config.devices if config.file is None else devices_of(read_plan(config.file))
@@ -358,14 +364,14 @@ def prepare_devices(config: PlanConfig, num_processes: int = 1) -> None:
                 where="plan",
                 expected="at least as many devices as processes",
                 found=f"{count} for {num_processes} processes",
-                change="start fewer, or use more stages or replicas",
+                change="start fewer processes, or use more stages or replicas",
             )
     force_cpu_devices(1 if count % num_processes else count // num_processes)
 
 
 def force_cpu_devices(count: int) -> None:
     """Configure at least `count` CPU devices, up to 256. This has no effect on a GPU or after JAX has started."""
-    count = min(count, 256)  # more would take minutes and gigabytes; the pipeline then reports missing devices
+    count = min(count, 256)  # more devices would take minutes and gigabytes; the pipeline reports missing devices later
     if jax.config.values["jax_num_cpu_devices"] < count:
-        with contextlib.suppress(RuntimeError):  # JAX has started already, as in a notebook: stages share the existing devices
+        with contextlib.suppress(RuntimeError):  # JAX has started already, as in a notebook; stages then share the existing devices
             jax.config.update("jax_num_cpu_devices", count)

@@ -1,6 +1,6 @@
-"""Keep compiled programs from one run to the next in JAX's persistent compilation cache.
+"""Keep compiled programs for later runs in JAX's persistent compilation cache.
 
-The cache holds machine code that later runs execute, so only a folder that nobody else can write to is used.
+The cache holds machine code that later runs execute. So a folder is used only if no other user can write to it.
 """
 
 import contextlib
@@ -17,23 +17,23 @@ from jpipe import InputError
 from jpipe.files import resolved
 
 AUTO = "auto"  # the user's cache folder
-_LARGEST = 4 * 1024**3  # bytes; when a run begins, the oldest programs beyond it are removed
+_LARGEST = 4 * 1024**3  # bytes; if the cache is larger when a run begins, the oldest programs are removed
 _REQUESTS, _HITS = "/jax/compilation_cache/compile_requests_use_cache", "/jax/compilation_cache/cache_hits"
 
 _counts = {_REQUESTS: 0, _HITS: 0}
 
 
 def use(setting: str | None) -> str | None:
-    """Have JAX keep the programs that it compiles from now on; a cache folder that the user has set for JAX takes precedence.
+    """Make JAX keep the programs that it compiles from now on. If the user has set a cache folder for JAX, that folder is kept.
 
     Args:
         setting: a folder, `AUTO`, or None for no cache.
 
     Returns:
-        The reason if the user's default cache folder cannot be used, else None.
+        A message if `setting` is `AUTO` and the user's cache folder cannot be used, otherwise None.
 
     Raises:
-        InputError: the given folder cannot be used.
+        InputError: the folder `setting` cannot be used.
     """
     if setting is None or jax.config.values["jax_compilation_cache_dir"] is not None:
         return None
@@ -47,13 +47,13 @@ def use(setting: str | None) -> str | None:
     _remove_oldest(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # a pipeline has many programs, most of them small
-    # A killed process may leave a partial entry; the program is then compiled.
+    # A killed process may leave a partial entry. JAX then warns and compiles the program.
     warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry", UserWarning)
     return None
 
 
 class CacheCount:
-    """Count the programs that JAX compiles from now on, and those that it finds in the cache."""
+    """Count the programs that JAX compiles from now on, and how many of them it finds in the cache."""
 
     def __init__(self) -> None:
         if _count not in _listening:
@@ -77,7 +77,7 @@ def _count(event: str, **_: str | int) -> None:
 
 
 def _default() -> Path:
-    """Return the user's cache folder for this kind of processor, because several machines may share a home folder."""
+    """Return the user's cache folder for this kind of processor; different machines may share a home folder."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     try:
         home = Path(base) if os.path.isabs(base) else Path.home() / ".cache"  # the XDG standard says to ignore a relative path
@@ -101,13 +101,13 @@ def _private_folder(folder: Path) -> Path:
     """Create the folder if necessary, and check that only this user can write to it.
 
     Raises:
-        OSError: it cannot be created, or somebody else can write to it.
+        OSError: the folder cannot be created, or another user can write to it.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(
-            1, "what is in it would be executed, so it has to be a folder of your own that nobody else can write to", str(folder)
+            1, "programs in it are executed, so it must be a folder of your own that no other user can write to", str(folder)
         )
     return folder
 

@@ -1,4 +1,4 @@
-"""The delay of a plan: how many updates old the weights are with which it computes gradients."""
+"""Describe the delay of a plan: how many updates old the weights are that it computes gradients with."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -6,15 +6,15 @@ from itertools import groupby
 import jpipe
 from jpipe_train.console.terminal import count
 
-_MOST_LISTED = 6  # groups of stages that have the same and are listed
+_MOST_LISTED = 6  # at most this many groups of stages with equal values are listed
 
 
 def delay_words(plan: jpipe.Plan, batches_per_update: int = 1) -> str:
-    """Describe the mean delay of each stage in a sentence, or return "" if every gradient is computed with the weights that it changes.
+    """Return a sentence about the mean delay of each stage; "" if every gradient is computed with the weights that it changes.
 
     Args:
         plan: the plan.
-        batches_per_update: how many batches the optimizer makes an update from, `optimizer.accumulate_batches`.
+        batches_per_update: the number of batches in an update of the optimizer, `optimizer.accumulate_batches`.
     """
     if not any(plan.delays):
         return ""
@@ -29,7 +29,7 @@ def delay_words(plan: jpipe.Plan, batches_per_update: int = 1) -> str:
 
 
 def words_by_stage(words: Sequence[str]) -> str:
-    """Describe a value of each stage, such as `1 at stages 0 to 2, 0 at stage 3`; stages with "" are left out."""
+    """Return a list of the values of all stages, such as `1 at stages 0 to 2, 0 at stage 3`; stages with "" are left out."""
     groups = [(list(group), word) for word, group in groupby(range(len(words)), words.__getitem__)]
     listed = [f"{word} at {_stages(stages[0], stages[-1])}" for stages, word in groups if word]
     if len(listed) > _MOST_LISTED:
@@ -38,7 +38,7 @@ def words_by_stage(words: Sequence[str]) -> str:
 
 
 def correction_words(factor: float | None) -> str:
-    """Describe the delay correction of a run with a delay, by the factor of its prediction; None means no correction."""
+    """Describe the delay correction with the factor `factor`; None means no correction."""
     if factor is None:
         return "none; see optimizer.delay_correction"
     return "predict" if factor == 1 else f"predict with a factor of {factor:g}"

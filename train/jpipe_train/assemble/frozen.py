@@ -1,4 +1,4 @@
-"""The parameters that the section `tune` freezes, and the optimizer that leaves them as they are."""
+"""Freeze the parameters that the section `tune` does not train."""
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
@@ -19,10 +19,10 @@ def trains_part(rule: optax.GradientTransformation, config: TuneSection, params:
     Args:
         rule: the optimizer of the trained parameters.
         config: the section `tune`.
-        params: shapes and dtypes of the model's parameters, by layer id.
+        params: a dict from layer ids to the shapes and dtypes of the layer's parameters.
 
     Raises:
-        InputError: a pattern matches no parameter, or none is trained.
+        InputError: a pattern matches no parameter, or no parameter is trained.
     """
     is_trained = config.trained()
     if is_trained is None:
@@ -32,20 +32,20 @@ def trains_part(rule: optax.GradientTransformation, config: TuneSection, params:
         _check_patterns(key, patterns, names)
     config.check_names(names)
     if not any(map(is_trained, names)):
-        raise InputError("tune.freeze: expected that some parameters are trained, found that all are frozen; leave some out")
+        raise InputError("tune.freeze: expected patterns that leave some parameters trained, found all frozen; remove some patterns")
 
     labels = jax.tree_util.tree_map_with_path(lambda path, _: "trained" if is_trained(_name(path)) else "frozen", dict(params))
     transforms = {"trained": rule, "frozen": optax.set_to_zero()}
-    # It fails on the own tree of a model that was cut into layers, so it gets these layers instead, as the names are theirs.
+    # `labels` has layer ids as keys. On a whole model's own parameter tree this fails, and the optimizer is then called with the layers.
     return optax.partition(transforms, lambda tree: {layer_id: labels[layer_id] for layer_id in tree})
 
 
 def words(config: TuneSection, params: Mapping[str, Tree], *, random: bool = False) -> str | None:
-    """Describe how many parameters are trained; None if all are.
+    """Describe how many parameters are trained; None if all are trained.
 
     Args:
         config: the section `tune`.
-        params: shapes and dtypes of the model's parameters, by layer id; of shared ones only the first place.
+        params: a dict from layer ids to the shapes and dtypes of the layer's parameters; shared parameters are only in the first layer.
         random: whether the run begins with random parameters.
     """
     if (is_trained := config.trained()) is None:
@@ -53,12 +53,12 @@ def words(config: TuneSection, params: Mapping[str, Tree], *, random: bool = Fal
     chosen, every = jax.tree.leaves(part_of(params, is_trained)), jax.tree.leaves(dict(params))
     frozen = sum(leaf.size * leaf.dtype.itemsize for leaf in every) - sum(leaf.size * leaf.dtype.itemsize for leaf in chosen)
     begins_random = random and any(config.adds(_name(path)) for path, _ in jax.tree_util.tree_leaves_with_path(dict(params)))
-    begin = "; these are random, because warm_start.file is not set" if begins_random else ""
-    return f"tune: {sum(leaf.size for leaf in chosen):,} parameters are trained; {frozen:,} bytes of others stay as they are{begin}"
+    begin = "; the frozen parameters are random, because warm_start.file is not set" if begins_random else ""
+    return f"tune: {sum(leaf.size for leaf in chosen):,} parameters are trained; {frozen:,} bytes of parameters are frozen{begin}"
 
 
 def part_of(specs: Mapping[str, Tree], is_trained: Callable[[str], bool]) -> dict[str, Tree]:
-    """Return parameters by layer id, with None in place of each frozen one."""
+    """Return the tree of parameters with None in place of each frozen parameter."""
     return jax.tree_util.tree_map_with_path(lambda path, leaf: leaf if is_trained(_name(path)) else None, dict(specs))
 
 
@@ -68,7 +68,7 @@ def _check_patterns(key: str, patterns: Sequence[str], names: Sequence[str]) -> 
         if not any(matches_any(name, [pattern]) for name in names):
             layers = dict.fromkeys(name.partition("/")[0] for name in names)
             near = difflib.get_close_matches(pattern, [*layers, *names] if "/" not in pattern else names, n=1, cutoff=0)
-            raise InputError(f"tune.{key}: no parameter or layer matches '{pattern}'; the nearest is {near[0]}")
+            raise InputError(f"tune.{key}: no parameter or layer matches '{pattern}'; the most similar name is {near[0]}")
 
 
 def _name(path: Any) -> str:

@@ -1,4 +1,4 @@
-"""Check the labels and tokens of the built-in losses and models, which would silently turn the loss into NaN."""
+"""Check the labels and tokens of the built-in losses and models. Wrong ones would silently turn the loss into NaN."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,12 +21,12 @@ _NEVER_COUNTED = -(2**31)
 
 @dataclass(frozen=True)
 class CheckedBatches:
-    """Batches with integers that are checked as their rows are read.
+    """Batches of integers that are checked when their rows are read.
 
     Attributes:
         batches: the batches.
-        name: their name, for messages.
-        limits: for inputs and labels, the limits by key of an array ("" for a single array).
+        name: the name of the batches in messages.
+        limits: for inputs and for labels, a mapping from the keys of arrays ("" for a single array) to limits.
     """
 
     batches: Any
@@ -48,7 +48,7 @@ class CheckedBatches:
         return start
 
     def continued(self, position: Position) -> "CheckedBatches":
-        """Return the same data in batches that begin at `position`."""
+        """Return batches of the same data that begin at `position`."""
         return replace(self, batches=self.batches.continued(position))
 
     def __getitem__(self, index: int) -> Batch:
@@ -80,15 +80,15 @@ class CheckedBatches:
 
 
 def check_labels(config: Config, batches: data.Data, outputs: Any) -> data.Data:
-    """Return the same data with checks of its labels and tokens; process 0 checks the first batch of each kind immediately.
+    """Return the same data with checks of the labels and tokens. Process 0 checks the first training and validation batch immediately.
 
     Args:
         config: the config of the run.
-        batches: its data.
-        outputs: shapes and dtypes of the outputs of the model.
+        batches: the data of the run.
+        outputs: the shapes and dtypes of the outputs of the model.
 
     Raises:
-        InputError: a label or a token of a first batch is out of range; the model has fewer outputs than the data has words or classes.
+        InputError: a label or a token of a first batch is out of range; the model has fewer outputs than the data have words or classes.
     """
     if batches.vocab_size is not None:
         _check_outputs(batches.vocab_size, batches, outputs)
@@ -98,17 +98,17 @@ def check_labels(config: Config, batches: data.Data, outputs: Any) -> data.Data:
     if limits[1]:
         _check_largest(limits[1][""], [batches, *(part for _, part in batches.parts)])
     train, validation = CheckedBatches(batches.train, "train", limits), CheckedBatches(batches.validation, "validation", limits)
-    if jax.process_index() == 0:  # the other processes only read what their own workers need
+    if jax.process_index() == 0:  # the other processes read only the rows that their own workers need
         for first in (validation[0], train[batches.first]):  # in an evaluation the batch of `train` has rows of `validation`
             jax.tree.map(lambda rows: rows[: len(rows)], first)
     return replace(batches, train=train, validation=validation)
 
 
 def _check_largest(limit: Limit, parts: Sequence[data.Data]) -> None:
-    """Check the largest label, if a loader knows it.
+    """Check the largest label, if the data say what it is.
 
     Raises:
-        InputError: it is out of range.
+        InputError: the label is out of range.
     """
     _, most, why = limit
     for part in parts:
@@ -120,10 +120,10 @@ def _check_largest(limit: Limit, parts: Sequence[data.Data]) -> None:
 
 
 def _check_outputs(need: int, batches: data.Data, outputs: Any) -> None:
-    """Check that a model with logits for each label has a logit for each word or class of the data.
+    """Check that a model with logits for each label has at least `need` logits, one for each word or class in the data.
 
     Raises:
-        InputError: it has fewer.
+        InputError: the model has fewer logits.
     """
     labels = batches.like[1]
     if not hasattr(outputs, "shape") or not hasattr(labels, "shape") or len(outputs.shape) != len(labels.shape) + 1:
@@ -136,7 +136,7 @@ def _check_outputs(need: int, batches: data.Data, outputs: Any) -> None:
 
 
 def _label_limits(config: Config, outputs: Any) -> dict[str, Limit]:
-    """Return the limits of labels for the cross-entropy; labels below zero are not counted."""
+    """Return the limits of labels for the cross-entropy. Labels below zero are allowed, and do not count."""
     if config.loss_name != "cross_entropy":
         return {}
     count = cross_entropy.vocab_size(outputs)

@@ -1,4 +1,4 @@
-"""The meshes of a plan's stages: their description and their devices."""
+"""Describe the meshes of a plan's stages and their devices."""
 
 import jpipe
 
@@ -18,7 +18,7 @@ def mesh_words(plan: jpipe.Plan) -> str:
 
 
 def device_kinds(pipe: jpipe.Pipeline) -> list[str]:
-    """Return JAX's name for the kind of each device of the run, over all processes."""
+    """Return the `device_kind` of each device of the run in all processes."""
     return [device.device_kind for device in dict.fromkeys(device for place in pipe.places for device in place.devices)]
 
 

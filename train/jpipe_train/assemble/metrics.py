@@ -1,7 +1,7 @@
-"""The evaluation metrics that a config names: built-in ones, or functions of the user's.
+"""The evaluation metrics that a config names: built-in metrics, or functions of the user's.
 
-The pipeline sums pairs of numbers, (sum, weight), over microbatches, replicas and batches. A metric that is not a mean, such as F1,
-consists of several such parts; `combined` computes it from their means at the end.
+The pipeline adds up pairs (sum, weight) over microbatches, replicas and batches. A metric that is not a mean, such as F1, consists of
+several parts; each part is a mean, and `combined` computes the metric from these means at the end.
 """
 
 import functools
@@ -25,11 +25,11 @@ Pair = tuple[jax.Array, jax.Array]
 
 
 def metrics(config: EvalConfig, model: ModelSection | None = None) -> dict[str, Any]:
-    """Return functions of an evaluation by name, `(outputs, labels) -> (sum, weight)`; `combined` computes the metrics from them.
+    """Return a dict from names to functions `(outputs, labels) -> (sum, weight)`; `combined` computes the metrics from their means.
 
     Args:
         config: the section `eval`.
-        model: the section `model`, for the number of its classes, and for metrics of its own.
+        model: the section `model`. It has the number of classes, and may add metrics of its own.
 
     Raises:
         InputError: a target does not exist.
@@ -49,17 +49,17 @@ def metrics(config: EvalConfig, model: ModelSection | None = None) -> dict[str, 
 
 
 def results(config: Config) -> dict[str, Mode]:
-    """Return the results of a validation by their names in a log row; each with "min" if lower values are better, else "max"."""
+    """Return a dict from the results of a validation, named as in `metrics.jsonl`, to "min" if lower values are better, else "max"."""
     named = dict.fromkeys(config.model.extra_metrics(), "loss") | config.eval.metrics
     sources: dict[str, Mode] = {f"val_loss_{source.name}": "min" for source in config.data.sources or ()}
     return results_of(named, has_average=config.optimizer.ema_decay is not None) | sources
 
 
 def results_of(named: Mapping[str, str], *, has_average: bool) -> dict[str, Mode]:
-    """Return the results of a validation as `results` does.
+    """Return the same as `results`, without the losses of sources.
 
     Args:
-        named: the names of built-in metrics, or of functions, by name.
+        named: a mapping from the names of metrics to built-in metrics or `module:function`.
         has_average: whether a moving average of the weights is evaluated as well.
     """
     kinds = {"loss": "loss", **named}
@@ -68,12 +68,12 @@ def results_of(named: Mapping[str, str], *, has_average: bool) -> dict[str, Mode
 
 
 def mode_of(chosen: StopConfig | BestConfig, results: Mapping[str, Mode]) -> Mode:
-    """Return whether lower or higher values of the chosen result are better; for functions, higher."""
+    """Return whether lower or higher values of the chosen result are better. For functions of the user's, higher values are."""
     return chosen.mode or results.get(chosen.metric, "max")
 
 
 def combined(means: Mapping[str, float]) -> dict[str, float]:
-    """Return means over a whole data set by name, with each metric in place of its parts."""
+    """Return `means` with each metric in place of its parts. The means are over a whole data set."""
     values: dict[str, float] = {}
     parts: dict[str, tuple[str, list[float]]] = {}
     for key, mean in means.items():
@@ -81,7 +81,7 @@ def combined(means: Mapping[str, float]) -> dict[str, float]:
             values[key] = mean
             continue
         name = part["before"] + part["name"]
-        values.setdefault(name, math.nan)  # in its place
+        values.setdefault(name, math.nan)  # the metric takes the place of its first part
         parts.setdefault(name, (part["metric"], []))[1].append(mean)
     return values | {name: _IN_PARTS[metric].value(numbers) for name, (metric, numbers) in parts.items()}
 
@@ -89,13 +89,13 @@ def combined(means: Mapping[str, float]) -> dict[str, float]:
 def centred(
     means: Mapping[str, tuple[float, float]], microbatches: Mapping[str, Sequence[tuple[Any, Any]]]
 ) -> dict[str, tuple[float, float]]:
-    """Return (mean, weight) by name; compute the parts of `pearson` in float64 from each microbatch's sums about its centre.
+    """Return `means` with the parts of `pearson` computed in float64, from the sums of each microbatch about its centre.
 
     Sums of squares in float32 would lose all digits of numbers that vary little compared with their size.
 
     Args:
-        means: the means of a batch, by name; this waits for them.
-        microbatches: as in `jpipe.Evaluation`.
+        means: a mapping from names to (mean, weight) of a batch. This function waits until they are computed.
+        microbatches: the sums of each microbatch, as in `jpipe.Evaluation`.
     """
     groups: dict[str, list[str]] = {}
     for key in means:
@@ -110,7 +110,7 @@ def centred(
     return exact
 
 
-_ROUNDING = 1e-14  # of the difference of two means of squares in float64
+_ROUNDING = 1e-14  # relative rounding error of the difference of two means of squares in float64
 _PART = re.compile(r"(?P<before>(val_)?)(?P<metric>\w+):\d+:(?P<name>\w+)")
 
 
@@ -119,9 +119,9 @@ class _InParts:
     """A metric that is computed from several means.
 
     Attributes:
-        count: the number of its parts, given the number of classes.
-        sums: returns (outputs, labels, count) -> (the sum of each part, their weight).
-        value: the metric, given the means of the parts in their order.
+        count: a function from the number of classes to the number of parts.
+        sums: a function (outputs, labels, count) -> (the sum of each part, the weight of all parts).
+        value: a function from the means of the parts, in order, to the metric.
     """
 
     count: Callable[[int], int]
@@ -143,16 +143,16 @@ class _Part:
 
 
 _part = functools.cache(_Part)
-"""Gives the same object for the same part, because an evaluation is compiled for objects."""
+"""Return the same object for the same part, because an evaluation is compiled once for each object."""
 
 
 @dataclass(frozen=True)
 class _LogitsMetric:
-    """A user's metric; it receives logits even if the built-in loss computes them itself.
+    """A user's metric. It receives logits, even if the built-in loss computes them itself.
 
     Attributes:
-        metric: the function.
-        has_more: whether the outputs have something beside the logits, which are their "tokens" then.
+        metric: the user's function.
+        has_more: whether the outputs are a dict with more than the logits. The logits then have the key "tokens".
     """
 
     metric: Any
@@ -160,7 +160,7 @@ class _LogitsMetric:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.metric)  # it may ask for random numbers
+        return inspect.signature(self.metric)  # it may have an argument for random numbers
 
     def __call__(self, outputs: Any, labels: Any, **random: Any) -> Any:
         return self.metric(cross_entropy.all_logits(outputs["tokens"] if self.has_more else outputs), labels, **random)
@@ -170,27 +170,27 @@ class _LogitsMetric:
 
 
 def _accuracy(outputs: Any, labels: Any) -> Pair:
-    """Count the labels with the largest logit; return it with the number of labels."""
+    """Return the number of labels that have the largest logit, and the number of labels."""
     _check_classes("accuracy", outputs, labels)
     return cross_entropy.correct(outputs, labels)
 
 
 def _top5(outputs: Any, labels: Any) -> Pair:
-    """Count the labels with one of the five largest logits; return it with the number of labels."""
+    """Return the number of labels that have one of the five largest logits, and the number of labels."""
     _check_classes("top5", outputs, labels)
     if (classes := cross_entropy.vocab_size(outputs)) < 5:
-        raise InputError(f"eval.metrics: top5: expected logits of at least 5 classes, found {classes}; leave it out")
+        raise InputError(f"eval.metrics: top5: expected logits of at least 5 classes, found {classes}; remove top5")
     return cross_entropy.correct(outputs, labels, 5)
 
 
 def _cross_entropy(outputs: Any, labels: Any) -> Pair:
-    """Return the summed cross-entropy of the labels in nats, whatever the loss is, and the number of labels."""
+    """Return the sum of the cross-entropy of the labels in nats, and the number of labels. The loss of the run may be another one."""
     _check_classes("cross_entropy", outputs, labels)
     return cross_entropy.loss(_without_experts(outputs), labels)
 
 
 def _squared_error(outputs: Any, labels: Any) -> Pair:
-    """Return the summed squares of the errors, whatever the loss is, and the number of labels."""
+    """Return the sum of the squared errors, and the number of labels. The loss of the run may be another one."""
     outputs = _without_experts(outputs)
     _check_numbers("squared_error", outputs, labels)
     return squared_error.loss(outputs, labels)
@@ -200,7 +200,10 @@ def _squared_error(outputs: Any, labels: Any) -> Pair:
 
 
 def _class_counts(outputs: Any, labels: Any, first: int, stop: int) -> tuple[list[jax.Array], jax.Array]:
-    """For each of these classes, count the correct predictions, and the labels plus the predictions; also count all valid labels."""
+    """Count, for the classes from `first` to `stop` - 1, the correct predictions, and the labels plus the predictions.
+
+    The weight is the number of all valid labels.
+    """
     predicted, counts = cross_entropy.all_logits(outputs).argmax(-1), labels >= 0
     sums = []
     for number in range(first, stop):
@@ -222,14 +225,14 @@ def _all_counts(outputs: Any, labels: Any, count: int) -> tuple[list[jax.Array],
 
 
 def _f1(means: Sequence[float]) -> float:
-    """Return the mean F1 of the classes that occur in the labels or the predictions; NaN without any."""
+    """Return the mean F1 of the classes that occur in the labels or the predictions; NaN if there are none."""
     pairs = zip(means[::2], means[1::2], strict=True)
     values = [2 * hits / either for hits, either in pairs if either != 0]
     return sum(values) / len(values) if values else math.nan
 
 
 def _moments(outputs: Any, labels: Any, _: int) -> tuple[list[jax.Array], jax.Array]:
-    """Return the centres of the outputs and the labels, and the sums about them: of both, of their squares and of their products."""
+    """Return the centres a of the outputs x and b of the labels y, and the sums of x - a, y - b, their squares and their product."""
     _check_numbers("pearson", outputs, labels)
     wide = cross_entropy.wider(outputs.dtype)
     x, y = outputs.astype(wide), labels.astype(wide)
@@ -239,7 +242,7 @@ def _moments(outputs: Any, labels: Any, _: int) -> tuple[list[jax.Array], jax.Ar
 
 
 def _raw_moments(n: float, a: float, b: float, x: float, y: float, xx: float, yy: float, xy: float) -> tuple[float, ...]:
-    """Return the sums of n outputs and labels, their squares and their products, from sums about the centres a and b."""
+    """Return the sums of n outputs and n labels, their squares and their products, from the sums about the centres a and b."""
     return n * a + x, n * b + y, n * a * a + 2 * a * x + xx, n * b * b + 2 * b * y + yy, n * a * b + a * y + b * x + xy
 
 
@@ -260,7 +263,7 @@ _IN_PARTS = {
 
 
 def _without_experts(outputs: Any) -> Any:
-    """Return the logits or numbers without the routers' choices."""
+    """Return the logits or numbers of the outputs, without the routers' choices of experts."""
     return outputs["tokens"] if isinstance(outputs, dict) and "experts" in outputs else outputs
 
 
@@ -282,6 +285,6 @@ def _check_numbers(metric: str, outputs: Any, labels: Any) -> None:
     if len(leaves) != 2 or not is_number or leaves[0].shape != leaves[1].shape:
         described = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
         raise InputError(
-            f"eval.metrics: {metric}: expected a number for each label, both floating-point, found {described}; name a module:function of "
-            "your own"
+            f"eval.metrics: {metric}: expected one floating-point output for each floating-point label, found {described}; name a "
+            "module:function of your own"
         )

@@ -1,4 +1,4 @@
-"""The model and the loss that a config names: built-in ones, or functions of the user's."""
+"""Build the model and the loss that a config names. They are built in, or functions of the user's."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -17,15 +17,15 @@ from jpipe_train.config.model_section import ModelSection
 
 
 def layers(config: Config, inputs: Callable[[], Any] | None = None) -> jpipe.LayerStack:
-    """Return the layers of the model's kind or of `model.target`, which returns a LayerStack or a whole model.
+    """Return the layers of the model. Its kind builds them, or `model.target` returns a LayerStack or a whole model.
 
     Args:
-        config: of the run.
-        inputs: returns the inputs of a batch, or their shapes and dtypes. A whole model is cut for these, so that the same layers result
-            whatever the plan is. None: whole models are rejected.
+        config: the config of the run.
+        inputs: a function that returns the inputs of a batch, or their shapes and dtypes. A whole model is traced with them and cut into
+            layers, which do not depend on the plan. None: whole models are rejected.
 
     Raises:
-        InputError: the target does not exist, fails, or returns no model; its model cannot be cut.
+        InputError: the target does not exist, fails, or does not return a model; or its model cannot be cut.
     """
     if (target := config.model.target) is None:
         return config.model.build_layers(config, inputs)
@@ -40,10 +40,10 @@ def layers(config: Config, inputs: Callable[[], Any] | None = None) -> jpipe.Lay
 
 
 def check_target(config: ModelSection) -> None:
-    """Check that `model.target` exists and takes its arguments, without calling it.
+    """Check that `model.target` exists and accepts `model.arguments`, without calling it.
 
     Raises:
-        InputError: it does not.
+        InputError: the target does not exist, or does not accept the arguments.
     """
     target, function = str(config.target), entry_point.load(str(config.target), "model.target")
     signed = getattr(function, "__init__") if inspect.isclass(function) else function  # noqa: B009 - read, never called
@@ -53,7 +53,7 @@ def check_target(config: ModelSection) -> None:
 
 
 def _of_target(target: str, arguments: Mapping[str, Any], batch_size: int) -> Any:
-    """Call a target with these arguments. If it has a parameter `rngs`, it is a constructor: only bind them."""
+    """Call a target with the arguments. If it has a parameter `rngs`, it is a constructor; then return a function of `rngs` instead."""
     function = entry_point.load(target, "model.target")
     signed = getattr(function, "__init__") if inspect.isclass(function) else function  # noqa: B009 - read, never called
     parameters, optional = parameters_of(signed), {"batch_size": batch_size}
@@ -75,7 +75,7 @@ def _spec(rows: Any) -> jax.ShapeDtypeStruct:
 
 
 def loss(config: Config) -> Any:
-    """Return the loss, `(outputs, labels) -> (sum, weight)`: a loss by its name, or `loss.target` with its arguments.
+    """Return the loss, a function `(outputs, labels) -> (sum, weight)`: the loss with this name, or `loss.target` with its arguments.
 
     Raises:
         InputError: the target does not exist, or has other arguments; the package that adds the loss cannot be imported.
@@ -93,7 +93,7 @@ def loss(config: Config) -> Any:
 
 
 def _describe(value: Any) -> str:
-    """Describe a value that was returned in place of a model, and what to return instead."""
+    """Describe a value that the target returned in place of a model, and say what to return instead."""
     if value is None:
         return "None; does the function end with return?"
     if isinstance(value, dict):

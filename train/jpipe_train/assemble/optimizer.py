@@ -1,4 +1,4 @@
-"""The optimizer that a config names (from optax, jpipe or the user), its learning-rate schedule, and the parameters that decay."""
+"""Build the optimizer that a config names (from optax, jpipe or the user), its learning-rate schedule and its weight-decay mask."""
 
 import difflib
 import functools
@@ -19,8 +19,8 @@ from jpipe_train.config.functions import entry_point, optax_names
 from jpipe_train.config.functions.arguments import LARGEST, check_names, convert, kind_of, parameters_of
 
 Tree = Any
-_BLOCK = 1024  # updates for which learning rates are computed together
-MASKS = ("mask", "weight_decay_mask")  # optax's names for the argument that selects what decays
+_BLOCK = 1024  # the learning rates of this many updates are computed together
+MASKS = ("mask", "weight_decay_mask")  # optax's names for the argument that selects the parameters with weight decay
 
 
 def optimizer(config: OptimizerConfig, steps: int, params: Tree) -> optax.GradientTransformation:
@@ -29,7 +29,7 @@ def optimizer(config: OptimizerConfig, steps: int, params: Tree) -> optax.Gradie
     Args:
         config: the section `optimizer`.
         steps: the number of batches of the run.
-        params: shapes and dtypes of the model's parameters, by layer id.
+        params: a dict from layer ids to the shapes and dtypes of the layer's parameters.
 
     Raises:
         InputError: arguments are unknown, missing or rejected; a pattern of `decay` matches no parameter.
@@ -52,12 +52,12 @@ def optimizer(config: OptimizerConfig, steps: int, params: Tree) -> optax.Gradie
 def checked_arguments(
     config: OptimizerConfig, steps: int, params: Mapping[str, Tree] = MappingProxyType({})
 ) -> tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]:
-    """Return the function that makes the optimizer, its arguments, and those that differ between stages; do not call the function.
+    """Return the function that makes the optimizer, its arguments, and the arguments that differ between stages. It is not called.
 
     Args:
         config: the section `optimizer`.
         steps: the number of batches of the run.
-        params: the parameters by layer id, for weight decay; without them the arguments can only be checked.
+        params: a dict from layer ids to parameters, for weight decay. Without it the arguments can only be checked.
 
     Raises:
         InputError: the function does not exist; arguments are unknown or missing.
@@ -79,13 +79,13 @@ def checked_arguments(
         arguments[mask] = _decay_mask(config.decay, params)
     elif config.decay is not None:
         raise InputError(
-            f"optimizer.decay: '{config.name}' cannot choose what decays (it has none of the arguments {' and '.join(MASKS)}); leave it out"
+            f"optimizer.decay: '{config.name}' cannot choose what decays (it has none of the arguments {' and '.join(MASKS)}); remove decay"
         )
     return factory, arguments, of_stages
 
 
 def same_at_all_stages(config: OptimizerConfig) -> OptimizerConfig:
-    """Return a config without arguments by stage, for any number of stages, with the same state and work per parameter."""
+    """Return a config without `per_stage`, for any number of stages. The optimizer has the same state and work per parameter."""
     first = {name: values[0] for name, values in config.per_stage.items()}
     rate = first.pop("learning_rate", config.learning_rate)
     return config.model_copy(update={"per_stage": {}, "learning_rate": rate, "arguments": config.arguments | first})
@@ -94,11 +94,11 @@ def same_at_all_stages(config: OptimizerConfig) -> OptimizerConfig:
 def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[int], float] | None:
     """Return a function from a batch number to the learning rate, or None if the rate is unknown.
 
-    It is unknown for a user's optimizer, for one without a learning rate, and for rates that differ between stages. All batches
-    of one update have the same rate.
+    The rate is unknown for a user's optimizer, for an optimizer without a learning rate, and for rates that differ between stages. All
+    batches of one update have the same rate.
 
     Args:
-        config: the section `optimizer`, which `optimizer` has accepted.
+        config: the section `optimizer`. The function `optimizer` must have accepted it.
         steps: the number of batches of the run.
     """
     factory = None if ":" in config.name else optax_names.optimizers()[config.name]
@@ -110,7 +110,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[int], float]
 
     @functools.lru_cache(maxsize=2)
     def rates_of_block(number: int) -> list[float]:
-        """Compute many rates at once, because each single request would wait for the device."""
+        """Compute many rates at once, because each computation waits for the device."""
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             rates = jax.vmap(rate)(np.arange(number * _BLOCK, (number + 1) * _BLOCK, dtype=np.int32))
         return [float(f"{value:.6g}") for value in np.broadcast_to(np.asarray(rates, np.float64), _BLOCK)]
@@ -125,7 +125,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[int], float]
 def lr_schedule(config: OptimizerConfig, updates: int, peak: float) -> optax.Schedule:
     """Return a schedule that rises to `peak` over `warmup_steps` updates and then follows `config.lr_schedule`.
 
-    The schedule is constant, a cosine down to a tenth of the peak at `updates`, or one of optax.
+    The schedule is constant, a cosine down to a tenth of the peak at `updates`, or a schedule of optax.
 
     Raises:
         InputError: arguments of the schedule are unknown, missing or rejected.
@@ -133,7 +133,7 @@ def lr_schedule(config: OptimizerConfig, updates: int, peak: float) -> optax.Sch
     warmup = config.warmup_steps
     match config.lr_schedule:
         case "constant" | "cosine" if config.lr_arguments:
-            raise InputError(f"optimizer.lr_arguments: '{config.lr_schedule}' takes none; leave them out, or name a schedule of optax")
+            raise InputError(f"optimizer.lr_arguments: '{config.lr_schedule}' takes none; remove lr_arguments, or name a schedule of optax")
         case "constant":
             after = optax.constant_schedule(peak)
         case "cosine":
@@ -147,18 +147,18 @@ def lr_schedule(config: OptimizerConfig, updates: int, peak: float) -> optax.Sch
                 arguments = convert(schedule, name, config.lr_arguments)
             with entry_point.user_errors(f"optimizer.lr_arguments: '{name}' does not accept them"):
                 after = schedule(**{rate: peak}, **arguments)
-    # The first update uses peak / (warmup + 1), not 0, which would waste a step.
+    # The first update uses peak / (warmup + 1), because a rate of 0 would waste a step.
     return optax.join_schedules([optax.linear_schedule(peak / (warmup + 1), peak, warmup), after], [warmup]) if warmup else after
 
 
 def _rate(config: OptimizerConfig, steps: int, factory: Callable[..., Any]) -> float | optax.Schedule:
-    """Return a schedule, or a number if the rate never changes, because some optimizers accept only numbers."""
+    """Return a schedule; if the rate never changes, return a number, because some optimizers accept only numbers."""
     parameter = parameters_of(factory)["learning_rate"]
     factory_default = parameter.default if isinstance(parameter.default, float) else 1e-3
     rate = _rate_with_peak(config, steps, config.learning_rate or factory_default)
     if callable(rate) and not optax_names.takes_schedule(parameter) and not config.inject_hyperparams:
         raise InputError(
-            f"optimizer.lr_schedule: '{config.name}' takes one learning rate for the whole run; "
+            f"optimizer.lr_schedule: the learning rate of '{config.name}' must be a number, not a schedule; "
             "use constant without warmup_steps, or inject_hyperparams: true"
         )
     return rate
@@ -173,10 +173,10 @@ def _per_stage(config: OptimizerConfig, steps: int, factory: Callable[..., Any],
     """Return the arguments that differ between stages, each with one number or schedule per stage.
 
     Raises:
-        InputError: an argument is unknown, takes no number, or has one value for all stages as well.
+        InputError: an argument is unknown, does not take a number, or is also set for all stages.
     """
     if config.per_stage and config.inject_hyperparams:
-        raise InputError("optimizer.inject_hyperparams: it keeps one value for all stages; leave it out, or leave out optimizer.per_stage")
+        raise InputError("optimizer.inject_hyperparams: it keeps one value for all stages; remove it, or remove optimizer.per_stage")
     parameters = parameters_of(factory)
     reserved = {key: words for key, words in reserved.items() if key != "learning_rate"}
     named = [key for key, p in parameters.items() if key not in reserved and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -184,7 +184,7 @@ def _per_stage(config: OptimizerConfig, steps: int, factory: Callable[..., Any],
     for name in config.per_stage:
         if config.learning_rate is not None if name == "learning_rate" else name in config.arguments:
             key = name if name == "learning_rate" else f"arguments.{name}"
-            raise InputError(f"optimizer.per_stage: expected {name} here or as optimizer.{key}, found both; leave one out")
+            raise InputError(f"optimizer.per_stage: expected {name} here or as optimizer.{key}, found both; remove one of them")
         with entry_point.errors_about("optimizer.per_stage"):
             check_names(factory, config.name, {name, *required}, reserved)
             if ":" not in config.name:
@@ -196,13 +196,11 @@ def _per_stage(config: OptimizerConfig, steps: int, factory: Callable[..., Any],
 def _check_number(optimizer: str, name: str, parameter: inspect.Parameter) -> None:
     kind = kind_of(parameter)
     if kind is None or kind[0] != "a number":
-        raise ValueError(
-            f"'{name}' of '{optimizer}' takes no number, so it cannot differ from stage to stage; put it into optimizer.arguments"
-        )
+        raise ValueError(f"'{name}' of '{optimizer}' is not a number, so it cannot differ between stages; move it to optimizer.arguments")
 
 
 def _accumulated(rule: optax.GradientTransformation, batches: int) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer that updates once in `batches` batches, so that a delay of `batches` batches is a delay of one update."""
+    """Return an optimizer that updates once every `batches` batches. A delay of `batches` batches is then a delay of one update."""
     steps = optax.MultiSteps(rule, batches)
 
     def update(updates: Tree, state: Any, params: Tree = None, *, delay: Any = 0.0, **extra_args: Any) -> tuple[Tree, Any]:
@@ -215,13 +213,14 @@ def _check_no_rate(config: OptimizerConfig) -> None:
     default = OptimizerConfig()
     for key in ("learning_rate", "lr_schedule", "lr_arguments", "warmup_steps"):
         if getattr(config, key) != getattr(default, key):
-            raise InputError(f"optimizer.{key}: '{config.name}' has no argument learning_rate; leave it out")
+            raise InputError(f"optimizer.{key}: '{config.name}' has no argument learning_rate; remove {key}")
 
 
 def _decay_mask(patterns: list[str] | None, params: Mapping[str, Tree]) -> Callable[[Tree], Tree]:
-    """Return an optax mask of the leaves with weight decay: matrices (not biases and norms), or the leaves that the patterns select.
+    """Return an optax mask for weight decay. It selects matrices (not biases and norms), or the leaves that match the patterns.
 
-    Patterns and mask go by layer id. For a model that was cut into layers, pass the layers, not the model's own tree.
+    The names that patterns match begin with a layer id, and the mask is a dict from layer ids. If a whole model was cut into layers, the
+    mask needs the tree of the layers, not the model's own tree.
     """
     wanted = [pattern for pattern in patterns or () if not pattern.startswith("!")]
     unwanted = [pattern[1:] for pattern in patterns or () if pattern.startswith("!")]
@@ -241,7 +240,7 @@ def _check_patterns(patterns: Sequence[str], params: Mapping[str, Tree]) -> None
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern.removeprefix("!")) for name in names):
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0)
-            raise InputError(f"optimizer.decay: no parameter matches '{pattern}'; the nearest are {', '.join(near)}")
+            raise InputError(f"optimizer.decay: no parameter matches '{pattern}'; the most similar names are {', '.join(near)}")
 
 
 def _name(path: Any) -> str:

@@ -1,25 +1,25 @@
-"""The plan of a run that has fewer processes than its config is made for."""
+"""Find a smaller plan for a run that has fewer processes than its config is made for."""
 
 import jpipe
 from jpipe_train.config.config import AUTO, MOST_MICROBATCHES, Config, PlanConfig
 
 
 def for_processes(config: Config, processes: int, planned: int | None) -> tuple[Config, str]:
-    """Return the config with a plan for the processes that are there.
+    """Return the config with a plan for the existing number of processes.
 
-    The ranks shrink with the processes: n of N processes have n / N of the config's ranks. `smaller` is tried first, then the planner
-    (`plan.file: auto`), which also serves plan files and plans with values by stage. The size of the batch does not change.
+    With n of N processes the plan has n / N of the config's ranks. `smaller` is tried first, and then a search for a plan
+    (`plan.file: auto`). A config with a plan file, or with lists of values for stages, always needs the search. The batch size stays.
 
     Args:
         config: the config of the run; its plan is for `planned` processes.
-        processes: the number of processes that are there.
-        planned: the number of processes that the config is made for; None to leave the config as it is.
+        processes: the existing number of processes.
+        planned: the number of processes that the config is made for; None returns the config unchanged.
 
     Returns:
-        The config, and a line that says what is different; "" if nothing is.
+        The config, and a line that says what has changed; "" if nothing has.
 
     Raises:
-        jpipe.InputError: there are more processes than planned, or the run cannot continue with any smaller number of them.
+        jpipe.InputError: there are more processes than planned, or the run could not continue with some smaller number of processes.
     """
     if planned is None:
         return config, ""
@@ -27,12 +27,12 @@ def for_processes(config: Config, processes: int, planned: int | None) -> tuple[
         raise jpipe.InputError(where="--elastic", expected=f"at least as many as there are processes, {processes}", found=planned)
     if config.checkpoint.every is None:
         raise jpipe.InputError(
-            "checkpoint.every: expected a number of steps with --elastic, found null: without checkpoints nothing is left when a process "
-            "is lost; set it, such as checkpoint.every=10"
+            "checkpoint.every: expected a number of steps with --elastic, found null; without checkpoints all work is lost with a process; "
+            "set it, such as checkpoint.every=10"
         )
     if config.optimizer.per_stage:
         raise jpipe.InputError(
-            "optimizer.per_stage: cannot be used with --elastic, because its values are for a fixed number of stages; leave out one of them"
+            "optimizer.per_stage: cannot be used with --elastic, because its values are for a fixed number of stages; remove one of them"
         )
     _check_links(config, planned)
     if processes == planned or config.plan.file == AUTO:
@@ -43,7 +43,7 @@ def for_processes(config: Config, processes: int, planned: int | None) -> tuple[
     if plan is None:
         reason = "a plan file" if config.plan.file is not None else f"no {config.plan.schedule} plan of fewer even stages or replicas"
         searched = config.plan.model_copy(update={"file": AUTO})
-        return config.model_copy(update={"plan": searched}), f"{where}: searched for, because the config has {reason} for them"
+        return config.model_copy(update={"plan": searched}), f"{where}: a search chooses it, because the config has {reason} for them"
     values = [
         f"{name} {getattr(plan, name)} instead of {getattr(config.plan, name)}"
         for name in ("num_stages", "replicas", "microbatches")
@@ -53,31 +53,32 @@ def for_processes(config: Config, processes: int, planned: int | None) -> tuple[
 
 
 def _check_links(config: Config, planned: int) -> None:
-    """Reject a config that compresses sums if it would need a plan search later: the planner cannot price compression.
+    """Reject a config that compresses sums if it would need a plan search later. The planner cannot predict the cost of compression.
 
     Raises:
-        jpipe.InputError: there is no smaller plan for some number of processes.
+        jpipe.InputError: for some number of processes there is no smaller plan.
     """
     if config.plan.links is None or config.plan.links.sums is None or config.plan.file is not None:
         return
     for processes in range(planned - 1, 0, -1):
         if smaller(config.plan, config.plan.ranks * processes // planned, config.train.batch_size) is None:
             raise jpipe.InputError(
-                "plan.links.sums: expected a plan with --elastic that has a smaller one for each number of processes, found none of fewer "
-                f"even stages or replicas for {processes} of {planned}, and no search of plans prices it; leave out one of them"
+                "plan.links.sums: with --elastic, expected a plan that has a smaller plan for each number of processes, found none with "
+                f"fewer even stages or replicas for {processes} of {planned} processes, and a search cannot predict the cost of "
+                "links.sums; remove one of them"
             )
 
 
 def smaller(plan: PlanConfig, ranks: int, batch_size: int) -> PlanConfig | None:
-    """Return the plan with fewer stages or replicas that occupies exactly `ranks` ranks, or None.
+    """Return a plan with at most the stages and replicas of `plan` that uses exactly `ranks` ranks, or None if there is none.
 
-    It has no more of either than `plan` has. Of the plans that fit, the one with the most stages is chosen: its stages need the least
-    memory. It keeps the number of microbatches, or takes the next larger one that divides the batch and that schedule and replicas allow.
+    Of the possible plans, the plan with the most stages is chosen, because its stages need the least memory. It has the same number of
+    microbatches, or the next larger number that divides the batch and is legal for the schedule and the replicas.
 
     Args:
-        plan: the plan, with the keys of even stages; a plan file, or a value by stage, gives None.
+        plan: the plan, with the keys of even stages. With a plan file, or a list of values for stages, the result is None.
         ranks: the number of ranks.
-        batch_size: rows of a batch.
+        batch_size: the number of rows in a batch.
     """
     if plan.file is not None or not isinstance(plan.replicas, int) or isinstance(plan.recompute, list) or isinstance(plan.mesh, list):
         return None

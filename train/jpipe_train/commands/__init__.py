@@ -32,7 +32,7 @@ COMMANDS: Mapping[str, Any] = {
     "configs": configs.configs,
     "completion": completion.completion,
 }
-"""The function of each command of this package, in the order of `jpipe --help`; those that other packages add come after them."""
+"""The function of each command of this package, in the order of `jpipe --help`. The commands of other packages follow."""
 ABOUT = """Pipeline-parallel training for JAX and Flax. Three commands do most of the work:
 
   jpipe train CONFIG         train a model through a pipeline
@@ -46,12 +46,12 @@ Describe a command: jpipe COMMAND --help. Print the version: jpipe --version."""
 
 
 def names(group: str | None = None) -> tuple[str, ...]:
-    """Return the names of all commands, or of a group."""
+    """Return the names of all commands, or of the commands of one group."""
     return (*COMMANDS, *registry.names("commands")) if group is None else groups()[group]
 
 
 def groups() -> dict[str, tuple[str, ...]]:
-    """Return the commands that have commands of their own, with those."""
+    """Return the names of the command groups, each with the names of its commands."""
     return {name: tuple(found.commands) for name, found in _added().items() if isinstance(found, Group)}
 
 
@@ -60,11 +60,12 @@ def _added() -> Mapping[str, Any]:
     """Return the commands that other packages add.
 
     Raises:
-        InputError: one cannot be imported, or has the name of another.
+        InputError: a command cannot be imported, or has the name of a command of jpipe.
     """
     if twice := next((name for name in registry.names("commands") if name in COMMANDS), None):
         raise jpipe.InputError(
-            f"{registry.described(registry.entries('commands')[twice])} adds the command {twice}, which jpipe has; uninstall it"
+            f"{registry.described(registry.entries('commands')[twice])} adds the command {twice}, which jpipe has already; uninstall the "
+            "package"
         )
     return {name: registry.find("commands", name) for name in registry.names("commands")}
 
@@ -85,7 +86,10 @@ def unknown(arguments: Sequence[str]) -> str | None:
 
 
 def application(command: str | None) -> tyro.extras.SubcommandApp:
-    """Return the application with all commands, or with the commands of this package alone if `command` needs no others."""
+    """Return the tyro application with all commands, or without other packages' commands if `command` is a command of this package.
+
+    The command `completion` gets all of them.
+    """
     app = tyro.extras.SubcommandApp()
     needs_all = command not in COMMANDS or command == "completion"
     for name, found in {**COMMANDS, **(_added() if needs_all else {})}.items():
@@ -101,7 +105,7 @@ def run(arguments: Sequence[str] | None) -> int:
         SystemExit: the command line is wrong, or asks for help.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    logging.getLogger("jpipe").addHandler(LINES)  # a logger keeps one handler once, even if this function runs again
+    logging.getLogger("jpipe").addHandler(LINES)  # a logger does not add the same handler twice
     try:
         if message := unknown(words):
             sys.exit(fail(printable(message), 2))

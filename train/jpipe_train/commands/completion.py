@@ -7,7 +7,7 @@ import tyro
 
 
 def completion(shell: Annotated[Literal["bash", "zsh", "fish"], tyro.conf.Positional, tyro.conf.arg(metavar="SHELL")]) -> int:
-    """Print a script with which a shell completes these commands and their options; docs/how-to/install.md says where to put it.
+    """Print a script that lets a shell complete jpipe's commands and options; docs/how-to/install.md says where to put the script.
 
     Args:
         shell: bash, zsh or fish.
@@ -17,5 +17,5 @@ def completion(shell: Annotated[Literal["bash", "zsh", "fish"], tyro.conf.Positi
     with contextlib.suppress(SystemExit):  # raised by tyro after printing
         commands.application(None).cli(prog="jpipe", args=["--tyro-print-completion", shell])
     if shell == "bash":
-        print("complete -o default -F _tyro_jpipe jpipe  # names of files, too")
+        print("complete -o default -F _tyro_jpipe jpipe  # file names, too")
     return 0

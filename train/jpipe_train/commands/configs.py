@@ -17,7 +17,7 @@ def configs(
     """List the configs and examples that come with jpipe, or copy them to the current folder.
 
     Args:
-        words: Nothing: list them. copy: copy all of them. copy NAME: only that one, such as gpt-bytes, with the Python files that it names.
+        words: Nothing: list them. copy: copy all of them. copy NAME: copy one config, such as gpt-bytes, and the Python files it names.
         to: The folder in which the folders configs and examples are created.
         overwrite: Replace existing files that differ.
     """
@@ -25,11 +25,13 @@ def configs(
     from jpipe_train.config import shipped_configs
 
     if not words and (to != "." or overwrite):
-        raise jpipe.InputError("configs: --to and --overwrite are for copy; did you mean jpipe configs copy?")
+        raise jpipe.InputError("configs: --to and --overwrite have no effect without copy; did you mean jpipe configs copy?")
     if not words:
         shipped_configs.list_all(print)
     elif words[0] == "copy":
         shipped_configs.copy(words[1:], expanded(to, "configs copy --to"), overwrite, lambda line: print(printable(line)))
     else:
-        raise jpipe.InputError(f"configs: expected nothing or copy, found '{words[0]}'; did you mean jpipe configs copy {words[0]}?")
+        raise jpipe.InputError(
+            f"configs: expected no word or the word copy, found '{words[0]}'; did you mean jpipe configs copy {words[0]}?"
+        )
     return 0

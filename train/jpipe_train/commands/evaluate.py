@@ -6,7 +6,7 @@ from jpipe_train.run.requests import EvaluateRequest
 
 
 def evaluate(request: Fields[EvaluateRequest], process: Fields[Process] = ALONE) -> int:
-    """Compute loss, perplexity and metrics of a run over a whole data set, through its pipeline. The run is not changed."""
+    """Compute the loss, perplexity and metrics of a run over a whole data set, with the run's pipeline. The run is not changed."""
     with interrupt.importing():
         from jpipe_train.run import job
 

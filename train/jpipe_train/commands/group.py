@@ -1,4 +1,4 @@
-"""Commands below one name."""
+"""Commands that share a first word."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,18 +8,18 @@ import tyro
 
 @dataclass(frozen=True)
 class Group:
-    """Commands below one name, such as `jpipe data prepare` and `jpipe data show`.
+    """Commands that share a first word, such as `jpipe data prepare` and `jpipe data show`.
 
     Attributes:
-        about: the help of the group.
-        commands: their functions, by name.
+        about: the help text of the group.
+        commands: the function of each command; the keys are the second words.
     """
 
     about: str
     commands: Mapping[str, Callable[..., int]]
 
     def application(self) -> tyro.extras.SubcommandApp:
-        """Return these commands for tyro."""
+        """Return the tyro application with these commands."""
         app = tyro.extras.SubcommandApp()
         app.__doc__ = self.about
         for name, function in self.commands.items():

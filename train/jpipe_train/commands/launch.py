@@ -8,7 +8,7 @@ from jpipe_train.console.options import Flag, OptionalCount
 from jpipe_train.console.terminal import fail, printable
 
 LAUNCHED = "-- train CONFIG [--KEY …] | -- plan CONFIG … | -- evaluate RUN … | -- generate RUN … | -- doctor"
-"""Long enough for the usage line to abbreviate the options of launch and show them first, in the order in which they are typed."""
+"""The placeholder of the command. It is so long that the usage line abbreviates the options of launch and shows them before it."""
 
 
 def launch(
@@ -23,17 +23,18 @@ def launch(
 ) -> int:
     """Start several processes on this machine, such as `jpipe launch -n 4 -- train configs/gpt-bytes.yaml`.
 
-    When one process fails, or on Ctrl-C, all of them end.
+    If one process fails, or on Ctrl-C, all of them end.
 
     Args:
-        command: The command of every process; the coordinator, the count and the number of the process are added to it.
-        num_processes: How many processes.
-        pin: Give each process a CPU core of its own, if there are enough. For measurements.
-        max_restarts: How often to restart all when one fails; they resume from the newest checkpoint of their run folder.
-        elastic: In place of -n: train with MAX processes, and when some are lost with those that are left, at least MIN.
-        max_failures: Elastic: after how many failures in a row, without a new checkpoint, the rest go on without a process.
-        retry_after: Elastic: when such a process is tried again, at a checkpoint; twice as long each time that it fails again.
-        shortage_limit: Elastic: how long to wait while fewer than MIN processes can be started.
+        command: The command of every process. launch appends the coordinator, the number of processes and the number of the process.
+        num_processes: How many processes to start.
+        pin: Give each process a CPU core of its own, if there are enough cores. For measurements.
+        max_restarts: How often to restart all processes after one fails. They resume from the newest checkpoint of their run folder.
+        elastic: In place of -n: train with MAX processes. If some are lost, the remaining processes go on, as long as there are MIN.
+        max_failures: With --elastic: a process that fails so many times in a row, without a new checkpoint, is left out.
+        retry_after: With --elastic: a process that was left out is tried again at a checkpoint after this time. The time doubles with each
+            further failure.
+        shortage_limit: With --elastic: how long to wait while fewer than MIN processes can be started.
     """
     from jpipe_train.launch.local import elastic as elastic_launcher
     from jpipe_train.launch.local import launch as launcher
@@ -45,7 +46,7 @@ def launch(
     if elastic is None:
         assert num_processes is not None
         if given:
-            return fail(f"launch --{next(iter(given)).replace('_', '-')} has no effect without --elastic MIN:MAX; leave it out", 2)
+            return fail(f"launch --{next(iter(given)).replace('_', '-')} has no effect without --elastic MIN:MAX; remove the option", 2)
         return launcher.main(num_processes, command, pin=pin, max_restarts=max_restarts or 0)
     limits = elastic_launcher.limits(elastic, given)
     if isinstance(limits, str):

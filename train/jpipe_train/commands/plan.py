@@ -1,4 +1,4 @@
-"""`jpipe plan CONFIG`: find the fastest plan that fits."""
+"""`jpipe plan CONFIG`: find the fastest plan that fits into memory."""
 
 from functools import partial
 

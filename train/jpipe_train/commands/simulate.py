@@ -18,18 +18,18 @@ def simulate(
     target: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE")] = None,
     allow_code: Flag = False,
 ) -> int:
-    """Show what a pipeline would do: timeline, bubble, weight versions and, for a config, bytes. Nothing is trained.
+    """Show the timeline, the bubble and the weight versions of a pipeline and, for a config, its bytes. Nothing is trained.
 
     Args:
-        source: A plan's JSON file, or a YAML config such as configs/gpt-bytes.yaml.
+        source: The JSON file of a plan, or a YAML config such as configs/gpt-bytes.yaml.
         overrides: Replace one key of a config, such as plan.schedule=gpipe.
-        batches: How many batches to show; by default enough to see the steady state.
-        png: Draw the timeline into this file and, for a config, the memory into one next to it.
-        no_compile: Do not compile the stages of a config, which takes seconds for small models and minutes for large ones; the temporaries
-            of their programs, and so the peak memory, are then unknown.
-        target: Compile for this device, which need not be here: one that jpipe target lists, or a YAML file of a target or a topology; by
-            default for the devices of this machine.
-        allow_code: Import and run the functions that a config names, as in train.
+        batches: How many batches to show; by default enough batches to reach the steady state.
+        png: Draw the timeline into this file. For a config, the memory is drawn into a second file next to it.
+        no_compile: Do not compile the stages of a config. Compiling takes seconds for small models and minutes for large ones. Without it
+            the temporary memory of the programs, and so the peak memory, is unknown.
+        target: Compile for this device, which this machine need not have: a name that jpipe target lists, or a YAML file of a target or a
+            topology. By default, the stages are compiled for the devices of this machine.
+        allow_code: Allow a config that names functions of your own, which jpipe imports and runs.
     """
     with interrupt.importing():
         import jpipe_train.plan.simulate as simulation

@@ -6,7 +6,7 @@ from jpipe_train.run.requests import TrainRequest
 
 
 def train(request: Fields[TrainRequest], process: Fields[Process] = ALONE) -> int:
-    """Train a model through a pipeline as a YAML file says; with several processes, each is started with this command."""
+    """Train the model that a YAML config describes, through a pipeline. With several processes, start each with this command."""
     with interrupt.importing():
         from jpipe_train.run import job
 

@@ -1,4 +1,4 @@
-"""The sections of a config with their defaults and checks. Wrong values are rejected before any device works."""
+"""The sections of a config with their defaults and checks. Wrong values are rejected before anything runs on a device."""
 
 import math
 import re
@@ -27,11 +27,11 @@ from jpipe_train.config.train_config import StopConfig as StopConfig
 from jpipe_train.config.train_config import TrainConfig as TrainConfig
 from jpipe_train.config.tune_section import TuneSection
 
-MOST_PLAN_BYTES = 2**22  # ten thousand stages take a third of that
-FEW_SYMBOLS, CHUNK = 8192, 1024  # up to this many symbols, all logits are computed at once; beyond, this many positions at a time
+MOST_PLAN_BYTES = 2**22  # a plan of ten thousand stages takes a third of that
+FEW_SYMBOLS, CHUNK = 8192, 1024  # all logits at once for at most FEW_SYMBOLS symbols; for more, CHUNK positions at a time
 LOGS = ("tensorboard", "wandb", "trackio", "mlflow")
 METRICS = ("accuracy", "top5", "cross_entropy", "f1_binary", "f1_macro", "squared_error", "pearson")  # built in
-MOST_F1_CLASSES = 256  # each adds two numbers to what an evaluation sends
+MOST_F1_CLASSES = 256  # for each class an evaluation sends two more numbers
 
 
 class RunConfig(Section):
@@ -52,7 +52,7 @@ def _metric_names(metrics: dict[str, str]) -> dict[str, str]:
 
 
 class EvalConfig(Section):
-    """The `metrics` of an evaluation by name: each is one of `METRICS` or `module:function`.
+    """The `metrics` of an evaluation. Each has a name of your choice; its value is one of `METRICS` or `module:function`.
 
     The function is called with (outputs, labels) of a microbatch and returns (sum, weight), like the loss.
     """
@@ -60,27 +60,31 @@ class EvalConfig(Section):
     metrics: Annotated[dict[str, str], Field(max_length=100), AfterValidator(_metric_names)] = {}
 
     def check_classes(self, classes: int | None) -> None:
-        """Raise ValueError if a metric needs the classes of a built-in model, and it has other numbers of them, or none (None)."""
+        """Raise ValueError if a metric is `f1_macro` and the model does not have 2 to `MOST_F1_CLASSES` classes.
+
+        Args:
+            classes: the number of classes of the built-in model; None if it has none.
+        """
         for name, metric in self.metrics.items():
             if metric == "f1_macro" and not 2 <= (classes or 0) <= MOST_F1_CLASSES:
                 raise ValueError(
                     f"eval.metrics.{name}: f1_macro needs a built-in model with 2 to {MOST_F1_CLASSES} labels (model.labels), found "
-                    f"{classes or 'none'}; leave it out"
+                    f"{classes or 'none'}; remove this metric"
                 )
 
 
 class ResumeConfig(Section):
-    """What a resumed run reads from its checkpoint: `optimizer: reset` starts with new optimizer state, as a different optimizer needs."""
+    """What a resumed run reads from its checkpoint: `optimizer: reset` starts with new optimizer state, as a changed optimizer needs."""
 
     optimizer: Literal["keep", "reset"] = "keep"
 
 
 class WarmStartConfig(Section):
-    """The initial parameters: those in `file`, a safetensors file, an export, the folder of a run or an Orbax checkpoint; null for random.
+    """The initial parameters. They are read from `file`: a safetensors file, an export, a run folder or an Orbax checkpoint; null: random.
 
-    `mode: strict` requires exactly the parameters of the model; `partial` uses those that match by name and shape. `names` maps the starts
-    of names in the model to those in the file; `{n}` is any number. `adapters` is a folder in PEFT's layout, beside a `file` in Hugging
-    Face's.
+    With `mode: strict` the file must have exactly the parameters of the model; with `partial` the parameters that match in name and shape
+    are used. `names` maps prefixes of parameter names in the model to prefixes in the file; `{n}` stands for any number. `adapters` is a
+    folder of LoRA adapters in PEFT's layout; it needs a `file` in Hugging Face's layout.
     """
 
     file: FilePath | None = None
@@ -91,7 +95,7 @@ class WarmStartConfig(Section):
     @model_validator(mode="after")
     def _adapters_have_a_model(self) -> "WarmStartConfig":
         if self.adapters is not None and self.file is None:
-            raise ValueError("adapters has no effect without file, the folder of the model that they are for; set it")
+            raise ValueError("adapters has no effect without file; set file to the folder of the model that the adapters are for")
         return self
 
     @model_validator(mode="after")
@@ -99,14 +103,14 @@ class WarmStartConfig(Section):
         for start, instead in self.names.items():
             numbers, replacements = (re.findall(r"\{(.*?)\}", text) for text in (start, instead))
             if len(set(numbers)) < len(numbers) or not all(number.isidentifier() for number in numbers) or set(replacements) - set(numbers):
-                raise ValueError(f"names: expected numbers such as {{n}}, each once on the left, found '{start}: {instead}'")
+                raise ValueError(f"names: expected placeholders such as {{n}}, each once on the left, found '{start}: {instead}'")
         return self
 
 
 class PrecisionConfig(Section):
-    """The dtypes of a run, as in `jpipe.Precision`: of weights, computation and accumulated gradients, and the loss scale.
+    """The dtypes of the weights, of the computation and of the accumulated gradients, and the loss scale, as in `jpipe.Precision`.
 
-    The loss scale is a number or `dynamic`. With `compute: null` layers keep their own dtype, for the GPT `model.compute_dtype`.
+    The loss scale is a number or `dynamic`. With `compute: null` the layers choose the dtype; a GPT uses `model.compute_dtype`.
     """
 
     params: str = "float32"
@@ -127,23 +131,23 @@ class PrecisionConfig(Section):
 
     @property
     def computes(self) -> str | None:
-        """The dtype that layers compute in, or None if it is up to them."""
+        """The dtype that layers compute in, or None if the layers choose it."""
         return self.params if self.compute is None and self.params != "float32" else self.compute
 
 
 class LossConfig(TargetSection):
-    """The mean cross-entropy of integer labels, the mean squared error, or a function of the user's.
+    """The loss: the mean cross-entropy of integer labels, the mean squared error, or a function of your own.
 
-    `name` is one of the first two, or of a loss that an installed package adds; null means the loss of the model, mostly the cross-entropy.
-    `target(outputs, labels, **arguments)` returns (sum of the losses, weight). The logits of built-in models are computed `chunk` positions
-    at a time, and again in the backward, so that they are never all in memory; null: all at once; "auto": all at once for small
-    vocabularies.
+    `name` is `cross_entropy`, `squared_error` or a loss that an installed package adds; null means the loss of the model, usually the
+    cross-entropy. `target(outputs, labels, **arguments)` returns (sum of the losses, weight). The logits of built-in models are computed
+    `chunk` positions at a time, and again in the backward, so that they are never all in memory. null: all logits at once. "auto": all at
+    once for small vocabularies, else in chunks.
     """
 
     keeps_meaning: ClassVar[frozenset[str]] = TargetSection.keeps_meaning | {
         "chunk",
         "name",
-    }  # so that a target can override a file that has all keys
+    }  # so that --set loss.target=… can override a config that has all keys
 
     name: str | None = None
     chunk: Count | Literal["auto"] | None = "auto"
@@ -158,11 +162,11 @@ class LossConfig(TargetSection):
     @model_validator(mode="after")
     def _named_or_of_the_user(self) -> "LossConfig":
         if self.name is not None and self.target is not None:
-            raise ValueError(f"name has no effect with '{self.target}', found {self.name}; leave one of them out")
+            raise ValueError(f"name has no effect with '{self.target}', found {self.name}; remove one of them")
         return self
 
     def chunk_for(self, symbols: int) -> int | None:
-        """Return for how many positions logits are computed at a time, or None for all.
+        """Return the number of positions for which logits are computed at a time, or None for all positions at once.
 
         Args:
             symbols: the number of logits per position.
@@ -182,17 +186,17 @@ def _checked_correction(value: Any) -> Any:
 
 
 class OptimizerConfig(Section):
-    """An optimizer of optax by name and arguments, or a `module:function` that returns one; see `jpipe_train.assemble.optimizer`.
+    """The optimizer: the name of an optimizer in optax and its `arguments`, or a `module:function` that returns an optimizer.
 
-    The learning rate (null: the optimizer's own default, or 1e-3) rises over `warmup_steps`, then follows `lr_schedule`: constant, cosine
-    (down to a tenth at the last step), or a schedule of optax with its `lr_arguments`. `decay` selects the parameters that decay by
-    patterns of their paths (null: matrices, not biases and norms). With `accumulate_batches` above 1, each update uses the mean gradient of
-    that many batches, and schedules count updates. Gradients are clipped by the norm of the whole model or of each stage, not by
-    both. `ema_decay` is the decay of a moving average of the weights. `delay_correction`, predict or a factor in place of 1,
-    corrects the delay of gradients under schedules that do not flush.
-
-    `per_stage` has a list for each argument that differs from stage to stage, with one number for each stage. For the first
-    `lr_delay_steps` updates the learning rate of a stage is divided by the delay of its gradients, by less and less.
+    See `jpipe_train.assemble.optimizer`. The learning rate (null: the optimizer's default, or 1e-3) rises over `warmup_steps`, then follows
+    `lr_schedule`: constant, cosine (down to a tenth at the last step), or a schedule of optax with its `lr_arguments`. `decay` lists
+    patterns; parameters with a matching path get weight decay (null: matrices, not biases and norms). With `accumulate_batches` above 1,
+    each update uses the mean gradient of that many batches, and schedules count updates. Gradients are clipped by the norm of the whole
+    model or of each stage, not by both. `ema_decay` is the decay of a moving average of the weights. `delay_correction` corrects the delay
+    of gradients under schedules that do not flush: `predict` moves the weights ahead by their delay, a number by that factor times the
+    delay.
+    `per_stage` has, for each argument that differs between stages, a list with one number for each stage. For the first
+    `lr_delay_steps` updates the learning rate of a stage is divided by the delay of its gradients; the effect decreases with each update.
     """
 
     name: str = "adamw"
@@ -220,7 +224,7 @@ class OptimizerConfig(Section):
 
     @property
     def of_plans(self) -> dict[str, Any]:
-        """The keys that some plans, or others of these keys, exclude; see `jpipe.plan.excluded`."""
+        """The keys that some plans, or other keys among them, do not allow; see `jpipe.plan.excluded`."""
         return self.of_pipeline | {"accumulate_batches": self.accumulate_batches if self.accumulate_batches > 1 else None}
 
     @model_validator(mode="after")
@@ -265,7 +269,7 @@ LogNames = Annotated[list[str], AfterValidator(_known_logs)]
 
 
 def model_class(keys: Any) -> type[ModelSection]:
-    """Return the class of a section `model` with these keys: the one of its kind.
+    """Return the class of a section `model` with these keys; `model.kind` decides it.
 
     Raises:
         InputError: no package adds the kind.
@@ -276,7 +280,7 @@ def model_class(keys: Any) -> type[ModelSection]:
 
 
 def data_class(keys: Any) -> type[DataSection]:
-    """Return the class of a section `data` with these keys: the one of its format.
+    """Return the class of a section `data` with these keys; `data.format` decides it.
 
     Raises:
         InputError: no package adds the format.
@@ -287,7 +291,11 @@ def data_class(keys: Any) -> type[DataSection]:
 
 
 def _with_known_keys(keys: dict[str, Any], own: type[DataSection]) -> dict[str, Any]:
-    """Return the keys of a section `data` without the defaults of other formats' keys, or raise ValueError for another one of these."""
+    """Return the keys of a section `data` without the keys of other formats that have their default value.
+
+    Raises:
+        ValueError: a key of another format has a different value.
+    """
     if keys.get("target") is not None or keys.keys() <= own.model_fields.keys():
         return keys
     classes = {name: registry.find("formats", name) for name in registry.names("formats")}
@@ -298,14 +306,14 @@ def _with_known_keys(keys: dict[str, Any], own: type[DataSection]) -> dict[str, 
         }
         if formats:
             form = keys.get("format", AUTO)
-            raise ValueError(f"{key} has no effect with format {form}: it is for {' and '.join(formats)}; leave it out")
+            raise ValueError(f"{key} has no effect with format {form}: {key} is for {' and '.join(formats)}; remove {key}")
     return keys
 
 
 class Config(Section):
     """The whole config of a run. `jpipe_train.config.config_file` reads it from YAML and writes it back.
 
-    The kind of `model` and the format of `data` have the classes of these sections.
+    The kind of `model` and the format of `data` decide the classes of these two sections.
     """
 
     seed: Seed = 0
@@ -351,7 +359,7 @@ class Config(Section):
     def _of_the_models_kind(cls, keys: Any, info: Any) -> TuneSection:
         model = info.data.get("model")
         if model is None or isinstance(keys, TuneSection):
-            return keys if isinstance(keys, TuneSection) else TuneSection()  # what is wrong with the model is reported
+            return keys if isinstance(keys, TuneSection) else TuneSection()  # the error in the model is reported
         own: type[TuneSection] = model.tune_section
         if not isinstance(keys, dict) or keys.keys() <= own.model_fields.keys():
             return own.model_validate(keys)
@@ -359,7 +367,8 @@ class Config(Section):
         keys = without_others(keys, own, [of_kinds])
         if model.target is not None and (foreign := sorted(keys.keys() & of_kinds.model_fields.keys() - own.model_fields.keys())):
             raise ValueError(
-                f"{foreign[0]} is for built-in models, found model.target; leave it out, or name what is trained in tune.train_only"
+                f"{foreign[0]} is for built-in models, found model.target; remove {foreign[0]}, or list the trained parameters in "
+                "tune.train_only"
             )
         return own.model_validate(keys)
 
@@ -380,7 +389,7 @@ class Config(Section):
     def _at_least_one_update(self) -> "Config":
         if self.optimizer.accumulate_batches > self.train.length:
             raise ValueError(
-                f"optimizer.accumulate_batches {self.optimizer.accumulate_batches} is more than train.steps {self.train.steps}, so that "
+                f"optimizer.accumulate_batches {self.optimizer.accumulate_batches} is more than train.steps {self.train.steps}, so "
                 "there would be no update; change one of them"
             )
         return self
@@ -390,12 +399,12 @@ class Config(Section):
         sources = self.data.sources or []
         if sources and self.train.epochs is not None:
             raise ValueError(
-                "train.epochs is for data.path: sources of data have passes of different lengths; set train.steps and train.epochs=null"
+                "train.epochs needs data.path, because data.sources have epochs of different lengths; set train.steps and train.epochs=null"
             )
         for source in sources:
             result = f"loss_{source.name}"
             if result in self.eval.metrics or result.removesuffix("_ema") in self.eval.metrics:
-                raise ValueError(f"eval.metrics has '{result}', which is the loss of a source of data.sources; rename one of them")
+                raise ValueError(f"eval.metrics has '{result}', the name of the loss of a source in data.sources; rename one of them")
         return self
 
     @model_validator(mode="after")
@@ -407,19 +416,19 @@ class Config(Section):
     def _chunks_are_of_logits(self) -> "Config":
         target_key = next((f"{name}.target" for name in ("model", "loss") if getattr(self, name).target is not None), None)
         if target_key is not None and self.loss.chunk not in ("auto", None):
-            raise ValueError(f"loss.chunk has no effect with {target_key}: it is for logits and the loss that are built in; leave it out")
+            raise ValueError(f"loss.chunk has no effect with {target_key}: it is for built-in models and losses; remove loss.chunk")
         return self
 
     @model_validator(mode="after")
     def _seq_len_is_for_something(self) -> "Config":
         if self.model.target and not self.data.has_tokens and "seq_len" in self.model.model_fields_set:
             beside = "data.target" if self.data.target is not None else f"data.format {self.data.format}"
-            raise ValueError(f"model.seq_len has no effect with model.target and {beside}; leave it out")
+            raise ValueError(f"model.seq_len has no effect with model.target and {beside}; remove model.seq_len")
         return self
 
     @property
     def loss_name(self) -> str | None:
-        """The name of the loss; None if it is a function of the user's."""
+        """The name of the loss; None if the loss is a function of the user's."""
         return None if self.loss.target is not None else self.loss.name or self.model.loss_name
 
     @property

@@ -24,22 +24,24 @@ def load(
 ) -> Config:
     """Read the YAML file at `path`, apply the overrides and validate the result.
 
-    An override of `train.epochs` replaces the file's `train.steps`, and one of `train.steps` its `train.epochs`; a kind of models may have
-    such keys, too. Keys that `warm_start.file` decides are added, if a package that reads it knows some.
+    An override of `train.epochs` removes `train.steps` of the file, and the other way round. A kind of models can define which of its keys
+    an override removes in the same way. If a package can read `warm_start.file`, the keys of the config that this file determines (such as
+    the model's sizes) are added.
 
     Args:
         path: the YAML file.
         overrides: replacements of single keys, such as `"train.steps=10"`; the value is YAML.
-        allow_code: whether the config may name functions to import and call. A stranger's file must not, so a person has to allow it.
-        sections: whole sections that replace the file's before the overrides apply.
+        allow_code: whether the config may name functions to import and call. A file from a stranger must not run code, so the user has to
+            allow this.
+        sections: whole sections that replace sections of the file before the overrides apply.
 
     Raises:
-        InputError: the file cannot be read or parsed; a key is unknown, has a wrong type or value; code is not allowed; a key contradicts
-            `warm_start.file`.
+        InputError: the file cannot be read or parsed; a key is unknown, or has a wrong type or value; the config names functions without
+            `allow_code`; a key contradicts `warm_start.file`.
     """
     data = _read(path)
     if str(data.get("format")).startswith("jpipe-plan/"):
-        raise InputError(f"{path}: expected a config, found a plan; name it in a config, as plan.file, or look at it with jpipe simulate")
+        raise InputError(f"{path}: expected a config, found a plan; name it as plan.file in a config, or show it with jpipe simulate")
     data |= sections or {}
     overridden: list[str] = []
     for override in overrides:
@@ -55,25 +57,25 @@ def load(
             kept = _beside_plan_file(config.plan.file)
             if set(data["plan"]) - {*kept} if key == "plan" else key.startswith("plan.") and key[5:].split(".")[0] not in kept:
                 raise InputError(
-                    f"--set {override} has no effect with plan.file '{config.plan.file}'; leave it out, or change the plan file"
+                    f"--set {override} has no effect with plan.file '{config.plan.file}'; remove this --set, or change the plan file"
                 )
     in_python = [key for key, target in config.code.items() if target.startswith(f"{IN_PYTHON}:") and key != "optimizer.name"]
-    if in_python:  # an evaluation needs no optimizer
+    if in_python:  # such a config is loaded to evaluate the run, which needs no optimizer, so `optimizer.name` may stay
         raise InputError(
-            f"{where}: this run was trained by a Python program (jpipe_train.fit), and no file names its parts; name functions for them: "
-            f"{' '.join(f'--set {key}=module:function' for key in in_python)} --allow-code"
+            f"{where}: this run was trained from Python (jpipe_train.fit) with objects that its config cannot name; give functions that "
+            f"return them: {' '.join(f'--set {key}=module:function' for key in in_python)} --allow-code"
         )
     if config.code and not allow_code:
         named = ", ".join(f"'{target}' ({key})" for key, target in config.code.items())
         raise InputError(
-            f"{where}: expected built-in parts only, found code of its own to import and run: {named}; read that code, and if you trust it "
+            f"{where}: expected built-in parts only, found functions to import and run: {named}; read their code, and if you trust it "
             "add --allow-code"
         )
     return config
 
 
 def _beside_plan_file(file: str) -> tuple[str, ...]:
-    """Return the keys of `plan` that a plan file does not replace; a plan that is searched does what `agree` and `links` ask for."""
+    """Return the keys of `plan` that a plan file does not replace. A search for a plan (`file: auto`) also uses `agree` and `links`."""
     return ("file", "max_delay", *(("agree", "links") if file == AUTO else ()))
 
 
@@ -81,18 +83,18 @@ def load_resolved(path: Path) -> Config:
     """Read the `config.yaml` of a run, as `to_yaml` wrote it, without importing the functions that it names.
 
     Raises:
-        InputError: the file cannot be read, or is no such config.
+        InputError: the file cannot be read, or is not such a config.
     """
     return _validated(_read(path), str(path))
 
 
 def _validated(data: dict[Any, Any], where: str) -> Config:
-    """Return the config, or raise an InputError that compares unknown keys with the keys of its kind and format."""
+    """Return the config, or raise an InputError that compares unknown keys with the keys of the model's kind and the data's format."""
     try:
         return Config.model_validate(data)
     except pydantic.ValidationError as error:
         keys: type[Config] = Config
-        with contextlib.suppress(InputError):  # an unknown kind or format, which is one of the mistakes
+        with contextlib.suppress(InputError):  # an unknown kind or format is among the reported mistakes
             model = model_class(data.get("model") or {})
             fields: Any = {"data": data_class(data.get("data") or {}), "model": model, "tune": model.tune_section}
             keys = pydantic.create_model("Config", __base__=Config, **fields)
@@ -100,12 +102,12 @@ def _validated(data: dict[Any, Any], where: str) -> Config:
 
 
 def to_yaml(config: Config) -> str:
-    """Return the config as YAML with all defaults; `load` of this text describes the same run."""
+    """Return the config as YAML with all defaults; `load` reads the same config from it."""
     return dump(record(config))
 
 
 def record(config: Config) -> dict[str, Any]:
-    """Return the config as plain data with all defaults, as `config.yaml` in a run folder has it.
+    """Return the config as plain data with all defaults, as in `config.yaml` of a run folder.
 
     If `plan.file` is set, the keys of `plan` that the file replaces are left out.
     """
@@ -134,16 +136,16 @@ def _read(path: str | Path) -> dict[Any, Any]:
 
 
 def _let_overrides_decide_model(data: dict[Any, Any], overridden: Sequence[str]) -> None:
-    """Drop the file's own keys of the model that no longer count, because the command line changes others."""
+    """Drop the keys of the file's section `model` that have no effect any more because the command line changes others."""
     model = data.get("model")
     keys = frozenset(key.split(".")[1] for key in overridden if key.startswith("model."))
     if isinstance(model, dict) and keys:
-        with contextlib.suppress(InputError):  # an unknown kind, which is reported with the other mistakes
+        with contextlib.suppress(InputError):  # an unknown kind is reported with the other mistakes
             data["model"] = model_class(model).with_overrides(model, keys)
 
 
 def _let_override_decide_length(data: dict[Any, Any], overridden: Sequence[str]) -> None:
-    """Drop the file's own `train.steps` if `train.epochs` is overridden alone, and the other way round."""
+    """Drop the file's `train.steps` if only `train.epochs` is overridden, and the other way round."""
     train = data.get("train")
     for key, other in (("epochs", "steps"), ("steps", "epochs")):
         is_alone = f"train.{key}" in overridden and f"train.{other}" not in overridden
@@ -152,13 +154,13 @@ def _let_override_decide_length(data: dict[Any, Any], overridden: Sequence[str])
 
 
 def _has_file(data: Mapping[Any, Any]) -> bool:
-    """Return whether the run begins with the parameters of a file."""
+    """Return whether the run starts with parameters from a file."""
     warm_start = data.get("warm_start")
     return isinstance(warm_start, dict) and isinstance(warm_start.get("file"), str)
 
 
 def _override(data: dict[Any, Any], override: str, overridden: list[str]) -> None:
-    """Set `section.key=value` in `data` and append the key to `overridden`; raise InputError if that would undo an earlier override."""
+    """Set `section.key=value` in `data` and append the key to `overridden`; raise InputError if this would undo an earlier override."""
     key, equals, value = override.partition("=")
     *sections, last = key.split(".")
     if not equals or not all([*sections, last]):
@@ -166,7 +168,7 @@ def _override(data: dict[Any, Any], override: str, overridden: list[str]) -> Non
         raise InputError(f"--set {override}: expected key=value, such as train.steps=100, found {mistake}")
     for earlier in overridden:
         if f"{earlier}.".startswith(f"{key}."):
-            raise InputError(f"--set {override}: expected each key once, found --set {earlier}=… before it, which would be lost; keep one")
+            raise InputError(f"--set {override}: expected each key once, found --set {earlier}=… before, which would be lost; keep one")
     overridden.append(key)
     for depth, section in enumerate(sections):
         inner = data.setdefault(section, {})
@@ -174,6 +176,6 @@ def _override(data: dict[Any, Any], override: str, overridden: list[str]) -> Non
             inner = data[section] = {}
         if not isinstance(inner, dict):
             name = ".".join(sections[: depth + 1])
-            raise InputError(f"--set {override}: '{name}' is a value, not a section; give the whole of it, as {name}=…")
+            raise InputError(f"--set {override}: '{name}' is a value, not a section; set the whole value, as {name}=…")
         data = inner
-    data[last] = parse(value, f"--set {override}", "put text with special characters in quotes of its own")
+    data[last] = parse(value, f"--set {override}", "put text with special characters in an extra pair of quotes")

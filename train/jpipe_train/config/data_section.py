@@ -1,4 +1,4 @@
-"""The section `data` of a config: the keys and the functions that every format of data has."""
+"""The section `data` of a config: the keys and methods that all formats of data share."""
 
 import re
 from collections.abc import Mapping
@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 
 class SourceConfig(Section):
-    """One of several sources of data: its share of the rows is its `weight` among all weights; its loss is named after it.
+    """One of several sources of data. Its share of the rows is its `weight` divided by the sum of all weights.
 
-    Without `validation_path` a share of `path` is for validation, as in `DataConfig`. The default `name` is the name of the file or folder.
+    Without `validation_path` a share of the rows of `path` is held out for validation. Losses of the source are named after `name`, by
+    default the name of the file or folder.
     """
 
     path: FilePath
@@ -27,12 +28,12 @@ class SourceConfig(Section):
 
 
 def _named(sources: list[SourceConfig]) -> list[SourceConfig]:
-    """Return the sources with names, those without one named after their files, or raise ValueError if two have the same."""
+    """Return the sources with names: a source without a name is named after its file. Raise ValueError if a name is given twice."""
     given = [source.name for source in sources if source.name is not None]
     if _AVERAGED in given:
-        raise ValueError(f"the averaged weights have the name {_AVERAGED} (val_loss_{_AVERAGED}); choose another")
+        raise ValueError(f"the name {_AVERAGED} stands for the averaged weights (val_loss_{_AVERAGED}); choose another name")
     if twice := next((name for name in given if given.count(name) > 1), None):
-        raise ValueError(f"expected a name of its own for each source, found '{twice}' twice; change one of them")
+        raise ValueError(f"expected a different name for each source, found '{twice}' twice; change one of them")
     taken, named = {*given, _AVERAGED}, []
     for source in sources:
         name, number = source.name or _name_of(source.path), 1
@@ -46,7 +47,7 @@ def _named(sources: list[SourceConfig]) -> list[SourceConfig]:
 
 
 def _name_of(path: str) -> str:
-    """Return the name of a file or folder as a word; for a glob, the part before its wildcards."""
+    """Return the name of a file or folder with only letters, digits and `_`; for a glob, the last part of the path without a `*`."""
     parts = [
         re.sub(r"[^A-Za-z0-9]+", "_", part).strip("_") for part in (Path(path).stem, *reversed(Path(path).parts[:-1])) if "*" not in part
     ]
@@ -57,16 +58,16 @@ _AVERAGED = "ema"
 
 
 class DataSection(TargetSection):
-    """The data of a run: `path` is a file, a folder or a glob; or, in place of it, `sources` are several of them, mixed by their weights.
+    """The data of a run. `path` is a file, a folder or a glob. `sources` replaces it by several paths, mixed according to their weights.
 
-    A share of the rows (`validation_fraction`) is held out for validation, or `validation_path` names other data for it.
-    A `format` that an installed package adds is a subclass, which may have further keys. It has a method `read_examples`, or `load_batches`
-    and `load_held_out` for data that are more than rows. A `target` is a function in place of a format:
+    A share of the rows (`validation_fraction`) is held out for validation, or `validation_path` names separate validation data.
+    A `format` that an installed package adds is a subclass, which may have further keys. It has a method `read_examples`; or, for data that
+    are not a list of rows, `load_batches` and `load_held_out`. A `target` is a function that replaces the format:
     `target(seed, batch_size, **arguments)` returns (train, validation), or a `jpipe_train.data.data.Data`.
 
     Attributes:
-        formats_of: the formats that a key is for, where one class has several formats; of other keys all of them.
-        content: what its files hold, for messages.
+        formats_of: for a key that only some formats of this class use, those formats; all formats use the other keys.
+        content: what the files contain, for messages.
     """
 
     formats_of: ClassVar[Mapping[str, tuple[str, ...]]] = {}
@@ -82,31 +83,34 @@ class DataSection(TargetSection):
         """Read rows for training and for validation.
 
         Args:
-            config: of the run.
-            path: other data, all of them for validation.
+            config: the config of the run.
+            path: data to read in place of the section's paths; all their rows are for validation.
 
         Raises:
-            InputError: they cannot be read.
+            InputError: the data cannot be read.
         """
         raise NotImplementedError(f"{type(self).__name__} has no method read_examples")
 
     def load_batches(self, config: "jpipe_train.config.config.Config") -> "jpipe_train.data.data.Data | None":
-        """Read the data for training and for validation; None: they are the rows of `read_examples`."""
+        """Return the data for training and validation, or None if `read_examples` reads them."""
         return None
 
     def load_held_out(self, config: "jpipe_train.config.config.Config", path: str | None) -> "jpipe_train.data.data.Data | None":
-        """Read all data for validation, or those at `path`, in which rows may fill no batch; None: they are the rows of `read_examples`."""
+        """Return the data at `path`, or else the section's data, all for validation; they may fill less than one batch.
+
+        The result is None if `read_examples` reads the data.
+        """
         return None
 
     def check_config(self, config: "jpipe_train.config.config.Config") -> None:
-        """Check that the section fits the other ones of a config.
+        """Check that this section is compatible with the other sections of a config.
 
         Raises:
-            ValueError: it does not.
+            ValueError: the sections contradict each other.
         """
 
     def check_files(self, config: "jpipe_train.config.config.Config", path: str | None = None) -> None:
-        """Check the files that the section names, before any data are read; the arguments are as for `read_examples`.
+        """Check the files that the section names, before any data are read. The arguments are the same as for `read_examples`.
 
         Raises:
             InputError: a file is missing, or cannot be read.
@@ -116,21 +120,21 @@ class DataSection(TargetSection):
         """Check that several `sources` can be mixed, before they are read.
 
         Raises:
-            InputError: they cannot.
+            InputError: the sources cannot be mixed.
         """
 
     def amount_of_step(self, config: "jpipe_train.config.config.Config") -> tuple[int, str]:
-        """Return how much a step processes, and in which unit."""
+        """Return the amount of data that a step processes, and its unit."""
         return config.train.batch_size, "samples"
 
     @property
     def has_tokens(self) -> bool:
-        """Whether the rows are windows of a text, of `model.seq_len` tokens."""
+        """Whether each row is a window of `model.seq_len` tokens of a text."""
         return False
 
     @property
     def may_be_padded(self) -> bool:
-        """Whether a row with labels below zero does not count for the cross-entropy."""
+        """Whether the cross-entropy ignores rows with labels below zero."""
         return self.target is None
 
     @property
@@ -140,11 +144,11 @@ class DataSection(TargetSection):
 
     @property
     def first_path(self) -> str | None:
-        """The path, or the first source's."""
+        """The path, or the path of the first source."""
         return self.path if self.sources is None else self.sources[0].path
 
     def of_source(self, source: SourceConfig) -> "DataSection":
-        """Return the section for the data of one source alone."""
+        """Return a section that reads only one source."""
         return self.model_copy(update={"sources": None, "path": source.path, "validation_path": source.validation_path})
 
     @model_validator(mode="after")
@@ -152,19 +156,19 @@ class DataSection(TargetSection):
         if self.sources is None:
             return self
         if self.path is not None:
-            raise ValueError("path has no effect with sources; make it one of them, or leave it out")
+            raise ValueError("path has no effect with sources; add it to the sources, or remove it")
         if self.validation_path is not None:
-            raise ValueError("validation_path has no effect with sources; give each source its own")
+            raise ValueError("validation_path has no effect with sources; set validation_path of each source instead")
         if all(source.validation_path is not None for source in self.sources) and self.is_changed("validation_fraction"):
-            raise ValueError("validation_fraction has no effect if each source has a validation_path; leave it out")
+            raise ValueError("validation_fraction has no effect if each source has a validation_path; remove validation_fraction")
         return self
 
     @model_validator(mode="after")
     def _one_part_is_held_out(self) -> "DataSection":
         if self.validation_path is not None and self.is_changed("validation_fraction"):
-            raise ValueError("validation_fraction has no effect with validation_path; leave one of them out")
+            raise ValueError("validation_fraction has no effect with validation_path; remove one of them")
         return self
 
     def is_changed(self, key: str) -> bool:
-        """Return whether a key has another value than its default."""
+        """Return whether the value of a key differs from its default."""
         return bool(getattr(self, key) != type(self).model_fields[key].default)

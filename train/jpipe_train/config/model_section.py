@@ -1,4 +1,4 @@
-"""The section `model` of a config: the keys and the functions that every kind of models has."""
+"""The section `model` of a config: the keys and methods that all kinds of models share."""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
     import jpipe_train.config.data_section
 
 KIND = "decoder"
-"""The kind of models where a config names none."""
+"""The kind of model if a config names none."""
 Limit = tuple[int, int, str]
-"""The smallest and the largest legal value, and the reason."""
+"""The smallest and the largest legal value, and the reason for these limits."""
 
 
 class ModelSection(TargetSection):
-    """The model of a run: of a `kind` that an installed package adds, or a `target`.
+    """The model of a run. It has a `kind` that an installed package adds, or a `target`.
 
-    A kind is a subclass, which has keys of its own and a method `build_layers`. A `target` is a function: `target(**arguments)` returns a
-    model or a `jpipe.LayerStack`; or it is the class of an NNX module; its constructor gets `rngs` and `arguments`. `seq_len` is the number
-    of tokens in a row, where the data are text. `tune_section` is the class of the section `tune` for such models.
+    A kind is a subclass with keys of its own and a method `build_layers`. A `target` is a function: `target(**arguments)` returns a model
+    or a `jpipe.LayerStack`. It can also be the class of an NNX module; the constructor gets `rngs` and `arguments`. If the data are text,
+    `seq_len` is the number of tokens in a row. `tune_section` is the class of the section `tune` for models of this kind.
     """
 
     keeps_meaning: ClassVar[frozenset[str]] = TargetSection.keeps_meaning | {"seq_len"}
@@ -35,31 +35,31 @@ class ModelSection(TargetSection):
         """Return the layers of the model.
 
         Args:
-            config: of the run.
-            inputs: returns the inputs of a batch, or their shapes and dtypes; None: they are not known yet.
+            config: the config of the run.
+            inputs: a function that returns the inputs of a batch, or their shapes and dtypes; None if the inputs are not known yet.
 
         Raises:
-            InputError: a key does not fit.
+            InputError: the model cannot be built with the values of the keys.
         """
         raise NotImplementedError(f"{type(self).__name__} has no method build_layers")
 
     @classmethod
     def with_overrides(cls, keys: dict[str, Any], overridden: frozenset[str]) -> dict[str, Any]:
-        """Return the keys of a file that still count where the command line has changed the values of the `overridden` ones."""
+        """Return `keys` of a config file without the keys that have no effect any more once the command line sets the `overridden` ones."""
         return keys
 
     def check_config(self, config: "jpipe_train.config.config.Config") -> None:
-        """Check that the section fits the other ones of a config.
+        """Check that this section is compatible with the other sections of a config.
 
         Raises:
-            ValueError: it does not.
+            ValueError: the sections contradict each other.
         """
 
     def check_plan(self, plan: "jpipe.Plan") -> None:
-        """Check that a plan's meshes divide the model, as far as the shapes of its parameters do not say it.
+        """Check that the meshes of a plan can divide the model; only rules that the shapes of the parameters do not show are checked.
 
         Raises:
-            InputError: they do not.
+            InputError: a mesh cannot divide the model.
         """
 
     def remarks(self, config: "jpipe_train.config.config.Config") -> list[str]:
@@ -67,33 +67,36 @@ class ModelSection(TargetSection):
         return []
 
     def extra_metrics(self) -> Mapping[str, Any]:
-        """Return metrics of each evaluation, where lower values are better: functions of the outputs, which also have "tokens" then."""
+        """Return further metrics for each evaluation, functions of the outputs; lower values are better.
+
+        If there are any, the outputs also have the key "tokens".
+        """
         return {}
 
     def input_limits(self) -> Mapping[str, Limit]:
-        """Return the legal values of the arrays in the inputs of a batch, by their keys; "" for a single array."""
+        """Return the legal values of the input arrays of a batch; the keys are the names of the arrays, or "" for a single array."""
         return {}
 
     def knows(self, data: "jpipe_train.config.data_section.DataSection") -> bool:
-        """Return whether the values of these data are legal without a check of each batch."""
+        """Return whether all values of these data are known to be legal, so that batches need no check."""
         return False
 
     @property
     def loss_name(self) -> str:
-        """The name of the loss where the config names none."""
+        """The name of the loss if the config names none."""
         return "cross_entropy"
 
     @property
     def loss_unit(self) -> str | None:
-        """The unit of the cross-entropy; None: the one of the data."""
+        """The unit of the cross-entropy, or None if the data determine it."""
         return None
 
     @property
     def label_count(self) -> int | None:
-        """The number of labels, if the model tells some apart."""
+        """The number of labels, or None if the model does not classify."""
         return None
 
     @property
     def computes_in(self) -> str:
-        """The dtype that it computes in, where `precision` says nothing of it."""
+        """The dtype that the model computes in if `precision` does not set one."""
         return "float32"

@@ -16,7 +16,7 @@ MOST_MICROBATCHES = 1024
 
 
 class _EvenStages(Section):
-    """The keys of the stages, which stand before the options of the schedule."""
+    """The keys of the stages. They come before the options of the schedule."""
 
     schedule: str = "pipedream_flush"
     num_stages: Count = 4
@@ -39,14 +39,13 @@ class _Layout(Section):
 
 
 class PlanConfig(CapabilityOptions, _Layout, ScheduleOptions, _EvenStages):
-    """The plan of a run: even stages from these keys, or the JSON file `file`, which then decides everything.
+    """The plan of a run: even stages from these keys, or the JSON file `file`, which replaces the keys.
 
-    The keys are the arguments of `jpipe.Plan.even`, among them the options of the schedule and of capabilities, and `layer_costs`: the
-    relative cost of layers (1 by default), for stages of equal cost. If `file` is "auto", the run first searches for the best plan: of the
-    schedules that flush, or of all up to a mean delay of `max_delay` updates. A plan with a larger delay is an error. The plans that it
-    finds do what `agree` and `links` say.
-
-    `mesh` has the axes and sizes of the devices of each replica of every stage, or is a list with one mesh per stage; {} is one device.
+    The keys are the arguments of `jpipe.Plan.even`, including the options of the schedule and of capabilities. `layer_costs` has the
+    relative cost of layers (default 1); the stages then get equal costs. If `file` is "auto", the run first searches for the fastest plan
+    among the schedules that flush, or, if `max_delay` is set, among all schedules up to this mean delay in updates. A plan in a file with a
+    larger delay is an error. The plans of a search use the values of `agree` and `links`.
+    `mesh` maps axes to sizes: the devices of each replica of every stage. A list has one mesh per stage; {} is one device.
     """
 
     sum_parts: Count = 1
@@ -80,12 +79,12 @@ class PlanConfig(CapabilityOptions, _Layout, ScheduleOptions, _EvenStages):
 
     @property
     def ranks(self) -> int:
-        """The number of ranks by the keys, ignoring `file`."""
+        """The number of ranks of a plan from the keys, ignoring `file`."""
         return max(sum(self._replicas_of_stages) // self.stages_per_rank, 1)
 
     @property
     def devices(self) -> int:
-        """The number of devices by the keys: the size of each rank's mesh."""
+        """The number of devices of a plan from the keys: the sum of the sizes of all ranks' meshes."""
         meshes = self.mesh if isinstance(self.mesh, list) else [self.mesh] * self.num_stages
         sizes = [math.prod(mesh.values()) for mesh in meshes]
         return max(sum(map(operator.mul, self._replicas_of_stages, sizes)) // self.stages_per_rank, 1)
@@ -96,12 +95,12 @@ class PlanConfig(CapabilityOptions, _Layout, ScheduleOptions, _EvenStages):
 
     @property
     def stages_per_rank(self) -> int:
-        """The number of stages of each rank."""
+        """The number of stages on each rank."""
         return self.chunks_per_rank or (2 if SCHEDULES[self.schedule].layout == "v" else 1)
 
     @property
     def of_even_stages(self) -> dict[str, Any]:
-        """The arguments of `jpipe.Plan.even`, besides the layers; `layer_costs` is not among them."""
+        """The arguments of `jpipe.Plan.even` other than the layers and `layer_costs`."""
         return self.model_dump(exclude={"file", "layer_costs", "max_delay"})
 
     @field_validator("recompute", mode="before")

@@ -1,4 +1,4 @@
-"""What the training loop needs to know of a run, whether a config describes it or a Python program."""
+"""The settings of a run that the training loop needs, whether they come from a config or from a Python program."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,22 +12,22 @@ from jpipe_train.config.train_config import CheckpointConfig, Mode, TrainConfig
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The settings of a run in the training loop: `jpipe train` makes them from a config, and `jpipe_train.fit` from its arguments.
+    """The settings of a run in the training loop. `jpipe train` makes them from a config, and `jpipe_train.fit` from its arguments.
 
     Attributes:
-        record: the keys and values that `config.yaml` in the run folder has.
+        record: the keys and values of `config.yaml` in the run folder.
         seed: the seed of the initial weights.
         train: the length of the run, and when it is evaluated and logged.
-        checkpoint: when checkpoints are written, and which ones are kept.
+        checkpoint: when checkpoints are written, and which checkpoints are kept.
         log: the names of further logs.
-        metrics: returns the functions of an evaluation by name; it may import the user's code.
-        results: the results of a validation by their names in a row, each with whether lower or higher values are better.
-        items: how much a step processes, and in which unit.
+        metrics: a function that returns a dict of the evaluation's metric functions; it may import the user's code.
+        results: for each result of a validation, named as in `metrics.jsonl`, whether lower or higher values are better.
+        items: the amount of data that a step processes, and its unit.
         loss_unit: the unit that follows a loss in messages.
-        learning_rate: returns, for a number of steps, a function from the number of a batch to its learning rate, or None if unknown.
-        accumulate_batches: the number of batches of an update.
+        learning_rate: takes the number of steps and returns a function from a batch number to the learning rate, or None if unknown.
+        accumulate_batches: the number of batches per update.
         fresh_optimizer: whether a resumed run begins with new optimizer state.
-        in_python: whether a Python program has called `fit`; without a folder of its own nothing is written then.
+        in_python: whether a Python program called `fit`; if it named no run folder, nothing is written.
     """
 
     record: Mapping[str, Any]
@@ -46,7 +46,7 @@ class RunSettings:
 
     @property
     def folder(self) -> str | None:
-        """The key `run.dir`: the run folder, or None for one of the numbered folders."""
+        """The value of `run.dir`: the run folder, or None for the next numbered folder."""
         folder: str | None = self.record["run"]["dir"]
         return folder
 
@@ -55,19 +55,19 @@ class RunSettings:
         """The absolute path of `folder`, without symbolic links.
 
         Raises:
-            InputError: no run can be written there.
+            InputError: a run cannot be written there.
         """
         return None if self.folder is None else resolved(self.folder, "run.dir")
 
     @property
     def yaml(self) -> str:
-        """The record as text."""
+        """The record as YAML text."""
         return dump(dict(self.record))
 
     def yaml_in(self, folder: Path) -> str:
-        """Return the text of `config.yaml` of the run in a folder."""
+        """Return the text of `config.yaml` for a run in `folder`."""
         return dump({**self.record, "run": {"dir": shown(folder)}})
 
     def with_steps(self, steps: int) -> "RunSettings":
-        """Return the settings with the number of steps that the epochs of the run have."""
+        """Return the settings with `train.steps` set to `steps`, the number of steps in the run's epochs."""
         return replace(self, train=self.train.model_copy(update={"steps": steps}))

@@ -19,19 +19,19 @@ from pydantic import (
 from jpipe.files import unusable
 from jpipe_train.config.functions import entry_point
 
-# The upper limits are far beyond what runs; they keep a typo from counting for hours or out of 32 bits.
+# The upper limits are far larger than any real run needs. They catch typos that would run for hours or overflow 32 bits.
 MOST_ROWS = 10**9
 Count = Annotated[int, Field(ge=1, le=MOST_ROWS)]
 Arguments = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value is None else value)]
 
 
 def as_python(value: Any) -> Any:
-    """Return a number of NumPy as one of Python, and anything else as it is."""
+    """Convert a NumPy scalar to a Python scalar, and return any other value unchanged."""
     return value.item() if isinstance(value, np.generic) else value
 
 
 def _usable_path(path: str) -> str:
-    """Return the path unchanged, or raise ValueError if no file can have that name."""
+    """Return the path unchanged, or raise ValueError if it cannot be the name of a file."""
     if problem := unusable(path):
         raise ValueError(problem)
     return path
@@ -39,7 +39,7 @@ def _usable_path(path: str) -> str:
 
 FilePath = Annotated[str, Field(min_length=1), AfterValidator(_usable_path)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
-AUTO: Final = "auto"  # a plan's file, a size or a token that is chosen when the run starts
+AUTO: Final = "auto"  # the value of a key (a plan file, a size, a token) that is chosen when the run starts
 
 
 class Section(BaseModel):
@@ -50,7 +50,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _with_numbers_of_python(cls, keys: Any) -> Any:
-        """Let programs give numbers of NumPy, as to `jpipe_train.fit`."""
+        """Accept NumPy scalars, which a program may pass to `jpipe_train.fit`."""
         if not isinstance(keys, dict):
             return keys
         return {key: as_python(value) for key, value in keys.items()}
@@ -72,11 +72,11 @@ MOVED: Final[Mapping[str, str]] = MappingProxyType(
         "smoothed_cross_entropy": "examples.papers.losses:smoothed_cross_entropy",
     }
 )
-"""The names of targets that were once built in, and what to write in their place."""
+"""The targets of earlier versions that were built in, each with the target that replaces it."""
 
 
 class TargetSection(Section):
-    """A section that a `target` with `arguments` can replace: a function of the user's."""
+    """A section with other keys, or with a `target`, a function of the user's, and its `arguments`."""
 
     target: str | None = None
     arguments: Arguments = {}
@@ -88,7 +88,7 @@ class TargetSection(Section):
     def _names_something(cls, target: str | None) -> str | None:
         if target is not None and target in MOVED:
             raise ValueError(
-                f"'{target}' is an example now; write {MOVED[target]}, get its code with jpipe configs copy, and add --allow-code"
+                f"'{target}' is now an example; write {MOVED[target]}, copy the examples with jpipe configs copy, and add --allow-code"
             )
         return None if target is None else entry_point.check_form(target)
 
@@ -98,14 +98,14 @@ class TargetSection(Section):
         if not isinstance(keys, dict) or (target := keys.get("target")) is None:
             return keys
         if ignored := sorted(str(key) for key in keys.keys() - cls.keeps_meaning):
-            verb = "has" if len(ignored) == 1 else "have"
-            raise ValueError(f"{', '.join(ignored)} {verb} no effect with '{target}'; leave it out, or give it in arguments")
+            verb, them = ("has", "it") if len(ignored) == 1 else ("have", "them")
+            raise ValueError(f"{', '.join(ignored)} {verb} no effect with '{target}'; remove {them}, or move {them} below arguments")
         return keys
 
     @model_validator(mode="after")
     def _arguments_have_a_target(self) -> "TargetSection":
         if self.arguments and self.target is None:
-            raise ValueError("arguments are for a target, and there is none; name one as module:function, or leave them out")
+            raise ValueError("arguments has no effect without target; set target to module:function, or remove arguments")
         return self
 
     @model_serializer(mode="wrap")
@@ -115,7 +115,7 @@ class TargetSection(Section):
 
 
 def without_others(keys: Mapping[str, Any], own: type[Section], others: Iterable[type[Section]]) -> dict[str, Any]:
-    """Return keys of a section without the ones that only other classes have, where they have their defaults there.
+    """Return the keys of a section without the keys that only classes in `others` have, if they have their defaults.
 
     Earlier versions wrote the keys of all kinds and formats into `config.yaml`.
     """

@@ -15,7 +15,7 @@ _SUFFIXES = ".yaml", ".py", ".md", ".sh", ".ipynb", *_DATA
 _NAMES = ("Dockerfile",)
 _PACKAGE = Path(__file__).parents[1]
 _PAPERS = "examples.papers"
-_FEW = 8  # files that are named one by one
+_FEW = 8  # up to this many files are listed one by one
 
 
 def list_all(say: Callable[[str], None]) -> None:
@@ -26,20 +26,21 @@ def list_all(say: Callable[[str], None]) -> None:
         if name.endswith(".yaml"):
             first = file.read_text(encoding="utf-8").partition("\n")[0]
             say(f"{name:{width}}  {first.removeprefix('#').strip().removeprefix('What:').strip()}")
-    say("jpipe configs copy copies all of them into the current folder, jpipe configs copy NAME one of them.")
+    say("jpipe configs copy copies all of them into the current folder; jpipe configs copy NAME copies one.")
 
 
 def copy(names: Sequence[str], folder: Path, overwrite: bool, say: Callable[[str], None]) -> None:
     """Copy files to `folder`/configs and `folder`/examples.
 
     Args:
-        names: configs such as `configs/gpt-bytes.yaml` or `gpt-bytes`; all files if empty. A config brings the files it names.
+        names: configs such as `configs/gpt-bytes.yaml` or `gpt-bytes`. The files that a config names are copied, too. If empty, all files
+            are copied.
         folder: the destination.
         overwrite: whether to replace existing files that differ.
-        say: prints a line for each file, or for each folder if there are many.
+        say: prints one line for each file or, if there are many files, for each folder.
 
     Raises:
-        InputError: there is no such config; an existing file differs; the folder cannot be written.
+        InputError: a config does not exist; an existing file differs; the folder cannot be written.
     """
     available = shipped()
     wanted = list(dict.fromkeys(file for name in names for file in _files_for(name, available))) if names else list(available)
@@ -48,7 +49,7 @@ def copy(names: Sequence[str], folder: Path, overwrite: bool, say: Callable[[str
         existing = [name for name in changed if os.path.lexists(folder / name)]
         if existing and not overwrite:
             raise InputError(
-                f"configs copy: '{folder / existing[0]}' exists and differs"
+                f"configs copy: '{folder / existing[0]}' exists with other content"
                 + (f", and {len(existing) - 1} more" if len(existing) > 1 else "")
                 + "; nothing was copied; copy to another folder with --to, or add --overwrite"
             )
@@ -66,7 +67,7 @@ def copy(names: Sequence[str], folder: Path, overwrite: bool, say: Callable[[str
 
 
 def _counted(folder: Path, names: Sequence[str]) -> list[str]:
-    """Return the paths of a few files, or of many the number in each folder."""
+    """Return the paths of at most `_FEW` files; of more files, return the number in each folder."""
     if len(names) <= _FEW:
         return [str(folder / name) for name in names]
     counts = Counter(name.partition("/")[0] for name in names)
@@ -74,14 +75,14 @@ def _counted(folder: Path, names: Sequence[str]) -> list[str]:
 
 
 def shipped() -> dict[str, Path]:
-    """Return the files that come with jpipe by name: from the wheel, or from the clone that contains this module."""
+    """Return the files that come with jpipe, from the wheel or from the clone that contains this module; the keys are relative paths."""
     root = _PACKAGE / "shipped" if (_PACKAGE / "shipped").is_dir() else _PACKAGE.parents[1]
     files = (file for folder in _FOLDERS for file in sorted((root / folder).rglob("*")) if file.suffix in _SUFFIXES or file.name in _NAMES)
     return {file.relative_to(root).as_posix(): file for file in files}
 
 
 def _files_for(name: str, available: dict[str, Path]) -> list[str]:
-    """Return the files that a user's name refers to."""
+    """Return the config with the name that the user typed, and the files that this config names."""
     configs = [file for file in available if file.endswith(".yaml")]
     files = [file for file in configs if name in (file, Path(file).name, Path(file).stem)]
     if not files:
@@ -91,12 +92,12 @@ def _files_for(name: str, available: dict[str, Path]) -> list[str]:
 
 
 def _data(config: str, available: dict[str, Path]) -> list[str]:
-    """Return the data in folders that a config names."""
+    """Return the data files in the folders that a config names."""
     return [file for file, path in available.items() if path.suffix in _DATA and f" {Path(file).parent.as_posix()}/" in config]
 
 
 def _code(config: str, available: dict[str, Path]) -> list[str]:
-    """Return the Python files that a config needs: the modules that it names, and all modules of a package that import each other."""
+    """Return the Python files that a config needs: the modules that it names, and all of `examples.papers` if it names one of these."""
     modules = {file: file.removesuffix(".py").replace("/", ".") for file in available if file.endswith(".py")}
     code = [file for file, module in modules.items() if f"{module}:" in config or (module.startswith(_PAPERS) and _PAPERS in config)]
     return [*code, "examples/__init__.py"] if code else []

@@ -15,7 +15,7 @@ _RESULT = re.compile(r"val_[A-Za-z]\w{0,80}")
 
 
 def _checked_result(name: str) -> str:
-    """Return the name of a result unchanged, or raise ValueError if no result can have it."""
+    """Return `name` unchanged, or raise ValueError if it cannot be the name of a result."""
     if _RESULT.fullmatch(name) is None:
         hint = f"did you mean 'val_{name}'?" if _RESULT.fullmatch(f"val_{name}") else "write val_loss or another name in metrics.jsonl"
         raise ValueError(f"expected the name of a result of the validations, val_loss or val_NAME, found {short(name)}; {hint}")
@@ -26,10 +26,10 @@ _ResultName = Annotated[str, AfterValidator(_checked_result)]
 
 
 class StopConfig(Section):
-    """Stop early, once `metric` has not improved on its best value by more than `min_delta` in `patience` validations in a row.
+    """Stop the run early if `patience` validations in a row do not improve the best value of `metric` by more than `min_delta`.
 
-    `metric` is the name of a result in `metrics.jsonl`. `mode` says whether lower or higher values are better; null: lower for losses,
-    higher for metrics.
+    `metric` is the name of a result in `metrics.jsonl`. `mode` says whether lower or higher values are better; null means lower for losses
+    and higher for metrics.
     """
 
     metric: _ResultName = "val_loss"
@@ -39,7 +39,7 @@ class StopConfig(Section):
 
 
 class BestConfig(Section):
-    """Keep the `keep` checkpoints with the best values of `metric`, named and ordered as in `StopConfig`."""
+    """Keep the `keep` checkpoints with the best values of `metric`. `metric` and `mode` have the same meaning as in `StopConfig`."""
 
     metric: _ResultName = "val_loss"
     mode: Mode | None = None
@@ -47,7 +47,7 @@ class BestConfig(Section):
 
 
 class ProfileConfig(Section):
-    """The steps that JAX's profiler records: `steps` of them, beginning with `from`."""
+    """The steps that JAX's profiler records: `steps` steps, beginning with step `from`."""
 
     first: Annotated[int, Field(alias="from", ge=0, le=MOST_ROWS)]
     steps: Annotated[int, Field(ge=1, le=1000)] = 3
@@ -58,11 +58,12 @@ class ProfileConfig(Section):
 
 
 class TrainConfig(Section):
-    """The length of the run and its batches: `batch_size` rows per step; validation at step 0, every `eval_every` steps and at the end.
+    """The length of the run, the size of its batches, and when it is evaluated.
 
-    Either `steps` or `epochs` is given: an epoch has each row of the training data once. `stop` ends the run earlier. `trace_batches`
-    batches are measured for the report once the pipeline is full, after each evaluation, and when steps are slow; 0 measures none. JAX's
-    profiler records the steps in `profile`.
+    Set either `steps` or `epochs`; an epoch contains each row of the training data once. A step uses `batch_size` rows. The run is
+    evaluated at step 0, every `eval_every` steps and at the end. `stop` can end the run earlier. The report shows `trace_batches` batches,
+    which are measured when the pipeline is full, after each evaluation, and when steps are slow; 0 measures none. JAX's profiler records
+    the steps in `profile`.
     """
 
     steps: Count | None = 200
@@ -77,7 +78,7 @@ class TrainConfig(Section):
 
     @property
     def length(self) -> int:
-        """The number of steps; until the epochs are counted in steps, the largest possible number."""
+        """The number of steps, or the largest allowed number as long as the steps of the epochs are not known."""
         return MOST_ROWS if self.steps is None else self.steps
 
     @model_validator(mode="before")
@@ -101,7 +102,7 @@ class TrainConfig(Section):
         return self
 
     def profile_problem(self) -> str | None:
-        """Return an error message if a step that is to be profiled comes after the end of the run, as far as that is known."""
+        """Return an error message if a step to profile comes after the last step of the run, otherwise None."""
         if self.profile is None or self.profile.first + self.profile.steps <= self.length:
             return None
         last = self.profile.first + self.profile.steps - 1
@@ -109,15 +110,15 @@ class TrainConfig(Section):
 
     @field_serializer("steps")
     def _epochs_stay(self, steps: int | None) -> int | None:
-        """Leave out the number of steps that epochs have become."""
+        """Write null if `epochs` is set, because the number of steps was computed from it."""
         return steps if self.epochs is None else None
 
 
 class CheckpointConfig(Section):
-    """Checkpoints every `every` steps and at the end, or none if null.
+    """Checkpoints are written every `every` steps and at the end; with null, none are written.
 
-    The last `keep` are kept, and of the older ones each at a step that `keep_every` divides, one every `keep_hours` hours, and the `best`
-    ones. If the disk is full, the run stops or continues without checkpoints (`on_full_disk`).
+    The last `keep` checkpoints are kept. Of the older checkpoints, these are kept: each at a step that `keep_every` divides, one every
+    `keep_hours` hours, and the `best` ones. If the disk is full, the run stops or goes on without checkpoints (`on_full_disk`).
     """
 
     every: Count | None = 10
@@ -130,5 +131,5 @@ class CheckpointConfig(Section):
     @model_validator(mode="after")
     def _best_needs_checkpoints(self) -> "CheckpointConfig":
         if self.best is not None and self.every is None:
-            raise ValueError("best has no effect with every null, which writes no checkpoints; set every, or leave out best")
+            raise ValueError("best has no effect with every null, which writes no checkpoints; set every, or remove best")
         return self

@@ -1,4 +1,4 @@
-"""The section `tune` of a config: the parameters that training leaves as they are."""
+"""The section `tune` of a config: which parameters are frozen."""
 
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
@@ -16,40 +16,40 @@ Patterns = Annotated[list[Pattern], Field(max_length=256)]
 
 
 def matches_any(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether one of the patterns names a parameter, or a layer or a part of one that has it."""
+    """Return whether a pattern matches the name of a parameter, or the name of a layer or module that contains the parameter."""
     return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}/*") for pattern in patterns)
 
 
 class TuneSection(Section):
-    """Training of some parameters only: `freeze` and `train_only` say which by patterns of names.
+    """Train only some parameters. `freeze` or `train_only` selects them with patterns of names.
 
-    A pattern such as `block_*/qkv/kernel` is a name of a parameter, of a layer (`embed`) or of a part of one, in which * matches anything,
-    / too. Parameters that `freeze` names, or that `train_only` does not name, stay as they are, and cost no gradients and no optimizer
-    state. A kind of models can name a subclass as its `tune_section`, with further keys.
+    A pattern such as `block_*/qkv/kernel` matches the name of a parameter, of a layer (`embed`) or of a module in a layer; `*` matches any
+    text, even with a `/`. Parameters that match `freeze`, or that do not match `train_only`, are frozen: they have no gradients and no
+    optimizer state. A kind of models can set `tune_section` to a subclass with further keys.
     """
 
     freeze: Patterns = []
     train_only: Patterns = []
 
     def trained(self) -> Callable[[str], bool] | None:
-        """Return a function that says of the name of a parameter whether it is trained; None if all are."""
+        """Return a function from the name of a parameter to whether it is trained, or None if all parameters are trained."""
         if self.freeze:
             return lambda name: not matches_any(name, self.freeze)
         return (lambda name: matches_any(name, self.train_only)) if self.train_only else None
 
     def check_names(self, names: Sequence[str]) -> None:
-        """Check that further keys fit the parameters of the model.
+        """Check the further keys of a subclass against the names of the model's parameters.
 
         Raises:
-            InputError: they do not.
+            InputError: a key does not suit these parameters.
         """
 
     def adds(self, name: str) -> bool:
-        """Return whether this section adds a parameter to the model, which begins fresh where a warm start does not have it."""
+        """Return whether this section adds the parameter `name` to the model. If a warm start does not have it, it is initialized anew."""
         return False
 
     def whole_names(self, names: list[str]) -> list[str]:
-        """Return the names of parameters, and those in other programs of the parameters that this section changes."""
+        """Return `names`, and for parameters that this section renames also their names without the section."""
         return names
 
     def source_for(
@@ -57,7 +57,12 @@ class TuneSection(Section):
         source: "jpipe_train.checkpoint.sources.source.Source",
         specs: "dict[str, jpipe_train.checkpoint.sources.source.Spec]",
     ) -> "jpipe_train.checkpoint.sources.source.Source":
-        """Return a source of the parameters of the model as one of the parameters that it has with this section, which have `specs`."""
+        """Return a source of the parameters that the model has with this section, from a source of the plain model's parameters.
+
+        Args:
+            source: the source of the plain model's parameters.
+            specs: the shapes and dtypes of the parameters with this section; the keys are their names.
+        """
         return source
 
     @model_validator(mode="after")

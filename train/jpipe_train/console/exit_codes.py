@@ -1,4 +1,4 @@
-"""The exit code of a failed command: 2 if the user has to change something, 1 if another try may succeed.
+"""Choose the exit code of a failed command: 2 if the user has to change something, 1 if another try may succeed.
 
 This imports neither JAX nor the library.
 """
@@ -10,7 +10,7 @@ from jpipe_train.console.terminal import fail, printable
 FAILED, BAD_INPUT = 1, 2
 
 
-# Errors of a disk or network that is out of order or full, and of resources that other programs use.
+# Errors of a disk or network that does not work or is full, and of resources that other programs use.
 _TEMPORARY = frozenset(
     getattr(errno, name)
     for name in (
@@ -34,7 +34,7 @@ def failed(error: Exception) -> int:
 
 
 def may_pass(error: BaseException) -> bool:
-    """Return whether another try may succeed: `may_pass` of the error is true, or a temporary system error caused it."""
+    """Return whether another try may succeed: the error has the attribute `may_pass`, or a temporary system error caused it."""
     if getattr(error, "may_pass", False):
         return True
     system_error = reported_by_system(error)
@@ -42,7 +42,7 @@ def may_pass(error: BaseException) -> bool:
 
 
 def reported_by_system(error: BaseException) -> OSError | None:
-    """Return the system error that caused an error, the most recent one, or None."""
+    """Return the most recent system error among the causes of an error, or None."""
     current: BaseException | None = error
     while current is not None:
         if isinstance(current, OSError) and (current.errno is not None or isinstance(current, ConnectionError | TimeoutError)):

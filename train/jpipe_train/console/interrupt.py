@@ -1,12 +1,11 @@
-"""What a command does at signals. This imports no JAX.
+"""Handle signals in commands. This module does not import JAX.
 
-- Ctrl-C is never lost: Python drops a KeyboardInterrupt raised in a callback, so the signal is also recorded (`watched`).
-- Signals end a process immediately, whatever it is doing, even if it is process 1 of a container: for process 1 the kernel has no default
-  action, and with SIG_DFL it ignores a signal.
-- A run that saves and ends at signals (`handled`, for `jpipe_train.console.preemption`) sees them as they arrive.
-- A program that starts others records them, to pass them on (`recorded`).
-
-A step of the library holds signals back by itself (`jpipe._interrupts`): it works in any program, whoever handles its signals.
+- Ctrl-C is never lost: Python drops a KeyboardInterrupt that is raised in a callback, so the signal is also recorded (`watched`).
+- Signals end a process immediately, even process 1 of a container. The kernel has no default action for process 1: with SIG_DFL it
+  ignores a signal.
+- A run that saves and ends at signals (`jpipe_train.console.preemption`) receives each signal when it arrives (`handled`).
+- A program that starts other programs records signals and passes them on (`recorded`).
+A step of the library delays signals itself (`jpipe._interrupts`), so that it works in any program with any signal handlers.
 """
 
 import os
@@ -30,9 +29,9 @@ _replaced: dict[int, Any] = {}  # the handlers that `handled` has temporarily re
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """Record the first Ctrl-C in this context in addition to raising KeyboardInterrupt; the second ends the process immediately.
+    """Record the first Ctrl-C in this context and raise KeyboardInterrupt. A second Ctrl-C ends the process immediately.
 
-    It has an effect only if Python's own handler is installed: not in other threads, and not in a background job, which ignores Ctrl-C.
+    This has an effect only in the main thread and with Python's own handler. A background job, which ignores Ctrl-C, keeps ignoring it.
     """
     global _pressed
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -53,7 +52,7 @@ def watched() -> Iterator[None]:
 
 @contextmanager
 def delayed() -> Iterator[None]:
-    """Complete the code in this context before a Ctrl-C takes effect: the next `check` raises it."""
+    """Complete the code in this context before a Ctrl-C takes effect. The next `check` raises KeyboardInterrupt."""
     global _is_delayed
     _is_delayed = True
     try:
@@ -64,7 +63,7 @@ def delayed() -> Iterator[None]:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Finish the imports in this context before a Ctrl-C takes effect: modules in C may crash when interrupted."""
+    """Finish the imports in this context before a Ctrl-C takes effect, because modules in C may crash when interrupted."""
     with delayed():
         yield
     check()
@@ -82,7 +81,7 @@ def pressed() -> bool:
 
 
 def forget() -> None:
-    """Continue after a Ctrl-C inside `watched` that has had its effect; the next one is recorded again."""
+    """Forget a Ctrl-C inside `watched` that has had its effect. The next Ctrl-C is recorded again."""
     global _pressed
     if _pressed:
         _pressed = False
@@ -95,8 +94,8 @@ def is_ours() -> bool:
 
 
 def words(error: BaseException) -> str | None:
-    """Return a line to print for an error that Ctrl-C caused, or None for another error."""
-    # A KeyboardInterrupt that passes through C code can become any other error.
+    """Return a line to print for an error that Ctrl-C caused; None for any other error."""
+    # A KeyboardInterrupt that passes through C code can turn into any other error.
     if not isinstance(error, KeyboardInterrupt) and not _pressed:
         return None
     message = isinstance(error, KeyboardInterrupt) and str(error)
@@ -104,7 +103,7 @@ def words(error: BaseException) -> str | None:
 
 
 def leave(number: int, frame: FrameType | None = None) -> None:
-    """End this process immediately, with the exit code that a shell shows for the signal."""
+    """End this process immediately, with the exit code of a process that the signal has ended."""
     os._exit(128 + number)
 
 
@@ -120,12 +119,12 @@ def is_usual(number: int) -> bool:
 
 @contextmanager
 def handled(numbers: Collection[int], handler: Callable[[int, FrameType | None], None], received: Callable[[int], None]) -> Iterator[None]:
-    """Handle signals in this context; without effect if `numbers` is empty or outside the main thread.
+    """Handle signals in this context. This has no effect if `numbers` is empty, or outside the main thread.
 
     Args:
         numbers: the signals.
-        handler: called by the main thread when it runs Python code.
-        received: called by another thread for each signal as it arrives. While the main thread waits in C, for example for a device,
+        handler: the main thread calls it when it runs Python code.
+        received: another thread calls it for each signal when it arrives. While the main thread waits in C, for example for a device,
             Python calls no handler, and counts two signals as one.
     """
     if not numbers or threading.current_thread() is not threading.main_thread():
@@ -154,18 +153,21 @@ def default_in_process_1() -> AbstractContextManager[None]:
 
 
 def is_launched() -> bool:
-    """Return whether `jpipe launch` started this process, and passes on the signals that it gets."""
+    """Return whether `jpipe launch` started this process; it passes its signals on to this process."""
     return os.environ.get(LAUNCHER) == str(os.getppid())
 
 
 @contextmanager
 def recorded() -> Iterator[list[int]]:
-    """Yield the signals that ask this process to end, as they arrive; ignored ones, as under nohup, stay ignored."""
+    """Yield a list to which the signals that ask this process to end are appended when they arrive.
+
+    Signals that the process ignores, as under nohup, stay ignored.
+    """
     received: list[int] = []
     numbers = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
 
     def record(number: int, frame: FrameType | None) -> None:
-        if number != signal.SIGHUP or not received:  # when a connection drops, several arrive, also with SIGTERM
+        if number != signal.SIGHUP or not received:  # when a connection drops, several SIGHUP arrive, also together with SIGTERM
             received.append(number)
 
     before = {number: signal.signal(number, record) for number in numbers}
@@ -185,7 +187,7 @@ def _press(number: int, frame: FrameType | None) -> None:
 
 
 def _watch_in_a_thread(numbers: Collection[int], received: Callable[[int], None]) -> int:
-    """Return a file descriptor for signals as they arrive; a thread reads them until the descriptor is closed."""
+    """Return a file descriptor to which Python writes signals when they arrive. A thread reads them until the descriptor is closed."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
 
@@ -200,7 +202,7 @@ def _watch_in_a_thread(numbers: Collection[int], received: Callable[[int], None]
 
 
 def _restore_in_child() -> None:
-    """Restore the earlier handlers in a forked child, and do not report its signals to the parent."""
+    """Restore the earlier handlers in a forked child, and stop it from reporting its signals to the parent."""
     if _replaced:
         signal.set_wakeup_fd(-1)
         for number, handler in _replaced.items():

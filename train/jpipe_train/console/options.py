@@ -1,4 +1,4 @@
-"""The options that several commands share. A request is a dataclass with them: the command line is read from it, and it is what runs."""
+"""The options that several commands share. The arguments of a command are a dataclass; tyro makes the command-line options from it."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeVar
@@ -17,15 +17,15 @@ Seconds = Annotated[float, tyro.conf.arg(metavar="SECONDS")]
 
 @dataclass(frozen=True)
 class Process:
-    """One of several processes.
+    """The place of a process in a job of several processes.
 
     Attributes:
-        coordinator: Several processes: the address of process 0, the same for all. SLURM and Open MPI provide this and the next two.
-        num_processes: Several processes: their number.
-        process_id: Several processes: the number of this one, from 0.
-        connect_limit: Several processes: how long each waits for the other processes at the start.
-        wait_limit: Several processes: how long none may make progress before they give up; longer than a microbatch takes.
-        secret_file: Several processes: the file with the secret that all share; by default the variable JPIPE_SECRET has it.
+        coordinator: With several processes, the address of process 0, the same in all. SLURM and Open MPI set this and the next two.
+        num_processes: With several processes, how many there are.
+        process_id: With several processes, the number of this process, from 0.
+        connect_limit: With several processes, how long each waits for the other processes at the start.
+        wait_limit: With several processes, how long they may make no progress before they give up; longer than a microbatch takes.
+        secret_file: With several processes, the file with the secret that they share; by default the variable JPIPE_SECRET has the secret.
     """
 
     coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
@@ -40,4 +40,4 @@ ALONE = Process()
 
 _T = TypeVar("_T")
 Fields = Annotated[_T, tyro.conf.arg(name="")]
-"""A dataclass with fields that are the options of a command."""
+"""A parameter of a command with this type is a dataclass; its fields are options of the command."""

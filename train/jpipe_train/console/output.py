@@ -1,4 +1,4 @@
-"""Standard output and standard error that may fail: a closed pipe, a full disk, a lost terminal."""
+"""Handle failures of standard output and standard error: a closed pipe, a full disk, a lost terminal."""
 
 import contextlib
 import errno
@@ -10,7 +10,7 @@ from typing import Any, TextIO, cast
 
 
 class _Output:
-    """A text stream. When it can no longer be written, the process ends if `ends` is set; otherwise further output is dropped."""
+    """A text stream. If writing to it fails, the process ends if `ends` is set; otherwise all further output is dropped."""
 
     def __init__(self, stream: Any, *, ends: bool) -> None:
         self._stream, self._ends = stream, ends
@@ -36,23 +36,23 @@ class _Output:
         try:
             yield
         except OSError as error:
-            # Python flushes its buffers when it ends, and C++ writes by itself: both succeed from here on.
+            # Python flushes its buffers when it ends, and C++ code writes directly. From here on both succeed.
             with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
                 os.dup2(nowhere.fileno(), self._stream.fileno())
             if not self._ends:
                 return
             if error.errno == errno.EPIPE:
-                raise SystemExit(128 + signal.SIGPIPE) from None  # silently, as programs that SIGPIPE ends
+                raise SystemExit(128 + signal.SIGPIPE) from None  # without a message, like programs that SIGPIPE ends
             print(f"jpipe: cannot write to standard output: {error.strerror or error}", file=sys.stderr)
             raise SystemExit(1) from None
 
 
 @contextlib.contextmanager
 def steady(*, ends: bool) -> Iterator[None]:
-    """Keep prints in this context from failing when nobody reads them.
+    """Keep prints in this context from failing if the output is lost.
 
     Args:
-        ends: whether the process ends if its standard output is lost, as command line tools do; a training run continues.
+        ends: whether the process ends if its standard output is lost, like most command-line tools. A training run continues instead.
     """
     _reserve_standard_descriptors()
     before = sys.stdout, sys.stderr

@@ -1,6 +1,6 @@
-"""Keep JAX from starting plugins for devices that this machine lacks: they are installed only to compile for such devices.
+"""Keep JAX from starting plugins for devices that this machine lacks. They may be installed only to compile for such devices.
 
-JAX tries each plugin at its start. Without a device, CUDA's ends in a traceback, and libtpu prints warnings.
+At its start JAX tries each plugin. Without a device, the plugin for CUDA prints a traceback, and libtpu prints warnings.
 """
 
 import ctypes
@@ -12,15 +12,14 @@ import pkgutil
 import sys
 
 _OF_CUDA = {"jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"}
-_GPUS = "/dev/nvidia*", "/dev/dxg"  # the latter in WSL
+_GPUS = "/dev/nvidia*", "/dev/dxg"  # /dev/dxg is in WSL
 _TPUS = "/dev/accel*", "/dev/vfio/[0-9]*"
 
 
 def name_platforms() -> None:
     """Set JAX_PLATFORMS to cpu if every installed plugin of JAX lacks its device, unless the user has set the variable.
 
-    The compilers in these plugins then log nothing. Nothing changes once JAX is imported. The processes that this one starts inherit the
-    variables.
+    The compilers in these plugins then log nothing. This has no effect if JAX is already imported. Child processes inherit the variables.
     """
     if "JAX_PLATFORMS" in os.environ or "jax" in sys.modules:
         return
@@ -30,11 +29,13 @@ def name_platforms() -> None:
     is_cuda_idle = plugins <= _OF_CUDA and not (plugins and _has_gpu())
     if is_cuda_idle and not (has_libtpu and _exists(*_TPUS)):
         os.environ["JAX_PLATFORMS"] = "cpu"
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # the compilers log what does not fit; commands say it themselves
+        os.environ.setdefault(
+            "TF_CPP_MIN_LOG_LEVEL", "3"
+        )  # the compilers would log programs that need too much memory; commands report these themselves
 
 
 def _plugins() -> set[str]:
-    """Return the modules of JAX's plugins, which are in the namespace package `jax_plugins` or named by entry points."""
+    """Return the modules of JAX's plugins. They are in the namespace package `jax_plugins`, or entry points name them."""
     namespace = importlib.util.find_spec("jax_plugins")
     folders = (namespace.submodule_search_locations if namespace else None) or ()
     modules = {module.name for module in pkgutil.iter_modules(folders, "jax_plugins.")}
@@ -42,7 +43,7 @@ def _plugins() -> set[str]:
 
 
 def _has_gpu() -> bool:
-    """Return whether there is an NVIDIA GPU, even without a working driver, or such a driver."""
+    """Return whether there is an NVIDIA GPU (its driver need not work) or an NVIDIA driver."""
     if _exists(*_GPUS):
         return True
     try:

@@ -1,9 +1,9 @@
-"""SIGTERM, SIGHUP and Ctrl-C during training: all processes save at one step, and once that is written, end at one step.
+"""Handle SIGTERM, SIGHUP and Ctrl-C during training: all processes save at the same step and then end at the same step.
 
-JAX's sync point for this (`jax.experimental.multihost_utils.reached_preemption_sync_point`) is not used, for two reasons. It waits in C++,
-holding Python's lock, until all processes have answered: if one of them dies, the other processes block for longer than any limit of jpipe,
-and cannot report it. And its handler takes every SIGTERM after processes connect, although a process that compiles, and a second SIGTERM,
-should end the process immediately.
+JAX's sync point for this (`jax.experimental.multihost_utils.reached_preemption_sync_point`) is not used, for two reasons. First, it waits
+in C++ with Python's lock until all processes have answered. If a process dies, the other processes are blocked for longer than any limit of
+jpipe, and cannot report it. Second, its handler catches every SIGTERM after the processes have connected, but a SIGTERM during compilation
+and a second SIGTERM should end the process immediately.
 """
 
 import contextlib
@@ -16,30 +16,28 @@ import jpipe
 from jpipe_train.console import interrupt
 
 Decision = Literal["continue", "save", "leave", "last", "trace"]
-"""What all processes do before a step: continue, take a snapshot after it, end without it, end after it, or trace it and the next ones."""
-
-_CAME = "signal"  # the topic by which a process sends its signal to the other processes
+"""The decision of all processes before a step: continue, save after the step, leave before it, end after it, or trace from it on."""
+_CAME = "signal"  # the topic of messages with which a process tells the other processes that it received a signal
 
 
 class Preemption:
-    """Records the first signal, and decides before each step what to do; a second signal ends the process immediately.
+    """Records the first signal, and decides before each step what to do. A second signal ends the process immediately.
 
-    SIGHUP never counts as a second signal: when a connection drops, a shell and the kernel send several, and systemd sends it with
-    SIGTERM. Under `jpipe launch` no signal counts as a second one, because schedulers signal all processes and the launcher forwards its
-    own signal as well. At its second signal the launcher kills all processes.
-
-    Process 0 decides for all, one step ahead, so nobody waits for it unless it is more than a step behind. A process that is lost in the
-    meantime is still detected. A callback in process 0 can end the run, too: the step before which that is decided is the last
-    one, so the end depends on no other process and on no speed.
+    SIGHUP never counts as a second signal. When a connection drops, a shell and the kernel send several, and systemd sends SIGHUP together
+    with SIGTERM. Under `jpipe launch` no signal counts as a second one, because schedulers signal all processes and the launcher also
+    forwards its own signal. If the launcher receives a second signal, it kills all processes.
+    Process 0 decides for all processes, one step ahead. So the others wait for it only if it is more than a step behind. A process that is
+    lost meanwhile is still detected. A callback in process 0 can also end the run. The run then ends after the step that is next when this
+    is decided, so the end does not depend on the speed of any process.
 
     Args:
         processes: the processes of the run; None if there is only one.
-        saves: whether the run writes checkpoints; if not, the signals end the process as usual.
+        saves: whether the run writes checkpoints. If it does not, the signals have their default effect.
         stops: returns, in process 0, whether a callback has asked to end the run; None in all processes if there is no callback.
-        traces: returns, in process 0, whether the next steps are to be traced; None in all processes if they never are.
+        traces: returns, in process 0, whether to trace the next steps; None in all processes if no steps can be traced.
 
     Attributes:
-        cut: the step of the checkpoint that is taken because of a signal; None before.
+        cut: the step of the checkpoint that a signal caused; None before a signal.
     """
 
     def __init__(
@@ -60,20 +58,20 @@ class Preemption:
 
     @property
     def signal(self) -> int | None:
-        """The signal that a process of the run has received, or None. After a signal, little time is left."""
+        """The signal that some process of the run has received, or None. After a signal there is little time."""
         if self._received is None and self._processes is not None and self._processes.has_message(_CAME):
             self._signal_elsewhere = self._signal_elsewhere or int(self._processes.receive(_CAME))
         return self._received or self._signal_elsewhere
 
     def decide(self, step: int, is_saved: Callable[[], bool]) -> Decision:
-        """Decide what to do before `step`, alike in all processes; each process calls this before every step.
+        """Return what to do before `step`; the decision is the same in all processes. Each process calls this before every step.
 
         Args:
             step: the next step.
-            is_saved: whether all processes have written the snapshot, or cannot write it; called in process 0.
+            is_saved: returns whether all processes have written the snapshot, or cannot write it. It is called only in process 0.
 
         Raises:
-            PeerLost: the run is lost.
+            PeerLost: another process was lost.
         """
         if not self._saves and self._stops is None and self._traces is None:
             return "continue"
@@ -85,7 +83,7 @@ class Preemption:
         return decision
 
     def __enter__(self) -> "Preemption":
-        # Other handlers are kept: of a program around this one, or of a shell that has the signals ignored.
+        # Other handlers are kept: the program that calls jpipe may have installed them, or a shell may have made it ignore the signals.
         ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if interrupt.is_usual(number)]
         if interrupt.is_ours():
             ours.append(signal.SIGINT)
@@ -113,7 +111,7 @@ class Preemption:
         return "leave" if is_saved() else "continue"
 
     def _decided(self, processes: jpipe.processes.Processes, step: int) -> Decision:
-        """Return the decision that process 0 announced one step earlier; before the first step there is no announcement."""
+        """Return the decision that process 0 announced one step earlier. Before the first step the decision is "continue"."""
         if not self._announced:
             return "continue"
         return cast(Decision, processes.receive(_name(step), 0, f"a message from process 0 about step {step}").decode())
@@ -128,7 +126,7 @@ class Preemption:
 
 
 def _leaver_at_second_signal() -> Callable[[int], None]:
-    """Return a function that counts signals as they arrive, and ends the process at the second one."""
+    """Return a function that counts the signals that arrive, and ends the process at the second signal."""
     count, launched = 0, interrupt.is_launched()
 
     def count_signal(number: int) -> None:

@@ -1,4 +1,4 @@
-"""The progress of a run: phases, a bar with loss and speed on a terminal, lines elsewhere."""
+"""Print the progress of a run: its phases, its loss and its speed, on a terminal as a bar and elsewhere as lines."""
 
 import statistics
 import time
@@ -23,12 +23,12 @@ from rich.text import Text
 
 from jpipe_train.console.terminal import duration, printable
 
-_RECENT = 20  # steps: with fewer the speed flickers, with more an evaluation affects it for long
-_SILENT = 10.0  # seconds without a line if there is no bar
+_RECENT = 20  # the speed is a median over this many steps: with fewer it flickers, with more an evaluation affects it for a long time
+_SILENT = 10.0  # without a bar, a line is printed at most once in this many seconds
 
 
 class Reporter:
-    """Prints the progress of a run of `steps` steps, each with `per_step` tokens or samples (`unit`); `clock` is in seconds."""
+    """Prints the progress of a run of `steps` steps. Each step processes `per_step` tokens or samples (`unit`); `clock` is in seconds."""
 
     def __init__(
         self, steps: int, per_step: int, unit: str, console: Console | None = None, clock: Callable[[], float] = time.perf_counter
@@ -39,15 +39,15 @@ class Reporter:
         self.unit = unit
         self._clock = clock
         self._began = clock()
-        self._last: float | None = None  # when the last step was finished
-        self._ticked: int | None = None  # its number
+        self._last: float | None = None  # the time when the last step was finished
+        self._ticked: int | None = None  # the number of the last finished step
         self._recent: deque[float] = deque(maxlen=_RECENT)  # seconds from one finished step to the next
         columns = TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")
         self._bar = Progress(*columns, console=self._console) if self._console.is_terminal else None
         self._task: TaskID | None = None
 
     def plan_steps(self, steps: int) -> None:
-        """Set the number of steps of the run, before training."""
+        """Set the number of steps of the run. Call this before training."""
         self._steps = steps
         self._every = max(1, steps // 20)  # without a bar, about twenty lines per run
 
@@ -58,8 +58,8 @@ class Reporter:
     def table(self, head: Sequence[str], rows: Iterable[Sequence[str]], words: Collection[str] = ()) -> None:
         """Print rows in aligned columns.
 
-        The first column names the rows; columns that do not fit beside it follow in further tables. Columns with a header in `words` are
-        aligned left, like the first one.
+        The first column has the names of the rows. If the columns are too wide together, the remaining ones follow in further tables.
+        Columns with a header in `words` are aligned left, like the first column; the others are aligned right.
         """
         head = [printable(cell) for cell in head]
         lines = [head, *([printable(cell) for cell in row] for row in rows)]
@@ -91,9 +91,9 @@ class Reporter:
 
     @contextmanager
     def counting(self, words: str) -> Iterator[Callable[[int, int], None]]:
-        """Announce countable work; yield a function to call with the number of finished parts and the total.
+        """Announce work that consists of parts. Yield a function to call with the number of finished parts and the total.
 
-        On a terminal a bar shows them, elsewhere a line after every `_SILENT` seconds.
+        On a terminal a bar shows both numbers; elsewhere a line is printed at most every `_SILENT` seconds.
         """
         start = self._clock()
         if not self._console.is_terminal:
@@ -107,7 +107,7 @@ class Reporter:
         self.say(f"{words}: {self._clock() - start:.1f} s")
 
     def _rarely(self, words: str) -> Callable[[str], None]:
-        """Announce work, and return a function that prints its progress, at most once in `_SILENT` seconds."""
+        """Announce work, and return a function that prints its progress at most every `_SILENT` seconds."""
         self.say(f"{words} …")
         start = said = self._clock()
 
@@ -121,7 +121,10 @@ class Reporter:
 
     @contextmanager
     def reading(self, words: str, total: int) -> Iterator[Callable[[int], None]]:
-        """Announce the reading of `total` bytes; yield a function to call with the number of bytes just read; else as `counting`."""
+        """Announce the reading of `total` bytes. Yield a function to call with the number of bytes that were just read.
+
+        The progress is shown as in `counting`.
+        """
         start = self._clock()
         if not self._console.is_terminal:
             say, read = self._rarely(words), 0
@@ -151,7 +154,7 @@ class Reporter:
             yield
 
     def tick(self, step: int) -> None:
-        """Record that step `step` is finished now, unless that was recorded before; `speed` then includes it."""
+        """Record that step `step` is finished now, unless this is already recorded. `speed` then includes the step."""
         if step == self._ticked:
             return
         now, self._ticked = self._clock(), step
@@ -160,7 +163,7 @@ class Reporter:
         self._last = now
 
     def step(self, step: int, loss: float, validation: Mapping[str, float], bubble: float | None = None, mfu: float | None = None) -> None:
-        """Report that step `step` is finished, with the validation values as in `metrics.jsonl` and the last measured bubble."""
+        """Report that step `step` is finished, with its validation, named as in `metrics.jsonl`, and the last measured bubble."""
         self.tick(step)
         words = f"loss {loss:.3f}"
         if self.speed is not None:
@@ -183,7 +186,7 @@ class Reporter:
 
     @property
     def speed(self) -> float | None:
-        """Tokens or samples per second in the recent steps; None if `step_seconds` is None."""
+        """The tokens or samples per second in the recent steps; None if `step_seconds` is None."""
         return None if self.step_seconds is None else self._per_step / self.step_seconds
 
     @property
@@ -193,7 +196,7 @@ class Reporter:
 
     @property
     def step_seconds(self) -> float | None:
-        """Median duration of the recent steps; None until two are finished, because the first includes one-time work."""
+        """The median duration of the recent steps; None until two steps are finished, because the first includes one-time work."""
         seconds = statistics.median(self._recent) if self._recent else 0.0
         return seconds if seconds > 0 else None
 

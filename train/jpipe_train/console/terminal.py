@@ -1,4 +1,4 @@
-"""Text for a terminal, escaped so that strangers' names (of files, layers, keys) cannot control it."""
+"""Prepare text for a terminal. Names of files, layers and keys are escaped, so that they cannot control the terminal."""
 
 import logging
 import sys
@@ -28,7 +28,7 @@ def duration(seconds: float) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type if it has no message."""
+    """Return the first line of the message of an error, or the name of its class if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -39,7 +39,7 @@ def align(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def fail(message: str, code: int) -> int:
-    """Print why a command ends on standard error, and return the exit code."""
+    """Print a message on standard error, and return the exit code `code`."""
     print(f"jpipe: {message}", file=sys.stderr, flush=True)
     return code
 

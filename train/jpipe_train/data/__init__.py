@@ -1,4 +1,4 @@
-"""Data for training and validation: batches by index; rows are read when they are needed.
+"""Data for training and validation. A batch has an index, and its rows are read when they are needed.
 
-CONTRIBUTING.md says which part is left to Grain, pyarrow and tokenizers, and why the rest is here.
+CONTRIBUTING.md explains which work Grain, pyarrow and tokenizers do, and why this package does the rest.
 """

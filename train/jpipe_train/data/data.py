@@ -1,7 +1,7 @@
-"""Load the data of a config for training and validation: find files, split them, make rows, and batch these by index.
+"""Load the data of a config for training and validation: find files, split them, read rows, and put the rows into batches.
 
-Batch t is a pure function of (seed, t): `batches[t]` may be read in any order, twice, or by another process, and its rows are read when
-they are needed.
+Batch t depends only on the seed and t. So `batches[t]` may be read in any order, several times, or by another process. Its rows are read
+when they are needed.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from jpipe_train.data.rows import Batch, BatchesOfRows, Divisible, Elements
 
 @runtime_checkable
 class Batches(Protocol):
-    """Batches by index, with their number."""
+    """A number of batches that have an index."""
 
     def __len__(self) -> int: ...
 
@@ -35,7 +35,7 @@ class Batches(Protocol):
 
 
 class HeldOut(NamedTuple):
-    """A batch of an evaluation, with the number of copies of each row and, if there are several sources, the source of its rows."""
+    """A batch of an evaluation, the number of copies of each row in it and, if there are several sources, the source of the rows."""
 
     batch: Batch
     copies: int = 1
@@ -44,25 +44,25 @@ class HeldOut(NamedTuple):
 
 @runtime_checkable
 class ElementsOfOneShape(Elements, Protocol):
-    """Pairs of (inputs, labels) by their number, all of one shape."""
+    """Pairs of (inputs, labels) that have an index; all have the same shape."""
 
     @property
     def spec(self) -> Batch:
-        """Shapes and dtypes of a pair."""
+        """The shapes and dtypes of a pair."""
         ...
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Rows for training and for validation, each in an order of its own, as a format of data reads them.
+    """The rows for training and for validation that a format of data reads.
 
     Attributes:
-        train: to learn from.
-        validation: rows that are held out.
-        source: a phrase that says where they come from.
-        digest: its result is the same in two processes only if their rows are.
+        train: the rows for training.
+        validation: the held-out rows.
+        source: a phrase that describes where the rows come from.
+        digest: returns a hash. It is the same in two processes only if their rows are the same.
         remarks: lines that say what was cut or left out.
-        largest_class: the largest label and the name of its row, where labels are classes and it is known.
+        largest_class: the largest label and the name of its row, if labels are classes and the largest is known.
     """
 
     train: ElementsOfOneShape
@@ -75,25 +75,26 @@ class Examples:
 
 @dataclass(frozen=True)
 class Data:
-    """Batches by index: `train[t]` without end, `validation[i]` for i < len(validation). A batch is (inputs, labels).
+    """Batches for training, `train[t]` for any t, and for validation, `validation[i]` for i < len(validation).
 
-    Their arrays have shapes, types and slices of rows (`jpipe_train.data.rows.Rows`): what is not sliced is not read.
+    A batch is (inputs, labels). Its arrays have a shape, a dtype and slices of rows (`jpipe_train.data.rows.Rows`); only sliced rows are
+    read.
 
     Attributes:
-        train: batches to learn from.
-        validation: batches that are held out.
-        source: a phrase that says where they come from.
-        amount: a phrase that says how much that is.
-        digest: its result is the same in two processes only if their data is, up to what can be known without making all of it.
+        train: the batches for training.
+        validation: the held-out batches.
+        source: a phrase that describes where the data come from.
+        amount: a phrase that describes how many data there are.
+        digest: returns a hash. It is the same in two processes only if their data are the same, as far as a sample of them shows.
         remarks: lines that say what was left out.
         vocab_size: the number of tokens or classes, if the loader knows it; otherwise each batch is checked when it is read.
-        shapes: the shapes and dtypes of the batches, if they have several; the largest first.
-        first: the first batch to learn from that can be read; those before it are of an earlier part of a resumed run.
-        copies: how many copies of each of its rows a batch of `validation` has, where that is not one.
-        rows: the number of rows of an epoch, if the loader knows it.
-        steps: the number of steps of the run's `train.epochs`, if these are given.
+        shapes: the shapes and dtypes of the batches, if there are several; the largest first.
+        first: the first training batch that can be read. Earlier batches belong to an earlier part of a resumed run.
+        copies: for each validation batch, how often it repeats its rows; empty if no batch does.
+        rows: the number of rows in an epoch, if the loader knows it.
+        steps: the number of steps in the run's `train.epochs`, if it is set.
         largest_class: the largest label of all rows and the name of its row, if labels are classes and the loader knows it.
-        parts: the sources of a mixture, each with its own data; their validation batches follow each other in `validation`.
+        parts: the sources of a mixture, each with its own data; `validation` has their validation batches one source after the other.
     """
 
     train: Batches
@@ -113,11 +114,11 @@ class Data:
 
     @property
     def like(self) -> Batch:
-        """A batch that shows only shapes and dtypes; the largest one if they differ."""
+        """A batch with the shapes and dtypes of all batches; if they differ, the shapes and dtypes of the largest."""
         return self.shapes[0] if self.shapes else self.train[self.first]
 
     def held_out(self, most: int) -> list[HeldOut]:
-        """Return up to `most` batches of `validation` from each source, or its smaller batches if it does not fill one."""
+        """Return at most `most` validation batches of each source. A source without a full batch gives its smaller batches instead."""
         if self.parts:
             ends = np.cumsum([len(part.validation) for _, part in self.parts]).tolist()
             return [
@@ -130,10 +131,10 @@ class Data:
         return [HeldOut(self.validation[i]) for i in range(min(most, len(self.validation)))]
 
     def with_some_validation(self, microbatch: int) -> "Data":
-        """Return these data; if the validation rows fill no batch, put all of them in smaller batches.
+        """Return these data; if the validation rows do not fill a batch, put all of them into smaller batches.
 
         Args:
-            microbatch: rows of a microbatch.
+            microbatch: the number of rows in a microbatch.
         """
         if self.parts:
             parts = tuple((source, part.with_some_validation(microbatch)) for source, part in self.parts)
@@ -150,22 +151,22 @@ def _memory_errors_reported() -> Iterator[None]:
         yield
     except MemoryError:
         raise InputError(
-            "data: expected data that fit into memory, found more than there is; take fewer, or prepare text with jpipe data prepare: "
-            "a folder of tokens (data.format: tokens) is read where it is needed"
+            "data: expected data that fit into memory, found more; use fewer data, or prepare text with jpipe data prepare, because "
+            "a folder of tokens (data.format: tokens) is not read into memory"
         ) from None
 
 
 @_memory_errors_reported()
 def load(config: Config, position: Position | None = None) -> Data:
-    """Read what `config.data` names and batch it as `config` says, or call what it names instead.
+    """Read the data that `config.data` names and put them into batches, or call `data.target`.
 
     Args:
         config: the config of the run.
-        position: where the order of the batches begins in a run that resumes with another batch size; None: at the first row.
+        position: the position at which batches of a new size begin, in a run that resumes with another batch size; None: the first row.
 
     Raises:
-        InputError: the path does not exist, cannot be read, or holds less than one batch for training and one for validation; the
-            tokens do not fit the model; a `data.target` has fewer batches than the run has steps, or no length where the run counts epochs.
+        InputError: the path does not exist, cannot be read, or has too few rows for training or validation; tokens are out of the model's
+            vocabulary; a `data.target` has fewer batches than the run has steps, or has no length although the run has `train.epochs`.
     """
     data = _read(config)
     if position is not None:
@@ -179,16 +180,16 @@ def load(config: Config, position: Position | None = None) -> Data:
 
 
 def _with_epochs(config: Config, epochs: float, data: Data) -> Data:
-    """Return data for a run of `epochs` epochs, with its number of steps.
+    """Return data for a run of `epochs` epochs, with the number of steps.
 
-    Where rows may be padding, rows of the last batch that belong to later epochs become padding; otherwise they stay.
+    The last batch may have rows of the next epoch. If rows may be padding, these rows become padding; otherwise they stay.
 
     Raises:
-        InputError: the number of rows of an epoch is not known, or the run would be too long.
+        InputError: the number of rows in an epoch is unknown, or the run would be too long.
     """
     if data.rows is None:
         raise InputError(
-            f"train.epochs: expected training data of known length, found {data.source} with training batches that have none; give them a "
+            f"train.epochs: expected training data with a known length, found {data.source} with training batches without one; give them a "
             "len(), the number of batches in an epoch, or set train.steps and train.epochs=null"
         )
     train = data.train.repeated() if isinstance(data.train, target_data.TargetBatches) else data.train
@@ -196,7 +197,9 @@ def _with_epochs(config: Config, epochs: float, data: Data) -> Data:
     end = position.rows_in(epochs, data.rows)
     steps = position.steps_until(end, first, config.train.batch_size)
     if steps > MOST_ROWS:
-        raise InputError(f"train.epochs: expected at most {MOST_ROWS:,} steps, found {steps:,} of {data.rows:,} rows an epoch; lower it")
+        raise InputError(
+            f"train.epochs: expected at most {MOST_ROWS:,} steps, found {steps:,} with {data.rows:,} rows in an epoch; lower train.epochs"
+        )
     if isinstance(train, BatchesOfRows) and config.data.may_be_padded and config.loss_name == "cross_entropy":
         train = replace(train, end=end)
     return replace(data, train=train, steps=steps)
@@ -213,14 +216,14 @@ def _read(config: Config) -> Data:
 
 @_memory_errors_reported()
 def held_out(config: Config, path: str | None = None) -> Data:
-    """Load all validation data of a run as `validation`, even if it is less than a batch; there is nothing to train on.
+    """Load all validation data of a run as `validation`, even if they are less than a batch. `train` is not for training.
 
     Args:
         config: the config of the run.
-        path: other data in its place, of the same format, all of it.
+        path: the path of other data in the same format; all of them are used in place of the validation data.
 
     Raises:
-        InputError: as `load`, except for the size; there is no row.
+        InputError: see `load`, except for too few rows; or there is no row.
     """
     _check_has_path(config, path)
     if config.data.target is not None:
@@ -243,7 +246,7 @@ def _check_has_path(config: Config, path: str | None) -> None:
 
 
 def _mixture(config: Config, sources: Sequence[SourceConfig], read: Callable[[Config], Data]) -> Data:
-    """Return the data of several sources, with rows in proportion to their weights.
+    """Return the data of several sources, mixed in proportion to their weights.
 
     Args:
         config: the config of the run.
@@ -251,7 +254,7 @@ def _mixture(config: Config, sources: Sequence[SourceConfig], read: Callable[[Co
         read: reads the data of one source.
 
     Raises:
-        InputError: as `read`; the rows of the sources differ in form or tokenizer.
+        InputError: `read` raises it; or the rows of the sources differ in form or tokenizer.
     """
     config.data.check_sources()
     parts = []
@@ -277,16 +280,16 @@ def _mixture(config: Config, sources: Sequence[SourceConfig], read: Callable[[Co
 
 
 def _differing(config: Config, path: str, first: Batch, other: Batch) -> str:
-    """Describe how the rows of a source differ from those at `path`, the first source, and what to change."""
+    """Describe how the rows of a source differ from the rows of the first source, at `path`, and what to change."""
     expected = f"expected rows like in '{path}', found"
     if config.data.has_tokens:
-        return f"{expected} that only one of the two says where documents end; set data.boundaries: ignore, or prepare both in the same way"
+        return f"{expected} that only one of the two marks ends of documents; set data.boundaries: ignore, or prepare both in the same way"
     one, two = (" and ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(spec)) for spec in (first, other))
-    return f"{expected} inputs and targets {two} in place of {one}; make both alike"
+    return f"{expected} inputs and targets {two} in place of {one}; make them equal"
 
 
 def _of_source(config: Config, source: SourceConfig, number: int = 0) -> Config:
-    """Return the config for a single source, with its own order of rows."""
+    """Return the config for a single source, with another seed for each source, so that their rows have different orders."""
     seed = int(np.random.SeedSequence((config.seed, number)).generate_state(1)[0]) if number else config.seed
     return config.model_copy(update={"seed": seed, "data": config.data.of_source(source)})
 
@@ -304,7 +307,7 @@ def _from_target(config: Config, **optional: bool) -> Data:
     """Call `data.target` and return its data.
 
     Raises:
-        InputError: as `load`.
+        InputError: see `load`.
     """
     target, batch_size = str(config.data.target), config.train.batch_size
     supplied = {"seed": config.seed, "batch_size": batch_size}
@@ -321,10 +324,10 @@ def check_files(config: Config, path: str | None = None) -> None:
 
     Args:
         config: the config of the run.
-        path: other data in the place of the run's own, as in `held_out`.
+        path: the path of other data, as in `held_out`.
 
     Raises:
-        InputError: as `load`, or as `held_out`.
+        InputError: see `load` and `held_out`.
     """
     data = config.data
     _check_has_path(config, path)
@@ -341,16 +344,16 @@ def check_files(config: Config, path: str | None = None) -> None:
 
 
 def unread(config: Config) -> Data:
-    """Load data only for the shapes of a batch; a `data.target` with a parameter `shapes_only` then need not read anything.
+    """Load data only to learn the shapes of a batch. A `data.target` with a parameter `shapes_only` then need not read anything.
 
     Raises:
-        InputError: as `load`.
+        InputError: see `load`.
     """
     return load(config) if config.data.target is None else _from_target(config, shapes_only=True)
 
 
 def portion(config: Config) -> tuple[int, str]:
-    """Return how much a step processes, and the unit: tokens for text, samples for other data."""
+    """Return the amount of data that a step processes, and its unit: tokens for text, samples for other data."""
     return config.data.amount_of_step(config)
 
 
@@ -360,10 +363,10 @@ def loss_unit(config: Config) -> str:
 
 
 def _of_examples(config: Config, read: Examples) -> Data:
-    """Batch rows for training and for validation.
+    """Put the rows for training and for validation into batches.
 
     Raises:
-        InputError: there are too few.
+        InputError: there are too few rows.
     """
     have, need = (len(read.train), len(read.validation)), config.train.batch_size
     expected = f"expected at least {need} examples for training (train.batch_size) and 1 for validation"
@@ -371,27 +374,27 @@ def _of_examples(config: Config, read: Examples) -> Data:
         raise InputError(
             f"{expected}, found {have[0]:,} and {have[1]:,} in {read.source}",
             where="data.path",
-            change="rows with equal inputs stay on one side: give more different ones, change data.validation_fraction, or name "
-            "rows for validation in validation_path",
+            change="rows with equal inputs are all for training or all for validation; give more different rows, change "
+            "data.validation_fraction, or name rows for validation in data.validation_path",
         )
     if have[0] < need:
         raise InputError(
             f"{expected}, found {have[0]:,} and {have[1]:,} in {read.source}",
             where="data.path",
-            change="give more, or lower train.batch_size",
+            change="give more data, or lower train.batch_size",
         )
     if not have[1]:
         more = "" if config.data.validation_path is not None else ", or raise data.validation_fraction"
-        raise InputError(f"{expected}, found {have[0]:,} and none in {read.source}", where="data.path", change=f"give more{more}")
+        raise InputError(f"{expected}, found {have[0]:,} and none in {read.source}", where="data.path", change=f"give more data{more}")
     train, validation = _batched(config, read.train, 0), _batched(config, read.validation, 1)
     amount = f"{have[0]:,} examples for training, {have[1]:,} for validation"
     return Data(train, validation, read.source, amount, read.digest, read.remarks, rows=have[0], largest_class=read.largest_class)
 
 
 def _held_out_examples(config: Config, read: Examples) -> Data:
-    """Batch all rows that are held out."""
+    """Put all held-out rows into batches."""
     if not len(read.validation):
-        raise InputError(where="data.path", expected="at least 1 example", found=f"none in {read.source}", change="give more")
+        raise InputError(where="data.path", expected="at least 1 example", found=f"none in {read.source}", change="give more data")
     batches, amount = _batched(config, read.validation, 1), count(len(read.validation), "example")
     return Data(batches, batches, read.source, amount, read.digest, read.remarks, largest_class=read.largest_class)
 

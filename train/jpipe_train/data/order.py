@@ -1,4 +1,4 @@
-"""The order of rows: shuffled anew in each epoch for training, and once for validation."""
+"""Shuffle rows: for training anew in each epoch, for validation once."""
 
 import grain
 
@@ -7,16 +7,16 @@ from jpipe_train.data.rows import Elements
 
 
 def shuffled(rows: Elements, seed: int, *, epochs: bool) -> Elements:
-    """Return rows in shuffled order; with `epochs`, endlessly and shuffled anew in each epoch."""
+    """Return the rows in shuffled order. With `epochs` they repeat endlessly, and are shuffled anew in each epoch."""
     order = grain.MapDataset.source(rows).shuffle(seed=seed)
     return order.repeat() if epochs else order
 
 
 def ordered(config: Config, rows: Elements, part: int) -> Elements:
-    """Return the rows in the order of their batches, endlessly for training."""
+    """Return the rows in the order in which batches use them. Training rows (`part` 0) repeat endlessly."""
     return shuffled(rows, seed_of(config, part), epochs=part == 0)
 
 
 def seed_of(config: Config, part: int) -> int:
-    """Return the seed for the order of one part; validation data are shuffled, too, but never by `config.seed`."""
+    """Return the seed for the order of a part: `config.seed` for training (0), and always 0 for validation."""
     return config.seed if part == 0 else 0

@@ -1,4 +1,4 @@
-"""Positions in the training data, counted in rows, so that a resumed run may change the batch size."""
+"""Positions in the training data. They are counted in rows, so that a resumed run may change the batch size."""
 
 import math
 from fractions import Fraction
@@ -14,8 +14,8 @@ class Position(pydantic.BaseModel):
 
     Attributes:
         batch: the number of the batch that begins at this position.
-        rows: how many rows come before it; one number per bucket if batches have several shapes.
-        pieces: the batch size with which the run began: a running text is cut into that many pieces.
+        rows: the number of rows before this position; one number per bucket if batches have several shapes.
+        pieces: the batch size at the start of the run. A running text is cut into this many pieces.
     """
 
     model_config = pydantic.ConfigDict(extra="ignore", frozen=True)
@@ -26,16 +26,16 @@ class Position(pydantic.BaseModel):
 
     @property
     def total(self) -> int:
-        """The number of rows before it, in all buckets."""
+        """The number of rows before this position, in all buckets together."""
         return sum(self.rows)
 
     def later(self, batch: int, batch_size: int) -> "Position":
-        """Return where batch `batch` begins, if all batches from here on have `batch_size` rows of one shape."""
+        """Return the position of batch `batch`, if all batches from here on have `batch_size` rows of one shape."""
         return Position(batch=batch, rows=(self.total + (batch - self.batch) * batch_size,), pieces=self.pieces)
 
 
 def rows_in(epochs: float, rows: int) -> int:
-    """Return the number of rows in `epochs` passes over `rows` rows, rounded up; `epochs` is read as the decimal that it prints as."""
+    """Return `epochs` times `rows`, rounded up. `epochs` counts as the decimal number that Python prints for it."""
     return math.ceil(Fraction(repr(epochs)) * rows)
 
 
@@ -43,21 +43,21 @@ def steps_until(end: int, first: Position, batch_size: int) -> int:
     """Return the number of steps of a run that ends with row `end` - 1, which may be in the middle of a batch.
 
     Args:
-        end: the rows of the whole run.
-        first: where the order of the batches begins.
-        batch_size: rows of a batch from there on.
+        end: the number of rows in the whole run.
+        first: the position from which batches have `batch_size` rows.
+        batch_size: the number of rows in a batch.
     """
     return first.batch + max(-(-(end - first.total) // batch_size), 0)
 
 
 def start(batch_size: int, buckets: int = 1) -> Position:
-    """Return the position of batch 0 of a run that begins."""
+    """Return the position of batch 0 in a new run."""
     return Position(batch=0, rows=(0,) * buckets, pieces=batch_size)
 
 
 @runtime_checkable
 class Ordered(Protocol):
-    """Training batches that know where in the data each batch begins."""
+    """Training batches that know the position of each batch in the data."""
 
     @property
     def first_position(self) -> Position:
@@ -65,9 +65,9 @@ class Ordered(Protocol):
         ...
 
     def position(self, batch: int) -> Position:
-        """Return the position of a batch, not earlier than `first_position`."""
+        """Return the position of a batch that is not before the first batch."""
         ...
 
     def continued(self, position: Position) -> Any:
-        """Return the same data in an order that begins at `position`."""
+        """Return batches of the same data that begin at `position`."""
         ...

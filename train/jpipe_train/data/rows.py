@@ -1,4 +1,4 @@
-"""Batches that read rows on request, so that a process reads only the rows that its own workers need."""
+"""Batches that read rows on request. So a process reads only the rows that its own workers need."""
 
 import functools
 import itertools
@@ -21,17 +21,17 @@ Tree = Any
 Batch = tuple[Tree, Tree]
 
 THREADS = ThreadPoolExecutor(usable_cores(), "rows")
-"""Threads that make rows, for work that releases the GIL."""
+"""Threads for functions that create rows and release the GIL."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """One array of a batch: shape and dtype are known, and rows are read when they are sliced, as `Pipeline.step` does.
+    """One array of a batch. Its shape and dtype are known, and rows are read when `Pipeline.step` slices them.
 
     Attributes:
         shape: the shape of the whole array.
-        dtype: the dtype of its numbers.
-        read: gives rows start .. stop - 1.
+        dtype: the dtype of the array.
+        read: a function (start, stop) that returns rows start to stop - 1.
     """
 
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class Rows:
 
     @property
     def ndim(self) -> int:
-        """The number of dims."""
+        """The number of dimensions."""
         return len(self.shape)
 
     def __len__(self) -> int:
@@ -53,7 +53,7 @@ class Rows:
 
 @runtime_checkable
 class Elements(Protocol):
-    """Pairs of (inputs, labels) by their number."""
+    """Pairs of (inputs, labels) that have an index."""
 
     def __len__(self) -> int: ...
 
@@ -62,26 +62,26 @@ class Elements(Protocol):
 
 @runtime_checkable
 class Pieces(Protocol):
-    """Elements in an order that depends on the number of pieces into which they are cut."""
+    """Elements that are cut into pieces; their order depends on the number of pieces."""
 
     def in_pieces(self, pieces: int, /) -> Elements:
-        """Return the same elements, cut into this number of pieces."""
+        """Return the same elements, cut into `pieces` pieces."""
         ...
 
 
 @dataclass(frozen=True)
 class BatchesOfRows:
-    """Batch t has the elements t·b to (t + 1)·b - 1, counted from the first position; each is read when its row is.
+    """Batches of elements. Batch t has the elements t·b to (t + 1)·b - 1, counted from the position of the first batch.
 
-    Elements from `end` on are replaced by padding: zeros, with labels of -1, which do not count.
+    An element is read when its row is read. Elements from `end` on are replaced by padding: zeros, with labels of -1, which do not count.
 
     Attributes:
-        elements: pairs of (inputs, labels), each an array or a tree of arrays. In place of an array may be a function that gives it: it is
-            called when that array's row is read, with others at a time.
-        batch_size: b.
-        spec: shapes and dtypes of one of them.
-        begins: the position of the first batch; None: batch 0 has the first elements.
-        end: the number of the first element that is replaced; None: all elements count.
+        elements: pairs of (inputs, labels), each an array or a tree of arrays. A function without arguments may stand for an array. It is
+            called when the row is read, in a thread, at the same time as the functions of other rows.
+        batch_size: the number b of elements in a batch.
+        spec: the shapes and dtypes of an element.
+        begins: the position of the first batch; None if batch 0 has the first elements.
+        end: the index of the first element that is replaced by padding; None if all elements count.
     """
 
     elements: Elements
@@ -103,12 +103,12 @@ class BatchesOfRows:
         return self.first_position.later(batch, self.batch_size)
 
     def continued(self, position: Position) -> "BatchesOfRows":
-        """Return the same rows in batches that begin at `position`."""
+        """Return batches of the same rows that begin at `position`."""
         elements = self.elements.in_pieces(position.pieces) if isinstance(self.elements, Pieces) else self.elements
         return replace(self, elements=elements, begins=position)
 
     def with_remainder(self, microbatch: int) -> "AllRows":
-        """Return these batches, followed by smaller ones with the remaining rows."""
+        """Return these batches, followed by smaller batches with the remaining rows."""
         return AllRows(self, microbatch)
 
     def __getitem__(self, index: int) -> Batch:
@@ -116,7 +116,7 @@ class BatchesOfRows:
         start = self.first_position
         first = start.total + (index - start.batch) * self.batch_size
 
-        @functools.lru_cache(maxsize=2)  # the arrays of a batch are sliced one after the other, mostly by the same rows
+        @functools.lru_cache(maxsize=2)  # the arrays of a batch are sliced one after the other, usually for the same rows
         def rows(start: int, stop: int) -> list[list[Any]]:
             return [jax.tree.leaves(self._element(first + i)) for i in range(start, stop)]
 
@@ -146,11 +146,11 @@ def _made(leaf: Any) -> Any:
 
 
 def when_sliced(specs: Tree, make: Callable[[], Tree]) -> Tree:
-    """Return a batch of these shapes that is created as a whole when its first rows are read.
+    """Return a batch that is created as a whole when its first rows are read.
 
     Args:
-        specs: shape and dtype of each of its arrays.
-        make: gives the batch.
+        specs: the shapes and dtypes of the arrays of the batch.
+        make: a function that creates the batch.
     """
     leaves = functools.cache(lambda: jax.tree.leaves(make()))
     numbers = itertools.count()
@@ -163,7 +163,7 @@ def _read(leaves: Callable[[], list[np.ndarray]], number: int, start: int, stop:
 
 @runtime_checkable
 class WithRemainder(Protocol):
-    """Whole batches, then smaller ones with the remaining rows of the data."""
+    """Whole batches, followed by smaller batches with the remaining rows of the data."""
 
     def __len__(self) -> int: ...
 
@@ -171,29 +171,29 @@ class WithRemainder(Protocol):
 
     @property
     def whole(self) -> int:
-        """The number of whole batches, which come first."""
+        """The number of whole batches."""
         ...
 
     def rows_of(self, index: int) -> int:
-        """Return how many rows of the data a batch has."""
+        """Return how many different rows of the data a batch has."""
         ...
 
     def copies_of(self, index: int) -> int:
-        """Return how many copies of each of these rows a batch has."""
+        """Return how often a batch repeats each of its rows."""
         ...
 
 
 @runtime_checkable
 class Divisible(Protocol):
-    """Batches that leave out the rows that do not fill a batch."""
+    """Batches without the remaining rows, which do not fill a batch."""
 
     def with_remainder(self, microbatch: int, /) -> WithRemainder:
-        """Return these batches, followed by smaller ones of whole microbatches (each with this many rows) with the remaining rows."""
+        """Return these batches, followed by smaller batches with the remaining rows, in whole microbatches of `microbatch` rows."""
         ...
 
 
 class _Part(NamedTuple):
-    """A range of `rows` rows from number `first` on, each `copies` times."""
+    """The `rows` rows from index `first` on, each repeated `copies` times."""
 
     first: int
     rows: int
@@ -202,14 +202,14 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True)
 class AllRows:
-    """Full batches, followed by the remaining rows in one or two smaller batches, each of whole microbatches.
+    """Full batches, followed by the remaining rows in one or two smaller batches of whole microbatches.
 
-    Rows that do not fill a microbatch are repeated until they fill microbatches. Each has the same number of copies, so for any loss that
-    is a sum over rows the mean over the batch is the mean over the rows; only the weight is larger, by the number of copies.
+    Rows that do not fill a microbatch are repeated until they fill microbatches. Each of them has the same number of copies. So for any
+    loss that is a sum over rows, the mean over the batch is the mean over the rows. Only the weight is larger, by the number of copies.
 
     Attributes:
-        batches: the whole ones.
-        microbatch: rows of a microbatch.
+        batches: the full batches.
+        microbatch: the number of rows in a microbatch.
     """
 
     batches: BatchesOfRows
@@ -227,21 +227,21 @@ class AllRows:
         return len(self.batches)
 
     def rows_of(self, index: int) -> int:
-        """Return how many rows of the data a batch has."""
+        """Return how many different rows of the data a batch has."""
         return self.batches.batch_size if index < self.whole else self._parts[index - self.whole].rows
 
     def copies_of(self, index: int) -> int:
-        """Return how many copies of each of these rows a batch has."""
+        """Return how often a batch repeats each of its rows."""
         return 1 if index < self.whole else self._parts[index - self.whole].copies
 
     @property
     def rows(self) -> int:
-        """The number of rows of the data."""
+        """The number of rows in the data."""
         return len(self.batches.elements)
 
     @cached_property
     def _parts(self) -> list[_Part]:
-        """The parts after the full batches: the rows that fill microbatches, and the remaining ones."""
+        """The rows after the full batches, in two parts: the rows that fill microbatches, and the remaining rows."""
         remaining = self.rows % self.batches.batch_size
         odd = remaining % self.microbatch
         copies = self.microbatch // math.gcd(odd, self.microbatch)
@@ -250,12 +250,12 @@ class AllRows:
 
 
 def like_a_batch(batches: BatchesOfRows) -> Batch:
-    """Return a batch of the usual size, even if there are fewer rows."""
+    """Return a full batch; if there are too few rows, they are repeated."""
     return batches[0] if len(batches) else _repeated(batches, _Part(0, len(batches.elements), batches.batch_size), batches.batch_size)
 
 
 def _repeated(batches: BatchesOfRows, part: _Part, size: int | None = None) -> Batch:
-    """Return a batch that repeats the rows of this part, its first `size` rows or all."""
+    """Return a batch of the rows of a part, repeated; it has `size` rows, by default as many as the part has copies of its rows."""
     size = part.rows * part.copies if size is None else size
     elements = _Cycle(batches.elements, part.first, part.rows, size)
     return replace(batches, elements=grain.MapDataset.source(elements), batch_size=size)[0]

@@ -1,4 +1,4 @@
-"""Find files to train on under a path, in a fixed order, and split them into training and validation files."""
+"""Find the data files at a path, in a fixed order, and split them into training and validation files."""
 
 import functools
 import glob
@@ -20,34 +20,34 @@ from jpipe_train.data.files.kinds import kind_of, rows_in
 
 
 def named(path: str | None) -> str:
-    """Describe a path in a message; None is the standard library's source."""
+    """Describe a path for messages; None means the source code of the standard library."""
     return f"'{path}'" if path is not None else "the standard library's source"
 
 
 @contextmanager
 def readable(where: str = "data.path") -> Iterator[None]:
-    """Turn OSErrors about unreadable files into messages.
+    """Turn an OSError about an unreadable file into an InputError.
 
     Raises:
-        InputError: that.
+        InputError: a file cannot be read.
     """
     try:
         yield
     except OSError as error:
-        what = "a file" if error.filename is None else f"'{error.filename}'"  # a disk that fails tells no name
+        what = "a file" if error.filename is None else f"'{error.filename}'"  # the error of a failing disk has no file name
         raise InputError(f"cannot read {what}: {error.strerror}", where=where, change="give files that can be read") from None
 
 
 def guess(file: Path) -> str:
-    """Describe a file that is not UTF-8 text, to end a clause, or return "" if its kind is unknown."""
+    """Return the end of a message about a file that is not UTF-8 text: what kind of file it seems to be; "" if this is unknown."""
     kind = kind_of(file)
     return "" if kind is None or kind.is_unpacked else f" (it seems to be {kind.name})"
 
 
 def validation_names(names: Sequence[str], fraction: float) -> frozenset[str]:
-    """Choose the validation files among two or more: a file with a hashed name below `fraction` is one.
+    """Choose the validation files among at least two files: the files with hashed names below `fraction`.
 
-    So the choice does not depend on the other files. At least one file is chosen, and never all.
+    So the choice does not depend on the other files. At least one file is chosen, but never all.
     """
     rank = {name: place_of(os.fsencode(name)) for name in names}
     ordered = sorted(rank, key=lambda name: rank[name])
@@ -56,20 +56,22 @@ def validation_names(names: Sequence[str], fraction: float) -> frozenset[str]:
 
 
 def place_of(name: bytes) -> float:
-    """Hash bytes to a number that is uniform between 0 and 1."""
+    """Hash bytes to a number that is uniform in [0, 1)."""
     return int.from_bytes(hashlib.sha256(name).digest()[:8]) / 2**64
 
 
 def find_files(path: str | None, where: str = "data.path", content: str = "text") -> tuple[list[str], list[Path]]:
-    """List the files to read in a fixed order, with their names relative to the searched folder; these names decide the split.
+    """Return the names and the paths of the files to read, in a fixed order.
+
+    The names are relative to the searched folder. They decide the split into training and validation files.
 
     Args:
-        path: a file, a folder or a glob; None: the standard library's source.
-        where: the key or the option that names it, for messages.
-        content: the content of the files, for messages; where it is other than text, a path is needed.
+        path: a file, a folder or a glob; None means the source code of the standard library.
+        where: the config key or option that names the path, for messages.
+        content: the content of the files, for messages.
 
     Raises:
-        InputError: the file does not exist, or there is no regular file.
+        InputError: the path does not exist, or has no regular file.
     """
     if path is None:
         return _ordered(_walk(Path(sysconfig.get_path("stdlib")), suffix=".py", leave_out=_NOT_LIBRARY, links=False))
@@ -93,13 +95,13 @@ def find_files(path: str | None, where: str = "data.path", content: str = "text"
 
 
 def left_out(*paths: str | None) -> tuple[str, ...]:
-    """Describe the files that `find_files` leaves out because they only describe the data.
+    """Return remarks about files that `find_files` leaves out because they only describe the data.
 
     Args:
-        paths: as in `find_files`.
+        paths: paths as in `find_files`.
 
     Returns:
-        A line for each folder that has some.
+        One line for each folder with such files.
     """
     lines = []
     for path in paths:
@@ -114,17 +116,16 @@ def left_out(*paths: str | None) -> tuple[str, ...]:
 
 
 def with_validation(path: str | None, where: str) -> tuple[str | None, str | None]:
-    """Return the paths of the training and the validation data at a path, if its folder has splits.
+    """Return the paths of the training and the validation split of a folder.
 
-    A folder has them if it is a saved `DatasetDict`, or if files with rows in it are named after them, such as
-    `train-00000-of-00002.parquet`.
+    A folder has splits if it is a saved `DatasetDict`, or if its files are named after splits, such as `train-00000-of-00002.parquet`.
 
     Args:
-        path: as in `find_files`.
-        where: the key or the option that names it, for messages.
+        path: a path as in `find_files`.
+        where: the config key or option that names the path, for messages.
 
     Returns:
-        The path of the split `train`, and of the split `validation`, or None if there is none. Of other data `path`, and None.
+        The path of the split `train`, and the path of the split `validation` or None. Without splits, `path` and None.
 
     Raises:
         InputError: a `DatasetDict` has no split `train`.
@@ -145,12 +146,12 @@ def with_validation(path: str | None, where: str) -> tuple[str | None, str | Non
 
 
 class DataPath(NamedTuple):
-    """Data at a path; all or a share are held out for validation.
+    """The data at a path. A share of them, or all, are held out for validation.
 
     Attributes:
         path: a file, a folder or a glob.
-        share: to hold out; 1: all.
-        where: the key that names the path, for messages.
+        share: the share to hold out for validation; 1 means all data.
+        where: the config key that names the path, for messages.
     """
 
     path: str | None
@@ -159,10 +160,10 @@ class DataPath(NamedTuple):
 
 
 def parts_of(data: DataSection) -> list[DataPath]:
-    """Return what is read, and which share of it is held out; a saved `DatasetDict` has a split for training and mostly one for validation.
+    """Return the paths to read, and the share of each that is held out. If a folder has splits, the validation split is used.
 
     Raises:
-        InputError: a `DatasetDict` has no split for training.
+        InputError: a `DatasetDict` has no split `train`.
     """
     with readable():
         train, validation = with_validation(data.path, "data.path")
@@ -176,14 +177,14 @@ def parts_of(data: DataSection) -> list[DataPath]:
 
 
 def check_rows(data: DataSection, path: str | None = None) -> None:
-    """Check that the files with rows exist, and that a library is there that reads them, without reading any.
+    """Check that the files with rows exist, and that the library to read them is installed. No rows are read.
 
     Args:
-        data: the section that names them.
-        path: other files in their place.
+        data: the section that names the files.
+        path: the path of other files to check instead.
 
     Raises:
-        InputError: there is no such file, or no library reads it.
+        InputError: a path has no file, or the library is not installed.
     """
     for file, _, where in parts_of(data) if path is None else [DataPath(path, 0.0, "data.path")]:
         with readable(where):
@@ -193,7 +194,7 @@ def check_rows(data: DataSection, path: str | None = None) -> None:
 
 
 def _in_folder(path: str, root: Path, where: str) -> tuple[list[str], list[Path]]:
-    """List the files of a folder; for a saved dataset, only the files with its rows, in their order."""
+    """Return the names and paths of the files in a folder. For a saved dataset, return only the files with its rows, in their order."""
     if splits := saved_datasets.splits(root, where):
         raise InputError(
             f"'{path}' has the splits {shortened(list(splits))}",
@@ -208,15 +209,18 @@ def _in_folder(path: str, root: Path, where: str) -> tuple[list[str], list[Path]
 
 
 _OF_SPLIT = re.compile(r"(train|validation|valid|val|dev|test)[-.].*(?:parquet|arrow|feather|jsonl?|ndjson|csv|tsv)(?:\.gz|\.zst)?")
-"""The names of files with the rows of a split, as on Hugging Face's Hub."""
+"""A pattern for names of files with the rows of a split, as on the Hugging Face Hub."""
 _ROWS = re.compile(r".*\.(?:parquet|arrow|feather|jsonl|ndjson|csv|tsv)(?:\.gz|\.zst)?")
 _ABOUT = frozenset({"README.md", "LICENSE", "LICENSE.md", "LICENSE.txt", "dataset_info.json", "dataset_infos.json", "state.json"})
-"""Files about a dataset, which are no part of it where a folder has files with rows."""
+"""Names of files about a dataset. They are left out if the folder has files with rows."""
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
 def _beside(found: Mapping[str, Path]) -> frozenset[str]:
-    """Return the files that only describe the others, if the others have rows (known by their endings, or JSON lines in a `.json`)."""
+    """Return the names of files that only describe a dataset, if there are files with rows.
+
+    Files with rows are recognized by their endings; a `.json` file has rows if it contains JSON lines.
+    """
     about = frozenset(name for name, file in found.items() if file.name in _ABOUT)
     if not about:
         return about
@@ -229,7 +233,7 @@ def _beside(found: Mapping[str, Path]) -> frozenset[str]:
 
 
 def _walk(root: Path, suffix: str = "", leave_out: frozenset[str] = frozenset(), *, links: bool = True) -> dict[str, Path]:
-    """Find every regular file under `root`, except hidden ones. Links to files are followed if `links`; links to folders never (loops)."""
+    """Find all regular files under `root`, except hidden files. With `links`, links to files are followed; links to folders never are."""
     files = {}
     for folder, subfolders, names in os.walk(root, onerror=_raise):
         subfolders[:] = [name for name in subfolders if name not in leave_out and not name.startswith(".")]
@@ -241,7 +245,7 @@ def _walk(root: Path, suffix: str = "", leave_out: frozenset[str] = frozenset(),
 
 
 def _ordered(found: Mapping[str, Path]) -> tuple[list[str], list[Path]]:
-    """Order files by name, each once: by its own name, or else the name of a link to it; of several, the shortest path."""
+    """Sort files by name, each file once. A file is listed under its own name, or else under a link to it; the shortest path is used."""
     real = functools.cache(os.path.realpath)
     first: dict[str, str] = {}
     for is_link, _, name in sorted((file.is_symlink(), len(file.parts), name) for name, file in found.items()):
@@ -256,7 +260,7 @@ def _raise(error: OSError) -> None:
 
 
 def _match(pattern: str) -> tuple[list[str], list[Path]]:
-    """List every matching regular file once, named relative to the part of the pattern before its first wildcard."""
+    """Return each matching regular file once. Names are relative to the part of the pattern before the first wildcard."""
     parts = Path(pattern).parts
     fixed = next(i for i, part in enumerate(parts) if glob.has_magic(part))
     root = Path(*parts[:fixed])

@@ -1,4 +1,4 @@
-"""Batches from a function that `data.target` names: what it must return, and how its mistakes are reported."""
+"""Check and wrap the batches that a function in `data.target` returns, and report its mistakes."""
 
 import contextlib
 import hashlib
@@ -19,7 +19,7 @@ from jpipe_train.data.rows import Batch, when_sliced
 
 @dataclass(frozen=True)
 class Repeated:
-    """A list of batches that starts over after its last one.
+    """A list of batches that starts over after its last batch.
 
     Attributes:
         batches: the list.
@@ -36,16 +36,16 @@ class Repeated:
 
 @dataclass(frozen=True)
 class TargetBatches:
-    """The batches of a user's object, `batches[t]`; every mistake is reported in one line that begins with `name`.
+    """The batches of a user's object, `batches[t]`. Mistakes are reported in one line with `name`.
 
-    Every process makes the first batch, for its shapes. Each batch is made (again) where and when its rows are read. In a run that
-    resumed with another batch size, row r of the data is row r mod b of `batches[r // b]`, and a batch may have rows of two of these.
+    Every process creates the first batch, for its shapes. Each batch is created (again) in the processes that read its rows. In a run that
+    resumed with another batch size, row r of the data is row r mod b of `batches[r // b]`, so a batch may have rows of two of these.
 
     Attributes:
         batches: the user's object.
-        name: its name, for messages.
-        batch_size: b.
-        begins: the position of the first batch; None: batch t is `batches[t]`.
+        name: the name of the object in messages.
+        batch_size: the number b of rows in a batch of the user's object.
+        begins: the position of the first batch; None if batch t is `batches[t]`.
     """
 
     batches: Any
@@ -71,22 +71,22 @@ class TargetBatches:
         return self.first_position.later(batch, self.batch_size)
 
     def continued(self, position: Position) -> "TargetBatches":
-        """Return the same data in batches that begin at `position`."""
+        """Return batches of the same data that begin at `position`."""
         return replace(self, begins=position)
 
     @property
     def rows(self) -> int | None:
-        """The number of rows of an epoch; None if the user's object has no length."""
+        """The number of rows in an epoch; None if the user's object has no length."""
         return len(self) * self.batch_size if hasattr(self.batches, "__len__") else None
 
     def repeated(self) -> "TargetBatches":
-        """Return the same data; a list of batches starts over after its last one."""
+        """Return the same data; if they are a list of batches, it starts over after its last batch."""
         return replace(self, batches=Repeated(self.batches)) if isinstance(self.batches, list | tuple) else self
 
     def check_length(self, steps: int, key: str = "train.steps") -> None:
-        """Check that there are enough batches for the run of `steps` steps that `key` asks for.
+        """Check that there are enough batches for a run of `steps` steps, the length that the config key `key` sets.
 
-        An object may start over after its last batch, whatever its `len()` is, so the last batch that the run needs is made.
+        An object may start over after its last batch, whatever its `len()` is. So the last batch that the run needs is created.
 
         Raises:
             InputError: there are fewer batches.
@@ -103,12 +103,12 @@ class TargetBatches:
         until = f"train.steps {steps}" if key == "train.steps" else f"{steps}, the steps of {key}"
         why = f"every t < {until}" if need == steps else f"every t < {need}, for the rows up to {until}"
         raise InputError(
-            f"data.target: expected {self.name} to give batch t for {why}, found a {type(self.batches).__name__} of {have}; repeat them or "
-            f"lower {key}"
+            f"data.target: expected {self.name} to have batch t for {why}, found a {type(self.batches).__name__} of {have} batches; repeat "
+            f"them, or lower {key}"
         )
 
     def _at(self, row: int) -> Batch:
-        """Return the batch that begins with this row."""
+        """Return the batch that begins with row `row` of the data."""
         index, skipped = divmod(row, self.batch_size)
         first = self._of_same_shape(index)
         if not skipped:
@@ -126,14 +126,16 @@ class TargetBatches:
         batch = self.make(index)
         if _specs(batch) != self._specs:
             first, actual = (jax.tree.map(lambda spec: f"{spec.dtype}{list(spec.shape)}", specs) for specs in (self._specs, _specs(batch)))
-            raise InputError(f"data.target: expected {self.name}[{index}] to be like {self.name}[0], {first}, found {actual}; fix it")
+            raise InputError(
+                f"data.target: expected {self.name}[{index}] to have the shapes of {self.name}[0], {first}, found {actual}; fix it"
+            )
         return batch
 
     def make(self, index: int) -> Batch:
         """Return batch `index` from the user's code.
 
         Raises:
-            InputError: that fails, or gives something else.
+            InputError: the user's code fails, or returns something else.
         """
         with entry_point.user_errors(f"data.target: {self.name}[{index}] fails"):
             batch = self.batches[index]
@@ -142,7 +144,7 @@ class TargetBatches:
             raise InputError(f"data.target: {expected}, found {type(batch).__name__}; return a tuple of two")
         for leaf in jax.tree.leaves(batch):
             if not isinstance(leaf, np.ndarray) or leaf.ndim == 0:
-                raise InputError(f"data.target: {expected}, found in it {type(leaf).__name__}; use np.asarray")
+                raise InputError(f"data.target: {expected}, found a {type(leaf).__name__} in it; convert it with np.asarray")
             if len(leaf) != self.batch_size:
                 raise InputError(f"data.target: {expected} (train.batch_size), found {len(leaf)} rows; fix it, or train.batch_size")
         return batch
@@ -153,7 +155,7 @@ def _specs(batch: Batch) -> Any:
 
 
 def digest(train: TargetBatches, validation: TargetBatches) -> str:
-    """Hash the first batch of each part: if the function ignores its seed, processes differ."""
+    """Return a hash of the first batch of each part. Processes compare it, because a function may ignore its seed."""
     hasher = hashlib.sha256()
     for leaf in jax.tree.leaves((train.make(0), validation.make(0))):
         hasher.update(np.ascontiguousarray(leaf).tobytes())
@@ -161,13 +163,13 @@ def digest(train: TargetBatches, validation: TargetBatches) -> str:
 
 
 def checked(result: Any, target: str, batch_size: int) -> tuple[TargetBatches, TargetBatches]:
-    """Check what `target(seed, batch_size, **arguments)` returned, and wrap it as (train, validation).
+    """Check the result of `target(seed, batch_size, **arguments)`, and wrap it as (train, validation).
 
-    `train[t]` is batch t, for any t < `train.steps`, best a pure function of seed and t; `validation[i]`, for i < len(validation), is the
-    same in every run. A batch is (inputs, labels), pytrees of NumPy arrays with the batch as first dim.
+    `train[t]` must be batch t for any t < `train.steps`; it should depend only on the seed and t. `validation[i]`, for i <
+    len(validation), must be the same in every run. A batch is (inputs, labels), pytrees of NumPy arrays with rows as first dimension.
 
     Raises:
-        InputError: it returned something else.
+        InputError: the result has another form.
     """
     if not isinstance(result, Sequence) or len(result) != 2:
         raise InputError(f"data.target: expected '{target}' to return (train, validation), found {type(result).__name__}; return two")

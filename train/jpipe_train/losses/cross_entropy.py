@@ -1,4 +1,4 @@
-"""The cross-entropy of integer labels, computed without holding the logits of all positions in memory at once.
+"""The cross-entropy of integer labels. It can be computed without the logits of all positions in memory at once.
 
 Letters in shapes: n positions (of all rows), w width, v symbols. Negative labels are ignored.
 """
@@ -28,9 +28,9 @@ class Unprojected:
         kernel: (w, v), or (v, w) if `by_symbol`.
         bias: (v), or None.
         chunk: the number of positions for which logits are computed at a time.
-        by_symbol: whether the kernel has a row for each symbol, as embeddings have.
-        dtype: the dtype in which the logits are computed, whatever the dtype of the arrays has become on their way.
-        soft_cap: bounds them, see `soft_capped`; None if nothing does.
+        by_symbol: whether the kernel has a row for each symbol, like an embedding.
+        dtype: the dtype in which the logits are computed. The arrays may have another dtype.
+        soft_cap: the bound of the logits, see `soft_capped`; None if they have no bound.
     """
 
     hidden: Any
@@ -55,14 +55,11 @@ class Unprojected:
 
 
 def loss(outputs: Outputs, labels: Labels) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Sum the cross-entropy in nats.
+    """Return the sum of the cross-entropy in nats, and the number of labels that count.
 
-    With labels of tokens and of the next sentence (BERT) the mean of the latter over the rows comes on top of the mean of the former:
-    (n / rows) of its sum, for n counted tokens. The mean over several microbatches is exact if each has the same n. The
-    loss of the routers of a microbatch, `outputs["experts"].loss()`, counts n times as well.
-
-    Returns:
-        The sum, and the number of labels that count.
+    If there are labels of tokens and of the next sentence (BERT), the mean over rows for the next sentence is added to the mean over
+    tokens. So the sum has (n / rows) times the sum for the next sentence, for n counted tokens. The mean over several microbatches is exact
+    if each has the same n. If the outputs have a router loss, `outputs["experts"].loss()`, it is added n times.
     """
     if not isinstance(labels, dict):
         number = _number(labels)
@@ -74,15 +71,15 @@ def loss(outputs: Outputs, labels: Labels) -> tuple[Float[Array, ""], Float[Arra
 
 
 def with_router_loss(total: Float[Array, ""], number: Float[Array, ""], outputs: Any) -> Float[Array, ""]:
-    """Return the summed loss of a number of labels; if the outputs have a router loss, add it once per label."""
+    """Return `total`, the loss summed over `number` labels; if the outputs have a router loss, it is added once per label."""
     routing = outputs.get("experts") if isinstance(outputs, dict) else None
     return total if routing is None else total + (number * routing.loss()).astype(total.dtype)
 
 
 def correct(outputs: Outputs, labels: Labels, most: int = 1) -> tuple[Int[Array, ""], Int[Array, ""]]:
-    """Count the labels with one of the `most` largest logits, and all valid labels.
+    """Return the number of labels that have one of the `most` largest logits, and the number of valid labels.
 
-    With labels of tokens and of next sentences, count the tokens.
+    If there are labels of tokens and of next sentences, only the tokens are counted.
     """
     outputs, labels = _tokens(outputs), _tokens(labels)
     if isinstance(outputs, Unprojected):
@@ -105,7 +102,7 @@ def vocab_size(outputs: Outputs) -> int:
 
 
 def soft_capped(x: Float[Array, "*n"], cap: float | None) -> Float[Array, "*n"]:
-    """Return `cap` · tanh(x / `cap`): about x for small x, and never above the cap. Without a cap, return x."""
+    """Return `cap` · tanh(x / `cap`): about x for small x, with an absolute value below the cap. Without a cap, return x."""
     if cap is None:
         return x
     limit = jnp.asarray(cap, wider(x.dtype))
@@ -118,14 +115,14 @@ def wider(dtype: DTypeLike) -> Any:
 
 
 def _hits(logits: Float[Array, "*n v"], labels: Int[Array, "*n"] | UInt8[Array, "*n"], most: int) -> Bool[Array, "*n"]:
-    """Return for each label whether its logit is among the largest; ties go to the first logits."""
+    """Return for each label whether its logit is among the `most` largest; among equal logits the first count as larger."""
     if most == 1:
         return logits.argmax(-1) == labels
     return (jax.lax.top_k(logits, most)[1] == labels[..., None]).any(-1)
 
 
 def _tokens(tree: Any) -> Any:
-    """Return the outputs or labels of the tokens, from a dict or as they are."""
+    """Return the outputs or labels of the tokens: the entry "tokens" of a dict, or `tree` itself."""
     return tree["tokens"] if isinstance(tree, dict) else tree
 
 
@@ -143,8 +140,8 @@ def _nats(outputs: Any, labels: Int[Array, "*n"] | UInt8[Array, "*n"]) -> Float[
         return _nats_in_chunks(*_in_chunks(outputs, labels))
     if outputs.shape[:-1] != labels.shape:
         raise InputError(
-            f"loss: cross_entropy: expected outputs with one more dim than the labels, {list(labels.shape)}, found {list(outputs.shape)}; "
-            "change the last layer of the model, or the labels"
+            f"loss: cross_entropy: expected outputs with one more dimension than the labels, {list(labels.shape)}, found "
+            f"{list(outputs.shape)}; change the last layer of the model, or the labels"
         )
     wide = outputs.astype(wider(outputs.dtype))
     nats = optax.softmax_cross_entropy_with_integer_labels(wide, jnp.maximum(labels, 0))
@@ -157,8 +154,8 @@ def _nats(outputs: Any, labels: Int[Array, "*n"] | UInt8[Array, "*n"]) -> Float[
 def _in_chunks(outputs: Unprojected, labels: Int[Array, "*n"] | UInt8[Array, "*n"]) -> tuple[Unprojected, Int[Array, "chunks size"]]:
     """Reshape hidden to (chunks, size, w) and labels to (chunks, size), and cast all arrays to `dtype`.
 
-    Labels that pad the last chunk are ignored. A chunk takes positions at equal distances, so that it has as many of each part of
-    the rows: if these are sharded, so is each chunk.
+    Labels that pad the last chunk are ignored. A chunk takes positions at equal distances, so that it has equally many positions from each
+    part of the rows. If the rows are sharded, each chunk is sharded in the same way.
     """
     width, count = outputs.hidden.shape[-1], labels.size
     chunks = -(-count // outputs.chunk)
@@ -172,11 +169,11 @@ def _in_chunks(outputs: Unprojected, labels: Int[Array, "*n"] | UInt8[Array, "*n
 
 @jax.custom_vjp
 def _nats_in_chunks(whole: Unprojected, labels: Int[Array, "chunks size"]) -> Float[Array, ""]:
-    """Sum the nats of all chunks, computed one after the other.
+    """Return the sum of the nats of all chunks. They are computed one after the other.
 
-    The backward recomputes the logits of each chunk. It is written here, and not left to `jax.checkpoint`, for two reasons: gradients of
-    the kernel are summed in float32, and a backward that is split into one for inputs and one for weights is not split inside of it, for
-    which it would keep the gradients of all logits.
+    The backward recomputes the logits of each chunk. It is written here, without `jax.checkpoint`, for two reasons. Gradients of the kernel
+    are summed in float32. And if a backward is split into one for inputs and one for weights, this part is not split; otherwise it would
+    keep the gradients of all logits.
     """
     wide = wider(whole.dtype)
 
@@ -198,7 +195,7 @@ def _backward(saved: Any, gradient: Any) -> tuple[Unprojected, None]:
         _, pull = jax.vjp(lambda unprojected: _nats(unprojected.logits(), part[1]), replace(whole, hidden=part[0]))
         gradients = pull(gradient)[0]
         sums = jax.tree.map(lambda total, new: total + new.astype(wide), sums, (gradients.kernel, gradients.bias))
-        return jax.lax.optimization_barrier((sums, gradients.hidden))  # neither without the other, see above
+        return jax.lax.optimization_barrier((sums, gradients.hidden))  # both are computed together, see `_nats_in_chunks`
 
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, wide), (whole.kernel, whole.bias))
     sums, hidden = jax.lax.scan(add, zeros, (whole.hidden, labels))

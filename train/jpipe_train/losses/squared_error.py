@@ -1,4 +1,4 @@
-"""The squared error of numbers."""
+"""The squared error of outputs and labels that are numbers."""
 
 from typing import Any
 
@@ -9,9 +9,10 @@ from jpipe_train.losses.cross_entropy import wider, with_router_loss
 
 
 def loss(outputs: Any, labels: Any) -> tuple[Any, Any]:
-    """Sum the squares of the errors, in float32 at least, and count the numbers; the router loss is added as `cross_entropy.loss` does.
+    """Return the sum of the squared errors, in float32 or wider, and the number of labels.
 
-    Outputs may have a last dim of 1 that the labels have not.
+    If the outputs have a router loss, it is added once per label, as in `cross_entropy.loss`. Outputs may have an additional last dimension
+    of size 1.
 
     Raises:
         InputError: there is not one output for each label.
@@ -21,7 +22,7 @@ def loss(outputs: Any, labels: Any) -> tuple[Any, Any]:
         scores = scores[..., 0]
     if scores.shape != labels.shape:
         raise InputError(
-            f"loss.name: squared_error: expected outputs of the shape of the targets, {list(labels.shape)}, found {list(scores.shape)}; "
+            f"loss.name: squared_error: expected outputs with the shape of the targets, {list(labels.shape)}, found {list(scores.shape)}; "
             "change the last layer of the model, or the targets"
         )
     wide = wider(scores.dtype)

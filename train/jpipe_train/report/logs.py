@@ -1,4 +1,4 @@
-"""The logs that `log` of a config names, in addition to metrics.jsonl."""
+"""Write the logs that the config key `log` names, in addition to metrics.jsonl."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ def check(names: Sequence[str]) -> None:
 
 
 class Logs:
-    """Writes the same values to all logs of a run; use it in a `with`. A failing log does not stop the run.
+    """Writes the same values to all logs of a run. Use it in a `with` statement. A failing log does not stop the run.
 
     Args:
         settings: the settings of the run.
@@ -50,7 +50,7 @@ class Logs:
             sender.write(step, scalars)
 
     def hurry(self) -> None:
-        """Limit the closing to a few seconds, because the run was told to stop."""
+        """Make the closing wait only a few seconds, because the run was told to stop."""
         for sender in self._senders:
             sender.hurry()
 

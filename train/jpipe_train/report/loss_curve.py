@@ -20,24 +20,24 @@ SMOOTHED_FROM = 80  # with fewer losses, a running mean has no effect
 _BATCH, _MEAN, _VALIDATION = "#9CC3DF", "#0072B2", "#D55E00"  # colour-blind readers can distinguish them
 _MOST_POINTS = 2000  # a picture cannot show more
 _MOST_VALIDATIONS = 30  # more points would hide the line
-_LONGEST_NAME = 32  # characters of a metric's name that fit into a panel's title
+_LONGEST_NAME = 32  # so many characters of a metric's name fit into the title of a panel
 MOST_CHANGES = 50
-"""The changes of the plan that are marked, the last ones of a run."""
+"""At most this many changes of the plan, the last ones of a run, are marked."""
 _CHANGE = "#777777"
-_MOST_WORDS, _LONGEST_WORDS, _LONGEST_LINE = 8, 64, 30  # changes with words, and characters of these; more would overlap, or not fit
+_MOST_WORDS, _LONGEST_WORDS, _LONGEST_LINE = 8, 64, 30  # the most changes that are labelled, and the longest label and line in characters
 
 
 def draw_losses(
     rows: Sequence[Mapping[str, int | float]], unit: str, changes: Sequence[tuple[int, str]] = ()
 ) -> "matplotlib.figure.Figure":
-    """Draw the training losses, lightly, with their running mean, and the validation losses as points.
+    """Draw the training losses in a light colour with their running mean, and the validation losses as points.
 
-    Losses that are not finite are left out. Of very many losses only the highest and the lowest of each interval are drawn.
+    Losses that are not finite are left out. If there are very many, only the highest and the lowest loss of each interval are drawn.
 
     Args:
-        rows: as in `metrics.jsonl`: `step`, `loss`, and `val_loss` if evaluated.
-        unit: unit of the losses; may be empty.
-        changes: the steps at which the plan changed, and what is new then; the last ones are marked by dashed lines.
+        rows: the rows of `metrics.jsonl`, with `step`, `loss`, and `val_loss` after a validation.
+        unit: the unit of the losses; may be empty.
+        changes: pairs of a step at which the plan changed and a description of the change. The last changes are marked by dashed lines.
 
     Returns:
         The figure; `figure.savefig(path)` works without a display.
@@ -64,9 +64,9 @@ def draw_losses(
             held_out[shown], values[shown], color=_VALIDATION, linestyle="", marker="o", markersize=5, mec="white", label="validation"
         )
         point, text = (float(held_out[-1]), float(values[-1])), f"{values[-1]:.3f}"
-        below = len(losses) > 0 and values[-1] < losses[-1]  # the point, and so away from the line
+        below = len(losses) > 0 and values[-1] < losses[-1]  # the text is below the point if the line is above it
         side: dict[str, Any] = {"xytext": (0, -5), "va": "top", "zorder": 1.5} if below else {"xytext": (0, 9)}
-        side["bbox"] = {"facecolor": "white", "alpha": 0.85, "linewidth": 0, "pad": 1}  # a line may run behind it
+        side["bbox"] = {"facecolor": "white", "alpha": 0.85, "linewidth": 0, "pad": 1}  # a line may run behind the text
         axes.annotate(text, point, textcoords="offset points", ha="right", color=_VALIDATION, fontsize=10, weight="bold", **side)
     scale(axes, np.concatenate([losses, values]))
     if len(losses) == 1:
@@ -82,7 +82,7 @@ def draw_losses(
 
 
 def _mark(axes: "matplotlib.axes.Axes", changes: Sequence[tuple[int, str]]) -> None:
-    """Draw dashed lines where the plan changes. If there are few, label them: at the top, because losses fall, and inside the axes."""
+    """Draw dashed lines where the plan changes. A few changes also get labels, at the top, because losses fall, and inside the axes."""
     first, last = axes.get_xlim()
     for step, _ in changes[-MOST_CHANGES:]:
         axes.axvline(step, color=_CHANGE, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
@@ -111,13 +111,13 @@ def metric_names(rows: Sequence[Mapping[str, int | float]]) -> list[str]:
 
 
 def draw_metrics(rows: Sequence[Mapping[str, int | float]], names: Sequence[str]) -> "matplotlib.figure.Figure":
-    """Draw each validation metric in its own panel, because their units differ.
+    """Draw each validation metric in a panel of its own, because their units differ.
 
-    Values that are not finite are left out. Of very many values only the highest and the lowest of each interval are drawn.
+    Values that are not finite are left out. If there are very many, only the highest and the lowest value of each interval are drawn.
 
     Args:
-        rows: as in `metrics.jsonl`.
-        names: the metrics, at least one.
+        rows: the rows of `metrics.jsonl`.
+        names: the names of at least one metric.
 
     Returns:
         The figure, with two panels side by side.
@@ -157,7 +157,7 @@ def dress(axes: "matplotlib.axes.Axes", label: str, along: str = "step", size: f
     Args:
         axes: the panel.
         label: the label of the vertical axis.
-        along: label of the horizontal axis.
+        along: the label of the horizontal axis.
         size: the size of the labels, in points.
     """
     axes.set_xlabel(along, fontsize=size)
@@ -177,7 +177,7 @@ def logs_every_batch(rows: Sequence[Mapping[str, int | float]]) -> bool:
 
 
 def finite(rows: Sequence[Mapping[str, int | float]], name: str) -> tuple[Int64[np.ndarray, " n"], Float64[np.ndarray, " n"]]:
-    """Return the steps with a finite value of this name, and these values."""
+    """Return the steps that have a finite value of `name`, and the values."""
     pairs = [(row["step"], row[name]) for row in rows if name in row and np.isfinite(row[name])]
     return np.array([step for step, _ in pairs], np.int64), np.array([value for _, value in pairs], np.float64)
 
@@ -185,7 +185,7 @@ def finite(rows: Sequence[Mapping[str, int | float]], name: str) -> tuple[Int64[
 def running_mean(values: Float64[np.ndarray, " n"], width: int) -> Float64[np.ndarray, " n"]:
     """Return the running mean over about `width` values.
 
-    At the beginning, where a loss falls fast, it covers fewer values; at the end it covers earlier ones.
+    At the beginning, where a loss falls fast, the mean covers fewer values. At the end it covers earlier values.
     """
     sums = np.concatenate([[0.0], np.cumsum(values)])
     indices = np.arange(len(values))
@@ -195,7 +195,7 @@ def running_mean(values: Float64[np.ndarray, " n"], width: int) -> Float64[np.nd
 
 
 def extremes(values: Float64[np.ndarray, " n"], intervals: int) -> Int64[np.ndarray, " m"]:
-    """Return the indices of the values to draw: all, or the lowest and the highest of each interval, and the last."""
+    """Return the indices of the values to draw: all values, or the lowest and the highest value of each interval and the last value."""
     indices = np.arange(len(values))
     if len(values) <= 2 * intervals:
         return indices

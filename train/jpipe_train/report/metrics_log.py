@@ -1,4 +1,4 @@
-"""Read the losses of a run as they arrive, check them, write them to `metrics.jsonl` and print them."""
+"""Read the losses of a run as devices compute them, check them, write them to `metrics.jsonl` and print them."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from jpipe_train.report.performance.mfu import Utilization
 
 
 class Evaluated(NamedTuple):
-    """The evaluation of a batch, with the number of copies of each row and, if there are several sources, the source of its rows."""
+    """The evaluation of a batch, the number of copies of each row in it and, if there are several sources, the source of the rows."""
 
     evaluation: jpipe.Evaluation
     copies: int = 1
@@ -28,11 +28,11 @@ class Evaluated(NamedTuple):
 
 
 Validation = Mapping[str, float] | Sequence[Evaluated]
-"""Results of one step: `{"val_loss": 2.3, "val_accuracy": 0.4}`, or what `means_of` computes them from."""
+"""The results of a validation, such as `{"val_loss": 2.3, "val_accuracy": 0.4}`, or the evaluations that `means_of` reads them from."""
 
 
 TIMES = frozenset({"seconds", "tokens_per_second", "samples_per_second", "mfu"})
-"""The values of a row that differ when the same run is repeated."""
+"""The names of values in a row that differ when the same run is repeated."""
 
 
 def repeatable(row: Mapping[str, float]) -> dict[str, float]:
@@ -41,7 +41,7 @@ def repeatable(row: Mapping[str, float]) -> dict[str, float]:
 
 
 class RunStopped(RuntimeError):
-    """The run could not continue; its folder has the earlier steps."""
+    """The run could not continue; its folder holds the earlier steps."""
 
 
 class NonFiniteLoss(RunStopped):
@@ -49,18 +49,18 @@ class NonFiniteLoss(RunStopped):
 
 
 MOST_SKIPPED = 20
-"""Batches skipped in a row after which a run ends."""
+"""A run ends after this many skipped batches in a row."""
 
 
 OnRow = Callable[[int, Mapping[str, int | float], Mapping[str, float]], None]
-"""A function that is called with the number of a finished step, its row, and the results of its validation, if there was one."""
+"""A function that is called with the number of a finished step, its row, and the results of its validation (empty without one)."""
 
 
 class MetricsLog:
     """Turns losses into rows of `metrics.jsonl`, values for other logs and lines on the terminal.
 
-    Processes that write nothing read the losses, too, so that all stop at the same step. If the disk is full and the config says to
-    continue, rows are kept in memory and written once there is space again. Each row is passed to `on_row` once it is written.
+    Processes without a folder also read the losses, so that all processes stop at the same step. If the disk is full and the config allows
+    the run to continue, rows are kept in memory until there is space again. Each row is passed to `on_row` after it is written.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class MetricsLog:
         self._on_row = on_row
         self._clipped_stages = range(0 if pipe.clip_stage_norm is None else pipe.plan.depth)
         self._needs_disk = settings.checkpoint.on_full_disk == "stop"
-        self._lacks_rows = False  # whether rows are missing on disk, and the user was informed
+        self._lacks_rows = False  # whether rows are missing on disk; the user was informed
         self._folder = folder
         self._logs = logs
         self._reporter = reporter
@@ -90,17 +90,17 @@ class MetricsLog:
         self._utilization = utilization
         self._learning_rate = None if folder is None else settings.learning_rate(settings.train.length)
         self._validation: dict[int, Validation] = {}
-        self._known: jpipe.Metrics = jpipe.Metrics.empty()  # values of steps with rows to be written
+        self._known: jpipe.Metrics = jpipe.Metrics.empty()  # values of steps with rows that are not written yet
         self._delay_norms: dict[int, jpipe.runtime.DelayNorms] = {}
         self._skips_nonfinite = pipe.skip_nonfinite or pipe.precision.dynamic_scale is not None
         self._skipped = 0  # skipped steps in a row
         self._who = "" if pipe.plan.agree is None else " by at least one of the pipelines"
-        self.last_step = -1  # the last processed step; its row was written if due
-        self.steps = settings.train.length  # of the run, fewer if it ends early
+        self.last_step = -1  # the last processed step; if it has a row, the row was written
+        self.steps = settings.train.length  # the number of steps of the run; lowered if it ends early
 
     @property
     def seconds(self) -> float:
-        """Seconds since the run began, including start-up."""
+        """Seconds since the run began, including its start-up."""
         return self._reporter.seconds
 
     @property
@@ -109,11 +109,11 @@ class MetricsLog:
         return None if self._folder is None else self._folder.path
 
     def validation(self, step: int, results: "Validation") -> None:
-        """Add a validation to the row of `step`, without waiting for its numbers."""
+        """Add a validation to the row of `step`, without waiting for its results."""
         self._validation[step] = results
 
     def delay_norms(self, step: int, norms: jpipe.runtime.DelayNorms) -> None:
-        """Add norms to the row of `step`, without waiting for them."""
+        """Add the norms of the delay to the row of `step`, without waiting for their computation."""
         self._delay_norms[step] = norms
 
     def validated(self, step: int) -> dict[str, float] | None:
@@ -122,7 +122,7 @@ class MetricsLog:
         return None if known is None else means(known)
 
     def finished(self, metrics: jpipe.Metrics | None) -> None:
-        """Wait for these metrics, and write the rows of all steps with complete values; a norm may arrive later than its loss."""
+        """Wait for `metrics`, and write the rows of all steps with complete values. The norm of a step may arrive after its loss."""
         for name, numbers in ({} if metrics is None else metrics._asdict()).items():
             getattr(self._known, name).update(numbers)
         losses, _, norms, _, _, stage_norms = self._known
@@ -143,7 +143,7 @@ class MetricsLog:
         logged = step % self._log_every == 0 or step == self.steps - 1 or "val_loss" in row or "skipped" in row
         if logged and self._folder is not None:
             row |= self._progress(step)
-            self._log(self._folder, row)  # first, so that everything printed is also in the file
+            self._log(self._folder, row)  # before printing, so that the file has everything that is printed
         self.last_step = step
         if interruption := self._history.logged(step):
             self._reporter.say(interruption)
@@ -156,7 +156,7 @@ class MetricsLog:
         self._on_row(step, row, self.validated(step) or {})
 
     def _training_values(self, step: int) -> dict[str, int | float]:
-        """Return the loss and the gradient norms of a step; only finite values if the step was skipped."""
+        """Return the loss and the gradient norms of a step. If the step was skipped, only finite values are returned."""
         losses, _, norms, nonfinite, scales, stage_norms = self._known
         values = {"loss": float(losses[step])} | ({"gradient_norm": float(norms[step])} if step in norms else {})
         values |= {f"gradient_norm_stage_{s}": float(stage_norms[step, s]) for s in self._clipped_stages}
@@ -179,24 +179,24 @@ class MetricsLog:
         return {"step": step, "skipped": 1} | {name: value for name, value in values.items() if math.isfinite(value)} | scale
 
     def close(self) -> None:
-        """Try to write the rows that are missing on disk."""
+        """Try once more to write the rows that are missing on disk."""
         if self._lacks_rows and self._folder is not None:
             self._log(self._folder)
 
     def check_complete(self, end: int) -> None:
-        """Check that the rows of all steps before `end` are written if there is a folder for them.
+        """Check that the rows of all steps before `end` are written, if there is a run folder.
 
         Raises:
             RunStopped: rows are missing.
-            FolderChanged: somebody has changed them.
+            FolderChanged: another program has changed the rows.
         """
         if self.last_step < end - 1:
             missing = f"step {self.last_step + 1}" if self.last_step == end - 2 else f"steps {self.last_step + 1} to {end - 1}"
-            raise self._team.shared(RunStopped(f"the run came to its end without a loss of {missing}; this is a fault of jpipe"))
+            raise self._team.shared(RunStopped(f"the run ended without a loss for {missing}; this is a bug in jpipe"))
         if self._folder is None:
             return
         if self._lacks_rows:
-            raise RunStopped(f"'{shown(self._folder.path / METRICS)}' lacks its last rows, for which there was no room on the disk")
+            raise RunStopped(f"'{shown(self._folder.path / METRICS)}' lacks its last rows, because the disk was full")
         self._folder.logged()
 
     def _log(self, folder: RunFolder, *rows: dict[str, int | float]) -> None:
@@ -207,7 +207,7 @@ class MetricsLog:
                 raise
             if not self._lacks_rows:
                 self._reporter.say(
-                    f"'{shown(folder.path / METRICS)}' cannot be written: {error.strerror}; the run continues, and keeps its rows"
+                    f"'{shown(folder.path / METRICS)}' cannot be written: {error.strerror}; the run continues, and keeps the rows in memory"
                 )
             self._lacks_rows = True
         else:
@@ -222,7 +222,7 @@ class MetricsLog:
         return None if self._utilization is None or seconds is None else float(f"{self._utilization.at(seconds):.4g}")
 
     def _progress(self, step: int) -> dict[str, float]:
-        """Return the learning rate, the time and the speed, if known."""
+        """Return the learning rate, the time, the speed and the MFU, as far as they are known."""
         updates, speed = self._history.updates(step), self._reporter.speed
         values = {} if self._learning_rate is None or updates is None else {"learning_rate": self._learning_rate(updates)}
         values["seconds"] = round(self._history.seconds, 3)
@@ -230,7 +230,7 @@ class MetricsLog:
         return values if self._mfu is None else values | {"mfu": self._mfu}
 
     def _validation_values(self, step: int) -> dict[str, float]:
-        """Return the validation loss of `step` and the finite metrics, if there was a validation."""
+        """Return the validation loss of `step` and the finite metrics; empty if there was no validation."""
         if step not in self._validation:
             return {}
         try:
@@ -239,12 +239,12 @@ class MetricsLog:
             raise self._team.shared(error) from None
         self._finite(step, "validation loss", values["val_loss"])
         for name in [name for name, value in values.items() if not math.isfinite(value)]:
-            self._reporter.say(f"step {step}: {name} is {values.pop(name)}; metrics.jsonl does not have it")
+            self._reporter.say(f"step {step}: {name} is {values.pop(name)}; it is left out of metrics.jsonl")
         self._validation[step] = values
         return values
 
     def _delay_values(self, step: int) -> dict[str, float]:
-        """Return the finite norms of the correction and of the distance of the weight versions after `step`, if they were computed."""
+        """Return the norms of the delay correction and of the distance between weight versions after `step`, if computed and finite."""
         if step not in self._delay_norms:
             return {}
         norms = self._delay_norms.pop(step)
@@ -257,24 +257,24 @@ class MetricsLog:
         if not math.isfinite(value):
             hint = "; lower optimizer.learning_rate or raise optimizer.warmup_steps"
             if step == 0 and not (self.steps == 1 and name == "validation loss"):
-                hint = " before any update; look for NaN or infinite values in the data, or in what the model and its loss make of them"
+                hint = " before any update; look for NaN or infinite values in the data, the outputs of the model and the loss"
             raise self._team.shared(NonFiniteLoss(f"step {step}: the {name} is {value}{hint}"))
         return value
 
 
 def means(results: Validation) -> dict[str, float]:
-    """Return the loss and the metrics of a validation as values of a row: means, weighted by the batches' weights."""
+    """Return the loss and the metrics of a validation as values of a row. They are means over the batches, weighted by their weights."""
     if isinstance(results, Mapping):
         return dict(results)
     return mean_of([means_of(each.evaluation, each.copies) for each in results], [each.source for each in results])
 
 
 def means_of(evaluation: jpipe.Evaluation, copies: int = 1) -> dict[str, tuple[float, float]]:
-    """Wait for the loss and the metrics of an evaluation, and return the (mean, weight) of each by its name in a row.
+    """Wait for the loss and the metrics of an evaluation, and return a dict from their names in a row to (mean, weight).
 
     Args:
         evaluation: the evaluation of a batch.
-        copies: how many copies of each of its rows the batch has; they count once.
+        copies: how often the batch repeats each row; the weights are divided by this number, so that each row counts once.
     """
     means = {"loss": jpipe.Mean(evaluation.loss, evaluation.weight), **evaluation.metrics}
     numbers = {name: (float(mean.mean), float(mean.weight)) for name, mean in means.items()}
@@ -283,16 +283,17 @@ def means_of(evaluation: jpipe.Evaluation, copies: int = 1) -> dict[str, tuple[f
 
 
 Means = Mapping[str, tuple[float, float]]
-"""(mean, weight) by name, of a batch."""
+"""The results of a batch: a mapping from names to (mean, weight)."""
 
 
 def mean_of(batches: Sequence[Means], sources: Sequence[SourceConfig | None] = ()) -> dict[str, float]:
-    """Return the mean loss and the metrics over all of these batches, by name.
+    """Return the mean loss and metrics over all batches; the keys are the names in a row.
 
     Args:
         batches: the results of each batch.
-        sources: the sources of their rows, if there are several. Then losses and accuracies are the means over the sources by weight, other
-            metrics are over all rows together, each source counted by its weight, and each source has its loss as `val_loss_NAME`.
+        sources: the source of each batch, if there are several sources. Then each source counts with its weight: losses and accuracies are
+            weighted means over the sources, and other metrics are computed from all rows together. Each source also has its own loss
+            `val_loss_NAME`.
 
     Raises:
         jpipe.InputError: the weights of the loss sum to 0.
@@ -307,7 +308,7 @@ def mean_of(batches: Sequence[Means], sources: Sequence[SourceConfig | None] = (
 
 
 def _summing_to(total: float, batches: Sequence[Means]) -> list[Means]:
-    """Scale the weights of each name that has a weight in a batch so that they sum to `total`; the means stay."""
+    """Scale the weights of each result so that they sum to `total` over the batches; the means do not change."""
     sums = {name: sum(batch[name][1] for batch in batches) for name in batches[0]}
     return [
         {name: (mean, weight * total / sums[name] if sums[name] else 0.0) for name, (mean, weight) in batch.items()} for batch in batches
@@ -320,12 +321,12 @@ def _mean(name: str, batches: Sequence[tuple[float, float]]) -> float:
         if name != "val_loss":
             return math.nan
         raise jpipe.InputError(
-            f"validation: the weights that the loss returns for the {len(weights)} validation batches sum to 0, so that there is no mean; "
+            f"validation: the weights that the loss returns for the {len(weights)} validation batches sum to 0, so there is no mean; "
             "give validation data with unmasked examples, or change the loss"
         )
     return sum(mean * weight for mean, weight in batches) / sum(weights)
 
 
 def mean_loss(results: Validation) -> float | None:
-    """Return the loss of a validation over all its batches; None if there are none."""
+    """Return the mean loss of a validation; None if it has no results."""
     return means(results)["val_loss"] if results else None

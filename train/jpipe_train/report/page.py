@@ -1,4 +1,4 @@
-"""Parts of the HTML pages that jpipe writes. A page needs no other file, and all external text is escaped."""
+"""Build the HTML pages that jpipe writes. A page needs no other file, and all external text is escaped."""
 
 import base64
 import html
@@ -12,14 +12,14 @@ _STYLE = Path(__file__).with_name("page_style.css")
 
 
 def document(title: str, results: str, sections: Mapping[str, str], generator: str, beside: str | None = None) -> str:
-    """Return a page.
+    """Return a whole HTML page.
 
     Args:
-        title: its title, as text.
-        results: what stands below the title, as HTML; may be empty.
-        sections: the content of each section as HTML, by its heading as text.
-        generator: the program that wrote the page, for its metadata.
-        beside: the heading of the section that stands in wide windows beside the one before it.
+        title: the title, as text.
+        results: the HTML below the title; may be empty.
+        sections: a mapping from the heading of each section, as text, to its content, as HTML.
+        generator: the program that wrote the page, for the metadata.
+        beside: the heading of a section that wide windows show to the right of the previous section.
     """
     names, bodies = list(sections), []
     for i, (heading, content) in enumerate(sections.items()):
@@ -36,25 +36,25 @@ def document(title: str, results: str, sections: Mapping[str, str], generator: s
 
 
 def escape(words: str) -> str:
-    """Return a text as HTML."""
-    # A path may have bytes that are not UTF-8; Python represents them by surrogates, which cannot be written to a file.
+    """Escape a text for HTML."""
+    # A path may have bytes that are not UTF-8. Python represents them by surrogates, which cannot be written to a file.
     return html.escape(words.encode("utf-8", "replace").decode("utf-8"))
 
 
 def note(words: str) -> str:
-    """Return a paragraph."""
+    """Return a paragraph of HTML with this text."""
     return f'<p class="note">{escape(words)}</p>'
 
 
 def results(values: Mapping[str, str]) -> str:
-    """Return boxes with the most important results by name, or "" without any."""
+    """Return boxes with the names and values of the most important results; "" if there are none."""
     boxes = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in values.items())
     columns = " ".join(f"{name}-{_columns(len(values), *limits)}" for name, limits in (("few", (3, 4)), ("many", (4, 7))))
     return f'<dl class="results {columns}">{boxes}</dl>' if boxes else ""
 
 
 def _columns(boxes: int, least: int, most: int) -> int:
-    """Return the number of columns that needs the fewest rows; of several, the one with the fullest last row."""
+    """Return the number of columns, from `least` to `most`, that needs the fewest rows and, among these, has the fullest last row."""
     return min(range(least, most + 1), key=lambda columns: (math.ceil(boxes / columns), -boxes % columns))
 
 
@@ -69,7 +69,7 @@ def table(kind: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def scrolling(content: str) -> str:
-    """Return a wide table in a box that scrolls, also by keyboard."""
+    """Put a wide table into a box that scrolls, also with the keyboard."""
     return f'<div class="scrolls" tabindex="0" role="region" aria-label="A table">{content}</div>'
 
 
@@ -78,11 +78,11 @@ def figure(picture: bytes, size: str, alt: str, caption: str, kind: str = "png",
 
     Args:
         picture: the content of the file.
-        size: a class of the style, `narrow`, `small` or `wide`; a wide one scrolls on a phone, also by keyboard.
-        alt: what the picture shows, in words.
-        caption: the text below it.
+        size: a CSS class: `narrow`, `small` or `wide`. A wide picture scrolls on a phone, also with the keyboard.
+        alt: the description of the picture in words.
+        caption: the text below the picture.
         kind: `png` or `svg+xml`.
-        wide: another picture of the same kind for wide windows, in place of a narrow one.
+        wide: the content of a second file of the same kind, which replaces the picture in wide windows.
     """
     data, other = (f"data:image/{kind};base64,{base64.b64encode(content).decode()}" for content in (picture, wide or b""))
     image = f'<img src="{data}" alt="{escape(alt)}">'

@@ -29,8 +29,8 @@ from jpipe_train.report.performance.stage_times import Stage
 if TYPE_CHECKING:
     import matplotlib.figure
 
-_MOST_PARTS = 50  # the last parts of a resumed run that are listed
-_MOST_METRICS, _MOST_RESULTS = 24, 4  # validation metrics that are drawn, and that the top of the page shows
+_MOST_PARTS = 50  # at most this many parts of a resumed run, the last ones, are listed
+_MOST_METRICS, _MOST_RESULTS = 24, 4  # the most validation metrics that are drawn, and that are shown at the top of the page
 
 
 @dataclass(frozen=True)
@@ -38,18 +38,18 @@ class Report:
     """The data of a report.
 
     Attributes:
-        title: title of the page.
-        facts: facts about the run, as text (`{"schedule": "pipedream_2bw", …}`), in order.
-        rows: as in `metrics.jsonl`: `step`, `loss`, and if evaluated `val_loss` and `val_NAME` for each metric.
+        title: the title of the page.
+        facts: names and values of facts about the run, as text (`{"schedule": "pipedream_2bw", …}`), in the order of the page.
+        rows: the rows of `metrics.jsonl`: `step`, `loss`, and after a validation `val_loss` and `val_NAME` for each metric.
         predicted: simulated batches of the run.
         measured: the same batches, traced.
-        unit: unit of the losses; may be empty.
-        processes: number of processes.
+        unit: the unit of the losses; may be empty.
+        processes: the number of processes.
         plan: the plan of the run; without it the pictures do not label stages and replicas.
         stages: the stages in order; may be empty.
         parts: the parts of a resumed run; may be empty.
-        temporary: by rank, as from `temporary_bytes`; may be empty.
-        slow: which ranks are slower than the others, as a sentence; may be empty.
+        temporary: the result of `temporary_bytes`; may be empty.
+        slow: a sentence that names slow ranks; may be empty.
     """
 
     title: str
@@ -67,7 +67,7 @@ class Report:
 
     @property
     def windows(self) -> dict[str, jpipe.programs.Window]:
-        """The existing windows, by name."""
+        """The windows that are not None; the keys are "predicted" and "measured"."""
         both = {"predicted": self.predicted, "measured": self.measured}
         return {name: window for name, window in both.items() if window is not None}
 
@@ -75,8 +75,8 @@ class Report:
 def write_report(folder: Path, report: Report) -> None:
     """Write the pictures, the trace and the page into an existing folder, each file completely or not at all.
 
-    Without losses there is no `loss.png`; without windows no `timeline.png`, `memory.png` or `trace.json`; the page says so. Without
-    `eval.metrics` there is no `metrics.png`.
+    Without losses there is no `loss.png`, and without windows there is no `timeline.png`, `memory.png` or `trace.json`; the page says so.
+    Without `eval.metrics` there is no `metrics.png`.
 
     Raises:
         OSError: the folder cannot be written.
@@ -109,7 +109,7 @@ def write_report(folder: Path, report: Report) -> None:
 
 
 def _panel_title(report: Report, name: str) -> str:
-    """Return the title of a timeline; if only the other one has rows of transfers, the title says so."""
+    """Return the title of a timeline. If only the other timeline has rows of transfers, the title says so."""
     lacks = not report.windows[name].transfers and any(window.transfers for window in report.windows.values())
     return f"{name} (transfers are not {name})" if lacks else name
 
@@ -148,7 +148,7 @@ def _results(report: Report) -> str:
 
 
 def _progress(report: Report) -> dict[str, str]:
-    """Return time, speed and learning rate, as far as they are known."""
+    """Return the duration, speed and learning rate, as far as they are known."""
     rows, results = report.rows, {}
     if seconds := [part.seconds for part in report.parts if part.seconds is not None]:
         results["duration"] = duration(sum(seconds))
@@ -169,8 +169,8 @@ def _history(report: Report) -> str:
         return ""
     shown = report.parts[-_MOST_PARTS:]
     earlier = f" The {len(report.parts) - len(shown):,} parts before these are left out." if len(shown) < len(report.parts) else ""
-    note = "The run was resumed: each line is a part of it. Work that was lost when a part was killed is not in its duration. "
-    note += "A pause lasts from the last step of the part before to the first step that is new; steps in between were repeated." + earlier
+    note = "The run was resumed. Each line is a part of it. If a part was killed, its duration does not include the lost work. "
+    note += "A pause lasts from the last step of the previous part to the first new step; steps in between were repeated." + earlier
     return f"<h3>History</h3>{page.scrolling(page.table('parts', *history.table(shown)))}{page.note(note)}"
 
 
@@ -178,7 +178,7 @@ def _stages(report: Report) -> str:
     if not report.stages:
         return ""
     kind, window = list(report.windows.items())[-1] if report.windows else ("", None)
-    note = f"Medians over the microbatches that were {kind}; busy is the share of the time in which a stage computes or updates."
+    note = f"Times are medians over the {kind} microbatches; busy is the share of time in which a stage computes or updates weights."
     return page.scrolling(page.table("numbers", *stage_times.table(report.stages, window))) + (page.note(note) if window else "")
 
 
@@ -198,9 +198,9 @@ def _loss(report: Report, picture: bytes | None) -> str:
     smoothed = len(losses) >= loss_curve.SMOOTHED_FROM
     of = "each batch" if loss_curve.logs_every_batch(report.rows) else "the batches that were logged"
     caption = f"The thin line is the loss of {of}, the thick one its running mean" if smoothed else f"The line is the loss of {of}"
-    caption += "; the points are of data that the model does not learn from." if len(values) else "; nothing was evaluated on other data."
+    caption += "; the points are validation losses." if len(values) else "; there was no validation."
     if changes := history.changes_of_plan(report.parts)[-loss_curve.MOST_CHANGES :]:
-        caption += " Dashed lines mark the steps from which the run went on with another plan."
+        caption += " Dashed lines mark the steps at which the run continued with another plan."
         alt += " The plan changed at " + "; ".join(f"step {step}: {words}" for step, words in changes) + "."
     return page.figure(picture, "small", alt, f"{caption}{note}")
 
@@ -224,7 +224,7 @@ def _metrics(report: Report, picture: bytes | None) -> str:
     undrawn = len(names) - len(drawn)
     note += f" {count(undrawn, 'metric')} more {'is' if undrawn == 1 else 'are'} in metrics.jsonl." if undrawn else ""
     alt = "Metrics over the steps. " + " ".join(f"{name}: from {each[0]:.4g} to {each[-1]:.4g}." for name, each in values.items())
-    caption = f"Each panel is a metric (eval.metrics) or the loss of a source, of data that is not learned from.{note}"
+    caption = f"Each panel is a metric (eval.metrics) or the loss of a source, on validation data.{note}"
     return title + page.figure(picture, "small", alt, caption)
 
 
@@ -234,8 +234,8 @@ def _comparison_table(report: Report) -> str:
     table = page.table("numbers", ("", *Comparison._fields[1:]), compare(report.predicted, report.measured, report.temporary))
     words = temporary_words(report.temporary)
     note = page.note(
-        "The prediction is the schedule simulated with the median times of each stage's own computations in the same batches, and with "
-        "sizes from shapes alone; a ratio (measured / predicted) of 1 means an exact prediction. "
+        "The prediction simulates the schedule with the median times of each stage's computations in the same batches, and computes sizes "
+        "from shapes; a ratio (measured / predicted) of 1 means an exact prediction. "
         + (f"{words[0].upper()}{words[1:]}. " if words else "")
         + " ".join(f"{name.capitalize()}: {count(window.batches, 'batch', 'es')}." for name, window in report.windows.items())
         + (f" {why}" if (why := why_slower(report.predicted, report.measured, report.processes)) else "")
@@ -248,16 +248,16 @@ def _timeline(report: Report, picture: bytes | None) -> str:
     if picture is None:
         return page.note("No batches of this run were simulated or traced, so there is no timeline.")
     caption = (
-        "A row is a rank, a device, and time runs to the right; grey is idle, and the number in a box is its microbatch: follow one down "
-        "through the forwards and up again through the backwards. The file trace.json beside this page has the same for ui.perfetto.dev."
+        "Each row is a rank, and time runs to the right. Grey means idle. The number in a box is the microbatch: a microbatch moves down "
+        "through the forwards and up again through the backwards. The file trace.json next to this page shows the same in ui.perfetto.dev."
     )
     return page.figure(picture, "wide", f"What each rank did, over time: {_which(report)}.", f"{_only(report)}{caption}")
 
 
 def _memory(report: Report, picture: bytes | None) -> str:
     if picture is None:
-        return page.note("What the ranks held was neither predicted nor measured, so there is no picture of their memory.")
-    caption = "Each panel is what one rank holds over time, by kind and on top of each other; the dashed line marks the most."
+        return page.note("The memory of the ranks was neither predicted nor measured, so there is no picture of it.")
+    caption = "Each panel shows the memory that one rank holds over time, stacked by kind; the dashed line marks the maximum."
     most = "; ".join(f"rank {row.quantity.split()[-1]} {row.predicted} predicted, {row.measured} measured"
                      for row in compare(report.predicted, report.measured)[2:])  # fmt: skip
     return page.figure(picture, "wide", f"What each rank held in memory, over time, at most: {most}.", f"{_only(report)}{caption}")

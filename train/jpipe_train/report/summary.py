@@ -32,11 +32,11 @@ from jpipe_train.report.performance.stage_times import Stage, slow_ranks, slow_w
 
 @dataclass(frozen=True)
 class Summary:
-    """The result of a run: validation losses, duration and final state; in process 0 also its folder and the last measured window.
+    """The result of a run: validation losses, duration and final state; in process 0 also the run folder and the last measured window.
 
-    The losses are None in a run without validation. If a signal, `stopped_by`, ended the run, there is no final loss, and `steps` is the
-    step of the checkpoint from which it resumes. `temporary` has for each rank the bytes that its programs need while they run, as from
-    `comparison.temporary_bytes`. The `state` is drained; after a signal it may be some steps ahead of the checkpoint.
+    The losses are None in a run without validation. If the signal `stopped_by` ended the run, there is no final loss, and `steps` is the
+    step of the checkpoint from which the run resumes. `temporary` is the result of `comparison.temporary_bytes`: for each rank the bytes
+    that its programs need while they run. The `state` is drained; after a signal it may be some steps ahead of the checkpoint.
     """
 
     steps: int
@@ -46,16 +46,16 @@ class Summary:
     folder: Path | None
     predicted: jpipe.programs.Window | None
     measured: jpipe.programs.Window | None
-    planned: tuple[comparison.Comparison, ...] = field(default=(), repr=False)  # with the planner's prediction
+    planned: tuple[comparison.Comparison, ...] = field(default=(), repr=False)  # the comparison with the planner's prediction
     stopped_by: int | None = None
     temporary: tuple[int | None, ...] = field(default=(), repr=False)
-    slow: str = field(default="", repr=False)  # which ranks are slow, as from `slow_of`
-    remarks: Mapping[str, str] = field(default_factory=dict, repr=False)  # why it stopped early, and which checkpoint is the best
+    slow: str = field(default="", repr=False)  # the result of `slow_of`
+    remarks: Mapping[str, str] = field(default_factory=dict, repr=False)  # why the run stopped early, and its best checkpoint
     state: jpipe.State | None = field(default=None, repr=False, compare=False)
 
 
 def slow_of(pipe: jpipe.Pipeline, measured: jpipe.programs.Window | None) -> str:
-    """Name the ranks of a run that are slower than the others for the same work; "" if none are, or without measurements."""
+    """Return a sentence about ranks that are slower than the others for the same work; "" if there are none, or no measurements."""
     if measured is None:
         return ""
     numbers = {device: n for n, device in enumerate(sorted(jax.devices(), key=lambda device: (device.process_index, device.id)))}
@@ -65,7 +65,7 @@ def slow_of(pipe: jpipe.Pipeline, measured: jpipe.programs.Window | None) -> str
 
 
 def name_of(number: int) -> str:
-    """Return the name of a signal for users."""
+    """Return the name of a signal as users know it."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
@@ -81,7 +81,7 @@ def write_report(
     temporary: Sequence[int | None] = (),
     remarks: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Write the pictures and the report; an error is printed and does not stop the run."""
+    """Write the pictures and the report. An error is printed and does not stop the run."""
     plan, kinds, processes = pipe.plan, device_kinds(pipe), jax.process_count()
     train, (per_step, unit) = settings.train, settings.items
     facts_of_run = {
@@ -102,7 +102,7 @@ def write_report(
         "optimizer": optimizer_words(settings.record["optimizer"]),
         "steps": f"{train.length:,}{epochs_words(train)} of {per_step:,} {unit} each",
         **remarks,
-        **({"duration": _durations(parts)} if len(parts) > 1 else {}),  # a single part has it among its results
+        **({"duration": _durations(parts)} if len(parts) > 1 else {}),  # if there is only one part, the results have its duration
         "devices": f"{len(kinds)} × {kinds[0]}" + (f" in {processes} processes" if processes > 1 else ""),
         "seed": str(settings.seed),
         "versions": f"jpipe {jpipe.__version__}, JAX {jax.__version__}",
@@ -117,18 +117,20 @@ def write_report(
     except FolderChanged as error:
         reporter.say(f"report: not written, because {error.strerror}")
     except OSError as error:
-        reporter.say(f"report: cannot write in '{shown(folder.path)}': {error.strerror or error}; the run's own files are not affected")
+        reporter.say(
+            f"report: cannot write in '{shown(folder.path)}': {error.strerror or error}; the other files of the run are not affected"
+        )
     except Exception as error:
         reporter.say(f"report: could not be drawn: {type(error).__name__}: {first_line(error)}")
 
 
 def epochs_words(config: TrainConfig) -> str:
-    """Return a text such as " (3 epochs)" to follow the number of steps; "" if the config gives that number itself."""
+    """Return a text such as " (3 epochs)" that follows the number of steps; "" if the config sets the number of steps."""
     return "" if config.epochs is None else f" ({config.epochs:g} {'epoch' if config.epochs == 1 else 'epochs'})"
 
 
 def stages_of(pipe: jpipe.Pipeline, batch: Any) -> list[Stage]:
-    """Return the stages with the number of parameters of one replica of each."""
+    """Return the stages of a pipeline, each with the number of parameters of one replica."""
     specs = param_specs(pipe.stack, pipe.plan, batch)
     counts = {layer_id: sum(leaf.size for leaf in jax.tree.leaves(params)) for layer_id, params in specs.items()}
     plan = pipe.plan

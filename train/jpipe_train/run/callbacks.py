@@ -1,4 +1,4 @@
-"""Callbacks of a run: the records that they receive, and how they end the run."""
+"""Callbacks of a run: call them with records of the run, and let them end it."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ class StepRecord:
     Attributes:
         step: the number of the batch, from 0.
         loss: the mean loss of the batch; NaN if the batch was skipped and its loss is not finite.
-        values: all numbers of the step by name, as in a row of `metrics.jsonl`, such as `gradient_norm`.
+        values: all numbers of the step, such as `gradient_norm`; the keys are the same as in `metrics.jsonl`.
     """
 
     step: int
@@ -32,9 +32,10 @@ class EvalRecord:
     """The results of an evaluation, for `on_eval`.
 
     Attributes:
-        step: its row of `metrics.jsonl` has them. They are of the weights before this step; the last ones, of the final weights.
+        step: the step with these results in `metrics.jsonl`. They belong to the weights before this step; the last results of a run belong
+            to its final weights.
         loss: the mean loss over the evaluation data.
-        metrics: the means of the metrics by name.
+        metrics: the mean of each metric; the keys are the names of the metrics.
     """
 
     step: int
@@ -44,11 +45,11 @@ class EvalRecord:
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """A checkpoint that is complete, for `on_checkpoint`.
+    """A complete checkpoint, for `on_checkpoint`.
 
     Attributes:
         step: the number of batches before it.
-        path: the folder of the checkpoint, which may have been removed already if newer checkpoints have taken its place.
+        path: the folder of the checkpoint. It may already be removed, if newer checkpoints have replaced it.
     """
 
     step: int
@@ -56,16 +57,16 @@ class CheckpointRecord:
 
 
 class Callbacks:
-    """Calls the callbacks of a run, and records whether one of them has asked to end it.
+    """Calls the callbacks of a run, and remembers whether one of them has asked to end the run.
 
     Args:
-        callbacks: objects with at least one of the methods `METHODS`, which get a record and return None or "stop".
+        callbacks: objects with at least one of the methods in `METHODS`. A method gets a record and returns None or "stop".
 
     Attributes:
         stop: whether a callback has returned "stop".
 
     Raises:
-        InputError: `callbacks` is no list, or an object has none of these methods, or one of a similar name.
+        InputError: `callbacks` is not a list, or an object has none of these methods, or has an unknown method `on_…`.
     """
 
     def __init__(self, callbacks: Sequence[object] = ()) -> None:
@@ -85,8 +86,8 @@ class Callbacks:
 
         Args:
             step: the number of the batch.
-            row: its values, as in `metrics.jsonl`.
-            validation: the results of the evaluation, `val_loss` and `val_NAME` for each metric; may be empty.
+            row: the numbers of the step, as in `metrics.jsonl`.
+            validation: the results of the evaluation, `val_loss` and `val_NAME` for each metric; empty if there was no evaluation.
         """
         self._call("on_step", StepRecord(step, float(row.get("loss", math.nan)), dict(row)))
         if validation:
@@ -95,10 +96,10 @@ class Callbacks:
             self._call("on_eval", EvalRecord(step, loss, means))
 
     def saved(self, steps: Sequence[int], folder: Path) -> None:
-        """Report the new checkpoints.
+        """Report the checkpoints that were not yet reported.
 
         Args:
-            steps: the steps of all checkpoints of this run that are complete, in order.
+            steps: the steps of all complete checkpoints of this run, in order.
             folder: the folder of the run.
         """
         for step in steps[self._saved :]:
@@ -112,7 +113,7 @@ class Callbacks:
             name = f"{method} of {type(callback).__name__}"
             try:
                 answer = function(record)
-            except OSError as error:  # the run would report it as an error of its own folder
+            except OSError as error:  # the run would report an OSError as an error of the run folder
                 raise RuntimeError(f"{name} failed: {error}") from error
             if answer is not None and not (isinstance(answer, str) and answer == "stop"):
                 raise InputError(f'callbacks: expected {name} to return None or "stop", found {type(answer).__name__}; fix it')
@@ -125,6 +126,6 @@ def _check(callback: object, name: str) -> None:
         raise InputError(f"{name}: unknown method '{unknown[0]}' of {type(callback).__name__}; {nearest(unknown[0], METHODS)}")
     if not methods:
         raise InputError(
-            f"{name}: expected an object with at least one of the methods {', '.join(METHODS)}, found {type(callback).__name__}; add one, "
-            "or leave it out"
+            f"{name}: expected an object with at least one of the methods {', '.join(METHODS)}, found {type(callback).__name__}; add a "
+            "method, or remove the object"
         )

@@ -1,4 +1,4 @@
-"""The end of a run: its mark, its summary and the comparison with its plan, or an error in one line."""
+"""End a run: mark its end in the run folder, print its summary, compare it with its plan, or report an error in one line."""
 
 import contextlib
 import dataclasses
@@ -23,7 +23,7 @@ from jpipe_train.report.metrics_log import MetricsLog, NonFiniteLoss
 from jpipe_train.report.performance import comparison
 from jpipe_train.report.summary import Summary, name_of, print_summary
 
-_LONGEST_PLACES = 200  # characters of the names of rows in an error
+_LONGEST_PLACES = 200  # characters that an error may use to name rows
 
 
 def conclude(
@@ -34,7 +34,7 @@ def conclude(
     folder: RunFolder | None,
     reporter: Reporter,
 ) -> Summary:
-    """Mark the end of a run in its folder, print its summary, and return it with the planner's prediction, if any."""
+    """Mark the end of a run in its folder, print its summary, and return the summary, with the planner's prediction if there is one."""
     summary = summary if folder is None else complete(summary, settings, plan, sizes, folder)
     print_summary(summary, settings, reporter)
     return summary
@@ -43,9 +43,9 @@ def conclude(
 def complete(
     summary: Summary, settings: RunSettings, plan: jpipe.Plan, sizes: Sequence[jpipe.programs.StageCost], folder: RunFolder
 ) -> Summary:
-    """Mark in the run folder that the run has ended, or saved at a signal; return the summary with the planner's prediction."""
+    """Mark in the run folder that the run has ended, or was saved at a signal; return the summary with the planner's prediction."""
     if summary.stopped_by is not None:
-        with contextlib.suppress(OSError):  # the checkpoint is written, which matters more
+        with contextlib.suppress(OSError):  # the checkpoint, which matters more, is written already
             folder.mark_end(summary.steps, settings.train.length, None, name_of(summary.stopped_by))
     else:
         early = None if summary.steps >= settings.train.length else summary.remarks.get("stopped early", f"at step {summary.steps}")
@@ -54,7 +54,7 @@ def complete(
 
 
 def compare_with_prediction(summary: Summary, plan: jpipe.Plan, sizes: Sequence[jpipe.programs.StageCost], folder: RunFolder) -> Summary:
-    """Return the summary with the planner's prediction, and write both into the folder."""
+    """Return the summary with the planner's prediction, and write the prediction and the measurement into the folder."""
     if summary.measured is None or plan.predicted is None:
         return summary
     measured = comparison.as_predicted(plan, summary.measured, sizes)
@@ -64,15 +64,15 @@ def compare_with_prediction(summary: Summary, plan: jpipe.Plan, sizes: Sequence[
 
 @contextlib.contextmanager
 def nonfinite_data_named(log: MetricsLog, batches: data.Batches, first: int) -> Iterator[None]:
-    """If the first loss of a run, before any update, is not finite, add to the error which rows of the first batch are not.
+    """If the first loss of a run is not finite, add to the error which rows of the first batch have numbers that are not finite.
 
     Args:
-        log: has the last step that was finished.
+        log: the log, which knows the last finished step.
         batches: the training batches.
         first: the step at which the run begins.
 
     Raises:
-        NonFiniteLoss: the inside raised it.
+        NonFiniteLoss: the code in this context raised it.
     """
     try:
         yield
@@ -82,7 +82,7 @@ def nonfinite_data_named(log: MetricsLog, batches: data.Batches, first: int) -> 
 
 
 def _nonfinite_words(batch: Batch) -> str:
-    """Name the first row of each array of a batch that has a number that is not finite; "" without one."""
+    """Return the end of a message that names, for each array of a batch, the first row with a nonfinite number; "" without any."""
     places = []
     for name, tree in zip(("inputs", "targets"), batch, strict=True):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -93,7 +93,7 @@ def _nonfinite_words(batch: Batch) -> str:
 
 
 def left_words(folder: RunFolder, settings: RunSettings) -> str:
-    """Return the end of a message about a failed run: what is saved and, unless `jpipe launch` says so itself, how to continue."""
+    """Return the end of a message about a failed run: what is saved and how to continue, unless `jpipe launch` prints this itself."""
     words = f"; the steps logged so far are in {shown(folder.path)}"
     if progress.VARIABLE in os.environ:
         return words
@@ -102,7 +102,7 @@ def left_words(folder: RunFolder, settings: RunSettings) -> str:
 
 
 def _newest(folder: RunFolder) -> int | None:
-    """Return the step of the newest checkpoint in a run folder; None if there is none, or the disk has failed."""
+    """Return the step of the newest checkpoint in a run folder; None if there is no checkpoint, or the folder cannot be read."""
     from jpipe.checkpoints import steps
 
     try:
@@ -112,15 +112,15 @@ def _newest(folder: RunFolder) -> int | None:
 
 
 def _describe_newest(folder: RunFolder | None) -> str:
-    """Return the end of an error message about a changed run folder: the remaining checkpoint; "" if the folder is unknown."""
+    """Return the end of an error message about a changed run folder: its newest remaining checkpoint; "" if the folder is unknown."""
     if folder is None:
         return ""
     newest = _newest(folder)
-    return "; no checkpoint is left there" if newest is None else f"; its newest checkpoint is of step {newest}, from which it resumes"
+    return "; no checkpoint is left there" if newest is None else f"; its newest checkpoint is of step {newest}; the run resumes from it"
 
 
 def reason(error: Exception, folder: RunFolder | None = None) -> str:
-    """Return the message of a device or disk error in one line."""
+    """Return a one-line message for a device or disk error."""
     if isinstance(error, FolderChanged):
         return f"{error.strerror}{_describe_newest(folder)}"
     if isinstance(error, OSError):

@@ -34,7 +34,7 @@ from jpipe_train.run.ending import reason
 from jpipe_train.run.requests import EvaluateRequest
 from jpipe_train.run.starting import begin, read_checkpoint
 
-_MOST_PENDING = 2  # batches with results to be read later, so that devices always have work
+_MOST_PENDING = 2  # batches that may be in flight before a result is read, so that the devices always have work
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class Result:
     Attributes:
         step: the step of the checkpoint.
         rows: the number of rows evaluated.
-        total: the number of rows of the data.
-        labels: the total weight of the loss, the number of labels that count.
+        total: the number of rows in the data.
+        labels: the total weight of the loss; for built-in losses, the number of labels that count.
         loss: the mean loss over the labels.
-        metrics: the metrics of the config by name; they may be NaN.
+        metrics: the mean of each metric in the config, which may be NaN; the keys are the names of the metrics.
     """
 
     step: int
@@ -63,13 +63,13 @@ def main(request: EvaluateRequest, num_processes: int = 1, connect_limit: float 
 
     Args:
         request: the arguments, the same in all processes.
-        num_processes: as in `jpipe_train.run.loop.main`.
-        connect_limit: as there, in seconds.
-        wait_limit: as there, in seconds.
+        num_processes: the number of processes of the job.
+        connect_limit: seconds to wait for the other processes at the start.
+        wait_limit: seconds without a sign of life after which another process counts as lost.
 
     Raises:
-        InputError: there is no such run or checkpoint, it is damaged, or it does not fit its config; the data cannot be read, or has no
-            row.
+        InputError: the run or the checkpoint does not exist, is damaged, or does not match its config; the data cannot be read, or have no
+            rows.
         RunStopped: a device failed, or a file can no longer be read.
         jpipe.PeerLost: another process died, hung or stopped.
     """
@@ -85,7 +85,7 @@ def main(request: EvaluateRequest, num_processes: int = 1, connect_limit: float 
         cache_problem = team.run_on_all(lambda: compile_cache.use(config.compile_cache))
         team.run_on_all(lambda: _check_by_reading(config, request))
         team.start_devices(connect_limit)
-        # Orbax starts the devices, which waits for all processes, so no checkpoint is read before.
+        # Reading a checkpoint starts the devices (in Orbax), and this waits for all processes, so it comes after start_devices.
         step = int(team.from_first("the checkpoint", lambda: str(choose(folder, request.step, "evaluate", lines.append).step)))
         reporter = Reporter(1, *data.portion(config), quiet)
         for line in (*lines, cache_problem):
@@ -114,12 +114,12 @@ def main(request: EvaluateRequest, num_processes: int = 1, connect_limit: float 
 
 def _run_folder(request: EvaluateRequest) -> Path:
     if request.batches is not None and request.batches < 1:
-        raise InputError(f"--batches: expected 1 or more, found {request.batches}; leave it out for all")
+        raise InputError(f"--batches: expected 1 or more, found {request.batches}; without --batches all batches are evaluated")
     return resolved(request.run, "evaluate")
 
 
 def _config(folder: Path, request: EvaluateRequest) -> Config:
-    """Return the run's config with the plan of plan.json, unless overridden, and without the parts that an evaluation does not need."""
+    """Return the run's config without the parts that an evaluation does not need; unless overridden, the plan comes from plan.json."""
     sections: dict[str, dict[str, Any]] = {"warm_start": {}}
     if not any(override.startswith(("plan.", "plan=")) for override in request.overrides):
         sections["plan"] = {"file": str(folder / "plan.json")}
@@ -128,9 +128,9 @@ def _config(folder: Path, request: EvaluateRequest) -> Config:
     config = config_file.load(folder / "config.yaml", request.overrides, allow_code=request.allow_code, sections=sections)
     if request.weights == "ema":
         if config.optimizer.ema_decay is None:
-            raise InputError("--weights: the run has no moving average of the weights; leave it out, or train with optimizer.ema_decay")
+            raise InputError("--weights: the run has no moving average of the weights; remove --weights, or train with optimizer.ema_decay")
         return config
-    # SGD has no optimizer state that needs memory; the checkpoint's is ignored.
+    # SGD has no optimizer state, so it needs no memory; the optimizer state of the checkpoint is not read.
     return config.model_copy(update={"optimizer": OptimizerConfig(name="sgd"), "resume": ResumeConfig(optimizer="reset")})
 
 
@@ -141,7 +141,7 @@ def _check_by_reading(config: Config, request: EvaluateRequest) -> None:
 
 @contextmanager
 def _option_named(request: EvaluateRequest) -> Iterator[None]:
-    """Name `--data` in errors about the path of data other than the run's own."""
+    """In errors about the path of other data, write `--data` in place of `data.path`."""
     try:
         yield
     except InputError as error:
@@ -151,14 +151,14 @@ def _option_named(request: EvaluateRequest) -> Iterator[None]:
 
 
 def _ready(config: Config, request: EvaluateRequest, reporter: Reporter) -> tuple[jpipe.Pipeline, data.Data, "_Selection"]:
-    """Return the result of `_built`, with errors that name other shapes."""
+    """Return the result of `_built`; if the data have other shapes than in training, the error says so."""
     with _other_shapes_named(config, request):
         return _built(config, request, reporter)
 
 
 @contextmanager
 def _other_shapes_named(config: Config, request: EvaluateRequest) -> Iterator[None]:
-    """Replace an error if the arrays at another path than the run's have other shapes: name those shapes."""
+    """If arrays at `--data` have other shapes than the run's arrays, replace any InputError by an error about the shapes."""
     try:
         yield
     except InputError:
@@ -168,10 +168,10 @@ def _other_shapes_named(config: Config, request: EvaluateRequest) -> Iterator[No
 
 
 def _check_shapes(config: Config, path: str) -> None:
-    """Check that the rows at a path have the shapes of the run's own, if both can be read.
+    """Check that the rows at `path` have the same shapes as the rows of the run, if both can be read.
 
     Raises:
-        InputError: they have others.
+        InputError: the shapes differ.
     """
     specs = []
     for each in (None, path):
@@ -185,13 +185,13 @@ def _check_shapes(config: Config, path: str) -> None:
     for name, one, other in zip(("inputs", "targets"), *specs, strict=True):
         if one.shape != other.shape:
             raise InputError(
-                f"--data: expected {name} of shape {list(one.shape)}, as in training, found {list(other.shape)} in '{path}'; give rows of "
-                "that shape"
+                f"--data: expected {name} of shape {list(one.shape)}, as in training, found {list(other.shape)} in '{path}'; give rows "
+                "with the shape of training"
             )
 
 
 def _built(config: Config, request: EvaluateRequest, reporter: Reporter) -> tuple[jpipe.Pipeline, data.Data, "_Selection"]:
-    """Build the pipeline and its data, with all rows to evaluate as `validation` and one batch to compile for as `train`."""
+    """Build the pipeline and its data. The data have all rows to evaluate as `validation`, and as `train` one batch to compile for."""
 
     def load(config: Config) -> data.Data:
         with _option_named(request):
@@ -211,14 +211,14 @@ def _built(config: Config, request: EvaluateRequest, reporter: Reporter) -> tupl
 
 @dataclass(frozen=True)
 class _Selection:
-    """The rows to evaluate, by batch.
+    """The batches to evaluate.
 
     Attributes:
         numbers: the numbers of the batches.
         rows: the number of rows in each batch.
-        copies: how often each row is repeated in its batch.
-        total: the number of rows of the data, including those not evaluated.
-        sources: the sources of the rows of each batch, if there are several.
+        copies: for each batch, how often each of its rows is repeated.
+        total: the number of rows in the data, including rows that are not evaluated.
+        sources: the source of each batch, if there are several sources.
     """
 
     numbers: Sequence[int]
@@ -229,7 +229,7 @@ class _Selection:
 
 
 def _select_batches(config: Config, request: EvaluateRequest, batches: data.Batches) -> _Selection:
-    """Select the first `request.batches` whole batches; if there are no more, also the remaining rows."""
+    """Select the first `request.batches` whole batches; if the data have fewer, or all are requested, also select the remaining rows."""
     rows = [config.train.batch_size] * len(batches)
     copies = [1] * len(batches)
     whole = len(batches)
@@ -241,7 +241,7 @@ def _select_batches(config: Config, request: EvaluateRequest, batches: data.Batc
 
 
 def _of_sources(sources: Sequence[SourceConfig], batches: Joined, selections: Sequence[_Selection]) -> _Selection:
-    """Join the selections from the parts of `batches`."""
+    """Join the selections of the parts of `batches` into one; the parts belong to `sources`."""
     starts = itertools.accumulate((len(part) for part in batches.parts), initial=0)
     return _Selection(
         [start + number for start, each in zip(starts, selections, strict=False) for number in each.numbers],
@@ -261,7 +261,7 @@ def _evaluate(
     selection: _Selection,
     reporter: Reporter,
 ) -> tuple[dict[str, float], float]:
-    """Return the mean loss and the metrics over all batches, and the weight of the loss."""
+    """Return the mean loss and metrics over all selected batches, and the total weight of the loss."""
     functions = metrics(config.eval, config.model)
     pending: list[jpipe.Evaluation] = []
     results: list[dict[str, tuple[float, float]]] = []

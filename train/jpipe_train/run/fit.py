@@ -1,4 +1,4 @@
-"""`jpipe_train.fit`: train a pipeline that a Python program has made, with the loop of `jpipe train`."""
+"""`jpipe_train.fit`: train a pipeline that a Python program has built, in the training loop of `jpipe train`."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -53,11 +53,11 @@ class FitResult:
     """The result of `fit`.
 
     Attributes:
-        state: the final state, drained, for `Pipeline.predict`, `Pipeline.model` and others. After SIGTERM or Ctrl-C it may be some steps
-            ahead of the checkpoint.
-        summary: its `steps` are the number of batches, including those before a resume; `val_loss_before` and `val_loss_after` are None
-            without evaluation; `seconds` is the duration; `stopped_by` is the number of the signal that ended the run, or None.
-        folder: the run folder; None without one, and in other processes than process 0.
+        state: the final state, drained, for methods such as `Pipeline.predict` and `Pipeline.model`. After SIGTERM or Ctrl-C the state may
+            be some steps ahead of the checkpoint.
+        summary: the numbers of the run. `steps` counts all batches, also batches before a resume. `val_loss_before` and `val_loss_after`
+            are None without evaluation. `seconds` is the duration. `stopped_by` is the number of the signal that ended the run, or None.
+        folder: the run folder. It is None if there is none, and in all processes other than process 0.
     """
 
     state: jpipe.State
@@ -92,36 +92,38 @@ def fit(
 ) -> FitResult:
     """Train a pipeline in the loop of `jpipe train`, with evaluations, and with checkpoints, logs and a report in a run folder.
 
-    A resumed run equals an uninterrupted one, bit for bit. Ctrl-C and SIGTERM end a run that writes checkpoints once one is
-    written. All processes of a run call this once, with the same arguments. Process 0 alone prints, writes and calls callbacks.
+    A resumed run has bit for bit the same results as an uninterrupted run. If a run writes checkpoints, Ctrl-C and SIGTERM end it after a
+    checkpoint. All processes of a run must call `fit` once, with the same arguments. Only process 0 prints, writes and calls callbacks.
 
     Args:
         pipe: the pipeline, compiled or not.
-        data: batches as for `Pipeline.step`: an object with `data[t]`, such as a `grain.MapDataset` of batches, or a function of t; with
-            `batch_size` the pair (inputs, labels) of arrays or trees of arrays, with rows shuffled anew in each epoch.
-        steps: the number of batches, including those before a resume.
-        epochs: passes over `data`, in place of `steps`; batches must have a length.
-        batch_size: rows of a batch, if `data` are arrays.
-        eval_data: arrays, or an object with some batches; all are evaluated before the first step, every `eval_every`, and at the end.
-        eval_every: steps between evaluations.
-        metrics: metrics by name: functions as in `Pipeline.evaluate`, or names of built-in ones such as "accuracy".
+        data: with `batch_size`, the pair (inputs, labels) of arrays or trees of arrays; the rows are shuffled anew in each epoch. Without
+            it, batches as for `Pipeline.step`: an object with `data[t]`, such as a `grain.MapDataset` of batches, or a function of t.
+        steps: the number of batches, including batches before a resume.
+        epochs: the number of passes over `data`, in place of `steps`. If `data` has batches, it must have a length.
+        batch_size: the number of rows in a batch, if `data` are arrays.
+        eval_data: arrays, or an object with a limited number of batches. All of them are evaluated before the first step, every
+            `eval_every` steps, and at the end.
+        eval_every: the number of steps between evaluations.
+        metrics: a mapping from names to metrics. A metric is a function as in `Pipeline.evaluate`, or a built-in one such as "accuracy".
         seed: the seed of the initial weights, dropout and the order of rows.
-        state: the initial state of a new run, which is consumed; by default from `Pipeline.init`.
-        run_dir: the folder of the run, new or to resume; None: nothing is written.
-        checkpoint: steps between checkpoints, or the keys of a config's section `checkpoint`: `{"every": 100, "keep": 2}`; None: none.
+        state: the initial state of a new run, which is consumed; by default the state of `Pipeline.init`.
+        run_dir: the folder of the run, new or with a run to resume; None: nothing is written.
+        checkpoint: the number of steps between checkpoints, or the keys of the config section `checkpoint`, such as
+            `{"every": 100, "keep": 2}`; None: no checkpoints.
         log: further logs of the run: "tensorboard", "wandb", "trackio" and "mlflow".
-        log_every: steps between rows of `metrics.jsonl`.
-        callbacks: objects with some of the methods `on_step`, `on_eval` and `on_checkpoint`, which get a `StepRecord`, an `EvalRecord` and
-            a `CheckpointRecord`, and return None, or "stop" to end the run one or two steps later.
-        resume: "auto": resume if the folder has a checkpoint; "must": raise an error if it has none; "never": raise an error if it has a
+        log_every: the number of steps between rows of `metrics.jsonl`.
+        callbacks: objects with some of the methods `on_step`, `on_eval` and `on_checkpoint`. They get a `StepRecord`, an `EvalRecord` and a
+            `CheckpointRecord`. A method returns None, or "stop" to end the run one or two steps later.
+        resume: "auto": resume if the folder has a checkpoint. "must": raise an error if it has none. "never": raise an error if it has a
             run.
-        progress: whether to print a bar on a terminal, and lines elsewhere.
+        progress: whether to show the progress, on a terminal as a bar and elsewhere as lines.
 
     Raises:
-        InputError: an argument does not fit, such as data that can only be iterated; nothing was trained.
+        InputError: an argument is invalid, such as data that can only be iterated; nothing was trained.
         RuntimeError: a loss is not finite, a device failed, or the disk is full.
         PeerLost: another process died, hung or stopped.
-        KeyboardInterrupt: Ctrl-C, in a run without checkpoints; the state is lost.
+        KeyboardInterrupt: Ctrl-C was pressed in a run without checkpoints; the state is lost.
     """
     folder = _folder(run_dir, checkpoint, resume)
     length, called = _length(steps, epochs), Callbacks(callbacks)
@@ -137,7 +139,7 @@ def fit(
 
 
 class _Arguments(Section):
-    """The arguments that are keys of a config, too."""
+    """The arguments of `fit` that are also keys of a config."""
 
     seed: Seed
     log: LogNames
@@ -164,7 +166,7 @@ def _folder(run_dir: str | os.PathLike[str] | None, checkpoint: SupportsIndex | 
         return os.fspath(run_dir)
     for name, is_used in (("checkpoint", checkpoint not in (None, _EVERY)), ("resume 'must'", resume == "must")):
         if is_used:
-            raise InputError(f"fit: {name} has no effect without run_dir, the folder of the run; give one, or leave it out")
+            raise InputError(f"fit: {name} has no effect without run_dir, the folder of the run; give run_dir, or remove {name}")
     return None
 
 
@@ -172,7 +174,7 @@ def _length(steps: SupportsIndex | None, epochs: Any) -> dict[str, Any]:
     """Return the length of the run as a key of a config's section `train`.
 
     Raises:
-        InputError: both are given or none, or `epochs` is no positive number.
+        InputError: both or neither are given, or `epochs` is not a positive number.
     """
     if (steps is None) == (epochs is None):
         found = "neither" if steps is None else f"steps={steps} and epochs={epochs}"
@@ -190,10 +192,10 @@ def _settings(pipe: jpipe.Pipeline, arguments: Mapping[str, Any], metrics: Mappi
     Args:
         pipe: the pipeline.
         arguments: the fields of `_Arguments`, except the metrics.
-        metrics: the functions of an evaluation, or their names, by name.
+        metrics: a mapping from names to metrics: functions, or names of built-in ones.
 
     Raises:
-        InputError: a value does not fit.
+        InputError: a value is invalid.
     """
     named = {name: metric if isinstance(metric, str) else name_in_python("metric") for name, metric in metrics.items()}
     try:
@@ -216,7 +218,7 @@ def _settings(pipe: jpipe.Pipeline, arguments: Mapping[str, Any], metrics: Mappi
 
 
 def _record(pipe: jpipe.Pipeline, arguments: _Arguments) -> dict[str, Any]:
-    """Return what `config.yaml` says of a run; the parts that are objects of the program have names that say so."""
+    """Return the keys of `config.yaml` for a run; parts that are objects of the Python program get names that say so."""
     scale = pipe.precision.fixed_scale if pipe.precision.dynamic_scale is None else "dynamic"
     dtypes = {name: getattr(pipe.precision, name) for name in ("params", "compute", "accumulate")}
     norms = {name: getattr(pipe, name) for name in ("clip_global_norm", "clip_stage_norm", "skip_nonfinite", "ema_decay")}
@@ -253,21 +255,21 @@ def _run(
 
     if resumed is not None:
         if state is not None:
-            reporter.say("state is ignored: it is for new runs, and this one resumes")
+            reporter.say("the argument state is ignored, because it is for new runs and this run resumes")
         if resumed.step >= steps:
             return _completed(settings.with_steps(steps), build(resumed), team, resumed, reporter)
     elif state is not None and state.batch >= steps:
-        raise InputError(f"fit: steps: expected more than the {state.batch} batches before state, found {steps}; raise it")
+        raise InputError(f"fit: steps: expected more than {state.batch}, the number of batches before state, found {steps}; raise steps")
     summary = start(settings, RunParts(build, state=state, callbacks=callbacks), team, resumed, resume, reporter)
     assert summary.state is not None
     return FitResult(summary.state, summary, summary.folder)
 
 
 def _checked(pipe: jpipe.Pipeline, settings: RunSettings, batches: Data) -> Data:
-    """Return the data, once the pipeline can train on them and evaluations have the result that orders the checkpoints."""
+    """Return the data, after checking that the pipeline can train on them and that evaluations have the results that settings name."""
     if settings.checkpoint.best is not None and not len(batches.validation):
         raise InputError(
-            "fit: checkpoint.best has no effect without eval_data, on which checkpoints are judged; give it, or leave out best"
+            "fit: checkpoint.best has no effect without eval_data, because it compares results on eval_data; give eval_data, or remove best"
         )
     stopping.check(settings)
     metrics = settings.metrics()
@@ -276,7 +278,7 @@ def _checked(pipe: jpipe.Pipeline, settings: RunSettings, batches: Data) -> Data
 
 
 def _completed(settings: RunSettings, built: tuple[jpipe.Pipeline, Data], team: Team, resumed: Resumed, reporter: Reporter) -> FitResult:
-    """Return the result of a run without remaining steps, from its checkpoint."""
+    """Return the result of a run that has no steps left, with the state from its checkpoint."""
     pipe, batches = built
     layers, damage = read_checkpoint(pipe, batches, team, resumed, fresh_optimizer=False)
     if layers is None:
@@ -286,6 +288,6 @@ def _completed(settings: RunSettings, built: tuple[jpipe.Pipeline, Data], team: 
 
 
 def _console(shows: bool) -> Console:
-    """Return the console for the progress. In a notebook it prints plain lines, because stored notebooks would not show a bar."""
+    """Return the console for the progress. In a notebook it prints plain lines, because a stored notebook would not show a bar."""
     console = Console(highlight=False, quiet=not shows)
     return Console(highlight=False, quiet=not shows, force_jupyter=False, force_terminal=False) if console.is_jupyter else console

@@ -1,4 +1,4 @@
-"""The data that `fit` gets from a Python program, as batches by index."""
+"""Turn the data that a Python program passes to `fit` into batches that have an index."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
@@ -34,16 +34,16 @@ def load(
     """Return the data of a new run, and the number of rows of a training batch.
 
     Args:
-        train: the data to train on, as in `jpipe_train.fit`.
-        held_out: the data to evaluate on; None for no evaluation.
-        batch_size: rows of a batch, if `train` has rows; None if it has batches.
-        microbatches: the number of microbatches of a batch.
-        seed: shuffles rows.
-        steps: the number of batches of the run; None: the run has `epochs`.
-        epochs: the number of passes over the data, if that is given in place of `steps`.
+        train: the training data, as in `jpipe_train.fit`.
+        held_out: the evaluation data; None for no evaluation.
+        batch_size: the number of rows in a batch, if `train` are arrays; None if `train` has batches.
+        microbatches: the number of microbatches in a batch.
+        seed: the seed for shuffling rows.
+        steps: the number of batches in the run; None if the run has `epochs`.
+        epochs: the number of passes over the data; None if the run has `steps`.
 
     Raises:
-        InputError: something has another form, or there is less data than the run needs, or the length of an epoch is not known.
+        InputError: the data have the wrong form, there are fewer data than the run needs, or the length of an epoch is unknown.
     """
     batches: Batches
     if batch_size is not None:
@@ -65,25 +65,27 @@ def load(
 
 
 def _with_steps(data: Data, first: Position, rows: int, epochs: float | None) -> Data:
-    """Return the data, with the number of steps if the run's length is in epochs.
+    """Return the data, with the number of steps if the length of the run is given in epochs.
 
     Raises:
-        InputError: they have too many.
+        InputError: the epochs have too many steps.
     """
     if epochs is None:
         return data
     assert data.rows is not None
     steps = position.steps_until(position.rows_in(epochs, data.rows), first, rows)
     if steps > MOST_ROWS:
-        raise InputError(f"fit: epochs: expected at most {MOST_ROWS:,} steps, found {steps:,} of {data.rows:,} rows an epoch; lower it")
+        raise InputError(
+            f"fit: epochs: expected at most {MOST_ROWS:,} steps, found {steps:,} with {data.rows:,} rows in an epoch; lower epochs"
+        )
     return replace(data, steps=steps)
 
 
 def continued(data: Data, resumed: Resumed | None, rows: int, epochs: float | None = None) -> Data:
-    """Return the data of a run that resumes; with another batch size, rows of arrays are batched anew from the next row on.
+    """Return the data of a run that resumes. If the batch size of arrays has changed, the rows from the next row on are batched anew.
 
     Raises:
-        InputError: the batches have another number of rows than the checkpoint's.
+        InputError: the program's own batches have another number of rows than before the checkpoint.
     """
     begins = None if resumed is None else resumed.position(rows)
     if resumed is None or begins is None:
@@ -91,19 +93,19 @@ def continued(data: Data, resumed: Resumed | None, rows: int, epochs: float | No
     assert isinstance(data.train, Ordered)
     if isinstance(data.train, OwnBatches) and begins != data.train.first_position:
         raise InputError(
-            f"data: expected batches of as many rows as those before the checkpoint of step {resumed.step}, found batches of {rows} rows; "
-            "make them as large, or begin another run in another run_dir"
+            f"data: expected batches with as many rows as before the checkpoint of step {resumed.step}, found batches of {rows} rows; "
+            "give batches of the earlier size, or begin a new run in another run_dir"
         )
     return _with_steps(replace(data, train=data.train.continued(begins), first=begins.batch), begins, rows, epochs)
 
 
 @dataclass(frozen=True)
 class OwnBatches:
-    """Batches of the program's own object or function. Each is made when its rows are read; the first one also for its shapes.
+    """Batches from an object or a function of the Python program. A batch is made when its rows are read; batch 0 also for its shapes.
 
     Attributes:
-        make: returns batch t.
-        name: the name of the object, for messages.
+        make: a function from t to batch t.
+        name: the name of the object in messages.
         length: the number of batches; None if the object has no length.
     """
 
@@ -133,15 +135,17 @@ class OwnBatches:
         return self
 
     def at(self, index: int) -> Batch:
-        """Return batch `index`, as NumPy arrays like the first one.
+        """Return batch `index` as NumPy arrays with the shapes and dtypes of batch 0.
 
         Raises:
-            InputError: it is something else.
+            InputError: the object returns something else.
         """
         batch = self._arrays(index)
         if (found := _spec(batch)) != self._spec:
             shapes = [jax.tree.map(lambda spec: f"{spec.dtype}{list(spec.shape)}", specs) for specs in (self._spec, found)]
-            raise InputError(f"{self.name}: expected batch {index} to be like batch 0, {shapes[0]}, found {shapes[1]}; make them alike")
+            raise InputError(
+                f"{self.name}: expected batch {index} to have the shapes of batch 0, {shapes[0]}, found {shapes[1]}; make them equal"
+            )
         return batch
 
     @cached_property
@@ -150,12 +154,12 @@ class OwnBatches:
 
     def _arrays(self, index: int) -> Batch:
         batch = jax.tree.map(_as_numpy, self.make(index))
-        expected = f"{self.name}: expected batch {index} to be (inputs, labels), arrays or trees of arrays with as many rows each"
+        expected = f"{self.name}: expected batch {index} to be (inputs, labels), arrays or trees of arrays with the same number of rows"
         if not isinstance(batch, tuple) or len(batch) != 2:
             raise InputError(f"{expected}, found a {type(batch).__name__}; return a tuple of two")
         leaves = jax.tree.leaves(batch)
         if other := [leaf for leaf in leaves if not isinstance(leaf, np.ndarray)]:
-            raise InputError(f"{expected}, found in it a {type(other[0]).__name__}; use np.asarray")
+            raise InputError(f"{expected}, found a {type(other[0]).__name__} in it; convert it with np.asarray")
         if not leaves or any(not leaf.ndim or len(leaf) != len(leaves[0]) for leaf in leaves):
             raise InputError(f"{expected}, found the shapes {', '.join(str(list(leaf.shape)) for leaf in leaves) or 'of none'}; fix them")
         return batch
@@ -167,7 +171,7 @@ def _spec(batch: Batch) -> Batch:
 
 
 def _as_numpy(leaf: Any) -> Any:
-    """Return an array of JAX's or of jpipe's loaders as a NumPy array; anything else as it is, for the error that names it."""
+    """Convert an array of JAX or of jpipe's loaders to a NumPy array, and return anything else unchanged, for an error to name it."""
     if isinstance(leaf, Rows):
         return leaf[:]
     return np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf
@@ -177,39 +181,41 @@ def _batches_in_epoch(train: Any) -> int:
     """Return the number of batches of an epoch.
 
     Raises:
-        InputError: it is not known.
+        InputError: the number is unknown.
     """
     length = len(train) if hasattr(train, "__getitem__") and hasattr(train, "__len__") else None
     if not length or length > MOST_ROWS:
         found = f"a {type(train).__name__} {'without' if length is None else 'of none' if not length else 'without end'}"
         raise InputError(
-            f"fit: epochs: expected data of known length, arrays with batch_size or batches with a len(), found {found}; give steps instead"
+            f"fit: epochs: expected data with a known length (arrays with batch_size, or batches with len()), found {found}; give steps "
+            "instead"
         )
     return length
 
 
 def _training_batches(train: Any, steps: int) -> Batches:
-    """Return the batches of an object that has batches.
+    """Return the batches of an object that the program passed as `data`.
 
     Raises:
-        InputError: it has none, or fewer than the run needs.
+        InputError: the object has no batches, or fewer than the run needs.
     """
     if _is_arrays(train):
         raise InputError(
-            "data: expected batches that can be asked for by number, found arrays; give batch_size as well, so that their rows are "
-            "shuffled and batched, or a list of batches"
+            "data: expected batches that data[t] returns, found arrays; also give batch_size, so that their rows are "
+            "shuffled and batched, or give a list of batches"
         )
-    if isinstance(train, Ordered) and isinstance(train, Batches):  # of jpipe's own loaders
+    if isinstance(train, Ordered) and isinstance(train, Batches):  # from a loader of jpipe
         return train
     batches = _by_number(train, "data")
     if batches.length is None or batches.length >= steps:
         return batches
     why = (
-        f"data: expected a batch for each of {steps} steps, found a {type(train).__name__} of {batches.length}; repeat them, or lower steps"
+        f"data: expected one batch for each of {steps} steps, found a {type(train).__name__} of {batches.length} batches; repeat them, or "
+        "lower steps"
     )
     if isinstance(train, list | tuple):
         raise InputError(why)
-    try:  # it may start over after its last batch, as a grain.MapDataset does
+    try:  # the object may start over after its last batch, as a grain.MapDataset does
         batches.at(steps - 1)
     except Exception as error:
         raise InputError(why) from error
@@ -217,14 +223,14 @@ def _training_batches(train: Any, steps: int) -> Batches:
 
 
 def _shuffled_rows(train: Any, batch_size: int, seed: int) -> BatchesOfRows:
-    """Return shuffled rows of arrays in batches, epoch after epoch.
+    """Return batches of the rows of arrays, shuffled anew in each epoch.
 
     Raises:
-        InputError: these are no arrays, or have fewer rows.
+        InputError: `train` are not arrays, or they have fewer than `batch_size` rows.
     """
     if not _is_arrays(train):
         raise InputError(
-            f"batch_size has no effect for data of type {type(train).__name__}: it is for arrays, (inputs, labels); leave it out, "
+            f"batch_size has no effect for data of type {type(train).__name__}: it is for arrays, (inputs, labels); remove batch_size, "
             "and let each element be a batch"
         )
     rows = _rows(train, "data")
@@ -234,15 +240,15 @@ def _shuffled_rows(train: Any, batch_size: int, seed: int) -> BatchesOfRows:
 
 
 def _held_out(held_out: Any, batch_size: int, microbatch: int) -> tuple[Batches, tuple[int, ...]]:
-    """Return the batches of an evaluation, and the copies of their rows unless each has one.
+    """Return the batches of an evaluation and, for arrays, how often each batch repeats its rows.
 
     Args:
         held_out: arrays, or an object that has batches.
-        batch_size: rows of a batch of arrays.
-        microbatch: rows of a microbatch.
+        batch_size: the number of rows in a batch of arrays.
+        microbatch: the number of rows in a microbatch.
 
     Raises:
-        InputError: it is neither, or has no batch.
+        InputError: `held_out` is neither, or has no batch.
     """
     if _is_arrays(held_out):
         rows = _rows(held_out, "eval_data")
@@ -254,31 +260,30 @@ def _held_out(held_out: Any, batch_size: int, microbatch: int) -> tuple[Batches,
     if not batches.length:
         found = f"a {type(held_out).__name__} {'of none' if batches.length == 0 else 'without a length'}"
         raise InputError(
-            f"eval_data: expected one batch or more, eval_data[i] for i < len(eval_data), found {found}; give a list, or arrays"
+            f"eval_data: expected at least one batch, eval_data[i] for i < len(eval_data), found {found}; give a list, or arrays"
         )
     return batches, ()
 
 
 def _by_number(batches: Any, name: str) -> OwnBatches:
-    """Return the batches of an object that returns a batch by its number.
+    """Return the batches of an object that returns batch t for an index t, or of a function of t.
 
     Raises:
-        InputError: it cannot.
+        InputError: the object is neither.
     """
     has_items = hasattr(batches, "__getitem__")
     if isinstance(batches, Iterator | Mapping) or not (has_items or callable(batches)):
         kind = "an iterator" if isinstance(batches, Iterator) else f"a {type(batches).__name__}"
         raise InputError(
-            f"{name}: expected batches that can be asked for by number, found {kind}; a run that resumes at step t needs batch t, which "
-            f"something that is only iterated cannot give again; give an object with {name}[t], a function of t, a grain.MapDataset of "
-            "batches, or arrays"
+            f"{name}: expected batches that {name}[t] returns, found {kind}, which cannot give batch t to a run that resumes at step t; "
+            f"give an object with {name}[t], a function of t, a grain.MapDataset of batches, or arrays"
         )
     length = len(batches) if has_items and hasattr(batches, "__len__") else None
     return OwnBatches(batches.__getitem__ if has_items else batches, name, length)
 
 
 def _is_arrays(data: Any) -> bool:
-    """Return whether data are (inputs, labels), arrays or trees of arrays. Several batches are told apart by the list that they are in."""
+    """Return whether data are a tuple (inputs, labels) of arrays or trees of arrays. Two batches would be in a list."""
     leaves = jax.tree.leaves(data) if isinstance(data, tuple) and len(data) == 2 else []
     return bool(leaves) and all(isinstance(leaf, np.ndarray | jax.Array) for leaf in leaves)
 
@@ -287,25 +292,25 @@ def _rows(data: Any, name: str) -> RowsOfArrays:
     """Return the rows of arrays.
 
     Raises:
-        InputError: they differ in their number of rows.
+        InputError: the arrays have different numbers of rows, or none.
     """
     arrays: Batch = jax.tree.map(np.asarray, data)
     shapes = [leaf.shape for leaf in jax.tree.leaves(arrays)]
     if any(shape[:1] != shapes[0][:1] for shape in shapes) or not shapes[0] or not shapes[0][0]:
         listed = ", ".join(str(list(shape)) for shape in shapes)
-        raise InputError(f"{name}: expected arrays with as many rows each, at least one, found the shapes {listed}; fix them")
+        raise InputError(f"{name}: expected arrays with the same number of rows, at least one, found the shapes {listed}; fix them")
     return RowsOfArrays(arrays)
 
 
 def _source(data: Any) -> str:
-    """Describe where batches come from."""
+    """Describe the data in a few words."""
     if _is_arrays(data):
         return f"arrays of {len(jax.tree.leaves(data)[0]):,} rows"
     return str(getattr(data, "__name__", type(data).__name__))
 
 
 def _digest(*parts: Batches) -> str:
-    """Hash the first batch of each part: if a program ignores its seed, its processes differ."""
+    """Return a hash of the first batch of each part. The processes compare it, because a program may ignore its seed."""
     hasher = hashlib.sha256()
     for batches in parts:
         for leaf in jax.tree.leaves(batches[0]) if not isinstance(batches, list) else ():

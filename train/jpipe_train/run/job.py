@@ -25,7 +25,7 @@ from jpipe_train.run.requests import EvaluateRequest, TrainRequest
 
 
 def train(request: TrainRequest, process: Process) -> int:
-    """Train as a config file says, print a line if that fails, and return the exit code."""
+    """Train with a config file, print one line if training fails, and return the exit code."""
     overrides = request.overrides if request.plan is None else (*request.overrides, f"plan.file={json.dumps(request.plan)}")
 
     def work(connect: Callable[[], int]) -> int:
@@ -37,7 +37,7 @@ def train(request: TrainRequest, process: Process) -> int:
 
 
 def evaluate(request: EvaluateRequest, process: Process) -> int:
-    """Evaluate a run, print a line if that fails, and return the exit code."""
+    """Evaluate a run, print one line if the evaluation fails, and return the exit code."""
 
     def work(connect: Callable[[], int]) -> int:
         try:
@@ -52,18 +52,18 @@ def evaluate(request: EvaluateRequest, process: Process) -> int:
 
 
 def plan(find: Callable[[Callable[[], int]], None], process: Process, *, alone: bool) -> int:
-    """Find a plan by `find`, print a line if that fails, and return the exit code.
+    """Find a plan with `find`, print one line if it fails, and return the exit code.
 
     Args:
-        find: the work; it gets what connects the processes.
-        process: the place of this process.
-        alone: whether a single process plans, for machines that are not here.
+        find: searches for the plan. It gets a function that connects the processes and returns how many there are.
+        process: the place of this process in the job.
+        alone: whether only one process may plan, because the plan is for other machines.
     """
 
     def work(connect: Callable[[], int]) -> int:
         given = {"--coordinator": process.coordinator, "--num-processes": process.num_processes, "--process-id": process.process_id}
         if alone and (name := next((name for name, value in given.items() if value is not None), None)):
-            raise InputError(f"{name}: only with --topology local several processes plan; leave it out, and start one process")
+            raise InputError(f"{name}: several processes plan only with --topology local; remove {name}, and start one process")
         find(connect)
         return 0
 
@@ -81,13 +81,13 @@ def doctor(request: Examination, process: Process) -> int:
 
 
 def run_process(work: Callable[[Callable[[], int]], int], process: Process) -> int:
-    """Run `work`, print a line if it fails, and return the exit code.
+    """Run `work`, print one line if it fails, and return the exit code.
 
     In a job of one process, an exception that is not jpipe's own propagates to `jpipe_train.cli`.
 
     Args:
-        work: the job; it calls its argument to connect the processes, which returns their number.
-        process: the place of this process.
+        work: the job. It gets a function that connects the processes and returns how many there are; it returns the exit code.
+        process: the place of this process in the job.
     """
     keep_freed_memory()
     code, done = 0, 0
@@ -103,7 +103,7 @@ def run_process(work: Callable[[Callable[[], int]], int], process: Process) -> i
         code = failed(error)
     except team.ReportedElsewhere as error:
         code = fail(str(error), error.code)
-    except (RunStopped, PeerLost, FloatingPointError) as error:  # the last one with jax_debug_nans
+    except (RunStopped, PeerLost, FloatingPointError) as error:  # JAX raises FloatingPointError if jax_debug_nans is set
         code = fail(printable(str(error)), 1)
     except BaseException as error:
         if distributed.is_alone():
@@ -111,7 +111,7 @@ def run_process(work: Callable[[Callable[[], int]], int], process: Process) -> i
         code = _report(error)
     finally:
         code = _leave(code)
-    if sender.some_are_late():  # else what a service's library does when Python ends could hold the process
+    if sender.some_are_late():  # without this, the exit handlers of a logging service's library could keep the process from ending
         distributed.leave_at_once(code or done)
     return code or done
 
@@ -126,7 +126,7 @@ def _report(error: BaseException) -> int:
 
 
 def _leave(code: int) -> int:
-    """Disconnect from the other processes, after the outcome is printed, and return the exit code."""
+    """Disconnect from the other processes after the outcome is printed, and return the exit code."""
     if code:
         sys.stdout.flush()
         distributed.leave_in_time(code)
@@ -140,5 +140,5 @@ def _leave(code: int) -> int:
 
 
 def _code_of(summary: Summary) -> int:
-    """Return the exit code of a completed run; Ctrl-C is not a success, even if everything was saved."""
+    """Return the exit code of a completed run. After Ctrl-C it is not 0, even if everything was saved."""
     return 128 + signal.SIGINT if summary.stopped_by == signal.SIGINT else 0

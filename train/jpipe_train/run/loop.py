@@ -55,7 +55,7 @@ from jpipe_train.run.starting import (
 )
 from jpipe_train.run.training import Training
 
-_MANY_LAYERS = 100  # checking a hundred takes seconds, a thousand about a minute and a half
+_MANY_LAYERS = 100  # checking a hundred layers takes seconds, checking a thousand about a minute and a half
 
 
 def main(
@@ -67,23 +67,23 @@ def main(
     from_checkpoint: Step = None,
     elastic: int | None = None,
 ) -> Summary:
-    """Train as `config` says.
+    """Train a model that a config describes.
 
     Args:
         config: the config, the same in all processes of the run.
-        num_processes: the number of processes; each calls this after `jpipe_train.launch.distributed.start` has connected them.
+        num_processes: the number of processes. Each calls this after `jpipe_train.launch.distributed.start` has connected them.
         connect_limit: seconds that each process waits for the other processes at the start.
         wait_limit: seconds without progress in any process after which the run fails.
-        resume: whether to resume from the run's folder.
-        from_checkpoint: the step of the checkpoint to resume from, or "best"; None for the newest that can be restored.
-        elastic: the number of processes that the plan is made for, if there may be fewer; None if not.
+        resume: whether to resume from the run folder.
+        from_checkpoint: the step of the checkpoint to resume from, or "best"; None for the newest checkpoint that can be restored.
+        elastic: the number of processes that the plan is made for, if there may be fewer processes; otherwise None.
 
     Raises:
-        jpipe.InputError: something in the config does not fit; nothing was trained, and no folder created that all processes see.
+        jpipe.InputError: the config is invalid. Nothing was trained, and no run folder was created.
         RunStopped: training diverged, a device failed or the disk is full; the run folder holds the steps before.
         jpipe.PeerLost: another process died, hung or stopped.
-        ReportedElsewhere: this process stops for a reason that another one reports.
-        KeyboardInterrupt: Ctrl-C; the run folder, named in the exception if there is one, holds the steps before.
+        ReportedElsewhere: this process stops for a reason that another process reports.
+        KeyboardInterrupt: Ctrl-C was pressed. The run folder, which the exception names if there is one, holds the steps before.
     """
     with joined(num_processes, connect_limit, wait_limit) as team:
         interrupt.check()
@@ -94,7 +94,7 @@ def main(
         for line in remarks:
             reporter.say(line)
         looks = may_resume(config.run.dir, resume, team, from_checkpoint)
-        if not looks:  # Orbax, which reads them, needs devices, which all processes start together
+        if not looks:  # otherwise a checkpoint is read first; Orbax needs devices for it, which all processes start together
             team.run_on_all(lambda: check_early(config, settings, team, None, resume))
         team.start_devices(connect_limit)
         resumed = find_resumed(config.run.dir, resume, team, reporter.say, step=from_checkpoint)
@@ -111,13 +111,13 @@ def main(
 
 @dataclasses.dataclass(frozen=True)
 class RunParts:
-    """What the loop trains, from a config or from a Python program.
+    """The pipeline, data and initial state that the loop trains; they come from a config or from a Python program.
 
     Attributes:
-        build: returns the pipeline and its data, given the checkpoint that the run resumes from.
-        initial_params: returns the parameters that a new run begins with, given the pipeline, its data and the checkpoint; None for random
-            ones.
-        state: the state that a new run begins with; None for the state from `Pipeline.init`.
+        build: takes the checkpoint to resume from, and returns the pipeline and its data.
+        initial_params: takes the pipeline, its data and the checkpoint, and returns the initial parameters of a new run; None for random
+            parameters.
+        state: the initial state of a new run; None for the state of `Pipeline.init`.
         callbacks: called in process 0 after steps, evaluations and checkpoints.
     """
 
@@ -140,15 +140,15 @@ def start(
 
     Args:
         settings: the settings of the run.
-        parts: what is trained.
+        parts: the pipeline, data and initial state.
         team: the processes of the run.
-        resumed: the checkpoint to resume from, if any.
-        resume: as in `main`.
+        resumed: the checkpoint to resume from, or None.
+        resume: whether to resume from the run folder.
         reporter: prints the progress.
-        required_step: the step of the only acceptable checkpoint; None or "best" if there are others.
+        required_step: the step of the only acceptable checkpoint; None or "best" if earlier checkpoints are acceptable, too.
 
     Raises:
-        Exception: as `main`.
+        Exception: the exceptions of `main`.
     """
     pipe, batches, resumed, layers = prepare(settings, parts, team, resumed, resume, reporter, required_step)
     interrupt.check()
@@ -184,10 +184,10 @@ def agree_on_config(
     """Check that all processes have the same config and options, and prepare JAX, before any device starts.
 
     Returns:
-        The config, with a smaller plan if there are fewer than `elastic` processes, and lines to print.
+        The config, with a smaller plan if there are fewer than `elastic` processes; and lines to print.
 
     Raises:
-        jpipe.InputError: they differ, or the config does not fit these processes.
+        jpipe.InputError: the configs or options differ, or the config is not possible with these processes.
     """
     config, remark = team.run_on_all(lambda: smaller_plan.for_processes(config, num_processes, elastic))
     team.agree(lambda: facts(config) | options)
@@ -198,10 +198,10 @@ def agree_on_config(
 
 
 def check_early(config: Config, settings: RunSettings, team: Team, resumed: Resumed | None, resume: Resume) -> None:
-    """Check what needs neither devices nor data, so that a mistake is reported in seconds.
+    """Check everything that needs neither devices nor data, so that a mistake is reported within seconds.
 
     Raises:
-        jpipe.InputError: something in the config, or the run folder, does not fit.
+        jpipe.InputError: the config is invalid, or the run folder cannot be used.
     """
     stopping.check(settings)
     check_by_reading(config)
@@ -229,18 +229,18 @@ def prepare(
 
     Args:
         settings: the settings of the run.
-        parts: build the pipeline and its data.
+        parts: its `build` builds the pipeline and its data.
         team: the processes of the run, which all use the same checkpoint.
-        resumed: the first checkpoint to try.
-        resume: as in `main`.
+        resumed: the first checkpoint to try, or None.
+        resume: whether to resume from the run folder.
         reporter: prints a line for each damaged checkpoint.
-        required_step: the step of the only acceptable checkpoint; None or "best" if there are others.
+        required_step: the step of the only acceptable checkpoint; None or "best" if earlier checkpoints are acceptable, too.
 
     Returns:
-        The pipeline, its data, the checkpoint and its layers; None for the last two if the run does not resume.
+        The pipeline, its data, the checkpoint and its layers. The last two are None if the run does not resume.
 
     Raises:
-        jpipe.InputError: something does not fit, or no checkpoint can be read.
+        jpipe.InputError: the pipeline cannot be built, or no checkpoint can be read.
     """
     while True:
         pipe, batches = parts.build(resumed)
@@ -256,7 +256,7 @@ def prepare(
 
 
 def build_on_all(config: Config, team: Team, resumed: Resumed | None, reporter: Reporter) -> tuple[jpipe.Pipeline, data.Data]:
-    """Choose the plan, and build the pipeline and its data; both are the same in all processes."""
+    """Choose the plan, build the pipeline and its data, and check that they are the same in all processes."""
     plan = None
     if config.plan.file == AUTO:
         same = resumed is not None and resumed.facts.devices == jax.device_count()
@@ -269,7 +269,7 @@ def build_on_all(config: Config, team: Team, resumed: Resumed | None, reporter: 
 def build_and_check(
     config: Config, reporter: Reporter, plan: jpipe.Plan | None = None, resumed: Resumed | None = None
 ) -> tuple[jpipe.Pipeline, data.Data]:
-    """Build the pipeline and its data, and check everything that needs no work of a device."""
+    """Build the pipeline and its data, and check everything that can be checked without running on a device."""
     position = None if resumed is None else resumed.position(config.train.batch_size)
     pipe, batches = build(config, reporter, plan, lambda config: data.load(config, position))
     batches = batches.with_some_validation(config.train.batch_size // pipe.plan.microbatches)
@@ -283,10 +283,10 @@ def build_and_check(
 
 
 def with_steps(settings: RunSettings, batches: data.Data, reporter: Reporter, team: Team) -> RunSettings:
-    """Return the settings with the run's epochs, if it has any, converted to steps.
+    """Convert the epochs of a run to steps, and return the settings with them. Settings without epochs are returned unchanged.
 
     Raises:
-        jpipe.InputError: there would be no update, or a step to be profiled comes after the last one.
+        jpipe.InputError: there would be no update, or a step to profile comes after the last step.
     """
     steps, epochs = batches.steps, settings.train.epochs
     if epochs is None or steps is None:
@@ -295,7 +295,7 @@ def with_steps(settings: RunSettings, batches: data.Data, reporter: Reporter, te
         raise team.shared(
             jpipe.InputError(
                 f"optimizer.accumulate_batches {settings.accumulate_batches} is more than the {count(steps, 'step')} of "
-                f"train.epochs {epochs:g}, so that there would be no update; change one of them"
+                f"train.epochs {epochs:g}, so there would be no update; change one of them"
             )
         )
     settings = settings.with_steps(steps)
@@ -306,17 +306,17 @@ def with_steps(settings: RunSettings, batches: data.Data, reporter: Reporter, te
 
 
 def is_complete(resumed: Resumed, settings: RunSettings) -> bool:
-    """Return whether nothing is left to train: all steps are done (if their number is known), or the run has stopped early."""
+    """Return whether nothing is left to train: the run has done all its steps (if their number is known), or has stopped early."""
     return resumed.step >= settings.train.length or bool(stopping.stopped_words(settings.train.stop, resumed))
 
 
 def already_complete(resumed: Resumed, settings: RunSettings, reporter: Reporter, team: Team) -> Summary:
-    """Report that the run is complete, and mark its end, so that a job succeeds that died while reporting and was restarted."""
+    """Report that the run is complete, and mark its end. A job that died while it wrote the report succeeds in this way when restarted."""
     train = settings.train
     where, why = f"the run in '{shown(resumed.folder)}'", stopping.stopped_words(train.stop, resumed)
     state, change = f"has done {count(resumed.step, 'step')} of {train.steps}", "train.steps"
     if resumed.step < train.length:
-        state, change = f"stopped early at step {resumed.step}: {why}", "train.stop.patience (or leave out train.stop)"
+        state, change = f"stopped early at step {resumed.step}: {why}", "train.stop.patience (or remove train.stop)"
     elif train.epochs is not None:
         change = "train.epochs"
     if team.is_first:
@@ -337,7 +337,7 @@ def run(
     resumed: Resumed | None,
     initial: dict[str, Any] | None,
 ) -> Summary:
-    """Compile, train and report; only process 0 has a folder to write into, and calls callbacks."""
+    """Compile, train and report. Only process 0 has a folder to write into, and only process 0 calls callbacks."""
     callbacks = parts.callbacks if team.is_first else Callbacks()
     with contextlib.nullcontext() if folder is None else logs.Logs(settings, folder.path, reporter.say) as row_logs:
         interrupt.check()
@@ -372,7 +372,7 @@ def run(
         except jpipe.InputError as error:
             if reported_by_system(error) is None:
                 raise
-            raise RunStopped(str(error)) from error  # the data could be read before, and perhaps can be again
+            raise RunStopped(str(error)) from error  # the data could be read earlier, so the error may be temporary
         finally:
             if row_logs is not None and (not completed or preemption.signal is not None):
                 row_logs.hurry()
@@ -381,7 +381,7 @@ def run(
                 measure.close()
                 profiler.close()
                 remarks = {} if folder is None else stopping.remarks(settings, path, stops, log.last_step + 1) | watch.remarks
-                if folder is not None and (completed or preemption.signal is None):  # after a signal time is short
+                if folder is not None and (completed or preemption.signal is None):  # after a signal there is little time
                     done = history.parts(log.last_step + 1)
                     write_report(settings, pipe, folder, measure, reporter, batches, stages, done, temporary, remarks)
     summary = dataclasses.replace(summary, temporary=temporary, slow=slow_of(pipe, summary.measured), remarks=remarks)
@@ -389,7 +389,7 @@ def run(
 
 
 def make_preemption(settings: RunSettings, team: Team, callbacks: Callbacks | None, watch: Watch) -> Preemption:
-    """Return the object that decides before each step whether the run ends, at a signal or a callback's request, or is traced."""
+    """Return the object that decides before each step whether the run ends (after a signal or a callback's request) or traces a batch."""
     stops = None if callbacks is None else (lambda: callbacks.stop)
     traces = watch.wants_trace if watch.can_trace else None
     return Preemption(team.processes, saves=settings.checkpoint.every is not None, stops=stops, traces=traces)
@@ -398,7 +398,10 @@ def make_preemption(settings: RunSettings, team: Team, callbacks: Callbacks | No
 def make_watch(
     train: TrainConfig, pipe: jpipe.Pipeline, batches: data.Data, measure: Measure, reporter: Reporter | None, first: int
 ) -> Watch:
-    """Return the watch that times steps from `first` on. Only process 0 has a reporter; batches of several shapes are not timed."""
+    """Return the watch that times the steps from `first` on. Only process 0, which has a reporter, warns about slow steps.
+
+    Batches with several shapes are not judged, because their times differ.
+    """
     judges = reporter is not None and not batches.shapes
     can_trace = train.trace_batches > 0 and train.eval_every > 2 and not batches.shapes
     return Watch(pipe, measure, reporter.say if judges and reporter is not None else None, first, can_trace)
@@ -413,7 +416,7 @@ def make_checkpoints(
     reporter: Reporter,
     team: Team,
 ) -> Checkpoints:
-    """Return the writer of checkpoints into the folder `path`; only process 0 has the folder as `folder`."""
+    """Return the writer of checkpoints into the folder `path`. Only process 0 has a `folder`."""
     rows = (lambda: b"") if folder is None else folder.logged
     train, best = settings.train, stopping.find_best(settings, path, resumed, team)
     also_at = None if best is None and train.stop is None else train.eval_every
@@ -422,14 +425,14 @@ def make_checkpoints(
 
 
 def utilization_of(pipe: jpipe.Pipeline, batches: data.Data) -> mfu.Utilization | None:
-    """Return the model FLOPs utilization of a run; None if it is unknown, or if shapes, and so FLOPs, differ between batches."""
+    """Return the model FLOPs utilization of a run. It is None if it is unknown, or if the FLOPs differ between batches."""
     return None if batches.shapes else mfu.find(pipe, batches.like)
 
 
 def _sizes(pipe: jpipe.Pipeline, batches: data.Data, *, alone: bool, writes: bool) -> tuple[tuple[jpipe.programs.StageCost, ...], Any]:
-    """Return the costs of the stages, and the temporaries of each stage with programs in this process.
+    """Return the costs of the stages, and the bytes of temporaries of each stage with programs in this process.
 
-    Each process knows the programs of its own stages. To compare the run with its plan, the other programs are compiled as well.
+    Each process has the programs of its own stages. To compare the run with its plan, the programs of all stages are compiled.
     """
     compares = not alone and writes and pipe.plan.predicted is not None
     sizes = pipe.costs(batches.like, compiled_for=jax.local_devices()[0] if compares else None)
@@ -454,10 +457,10 @@ def announce(
 
 
 def report_transfers(pipe: jpipe.Pipeline, reporter: Reporter) -> None:
-    """Print how the accelerators of several processes exchange messages, as a probe has determined."""
+    """Print how the accelerators of several processes exchange messages. A probe has determined the method."""
     if pipe.transfers is not None and pipe.devices[0].platform != "cpu":
         method = {"device_put": "jax.device_put", "collectives": "collectives of two devices each"}[pipe.transfers]
-        reporter.say(f"messages between processes go by {method}")
+        reporter.say(f"messages between processes are sent with {method}")
 
 
 def local_stages(pipe: jpipe.Pipeline) -> set[int]:
@@ -467,7 +470,7 @@ def local_stages(pipe: jpipe.Pipeline) -> set[int]:
 
 
 def facts_of_run(settings: RunSettings, pipe: jpipe.Pipeline) -> dict[str, Any]:
-    """Return the facts about the run that each of its checkpoints records."""
+    """Return the facts about the run that are stored in each of its checkpoints."""
     traced = pipe.stack.traced
     return ({} if traced is None else {"model": traced.places()}) | {
         "config": settings.yaml,

@@ -1,4 +1,4 @@
-"""The requests of `jpipe train` and `jpipe evaluate`, which the command line is read from."""
+"""The arguments of `jpipe train` and `jpipe evaluate` as dataclasses; tyro makes the command-line options from them."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -15,12 +15,14 @@ class TrainRequest:
     Attributes:
         config: The YAML file, such as configs/gpt-bytes.yaml.
         overrides: Replace one key of the file, such as train.steps=100.
-        plan: Train by this plan, as with plan.file; auto: first find the best one for the existing devices.
-        resume: Resume from the newest checkpoint in run.dir: if there is one (auto), always (must), or not at all (never).
-        from_checkpoint: Resume from the checkpoint after N steps, or the best one, instead of the newest; later ones are kept under other
-            names.
+        plan: Train with this plan, like plan.file in the config. auto: first search for the fastest plan for the existing devices.
+        resume: Whether to resume from the newest checkpoint in run.dir. auto: if there is one; must: fail if there is none; never: start
+            anew.
+        from_checkpoint: Resume from the checkpoint after N steps, or from the best checkpoint, instead of the newest. Later checkpoints are
+            renamed and kept.
         allow_code: Import and run the functions that the file names as module:function, from the current folder or installed packages.
-        elastic: Several processes: how many the plan of the config is for; with fewer, a smaller plan takes its place.
+        elastic: For several processes: the number of processes that the plan of the config needs. If there are fewer, a smaller plan
+            replaces it.
     """
 
     config: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")]
@@ -38,12 +40,12 @@ class EvaluateRequest:
 
     Attributes:
         run: The folder of the run, such as runs/0001.
-        data: Data in the form of the run's own; by default all of the run's validation data.
-        step: The checkpoint after N steps, or the best one of a run with checkpoint.best; by default the newest complete one.
-        weights: The newest parameters, or their moving average (ema), of a run with optimizer.ema_decay.
-        batches: Only N batches; the run's own validations have train.eval_batches of them.
+        data: Data in the same form as the data of the run; by default all validation data of the run.
+        step: The checkpoint after N steps, or the best checkpoint of a run with checkpoint.best; by default the newest complete checkpoint.
+        weights: The newest parameters, or their moving average (ema) in a run with optimizer.ema_decay.
+        batches: Evaluate only N batches. The validations during the run use train.eval_batches batches.
         overrides: Replace one key of the run's config, such as plan.num_stages=1.
-        allow_code: Import and run the functions that the config names, as in train.
+        allow_code: Import and run the functions that the config names.
     """
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]

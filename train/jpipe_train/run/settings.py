@@ -1,4 +1,4 @@
-"""The settings of a run that a config describes."""
+"""Make the settings of a run from a config."""
 
 from jpipe_train.assemble.metrics import metrics, results
 from jpipe_train.assemble.optimizer import learning_rate

@@ -1,4 +1,4 @@
-"""The start of a run: from random weights, from given weights, or from a checkpoint."""
+"""Start a run with random weights, with given weights, or from a checkpoint."""
 
 import os
 import time
@@ -25,7 +25,7 @@ from jpipe_train.launch.team import Team
 
 
 def report_resumed(resumed: Resumed, record: Mapping[str, Any], plan: jpipe.Plan, batches: data.Data, reporter: Reporter) -> None:
-    """Print where the run resumes, and what has changed since the checkpoint."""
+    """Print the step at which the run resumes, and what has changed since the checkpoint."""
     changes = resumed.changes(record)
     reporter.say(f"resumes at step {resumed.step}" + (f", with other values for {', '.join(changes)}" if changes else ""))
     if "data.sources" in changes:
@@ -43,15 +43,15 @@ def report_resumed(resumed: Resumed, record: Mapping[str, Any], plan: jpipe.Plan
 def initial_params(
     config: Config, pipe: jpipe.Pipeline, batches: data.Data, team: Team, resumed: Resumed | None, reporter: Reporter
 ) -> dict[str, Any] | None:
-    """Return the parameters that `warm_start` names, or None for random ones.
+    """Return the parameters that `warm_start` names, or None for random parameters.
 
     Raises:
-        jpipe.InputError: they cannot be read, or do not fit.
+        jpipe.InputError: the parameters cannot be read, or do not match the model.
     """
     if config.warm_start.file is None:
         return None
     if resumed is not None:
-        reporter.say("warm_start is ignored: it is for new runs, and this one resumes")
+        reporter.say("warm_start is ignored, because it is for new runs and this run resumes")
         return None
     from jpipe_train.checkpoint import warm_start
 
@@ -59,7 +59,10 @@ def initial_params(
 
 
 def make_folder(settings: RunSettings, plan: jpipe.Plan, resume: Resume, resumed: Resumed | None, reporter: Reporter) -> RunFolder:
-    """Create the run folder (completely or, if Ctrl-C is pressed, not at all), or open a resumed run's; tell the launcher."""
+    """Create the run folder, or open the folder of a resumed run, and report it to the launcher.
+
+    Ctrl-C waits meanwhile, so a folder is never half created.
+    """
 
     def prepare(path: Path) -> None:
         if resumed is None:
@@ -71,29 +74,29 @@ def make_folder(settings: RunSettings, plan: jpipe.Plan, resume: Resume, resumed
         folder = RunFolder(settings, plan, resumes=resumed is not None, anew=resume == "auto", prepare=prepare)
     progress.begin(shown(folder.path), None if resumed is None else resumed.step, saves=settings.checkpoint.every is not None)
     if folder.begun_anew:
-        reporter.say(f"the run in '{shown(folder.path)}' ended before its first checkpoint; it begins anew")
+        reporter.say(f"the run in '{shown(folder.path)}' ended before its first checkpoint, so it starts again")
     return folder
 
 
 def continue_on_all(
     settings: RunSettings, folder: RunFolder | None, resumed: Resumed | None, team: Team, say: Callable[[str], None]
 ) -> LastStep | None:
-    """Prepare the folder of a resumed run in process 0, the only one that has it; return the result of `continue_folder`."""
+    """Prepare the folder of a resumed run in process 0, and return the result of `continue_folder`; in other processes it is None."""
     if resumed is None:
         return None
     return team.run_on_all(lambda: None if folder is None else continue_folder(settings, folder, resumed, say))
 
 
 def continue_folder(settings: RunSettings, folder: RunFolder, resumed: Resumed, say: Callable[[str], None]) -> LastStep | None:
-    """Prepare the folder of a resumed run after reading the checkpoint: remove rows and checkpoints of later steps.
+    """Remove the rows of later steps from the folder of a resumed run, and rename the checkpoints of later steps.
 
     Returns:
-        The last step that was logged before; None if it is not known.
+        The last step that was logged before the run resumed; None if it is unknown.
     """
     with interrupt.delayed():
         rows = resumed.rows()
         last = folder.last_logged()
-        renamed = _start_checkpoints(settings, folder.path, resumed.step)  # first, because an unfinished one may have filled the disk
+        renamed = _start_checkpoints(settings, folder.path, resumed.step)  # first: an unfinished checkpoint may have filled the disk
         folder.go_on(rows)
     if renamed:
         say(f"checkpoints of later steps are kept as {', '.join(renamed)} in '{shown(folder.path / 'checkpoints')}'")
@@ -101,23 +104,23 @@ def continue_folder(settings: RunSettings, folder: RunFolder, resumed: Resumed, 
 
 
 def check_shared(settings: RunSettings, folder: Path, team: Team, limit: float = 60.0) -> None:
-    """Check that this process sees the run folder of process 0, because all processes write their checkpoints there.
+    """Check that this process sees the run folder of process 0. All processes write their checkpoints there.
 
     Args:
         settings: the settings of the run.
         folder: the folder of the run.
         team: the processes of the run.
-        limit: seconds to wait for it to appear, because a network file system may show new folders late.
+        limit: seconds to wait until the folder appears, because a network file system may show new folders late.
 
     Raises:
-        jpipe.InputError: it does not exist.
+        jpipe.InputError: the folder does not exist.
     """
     checkpoints, end = folder / "checkpoints", time.monotonic() + limit
     with team.working("the run folder"):
         while settings.checkpoint.every is not None and not os.path.isdir(checkpoints):
             if time.monotonic() > end:
                 raise jpipe.InputError(
-                    f"run.dir: process {team.index} finds no '{checkpoints}', which process 0 has made; "
+                    f"run.dir: process {team.index} does not find '{checkpoints}', which process 0 has created; "
                     "choose a folder that all processes share"
                 )
             time.sleep(0.1)
@@ -137,10 +140,10 @@ def read_checkpoint(
     """Read the layers of this process's workers from the checkpoint.
 
     Returns:
-        The layers, or, in all processes if one of them finds damage, None and what is damaged.
+        The layers and "". If a process finds damage, all processes return None and a description of the damage.
 
     Raises:
-        jpipe.InputError: the checkpoint is of another model or optimizer.
+        jpipe.InputError: the checkpoint belongs to another model or optimizer.
     """
     from jpipe import checkpoints
     from jpipe.checkpoints.records import Damaged
@@ -149,9 +152,9 @@ def read_checkpoint(
         try:
             stand_ins = checkpoints.stand_ins(pipe, resumed.folder, resumed.step)
             pipe.check_layers(batches.like, stand_ins, resumed.step, fresh_optimizer=fresh_optimizer)
-            return checkpoints.read(pipe, resumed.folder, resumed.step)  # with the model's shapes, even in a stranger's file
+            return checkpoints.read(pipe, resumed.folder, resumed.step)  # the shapes are checked against the model first
         except Damaged as error:
-            raise error.with_change("") from None  # what to do about it depends on the caller
+            raise error.with_change("") from None  # what the user can do depends on the caller
 
     resumed.check_precision(pipe.precision.params)
     return team.attempt(f"the layers of the checkpoint of step {resumed.step}", read, Damaged)
@@ -167,12 +170,12 @@ def begin(
     *,
     fresh_optimizer: bool = False,
 ) -> jpipe.State:
-    """Compile the pipeline and return its state: with random weights, with the parameters in `initial`, or with a checkpoint's layers.
+    """Compile the pipeline and return its state. A new run has random weights, or the parameters `initial`.
 
-    A new run that begins with a `state` is compiled already.
+    If the run resumes, `initial` are the layers of its checkpoint. A new run with a `state` is compiled already, and starts with the state.
 
     Raises:
-        jpipe.InputError: the checkpoint is of another model or optimizer.
+        jpipe.InputError: the checkpoint belongs to another model or optimizer.
     """
     if resumed is None and state is not None:
         return state

@@ -1,4 +1,4 @@
-"""Early stopping: after each validation, all processes decide from the same results whether the run ends."""
+"""Early stopping. After each validation all processes decide, from the same results, whether the run ends."""
 
 import contextlib
 import json
@@ -19,10 +19,10 @@ from jpipe_train.launch.team import Team
 
 
 def check(settings: RunSettings) -> None:
-    """Check that the results that stop a run or order its checkpoints are results of its validations.
+    """Check that the metrics in `train.stop` and `checkpoint.best` are results of the run's validations.
 
     Raises:
-        InputError: one of them is not.
+        InputError: a metric is not one of these results.
     """
     known = settings.results
     for key, chosen in (("train.stop", settings.train.stop), ("checkpoint.best", settings.checkpoint.best)):
@@ -33,11 +33,11 @@ def check(settings: RunSettings) -> None:
 
 
 class Stopping:
-    """Decides when a run stops early: without `train.stop`, never.
+    """Decides when a run stops early. Without `train.stop` it never does.
 
     Args:
         settings: the settings of the run.
-        resumed: the checkpoint from which the run resumes; its state continues if the result is the same.
+        resumed: the checkpoint to resume from. Its count of validations goes on if `train.stop` has the same metric.
     """
 
     def __init__(self, settings: RunSettings, resumed: Resumed | None = None) -> None:
@@ -50,11 +50,11 @@ class Stopping:
             self._states = [state] if state is not None and state.continues(self._config, mode) else []
 
     def record(self, step: int, results: Mapping[str, float]) -> bool:
-        """Record the validation before `step` once, and return whether the run ends there.
+        """Record the validation before `step`, and return whether the run ends there. A validation is recorded only once.
 
         Args:
             step: the next step.
-            results: the results of the validation, by their names in a row.
+            results: the results of the validation; the keys are the names in `metrics.jsonl`.
         """
         if self._config is None or (self._states and step <= self._states[-1].step):
             return False
@@ -68,18 +68,18 @@ class Stopping:
         return self._config is not None
 
     def facts(self, step: int) -> dict[str, Any] | None:
-        """Return the state after all validations before `step`, for its checkpoint."""
+        """Return the state after all validations up to `step`, for the checkpoint at `step`."""
         state = next((state for state in reversed(self._states) if state.step <= step), None)
         return None if state is None else state.model_dump(mode="json")
 
     def words(self, end: int) -> str:
-        """Describe why the run ended early, before step `end`; "" if it did not."""
+        """Describe why the run ended early, before step `end`; "" if it did not end early."""
         over = self._config is not None and self._states and self._states[-1].waited >= self._config.patience
         return self._states[-1].words() if over and self._states[-1].step == end else ""
 
 
 def stopped_words(stop: StopConfig | None, resumed: Resumed) -> str:
-    """Describe why the resumed run had stopped early; "" if it had not, or if `train.stop` now lets it continue."""
+    """Describe why the resumed run had stopped early; "" if it had not, or if `train.stop` has changed so that it continues."""
     state = resumed.facts.stop
     if stop is None or state is None or not state.continues(stop, stop.mode or state.mode):
         return ""
@@ -87,25 +87,25 @@ def stopped_words(stop: StopConfig | None, resumed: Resumed) -> str:
 
 
 def remarks(settings: RunSettings, folder: Path, stopping: Stopping, end: int) -> dict[str, str]:
-    """Return remarks for summary and report, about the end of the run and its best checkpoint.
+    """Return remarks about the end of the run and its best checkpoint, for the summary and the report.
 
     Args:
         settings: the settings of the run.
         folder: the folder of the run.
-        stopping: has seen its validations.
-        end: the step before which it ended.
+        stopping: the record of the run's validations.
+        end: the step before which the run ended.
     """
     early = stopping.words(end)
     remarks = {"stopped early": f"at step {end}: {early}"} if early else {}
     if (best := settings.checkpoint.best) is not None:
-        with contextlib.suppress(InputError, OSError):  # the folder was moved, or the disk has failed, which is reported elsewhere
+        with contextlib.suppress(InputError, OSError):  # the folder was moved or the disk has failed; both are reported elsewhere
             if (found := best_checkpoints.find(folder, best, settings.results)) is not None:
                 remarks["best checkpoint"] = f"step {found[0]}, {best.metric} {found[1]:.6g}"
     return remarks
 
 
 def find_best(settings: RunSettings, folder: Path, resumed: Resumed | None, team: Team) -> Best | None:
-    """Return the selection of the best checkpoints of a run, with the existing ones; all processes call this."""
+    """Return the object that selects the best checkpoints of a run; it knows the existing ones. All processes must call this."""
     best = settings.checkpoint.best
     if best is None:
         return None

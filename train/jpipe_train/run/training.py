@@ -26,25 +26,24 @@ from jpipe_train.report.summary import Summary, name_of
 from jpipe_train.run.callbacks import Callbacks
 from jpipe_train.run.stopping import Stopping
 
-_MOST_NORMS = 200  # times in a run that the norms of the delay are computed, each from all weights
+_MOST_NORMS = 200  # how often a run computes the norms of the delay; each computation reads all weights
 
 
 @dataclass(frozen=True)
 class Training:
-    """Train on `config.steps` batches, or fewer, evaluate in between, and log each batch's loss while the next batch runs.
+    """Train on at most `config.steps` batches, evaluate in between, and log the loss of each batch while the next batch runs.
 
-    In `metrics.jsonl` the `loss` of step t is for batch t. Its `val_loss` uses the newest weights that all stages have when batch t is
-    about to enter: with flushing schedules after t updates; with 2BW after t - 1, if all replicas hold these; otherwise, as with weight
-    stashing, after t updates, in a copy that is drained first. The last row has the `val_loss` of the final weights, drained; in a run of
-    one step it is the only row, and the loss before training is only in the summary. With `ema_decay` there are also `val_loss_ema` and the
-    metrics of the averaged weights, after t updates, of a copy that is drained. Without held-out batches nothing is evaluated.
-
-    A run that a callback stops ends like one of fewer steps.
+    In `metrics.jsonl` the row of step t has the `loss` of batch t. Its `val_loss` belongs to the newest weights that all stages have when
+    batch t is about to enter. Under schedules that flush these have t updates. Under 2BW they have t - 1 updates, if all replicas hold
+    them. Otherwise, for example with weight stashing, a copy of the state is drained first, and its weights have t updates. The last row
+    has the `val_loss` of the final, drained weights. A run of one step has only this row, and the loss before training is only in the
+    summary. With `ema_decay` the rows also have `val_loss_ema` and the metrics of the averaged weights after t updates, from a drained
+    copy. Without held-out batches nothing is evaluated. If a callback stops a run, it ends like a run with fewer steps.
 
     Attributes:
         config: the number of steps, and when to evaluate.
         pipe: the compiled pipeline.
-        batches: the training batches by step.
+        batches: the training batches; the index is the step.
         held_out: the batches of each evaluation.
         metrics: the metrics of an evaluation in addition to the loss.
         log: records losses.
@@ -55,7 +54,7 @@ class Training:
         stopping: decides whether the run stops early.
         profiler: profiles some steps.
         watch: times the steps, and reports when they are slow.
-        callbacks: get the checkpoints that are complete, in process 0.
+        callbacks: in process 0, the callbacks to which complete checkpoints are reported.
     """
 
     config: TrainConfig
@@ -74,12 +73,12 @@ class Training:
     callbacks: Callbacks = field(default_factory=Callbacks)
 
     def run(self, state: jpipe.State, resumed: Resumed | None) -> Summary:
-        """Train from `state` on.
+        """Train, beginning with `state`.
 
         Raises:
             RunStopped: rows are missing at the end of the run, or its checkpoint could not be written.
             NonFiniteLoss: training diverged.
-            KeyboardInterrupt: Ctrl-C.
+            KeyboardInterrupt: Ctrl-C was pressed.
         """
         log, checkpoints, steps = self.log, self.checkpoints, self.config.length
         first = state.batch
@@ -104,7 +103,9 @@ class Training:
             state, metrics = self.pipe.step(state, self.watch.load(self.batches, step), observe=observe)
             if self._measures_delay(step):
                 log.delay_norms(step, self.pipe.delay_norms(state))
-            log.finished(finished)  # of the step before: reading a loss waits for it, while the devices have this step's work
+            log.finished(
+                finished
+            )  # the previous step: reading its loss waits until it is computed, and the devices already have the work of this step
             checkpoints.flush_finished(log.last_step, facts_of)
             self._report_saved()
             self.watch.finished(step, paused=validates or checkpoints.has_snapshots)
@@ -132,7 +133,7 @@ class Training:
         return Summary(steps, mean_loss(before), mean_loss(after), log.seconds, log.folder, *windows, state=state)
 
     def _schedule(self, step: int, decision: Decision) -> None:
-        """Schedule the snapshot after a step, and the window that begins with it, if they are due."""
+        """Schedule the snapshot after `step` and the trace that begins with `step`, if they are due."""
         if decision in ("save", "last"):
             self.checkpoints.schedule_last(step)
         else:
@@ -141,19 +142,19 @@ class Training:
             self.measure.request(step)
 
     def _report_saved(self) -> None:
-        """Report newly complete checkpoints to the callbacks, in process 0."""
+        """In process 0, report newly complete checkpoints to the callbacks."""
         if self.log.folder is not None:
             self.callbacks.saved(self.checkpoints.written, self.log.folder)
 
     def _stops(self, step: int) -> bool:
-        """Return whether the run stops early before `step`. After a checkpoint at a signal, the resumed run decides."""
+        """Return whether the run stops early before `step`. Once a signal ends the run with a checkpoint, the resumed run decides."""
         cut = self.preemption.cut
         if not self.stopping.is_active or step % self.config.eval_every or (cut is not None and cut < step):
             return False
         return self.stopping.record(step, self.log.validated(step) or {})
 
     def _measures_delay(self, step: int) -> bool:
-        """Return whether to compute the norms of the delay after a step: for up to `_MOST_NORMS` of the rows, if there is a delay."""
+        """Return whether to compute the norms of the delay after `step`: in at most `_MOST_NORMS` rows, and only if there is a delay."""
         every = self.config.log_every * math.ceil(self.config.length / self.config.log_every / _MOST_NORMS)
         return step % every == 0 and any(self.pipe.plan.delays)
 
@@ -166,7 +167,7 @@ class Training:
         return [Evaluated(evaluation, held_out.copies, held_out.source) for evaluation, held_out in each]
 
     def _validation_before(self, state: jpipe.State, resumed: Resumed | None) -> Validation:
-        """Log the validation before training, and return it; a resumed run reads it from its checkpoint."""
+        """Evaluate and log before training, and return the results. A resumed run reads them from its checkpoint."""
         if resumed is None:
             before = self._evaluate(state)
             if before:
@@ -179,14 +180,14 @@ class Training:
     def _facts(
         self, before: Validation, since: int, step: int, end: int | None = None, earlier: dict[str, float] | None = None
     ) -> dict[str, Any]:
-        """Return the facts about the run that a checkpoint at `step` records.
+        """Return the facts about the run that are stored in the checkpoint at `step`.
 
         Args:
             before: the validation before training.
-            since: validations up to this step are of other data.
+            since: validations up to this step used other data.
             step: the step of the checkpoint.
-            end: the step at which the run has ended; the last row has the validation of its weights.
-            earlier: the validation before the last step, if there was one, which is not in the last row any more.
+            end: the step at which the run has ended, if it has; the last row has the validation of the final weights.
+            earlier: the validation before the last step, if there was one; the last row no longer has it.
         """
         known = dict((earlier if step + 1 == end else self.log.validated(step)) or {})
         loss = known.pop("val_loss", None)
@@ -205,15 +206,15 @@ class Training:
         }
 
     def _check_complete(self, step: int, why: str = "") -> None:
-        """Check that the rows of all earlier steps and the checkpoint, if one is due, are written.
+        """Check that the rows of all steps before `step` are written, and the checkpoint, if one is due.
 
         Args:
             step: the step at which the run ends.
-            why: why the run ends, for messages.
+            why: the beginning of the message: why the run ends.
 
         Raises:
             RunStopped: rows or the checkpoint are missing.
-            OSError: the rows cannot be read, or somebody has changed them.
+            OSError: the rows cannot be read, or another program has changed them.
         """
         self.log.check_complete(step)
         problem = self.checkpoints.missing(step)
@@ -230,14 +231,14 @@ class Training:
         self.checkpoints.finish()
         self._report_saved()
         self.log.close()
-        state = jax.block_until_ready(self.pipe.drain(state))  # so that no messages between processes are in flight at the end
+        state = jax.block_until_ready(self.pipe.drain(state))  # so that no message between processes is in flight at the end
         assert cut is not None
         self._check_complete(cut, f"stopped by {name_of(number)}; ")
         return Summary(cut, before, None, self.log.seconds, self.log.folder, None, None, stopped_by=number, state=state)
 
 
 def _with_averaged(newest: jpipe.Evaluation, averaged: jpipe.Evaluation) -> jpipe.Evaluation:
-    """Add the loss and metrics of the averaged weights to an evaluation, named `loss_ema` and so on."""
+    """Add the loss and metrics of the averaged weights to an evaluation; the suffix `_ema` marks them, as in `loss_ema`."""
     averages = {"loss": jpipe.Mean(averaged.loss, averaged.weight), **averaged.metrics}
     metrics = {f"{name}_ema": mean for name, mean in averages.items()} | dict(newest.metrics)
     microbatches = {f"{name}_ema": pairs for name, pairs in averaged.microbatches.items()} | dict(newest.microbatches)

@@ -1,1 +1,1 @@
-"""Many runs: list their folders, compare them, and sweep over values of a config."""
+"""Work with several runs: list their folders, compare them, and sweep over config values."""

@@ -1,4 +1,4 @@
-"""Compare runs: what differs in their configs, and their losses, in the terminal, as a page and as a picture (`jpipe compare`)."""
+"""Compare the configs and losses of runs, in the terminal, on a page and in a picture (`jpipe compare`)."""
 
 import contextlib
 import math
@@ -21,25 +21,28 @@ from jpipe_train.runs import differences, picture
 from jpipe_train.runs.listing import SWEEP, folders
 from jpipe_train.runs.reading import CONFIG, Run, read, saved_steps
 
-_MARK = f'content="{picture.CREATOR}"'.encode(), f">{picture.CREATOR}<".encode()  # in a page; in a picture
-_MARKED = 2**12  # bytes at the beginning of a file, in which the mark is
-_PAGE_WIDTH = 90  # characters; if a column for each run needs more, each is a row
-_LONG_FROM = 1e6  # a loss from here on is written with an exponent
-_LONGEST_VALUE, _LONGEST_CELL = 40, 300  # characters of a value in the terminal, and on the page
+_MARK = (
+    f'content="{picture.CREATOR}"'.encode(),
+    f">{picture.CREATOR}<".encode(),
+)  # the text that marks a page, and the text that marks a picture
+_MARKED = 2**12  # the mark is in this many bytes at the beginning of a file
+_PAGE_WIDTH = 90  # characters; if a table with one column per run is wider, it has one row per run
+_LONG_FROM = 1e6  # losses from this value on are written with an exponent
+_LONGEST_VALUE, _LONGEST_CELL = 40, 300  # the longest value in characters, in the terminal and on the page
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs beside each other.
+    """A comparison of several runs.
 
     Attributes:
         names: the names of the runs, all different and printable.
         runs: the runs with all their rows.
-        differences: the values of each key of the configs that differs, one for each run.
-        results: the results by name, one for each run.
-        losses: the lowest loss of each run, of one kind: of validation if all have one, otherwise of training; infinite without one.
-        unit: the unit of the losses; "" if it is not known or differs.
-        best: the indices of the runs with the lowest of these, several if theirs are equal; empty if the units of the losses differ.
+        differences: for each config key that differs, its value in each run.
+        results: for each kind of result, its value in each run.
+        losses: the lowest loss of each run: the validation loss if all runs have one, otherwise the training loss; infinite without one.
+        unit: the unit of the losses; "" if it is unknown or differs between runs.
+        best: the indices of the runs with the lowest of these losses; empty if the units of the losses differ.
     """
 
     names: tuple[str, ...]
@@ -52,29 +55,31 @@ class Comparison:
 
 
 def main(runs: Sequence[str], out: str, reporter: Reporter) -> None:
-    """Compare the runs in these folders, at least two; see `compare`.
+    """Compare the runs in at least two folders; see `compare`.
 
-    A sweep's folder stands for the runs in it; its other files are ignored.
+    The folder of a sweep stands for the runs in it; its other files are ignored.
     """
     paths = [path for run in runs for path in _with_sweeps(expanded(run, "compare"))]
     if len(paths) < 2:
-        raise InputError(f"compare: expected two or more folders of runs, found {len(paths)}; such as jpipe compare runs/0001 runs/0002")
+        raise InputError(
+            f"compare: expected at least two run folders, found {len(paths)}; write, for example, jpipe compare runs/0001 runs/0002"
+        )
     repeated = [path for number, path in enumerate(paths) if path.resolve() in [other.resolve() for other in paths[:number]]]
     if repeated:
-        raise InputError(where="compare", expected="each run once", found=f"'{shown(repeated[0])}' twice", change="leave one out")
+        raise InputError(where="compare", expected="each run once", found=f"'{shown(repeated[0])}' twice", change="remove one of them")
     compare(paths, expanded(out, "--out"), reporter)
 
 
 def compare(paths: Sequence[Path], out: Path, reporter: Reporter) -> None:
-    """Print what differs between runs and their losses, and write a page and a picture of them.
+    """Print how the configs of runs differ, and their losses, and write both as a page and a picture.
 
     Args:
         paths: the folders of the runs.
-        out: the page; the picture has the ending `.svg`.
-        reporter: prints.
+        out: the path of the page; the picture has the same name with the ending `.svg`.
+        reporter: prints the tables.
 
     Raises:
-        InputError: a folder is no run, or a file is in the way or cannot be written.
+        InputError: a folder is not a run, or an output file exists and is not a comparison, or cannot be written.
     """
     drawing = out.with_suffix(".svg")
     if out.suffix != ".html":
@@ -98,7 +103,7 @@ def compare(paths: Sequence[Path], out: Path, reporter: Reporter) -> None:
 
 
 def _with_sweeps(path: Path) -> list[Path]:
-    """Return the folder of a run, the folders of the runs of a sweep, or nothing for a file that a sweep writes."""
+    """Return the run folders of a sweep, nothing for a file that a sweep writes, or otherwise `path` itself."""
     if (path / SWEEP).is_file():
         return [inner for inner in folders(str(path)) if (inner / METRICS).is_file()]
     is_of_sweep = path.name in (SWEEP, "compare.html", "compare.svg") and path.is_file() and (path.parent / SWEEP).is_file()
@@ -106,7 +111,7 @@ def _with_sweeps(path: Path) -> list[Path]:
 
 
 def gather(runs: Sequence[Run]) -> Comparison:
-    """Find what differs between runs, and their results."""
+    """Compare the configs of runs, and collect their results."""
     names, results = _names([run.path for run in runs]), [_results(run) for run in runs]
     table = differences.without_missing_plans(differences.table([run.config for run in runs]))
     if len({run.plan for run in runs}) > 1 and not any(key.startswith("plan.") and key != "plan.file" for key in table):
@@ -127,7 +132,7 @@ def gather(runs: Sequence[Run]) -> Comparison:
 
 
 def _check_replaceable(path: Path) -> None:
-    """Check that there is no file, or that an earlier comparison wrote it."""
+    """Check that there is no file at `path`, or that an earlier comparison wrote it."""
     is_ours = not os.path.lexists(path)
     if not is_ours and not path.is_symlink():
         with contextlib.suppress(OSError), open_to_read(path) as file:
@@ -138,7 +143,7 @@ def _check_replaceable(path: Path) -> None:
 
 
 def _names(paths: Sequence[Path]) -> tuple[str, ...]:
-    """Return a name for each run: as many last parts of its path as make the names different."""
+    """Return a name for each run: the last parts of its path, as many as are needed to make all names different."""
     parts = [path.resolve().parts for path in paths]
     depth = next(n for n in range(1, max(map(len, parts)) + 1) if len({each[-n:] for each in parts}) == len(parts))
     return tuple(printable("/".join(each[-depth:])) for each in parts)
@@ -160,12 +165,12 @@ def _loss(value: float) -> str:
 
 
 def _lowest(run: Run, name: str) -> tuple[int, float]:
-    """Return the first step with the lowest value, and the value; (0, inf) without any."""
+    """Return the first step with the lowest value of `name`, and this value; (0, inf) if no row has one."""
     return min(((int(row["step"]), float(row[name])) for row in run.rows if name in row), key=lambda pair: pair[1], default=(0, math.inf))
 
 
 def _drawn(comparison: Comparison) -> list[int]:
-    """Return the runs to draw: all, or those with the lowest losses."""
+    """Return the indices of the runs to draw: all, or the `MOST_DRAWN` runs with the lowest losses."""
     best = sorted(range(len(comparison.runs)), key=comparison.losses.__getitem__)[: picture.MOST_DRAWN]
     return sorted(best)
 
@@ -184,7 +189,7 @@ def _curve(name: str, run: Run) -> picture.Curve:
 
 
 def _earlier_sizes(run: Run) -> list[tuple[int, int, int]]:
-    """Return the known first steps, ends and batch sizes of the parts of a run, up to its newest checkpoint."""
+    """Return (first step, end, batch size) for each part of a run up to its newest checkpoint, if the batch size is known."""
     steps = saved_steps(run.path)
     try:
         known = Checkpoint(run.path, steps[-1]).facts if steps else {}
@@ -195,7 +200,7 @@ def _earlier_sizes(run: Run) -> list[tuple[int, int, int]]:
 
 
 def _unit(run: Run) -> str:
-    """Return the unit of the losses of a run; "" if it is not known."""
+    """Return the unit of the losses of a run; "" if it is unknown."""
     try:
         return data.loss_unit(load_resolved(run.path / CONFIG)).strip()
     except InputError:  # of another version of jpipe
@@ -203,7 +208,7 @@ def _unit(run: Run) -> str:
 
 
 def _oriented(names: Sequence[str], table: dict[str, list[str]], width: int) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows of a table: a column for each run, or a row if columns need more than `width` characters."""
+    """Return the header and the rows of a table. It has one column per run or, if that is wider than `width`, one row per run."""
     columns = [[*table], *([name, *values] for name, *values in zip(names, *table.values(), strict=True))]
     if sum(max(map(len, column)) + 2 for column in columns) <= width:
         return ["", *names], [[key, *values] for key, values in table.items()]
@@ -229,7 +234,7 @@ def _page(comparison: Comparison, svg: str, wide: str, unit: str, drawn: Sequenc
     caption = (
         "Lines are training losses"
         + (f", as running means where there are {loss_curve.SMOOTHED_FROM} or more" if has_means else "")
-        + "; points are of data that the model does not learn from. The panels show the same losses against steps, data and time."
+        + "; points are validation losses. The panels show the same losses against steps, data and time."
         + (f" The {len(drawn)} runs with the lowest losses are drawn; {left_out} are left out." if left_out else "")
     )
     lowest = zip(comparison.names, comparison.results["validation loss, lowest"], comparison.results["training loss, lowest"], strict=True)

@@ -1,17 +1,17 @@
-"""What differs between the configs of runs."""
+"""Find the keys with different values in the configs of runs."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 MISSING = "–"
-"""The text in place of the value of a key that a config does not have."""
+"""The text that stands for the value of a key that a config does not have."""
 
-_OF_THE_FOLDER = "run.dir"  # differs always, and is seen by the name of the run
+_OF_THE_FOLDER = "run.dir"  # it always differs, and the name of the run shows it
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the values of a config as text, by dotted key: `{"train.steps": "200"}`; without the folder of the run."""
+    """Return a dict from dotted keys to values as text, such as `{"train.steps": "200"}`, without the folder of the run."""
     return {key: value for key, value in _flat(config, "") if key != _OF_THE_FOLDER}
 
 
@@ -21,7 +21,7 @@ def keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def table(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Return the values of each key that differs, one for each config."""
+    """Return a dict from each key with values that differ to its value in each config."""
     texts = [flat(config) for config in configs]
     every = dict.fromkeys(key for text in texts for key in text)
     rows = {key: [text.get(key, MISSING) for text in texts] for key in every}
@@ -29,7 +29,7 @@ def table(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
 
 
 def without_missing_plans(rows: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    """Leave out plan keys that are missing only in runs with a plan file: the file has all of them."""
+    """Remove the plan keys that differ only because runs with a plan file do not have them; the file contains them."""
     if {*rows.get("plan.file", ())} <= {MISSING, "null"}:  # no run has a plan file
         return dict(rows)
     return {key: values for key, values in rows.items() if not key.startswith("plan.") or len({*values} - {MISSING}) > 1}

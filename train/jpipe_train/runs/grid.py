@@ -1,4 +1,4 @@
-"""The combinations of values that a sweep trains with."""
+"""The combinations of config values that a sweep trains with."""
 
 import hashlib
 import itertools
@@ -14,9 +14,9 @@ from jpipe_planner.machine.plain_yaml import parse
 from jpipe_train.runs.request import Request
 
 MOST_RUNS = 10_000
-"""The largest number of runs of a sweep; more are probably a typing error."""
+"""The largest number of runs in a sweep; a larger grid is probably a typing error."""
 
-_LONGEST_NAME = 120  # of a folder; file systems allow 255 bytes
+_LONGEST_NAME = 120  # the longest name of a run folder; file systems allow 255 bytes
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Combination:
     """One combination of values.
 
     Attributes:
-        name: the name of its run's folder, such as `learning_rate=0.001,schedule=gpipe`.
-        values: the values by key, as YAML.
+        name: the name of the run folder, such as `learning_rate=0.001,schedule=gpipe`.
+        values: a mapping from config keys to values as YAML text.
     """
 
     name: str
@@ -33,12 +33,12 @@ class Combination:
 
     @property
     def overrides(self) -> list[str]:
-        """The values as replacements of keys of a config."""
+        """The combination as overrides of config keys, such as `train.steps=100`."""
         return [f"{key}={value}" for key, value in self.values.items()]
 
 
 def combinations(request: Request) -> list[Combination]:
-    """Return the combinations that a sweep trains with, in order; each name occurs once.
+    """Return the combinations that a sweep trains with, in order. Each name occurs once.
 
     Raises:
         InputError: the grid cannot be read, or has too many combinations.
@@ -52,7 +52,7 @@ def combinations(request: Request) -> list[Combination]:
 
 
 def _parsed(grid: Sequence[str]) -> dict[str, list[str]]:
-    """Return the values of each key, as YAML texts."""
+    """Return a dict from each key of the grid to its values as YAML text."""
     if not grid:
         raise InputError("sweep: expected at least one --grid KEY=VALUE,VALUE, such as optimizer.learning_rate=1e-3,3e-3, found none")
     parsed: dict[str, list[str]] = {}
@@ -63,14 +63,18 @@ def _parsed(grid: Sequence[str]) -> dict[str, list[str]]:
         if key in parsed:
             raise InputError(f"--grid {item}: the key occurs twice; put all its values into one --grid, with commas")
         if key == "run.dir":
-            raise InputError(f"--grid {item}: a sweep chooses the folder of each run; leave it out, or name their folder with --dir")
+            raise InputError(
+                f"--grid {item}: a sweep chooses the folder of each run; remove run.dir, or name the folder of the sweep with --dir"
+            )
         parsed[key] = list(dict.fromkeys(_values(item, text)))
     return parsed
 
 
 def _values(item: str, text: str) -> list[str]:
-    """Return the values as YAML, each in a normal form that is the same for equal values."""
-    values = parse(f"[{text}]", f"--grid {item}", "put text with special characters in quotes of its own, and write null for no value")
+    """Return the values as YAML text in a normal form, so that equal values have equal text."""
+    values = parse(
+        f"[{text}]", f"--grid {item}", "put text with special characters in an extra pair of quotes, and write null for no value"
+    )
     try:
         return [_text(value) for value in values]
     except (TypeError, ValueError):
@@ -80,11 +84,11 @@ def _values(item: str, text: str) -> list[str]:
 
 
 def _text(value: Any) -> str:
-    return json.dumps(value, allow_nan=False)  # which is YAML, too
+    return json.dumps(value, allow_nan=False)  # JSON is also YAML
 
 
 def _name(values: Mapping[str, str]) -> str:
-    """Return the name of a run: its values by the last parts of their keys, if these are unambiguous."""
+    """Return the name of a run: its values after the last parts of their keys, or after the whole keys if the parts are ambiguous."""
     last = [key.rpartition(".")[2] for key in values]
     keys = last if len(set(last)) == len(last) else list(values)
     whole = ",".join(f"{key}={_plain(value)}" for key, value in zip(keys, values.values(), strict=True))
@@ -95,6 +99,6 @@ def _name(values: Mapping[str, str]) -> str:
 
 
 def _plain(value: str) -> str:
-    """Return a value as written in a name: text without quotes."""
+    """Return a value as it is written in a name; text has no quotes."""
     data = json.loads(value)
     return data if isinstance(data, str) else value

@@ -13,17 +13,17 @@ from jpipe_train.console.terminal import align, count, duration, printable, shor
 from jpipe_train.runs.reading import Run, read
 
 SWEEP = "sweep.json"
-"""The file by which the folder of a sweep is recognized."""
+"""A folder that contains this file is the folder of a sweep."""
 
 HEAD = ("name", "state", "step", "loss", "val_loss", "plan", "time", "age")
-_LONGEST = 60  # characters of a name
+_LONGEST = 60  # the longest name in characters
 
 
 def folders(folder: str) -> list[Path]:
-    """Return the folders in a folder, numbered ones first, ascending; if the folder is itself a run, only this one.
+    """Return the folders in `folder`, numbered folders first in ascending order; if `folder` is itself a run, return only `folder`.
 
     Raises:
-        InputError: it cannot be listed.
+        InputError: the folder cannot be listed.
     """
     path = expanded(folder, "runs")
     try:
@@ -31,12 +31,12 @@ def folders(folder: str) -> list[Path]:
             return [path]
         inner = [path / entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith(".")]
     except OSError as error:
-        raise InputError(f"runs: cannot list '{folder}': {error.strerror}; give the folder that holds the folders of runs") from None
+        raise InputError(f"runs: cannot list '{folder}': {error.strerror}; give a folder that contains run folders") from None
     return sorted(inner, key=lambda path: (not path.name.isdecimal(), int(path.name) if path.name.isdecimal() else 0, path.name))
 
 
 def read_all(paths: list[Path]) -> Iterator[tuple[Path, Run | str]]:
-    """Yield each folder with its run, or with the reason why it has none."""
+    """Yield each folder with its run, or with a message why it has none."""
     for path in paths:
         if (path / SWEEP).is_file():
             yield path, f"'{shown(path)}' is a sweep; jpipe runs {shown(path)} lists its runs"
@@ -51,10 +51,10 @@ def main(folder: str, as_json: bool, say: Callable[[str], None], clock: Callable
     """Print a line for each run in a folder, and for each folder that is damaged or not a run.
 
     Args:
-        folder: the folder.
+        folder: a folder that contains run folders, or the folder of one run.
         as_json: whether to print a JSON object for each folder in place of a table.
         say: prints a line.
-        clock: returns the seconds since the epoch.
+        clock: returns the seconds since 1970, as `time.time`.
 
     Raises:
         InputError: the folder cannot be listed.
@@ -79,7 +79,7 @@ def main(folder: str, as_json: bool, say: Callable[[str], None], clock: Callable
 
 
 def age(seconds: float) -> str:
-    """Return a text such as `5 min`, in the largest unit that gives at least two."""
+    """Return an age such as `5 min`, in the largest unit with a number of at least two."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"

@@ -19,18 +19,17 @@ if TYPE_CHECKING:
     import matplotlib.figure
 
 CREATOR = "jpipe compare"
-"""The name in the metadata of the file, by which an earlier comparison is recognized."""
+"""The creator in the metadata of the picture. `jpipe compare` recognizes an earlier comparison by it."""
 MOST_DRAWN = 12
 """The largest number of runs in a picture; more could not be distinguished."""
 
-# On a phone, 390 pixels wide, a page leaves 335 pixels for the picture. There a pixel is a point, so no text is smaller than 11 pixels.
-_WIDTH, _PANEL, _LINE = 4.65, 2.5, 0.19  # inches: of the picture; heights of a panel and of a line of the legend
+# On a phone, 390 pixels wide, a page leaves 335 pixels for the picture. There a point is a pixel, so no text is smaller than 11 pixels.
+_WIDTH, _PANEL, _LINE = 4.65, 2.5, 0.19  # inches: width of the picture, height of a panel, height of a line of the legend
 _TEXT = 11.0  # points
-_WIDE, _WIDE_PANEL = 13.5, 4.2  # inches: of the picture for wide windows, and the height of its panels
-_LABEL = 36  # characters of a line of the legend
-_MOST_POINTS, _MOST_VALIDATIONS = 500, 30  # of a line, and of the points on it
-
-# People who do not see all colours tell them apart; in grey, the dashes and the markers of neighbours differ.
+_WIDE, _WIDE_PANEL = 13.5, 4.2  # inches: width of the picture for wide windows, and height of its panels
+_LABEL = 36  # characters in a line of the legend
+_MOST_POINTS, _MOST_VALIDATIONS = 500, 30  # the most points of a line, and the most validation losses of a run
+# Colour-blind people can distinguish these colours. For print in grey, neighbours also differ in dashes and markers.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#1A1A1A", "#CC79A7", "#E69F00", "#56B4E9")
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)), (0, (9, 2)))
 _MARKERS = "osD^vP"
@@ -41,11 +40,11 @@ class Curve:
     """The losses of a run.
 
     Attributes:
-        label: the name of the run; it is printable.
-        rows: its rows, ascending by step.
-        tokens: tokens of a step; None if the data are no text.
-        examples: examples of a step; None if that is not known.
-        earlier: first step, end and examples of a step of parts of the run that may have had other batches.
+        label: the printable name of the run.
+        rows: the rows of the run, in ascending order of steps.
+        tokens: the number of tokens in a step; None if the data are not text.
+        examples: the number of examples in a step; None if it is unknown.
+        earlier: (first step, end, examples in a step) for parts of the run that may have had another batch size.
     """
 
     label: str
@@ -56,14 +55,14 @@ class Curve:
 
 
 def draw(curves: Sequence[Curve], unit: str, *, wide: bool = False) -> "matplotlib.figure.Figure":
-    """Draw the training losses, smoothed if there are many, as lines and the validation losses as points, in three panels.
+    """Draw the training losses as lines, smoothed if there are many, and the validation losses as points, in three panels.
 
-    The panels have steps, tokens (or examples, if a run has no tokens) and time.
+    The x axes of the panels are steps, tokens (or examples, if a run has no tokens) and time.
 
     Args:
-        curves: at most `MOST_DRAWN`.
-        unit: unit of the losses; may be empty.
-        wide: whether the panels are beside each other, for wide windows, and not below each other.
+        curves: the losses of at most `MOST_DRAWN` runs.
+        unit: the unit of the losses; may be empty.
+        wide: whether the panels are beside each other, for wide windows, or below each other.
     """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -92,23 +91,23 @@ def draw(curves: Sequence[Curve], unit: str, *, wide: bool = False) -> "matplotl
 
 
 def _smoothed(curves: Sequence[Curve]) -> str:
-    """Return the legend's words about running means, which short runs do not have."""
+    """Return what the legend says about smoothing: all lines, some lines or none are running means."""
     are_smoothed = [is_smoothed(curve.rows) for curve in curves]
     return " (smoothed)" if all(are_smoothed) else " (in part smoothed)" if any(are_smoothed) else ""
 
 
 def is_smoothed(rows: Sequence[Row]) -> bool:
-    """Return whether a run has enough losses for its line to be a running mean."""
+    """Return whether a run has so many losses that its line is a running mean."""
     return len(loss_curve.finite(rows, "loss")[1]) >= loss_curve.SMOOTHED_FROM
 
 
 def to_svg(figure: "matplotlib.figure.Figure") -> str:
-    """Return a picture as SVG with text as paths, which looks the same everywhere."""
+    """Return a picture as SVG. Its text is drawn as paths, so that it looks the same everywhere."""
     import matplotlib
 
     file = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "path", "svg.hashsalt": CREATOR}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # in the name of a run
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # in the names of runs
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": CREATOR}, facecolor="white")
     return re.sub(r"\n *<!--.*?-->", "", file.getvalue(), flags=re.DOTALL)
 
@@ -126,7 +125,7 @@ def _axes(curves: Sequence[Curve], has_tokens: bool) -> list[tuple[str, Callable
 
     def seconds(curve: Curve) -> dict[int, float]:
         times = {int(row["step"]): float(row["seconds"]) for row in curve.rows if "seconds" in row}
-        first = min(times.values(), default=0.0)  # before that, the run starts and compiles
+        first = min(times.values(), default=0.0)  # before the first row the run starts and compiles
         return {step: time - first for step, time in times.items()}
 
     def largest(places: Callable[[Curve], dict[int, float]]) -> float:
@@ -143,19 +142,22 @@ def _axes(curves: Sequence[Curve], has_tokens: bool) -> list[tuple[str, Callable
 
 
 def _examples_before(step: int, size: int, earlier: Sequence[tuple[int, int, int]]) -> int:
-    """Return the number of examples in all steps before `step`; steps outside the earlier parts have `size`."""
+    """Return the number of examples in all steps before `step`; steps outside the `earlier` parts have `size` examples."""
     return step * size + sum((max(min(step, end), first) - first) * (other - size) for first, end, other in earlier)
 
 
 def _unit(largest: float, units: Sequence[tuple[float, float, str]]) -> tuple[float, str]:
-    """Return size and name of the first unit that suits a number; each unit begins with the smallest number that it suits."""
+    """Return the size and the name of the first unit in `units` with a smallest number of at most `largest`.
+
+    A unit is (smallest number, size, name).
+    """
     return next((size, name) for smallest, size, name in units if largest >= smallest)
 
 
 def _draw_run(
     axes: "matplotlib.axes.Axes", curve: Curve, number: int, places: Callable[[Curve], dict[int, float]]
 ) -> Float64[np.ndarray, " n"]:
-    """Draw a run, and return the losses that are drawn."""
+    """Draw the losses of a run, and return the drawn losses."""
     look, at, drawn = _look(number), places(curve), [np.zeros(0)]
     steps, losses = loss_curve.finite(curve.rows, "loss")
     if is_smoothed(curve.rows):
@@ -191,7 +193,7 @@ def _known(
 
 
 def _look(number: int) -> dict[str, Any]:
-    """Return colour, dashes and marker of a run by its number."""
+    """Return the colour, dashes and marker of run `number` as keyword arguments of Matplotlib."""
     return {
         **{"color": _COLOURS[number % len(_COLOURS)], "linestyle": _DASHES[number % len(_DASHES)]},
         **{"marker": _MARKERS[number % len(_MARKERS)], "linewidth": 1.8},

@@ -1,4 +1,4 @@
-"""Read the folder of a run, which may be a stranger's; run no code of it, and do not import JAX."""
+"""Read the folder of a run without running code from it and without importing JAX. The folder may come from a stranger."""
 
 import errno
 import json
@@ -22,9 +22,9 @@ CONFIG, PLAN = "config.yaml", "plan.json"
 Row = dict[str, int | float]
 
 _MOST_CONFIG, _MOST_END, _MOST_METRICS, _TAIL = 2**20, 2**16, 2**28, 2**18  # bytes; the tail has hundreds of rows
-_FAR, _LONGEST_LINE = 2**24, 2**20  # bytes at the end of the file in which the last validation is searched; bytes of a row
-_MOST_IN_MEMORY = 2**17  # rows; of more, about every second one is left out, as often as needed
-_LARGEST = {"loss": 1e100, "val_loss": 1e100, "seconds": 1e9}  # the numbers of a row that are kept, and how large they may be
+_FAR, _LONGEST_LINE = 2**24, 2**20  # bytes from the end of the file that are searched for the last validation; bytes of a row
+_MOST_IN_MEMORY = 2**17  # rows; if there are more, about every second row is left out, repeatedly
+_LARGEST = {"loss": 1e100, "val_loss": 1e100, "seconds": 1e9}  # the numbers of a row that are read, and their largest values
 
 
 class State(NamedTuple):
@@ -32,7 +32,7 @@ class State(NamedTuple):
 
     Attributes:
         name: `running`, `complete`, `stopped early`, `stopped` or `unfinished`.
-        why: how that is known.
+        why: how this state was determined.
     """
 
     name: Literal["running", "complete", "stopped early", "stopped", "unfinished"]
@@ -43,10 +43,10 @@ class End(NamedTuple):
     """The mark of a run that has ended, or has saved at a signal.
 
     Attributes:
-        steps: the steps that it has done, or saved.
-        length: the steps that it was to do, with epochs counted in steps.
-        stopped_early: why it came to its end with fewer; None if it did not.
-        stopped_by: the signal at which it saved these steps, and has not come to its end; None if there was none.
+        steps: the number of steps that the run has done, or saved at a signal.
+        length: the number of steps in its config; epochs are converted to steps.
+        stopped_early: why the run ended with fewer steps; None if it did not.
+        stopped_by: the signal at which the run saved these steps and stopped; None if no signal stopped it.
     """
 
     steps: int
@@ -63,13 +63,13 @@ class Run:
         path: the folder.
         config: the resolved config as plain data; its keys may be from another version of jpipe.
         plan: the plan in a few words.
-        steps: the number of steps that the run was to do, if it is known.
-        rows: step, losses and seconds of the rows of `metrics.jsonl`, ascending by step: all of them, or the last ones and the last one
-            with a validation. Of very many, about every second one is left out, as often as needed.
-        damaged: the number of lines that are no such rows, and were left out.
-        state: the state.
-        changed: the time at which `metrics.jsonl` was changed last, in seconds since the epoch.
-        end: the mark of its end, or of a signal; None if it has none, or a process is training.
+        steps: the number of steps in the run's config, or None if it is unknown.
+        rows: step, losses and seconds from the rows of `metrics.jsonl`, in ascending order of steps: all rows, or only the last rows and
+            the last row with a validation. If there are very many, about every second row is left out, repeatedly.
+        damaged: the number of lines that could not be read as rows and were left out.
+        state: the state of the run.
+        changed: the time of the last change of `metrics.jsonl`, in seconds since 1970.
+        end: the mark that the run has ended or was stopped by a signal; None if there is none, or a process is training.
     """
 
     path: Path
@@ -88,7 +88,7 @@ class Run:
         return int(self.rows[-1]["step"]) + 1 if self.rows else 0
 
     def last(self, name: str) -> int | float | None:
-        """Return the last value of this name in the rows, or None."""
+        """Return the last value of `name` in the rows, or None."""
         return next((row[name] for row in reversed(self.rows) if name in row), None)
 
 
@@ -97,15 +97,15 @@ def read(path: Path, *, whole: bool) -> Run:
 
     Args:
         path: the folder.
-        whole: whether to read all rows, and not only the last ones.
+        whole: whether to read all rows, or only the last rows.
 
     Raises:
-        InputError: it is no run, or its files are damaged or cannot be read.
+        InputError: the folder is not a run, or its files are damaged or cannot be read.
     """
     try:
         missing = next((name for name in (CONFIG, PLAN, METRICS) if not os.path.lexists(path / name)), None)
         if missing is not None:
-            raise InputError(f"'{shown(path)}' is no run: it has no {missing}")
+            raise InputError(f"'{shown(path)}' is not a run folder: it has no {missing}")
         config = _config(path / CONFIG)
         rows, damaged, changed = _rows(path / METRICS, whole)
     except OSError as error:
@@ -123,11 +123,11 @@ def state_of(rows: Sequence[Row], steps: int | None, saved: Sequence[int], train
     """Return the state of a run.
 
     Args:
-        rows: its last rows.
-        steps: the number of its steps, if it is known.
-        saved: the steps of its checkpoints, ascending.
-        training: whether a process is training in its folder; None if that cannot be known.
-        end: the mark of its end.
+        rows: the last rows of the run.
+        steps: the number of steps in the run's config, or None if it is unknown.
+        saved: the steps of the run's checkpoints, in ascending order.
+        training: whether a process is training in the folder; None if this cannot be determined.
+        end: the mark of the run's end, or None.
     """
     if training:
         return State("running", "a process holds the lock of the folder")
@@ -150,7 +150,7 @@ def state_of(rows: Sequence[Row], steps: int | None, saved: Sequence[int], train
 
 
 def end_of(path: Path) -> End | None:
-    """Return the mark that a run has ended, or has saved at a signal; None without a readable mark."""
+    """Return the mark that a run has ended or has saved at a signal; None if there is no readable mark."""
     try:
         data = json.loads(read_bytes(path / END, _MOST_END))
     except (OSError, ValueError, RecursionError):
@@ -164,7 +164,7 @@ def end_of(path: Path) -> End | None:
 
 
 def saved_steps(path: Path) -> list[int]:
-    """Return the steps of the complete checkpoints of a run, ascending; some may be damaged."""
+    """Return the steps of the complete checkpoints of a run in ascending order; some checkpoints may be damaged."""
     try:
         names = os.listdir(path / "checkpoints")
     except OSError:
@@ -174,7 +174,7 @@ def saved_steps(path: Path) -> list[int]:
 
 
 def plan_words(plan: jpipe.Plan) -> str:
-    """Describe a plan: `gpipe, 4 stages × 2 replicas`."""
+    """Describe a plan in a few words, such as `gpipe, 4 stages × 2 replicas`."""
     words, replicas = f"{plan.schedule}, {count(plan.depth, 'stage')}", plan.replicas
     if len(set(replicas)) > 1:
         return f"{words}, replicas {jpipe.errors.shortened([str(number) for number in replicas])}"
@@ -182,7 +182,7 @@ def plan_words(plan: jpipe.Plan) -> str:
 
 
 def _number(config: Mapping[str, Any], section: str, key: str) -> int | None:
-    """Return a whole number from a config that may be a stranger's, or None."""
+    """Return a positive whole number from a config, or None if the config has no valid number there."""
     values = config.get(section)
     number = values.get(key) if isinstance(values, dict) else None
     return number if type(number) is int and 0 < number <= MOST_ROWS else None
@@ -217,7 +217,7 @@ def _rows(path: Path, whole: bool) -> tuple[list[Row], int, float]:
         start = 0 if whole else max(0, status.st_size - _TAIL)
         file.seek(start)
         if start:
-            file.readline(_TAIL)  # the end of a row
+            file.readline(_TAIL)  # skip the end of a row
         rows, damaged = _parsed(file, status.st_size)
         if start and rows and not any("val_loss" in row for row in rows):
             file.seek(max(0, status.st_size - _FAR))
@@ -227,7 +227,7 @@ def _rows(path: Path, whole: bool) -> tuple[list[Row], int, float]:
 
 
 def _parsed(file: BinaryIO, end: int) -> tuple[list[Row], int]:
-    """Return the rows from here to the position `end`, and the number of other lines; the last line may be incomplete."""
+    """Return the rows up to the position `end` of the file, and the number of other lines. The last line may be incomplete."""
     rows: list[Row] = []
     damaged, last = 0, -1
     while file.tell() < end:
@@ -246,21 +246,21 @@ def _parsed(file: BinaryIO, end: int) -> tuple[list[Row], int]:
 
 
 def _thinned(rows: list[Row]) -> list[Row]:
-    """Leave out every second row; keep the last one, the lowest training loss and, unless they are too many, validations."""
+    """Leave out every second row, but keep the last row, the lowest training loss and, if there are not too many, validations."""
     lowest = min(range(len(rows)), key=lambda number: rows[number].get("loss", math.inf))
     kept = [row for number, row in enumerate(rows) if number % 2 == 0 or number in (lowest, len(rows) - 1) or "val_loss" in row]
     return kept if len(kept) < 0.75 * len(rows) else rows[::2]
 
 
 def _last_validation(text: bytes) -> Row | None:
-    """Return the last row with a validation in a part of `metrics.jsonl`; None if it has none."""
+    """Return the last row with a validation in a part of `metrics.jsonl`; None if there is none."""
     at = text.rfind(b'"val_loss"')
     begin, end = text.rfind(b"\n", 0, max(at, 0)) + 1, text.find(b"\n", max(at, 0))
     return _row(text[begin:end]) if at >= 0 and end >= 0 else None
 
 
 def _row(line: bytes) -> Row | None:
-    """Return step, losses and seconds of a row, or None if it is not a row."""
+    """Return the step, the losses and the seconds in a line of `metrics.jsonl`, or None if the line is not a row."""
     try:
         data = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The request of `jpipe sweep`, which the command line is read from."""
+"""The arguments of `jpipe sweep` as a dataclass; tyro makes the command-line options from it."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -14,10 +14,10 @@ class Request:
 
     Attributes:
         config: The YAML file.
-        grid: A key and its values, such as optimizer.learning_rate=1e-3,3e-3; may be given several times, for every combination.
+        grid: A key and its values, such as optimizer.learning_rate=1e-3,3e-3. With several --grid, every combination is trained.
         overrides: Replace one key of the file in all runs, such as train.steps=100.
-        folder: The folder of the runs; by default sweeps/ and the name of the config.
-        allow_code: Import and run the functions that the file names, as in train.
+        folder: The folder for the runs; by default sweeps/ and the name of the config.
+        allow_code: Import and run the functions that the file names.
     """
 
     config: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")]

@@ -28,8 +28,8 @@ from jpipe_train.runs.listing import SWEEP
 from jpipe_train.runs.reading import Run, read, saved_steps
 from jpipe_train.runs.request import Request
 
-_FREE = frozenset({"train.steps", "train.epochs", "log", "compile_cache"})  # keys that another call may change: the run is still the same
-_TICK = 0.05  # seconds between two looks at the process
+_FREE = frozenset({"train.steps", "train.epochs", "log", "compile_cache"})  # a later call may change these keys and still continue a run
+_TICK = 0.05  # seconds between two checks of the process
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ class _Run:
 
 
 def main(request: Request, task: int | None = None) -> int:
-    """Train the incomplete runs of a sweep, and compare all runs; with `task`, train only that run and compare nothing.
+    """Train the incomplete runs of a sweep, and compare all runs. With `task`, train only this run and compare nothing.
 
     Returns:
-        The exit code: 1 if a run failed, and 128 plus the number of a signal that ended the sweep.
+        The exit code: 1 if a run failed, or 128 plus the number of the signal that ended the sweep.
 
     Raises:
-        InputError: a combination is no valid config, or a folder holds something else. Nothing was trained.
+        InputError: a combination is not a valid config, or a run folder has other content. Nothing was trained.
     """
     chosen = combinations(request)
     _check_task(task, len(chosen))
@@ -67,7 +67,7 @@ def main(request: Request, task: int | None = None) -> int:
             _say(f"run {number} of {len(pending)}: {run.combination.name}")
             code = _train(request, run, signals)
             if signals:
-                _say(f"sweep: stopped by {signal.Signals(signals[0]).name}; the same command goes on with the runs that are not complete")
+                _say(f"sweep: stopped by {signal.Signals(signals[0]).name}; the same command continues with the incomplete runs")
                 return 128 + signals[0]
             if code:
                 failed.append(run.combination.name)
@@ -83,10 +83,12 @@ def slurm_script(request: Request, task: int | None = None) -> str:
     """Return the script of a SLURM job array with a task for each run.
 
     Raises:
-        InputError: as in `main`.
+        InputError: as in `main`, or `task` is set.
     """
     if task is not None:
-        raise InputError(where="sweep", expected="--slurm or --task", found="both", change="the script that --slurm prints has --task")
+        raise InputError(
+            where="sweep", expected="--slurm or --task", found="both", change="remove --task; the script that --slurm prints sets it"
+        )
     chosen = combinations(request)
     for combination in chosen:
         _run(request, _folder(request), combination)
@@ -100,7 +102,7 @@ def slurm_script(request: Request, task: int | None = None) -> str:
 #SBATCH --job-name=jpipe-sweep
 #SBATCH --array=0-{len(chosen) - 1}
 # Add what a run needs here, such as --time, --gpus and --cpus-per-task. A task that is started again resumes its run.
-# When all have ended, the same command without --task writes the comparison.
+# After all tasks have ended, the same command without --task writes the comparison.
 {command} --task "$SLURM_ARRAY_TASK_ID"
 """
 
@@ -115,7 +117,7 @@ def _folder(request: Request) -> Path:
 
 
 def _run(request: Request, folder: Path, combination: Combination) -> _Run:
-    """Return a run with its config, which is checked."""
+    """Return a run of the sweep, with its config read and checked."""
     path = folder / combination.name
     overrides = (*request.overrides, *combination.overrides, f"run.dir={json.dumps(str(path))}")
     return _Run(combination, path, config_file.load(request.config, overrides, allow_code=request.allow_code))
@@ -125,12 +127,12 @@ def _is_pending(run: _Run) -> bool:
     """Return whether a run must be trained or resumed.
 
     Raises:
-        InputError: its folder holds a run of another config, one that cannot be read, one that another process is training, or one that
-            has ended and cannot go on, because it has no checkpoint.
+        InputError: the folder has a run with another config, a run that cannot be read, a run that another process is training, or a run
+            that has ended and cannot go on because it has no checkpoint.
     """
-    if is_training(run.path):  # it may not have written anything yet
-        raise InputError(f"sweep: another process is training in '{shown(run.path)}'; wait for it, or stop it")
-    if not _has_results(run.path):  # nothing, or what an attempt has left that was killed at its start
+    if is_training(run.path):  # the process may not have written anything yet
+        raise InputError(f"sweep: another process is training in '{shown(run.path)}'; wait until it ends, or stop it")
+    if not _has_results(run.path):  # the folder is empty, or a run was killed at its start
         return True
     try:
         found = read(run.path, whole=False)
@@ -141,15 +143,15 @@ def _is_pending(run: _Run) -> bool:
     changed = [key for key in differences.keys([found.config, config_file.record(run.config)]) if key not in _FREE]
     if changed:
         raise InputError(
-            f"sweep: expected a run of this config in '{shown(run.path)}', found one with other values for {', '.join(changed[:5])}; "
-            "choose another --dir, or the config as it was"
+            f"sweep: expected a run of this config in '{shown(run.path)}', found a run with other values for {', '.join(changed[:5])}; "
+            "choose another --dir, or restore the config"
         )
     if _is_complete(found, run.config.train):
         return False
     if found.state.name == "complete" and not saved_steps(run.path):
         raise InputError(
             f"sweep: the run in '{shown(run.path)}' has ended and has no checkpoint from which more steps could be trained; "
-            "choose another --dir, or train.steps and train.epochs as they were"
+            "choose another --dir, or restore train.steps and train.epochs"
         )
     return True
 
@@ -176,31 +178,33 @@ def _is_complete(found: Run, wanted: TrainConfig) -> bool:
 
 
 def _claim(folder: Path, request: Request) -> None:
-    """Mark a folder as a sweep's; several tasks may do so at once.
+    """Mark a folder as the folder of a sweep. Several tasks may do so at the same time.
 
     Raises:
-        InputError: it holds something else, or cannot be written.
+        InputError: the folder has other content, or cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / SWEEP).is_file():
             return
         others = [name for name in os.listdir(folder) if not fnmatch.fnmatch(name, TEMPORARY)]
-        if others and not (folder / SWEEP).is_file():  # which another task may have written since
-            raise InputError(where="sweep --dir", expected="a new or empty folder, or a sweep's", found=f"other files in '{shown(folder)}'")
+        if others and not (folder / SWEEP).is_file():  # another task may have written the mark meanwhile
+            raise InputError(
+                where="sweep --dir", expected="a new or empty folder, or the folder of a sweep", found=f"other files in '{shown(folder)}'"
+            )
         write_atomically(folder / SWEEP, json.dumps({"format": "jpipe-sweep/1", "config": request.config}, indent=2) + "\n")
     except OSError as error:
         raise InputError(f"sweep --dir: cannot write '{shown(folder)}': {error.strerror}; choose another folder") from None
 
 
 def _train(request: Request, run: _Run, signals: Sequence[int]) -> int:
-    """Train a run in a process and return its exit code. The first signal here is passed on to the process; a second one kills it.
+    """Train a run in a child process and return its exit code. The first signal is passed on to the child, and a second signal kills it.
 
-    On Linux it is also killed if this process is.
+    On Linux the child is also killed if this process is killed.
     """
     overrides = [word for override in (*request.overrides, *run.overrides) for word in ("--set", override)]
     command = [*JPIPE, "train", request.config, *overrides, *(["--allow-code"] if request.allow_code else [])]
-    # By its job a run that ended before its first checkpoint begins again in its folder.
+    # A run with the same value of JOB may start again in its folder if it ended before its first checkpoint.
     variables = {JOB: f"sweep {run.combination.name}", "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(  # noqa: S603 - jpipe itself
         child.command(command), stdin=subprocess.DEVNULL, env=os.environ | variables, start_new_session=True

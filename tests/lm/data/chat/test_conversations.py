@@ -148,13 +148,13 @@ WRONG = {
     "tools": ({"messages": [MESSAGE], "tools": "[]"}, r"expected a list of objects in 'tools', found '\[\]'"),
     "surrogate": ({"messages": [MESSAGE | {"content": "\ud800"}]}, r"the chat template fails: expected characters, found half of one"),
     "roles": ({"messages": [MESSAGE, MESSAGE]}, r"the chat template fails: Conversation roles must alternate user/assistant"),
-    "json": ("{", r"line 1: expected an object of JSON, found '\{"),
+    "json": ("{", r"line 1: expected a JSON object, found '\{"),
 }
 
 
 @pytest.mark.parametrize(("line", "message"), WRONG.values(), ids=WRONG)
 def test_a_wrong_line_is_named(line, message, tiny, chat_folders, tmp_path):
-    hint = "change the template" if "template" in message else "leave it out"
+    hint = "change the template" if "template" in message else "remove it"
     with pytest.raises(InputError, match=rf"^data\.path: '.*a\.jsonl', .*{message}.*; correct it, or {hint}$"):
         data.load(configured(tiny, chat_folders["mistral"], written(tmp_path / "a.jsonl", [line])))
 
@@ -175,7 +175,7 @@ def test_a_template_that_leaves_out_earlier_reasoning_gives_a_text_for_each_ques
     config = configured(tiny, chat_folders["qwen"], path, chat_template=str(tmp_path / "t.jinja"))
     loaded = data.load(config)
     assert loaded.remarks[0] == (
-        "4 conversations learned as several texts, because the chat template writes an answer otherwise once messages follow it"
+        "4 conversations learned as several texts, because the chat template writes an answer differently once messages follow it"
     )
     tokenizer = tokenizers.load(config.data.tokenizer, "data.tokenizer")
     labels = loaded.train[0][1][:]
@@ -192,7 +192,9 @@ def test_a_template_that_cannot_be_compiled_is_one_error(tiny, chat_folders, tmp
     """It is tried once, and not for each line."""
     (tmp_path / "t.jinja").write_text("{% if %}")
     path = written(tmp_path / "a.jsonl", [{"messages": [MESSAGE]}] * 100)
-    with pytest.raises(InputError, match=r"^chat template: '.*t\.jinja': Expected an expression, .*; correct it, or choose another one$"):
+    with pytest.raises(
+        InputError, match=r"^chat template: '.*t\.jinja': Expected an expression, .*; correct the template, or choose another one$"
+    ):
         data.load(configured(tiny, chat_folders["qwen"], path, chat_template=str(tmp_path / "t.jinja")))
 
 
@@ -200,12 +202,12 @@ TEMPLATES = {
     "none": (
         {},
         None,
-        r"data\.chat_template: expected a chat template beside '.*tokenizer\.json' \(chat_template\.jinja, or chat_template in tok",
+        r"data\.chat_template: expected a chat template next to '.*tokenizer\.json' \(chat_template\.jinja, or chat_template in tok",
     ),
     "other": ({"chat_template": 3}, None, r"tokenizer_config\.json': chat_template: expected a template, or a list .*, found int"),
     "no default": ({"chat_template": [{"name": "rag", "template": "x"}]}, None, r"one with the name 'default', found \['rag'\]"),
     "large": ({"chat_template": "x" * 2**21}, None, r"chat_template: expected at most 1,048,576 bytes, found 2,097,152"),
-    "no json": ("[", None, r"expected an object of JSON in '.*tokenizer_config\.json', found something else"),
+    "no json": ("[", None, r"expected a JSON object in '.*tokenizer_config\.json', found something else"),
     "no file": ({}, "missing.jinja", r"data\.chat_template: cannot read 'missing\.jinja': No such file"),
 }
 
@@ -271,7 +273,7 @@ def test_nothing_is_read_after_a_conversation_that_ends_the_process_of_the_templ
         raise Ended("the template needs more than 10 s")
 
     monkeypatch.setattr(Renderer, "answers", answers)
-    message = r"^data\.path: '.*a\.jsonl', line 1: the template needs more than 10 s; leave it out, or change the template$"
+    message = r"^data\.path: '.*a\.jsonl', line 1: the template needs more than 10 s; remove the conversation, or change the template$"
     with pytest.raises(InputError, match=message):
         data.load(configured(tiny, chat_folders["qwen"], path))
     assert len(rendered) == 1

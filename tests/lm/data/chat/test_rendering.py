@@ -24,16 +24,16 @@ NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% e
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (NESTED, "the template needs more than 1 s or 512 MiB for a conversation, or ends its process"),
+        (NESTED, "the template needs more than 1 s or 512 MiB for a conversation, or has ended its process"),
         ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
-        ("{{ messages[0].content * 10**9 }}", "it needs too much memory"),
-        ("{% set x = 'a' * 10**9 %}", "it needs too much memory"),
+        ("{{ messages[0].content * 10**9 }}", "the template needs too much memory"),
+        ("{% set x = 'a' * 10**9 %}", "the template needs too much memory"),
         (
             "{% for i in range(99999) %}aaaaaaaaaaaaaaaaaaaaaa{% endfor %}",
-            "expected at most 1,000,000 characters of a conversation, found more",
+            "expected a conversation of at most 1,000,000 characters, found more",
         ),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "it calls itself too often"),
-        ("{{" + "(" * 3000 + ")" * 3000 + "}}", "it calls itself too often"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "the template calls itself too often"),
+        ("{{" + "(" * 3000 + ")" * 3000 + "}}", "the template calls itself too often"),
         ("{% if %}", "Expected an expression, got 'end of statement block', line 1 of the template"),
         ("{{ raise_exception('no\x1b[2J') }}", r"no\x1b[2J"),
     ],
@@ -132,9 +132,9 @@ def test_equal_conversations_give_equal_texts_on_every_day():
         ("{% set t %}{% generation %}{{ messages[1].content }}{% endgeneration %}{% endset %}ab{{ t }}", "outside of macros"),
         (
             "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}",
-            "the text up to message 2 to begin as add_gen",
+            "expected message 2 to begin like the text that add_gen",
         ),
-        ("{{ messages[1].content }}", "the template does not render message 2 or those before it alone"),
+        ("{{ messages[1].content }}", "the template cannot render only the messages up to message 2"),
     ],
     ids=["marks", "prefix", "no end", "moved marks", "other beginning", "undefined"],
 )
@@ -194,7 +194,7 @@ def test_an_answer_that_later_messages_change_is_learned_as_it_was_at_its_end(so
         learned = [(found.text[:start], found.text[start:stop].rstrip()) for found in texts for start, stop in found.answers]
         assert (len(learned), set(learned)) == (len(expected), expected)
         assert one.answers(TURNS[:2]) == [(rendered(TURNS[:2], False), (), False)]
-    with renderer(source, characters=len(texts[0].text) + 10) as small, pytest.raises(Failure, match="expected at most"):
+    with renderer(source, characters=len(texts[0].text) + 10) as small, pytest.raises(Failure, match="of at most"):
         small.answers(TURNS)
 
 

@@ -157,7 +157,7 @@ def test_names_by_whole_parts_and_numbers():
     assert name_in_file("embed/token", {"": "model"}) == "model/embed/token"
     assert name_in_file("model/embed/token", {"model": ""}) == "embed/token"
     for wrong in ({"a_{n}": "b_{m}"}, {"a_{n}/{n}": "b"}, {"a_{}": "b"}):
-        with pytest.raises(ValueError, match=r"names: expected numbers such as \{n\}, each once on the left, found 'a_"):
+        with pytest.raises(ValueError, match=r"names: expected placeholders such as \{n\}, each once on the left, found 'a_"):
             Config.model_validate({"warm_start": {"names": wrong}})
 
 

@@ -114,6 +114,8 @@ def test_a_failure_is_reported_and_the_run_continues(send, service):
 @pytest.mark.parametrize("service", ["trackio", "mlflow"])
 def test_a_missing_library_is_reported_before_a_run_starts(tiny, service, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None)
-    with pytest.raises(InputError, match=f"log: {service} is not installed; install it with pip install {service}, or leave it out"):
+    with pytest.raises(
+        InputError, match=f"log: {service} is not installed; install it with pip install {service}, or remove {service} from log"
+    ):
         logs.check([service])
     logs.check(changed(tiny).log)

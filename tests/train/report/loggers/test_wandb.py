@@ -86,7 +86,7 @@ def test_a_run_leaves_its_rows_and_its_config(tiny, capsys):
     assert (run["project"], run["name"], run["codes"]) == ("jpipe", folder.name, [0])
     assert run["config"]["model"] == config.model_dump()["model"]
     assert not (folder / "tensorboard").exists()
-    assert "wandb: offline; the rows are kept on disk, and wandb sync " in capsys.readouterr().out
+    assert "wandb: offline; the rows are kept on disk; wandb sync " in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -106,7 +106,7 @@ def test_a_resumed_run_continues_the_same_wandb_run(tmp_path, messages, monkeypa
     assert parts[1]["project"] == "mine"
     assert parts[1]["config"] == {"seed": 7, "model": {"width": 8}}
     assert len(messages) == 2
-    assert "wandb: No API key configured. Use `wandb login` to log in; the rows are kept on disk, and wandb sync " in messages[1]
+    assert "wandb: No API key configured. Use `wandb login` to log in; the rows are kept on disk; wandb sync " in messages[1]
 
 
 @pytest.mark.slow
@@ -124,7 +124,7 @@ def test_a_server_that_never_answers_leaves_the_rows_on_disk(tmp_path, messages,
             log.write(0, {"loss": 1.0})
     assert [(part["rows"], part["codes"]) for part in read_runs(tmp_path)] == [({0: {"loss": 1.0}}, [0])]
     assert len(messages) == 1
-    assert "; the rows are kept on disk, and wandb sync " in messages[0]
+    assert "; the rows are kept on disk; wandb sync " in messages[0]
 
 
 @pytest.mark.slow
@@ -132,7 +132,7 @@ def test_a_run_for_which_wandb_is_disabled_is_reported(tmp_path, messages, monke
     monkeypatch.setenv("WANDB_MODE", "disabled")
     with Sender("wandb", tmp_path, {}, messages.append) as log:
         log.write(0, {"loss": 1.0})
-    assert messages == ["wandb: it is disabled, by WANDB_MODE, say; the run continues without it"]
+    assert messages == ["wandb: wandb is disabled, for example by WANDB_MODE; the run continues without it"]
 
 
 KILLED = """
@@ -194,7 +194,7 @@ def test_a_service_that_hangs_holds_up_nothing(tmp_path, messages, hanging):
         log.write(step, {"loss": 1.0, "a metric with a long name": 2.0})
     log.close()
     assert time.monotonic() < began + 5
-    assert messages == [f"wandb: not all was sent in 0.2 s; wandb sync {tmp_path / 'wandb'} sends what is kept there"]
+    assert messages == [f"wandb: some rows could not be sent within 0.2 s; wandb sync {tmp_path / 'wandb'} sends what is kept there"]
     assert sender.some_are_late()
 
 
@@ -230,7 +230,7 @@ def test_rows_that_are_never_sent_are_dropped_eventually(tmp_path, messages, mon
         for step in range(2000):
             log.write(step, {"loss": 1.0, "a metric with a long name": 2.0})
         assert log._rows.qsize() <= 4
-    assert messages[0] == "wandb: 3 rows are waiting to be sent; the run continues, and sends no more"
+    assert messages[0] == "wandb: 3 rows are waiting to be sent; the run continues, but sends no more"
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no room\x07\nmore"), SystemExit("no room\x07"), KeyboardInterrupt("no room\x07")])
@@ -276,7 +276,7 @@ def test_a_folder_that_cannot_be_used_is_reported(tmp_path, messages):
 def test_a_missing_library_is_reported_before_the_run_starts(tiny, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *arguments: None if name == "wandb" else find(name, *arguments))
-    with pytest.raises(InputError, match=r"log: wandb is not installed; install it with pip install wandb, or leave"):
+    with pytest.raises(InputError, match=r"log: wandb is not installed; install it with pip install wandb, or remove"):
         loop.main(changed(tiny | {"log": ["tensorboard", "wandb"]}))
     assert not Path(tiny["run"]["dir"]).exists()
     logs.check(changed(tiny).log)

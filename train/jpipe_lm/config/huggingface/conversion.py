@@ -1,4 +1,4 @@
-"""Convert keys of `config.json` to keys of the section `model` and back, by a row of the table of families."""
+"""Convert keys of `config.json` to keys of the section `model` and back. A row of the table of families describes the conversion."""
 
 from functools import cache
 from typing import Any
@@ -20,19 +20,19 @@ def schema(family: Family) -> type[BaseModel]:
 
 
 def names_of(family: Family) -> dict[str, str]:
-    """Return the key of `config.json` by the key of `model`, for messages."""
+    """Return a dict from keys of `model` to keys of `config.json`, for messages."""
     return {ours: theirs for part in _parts(family) for ours, theirs in part.names.items()}
 
 
 def keys_of(family: Family, content: BaseModel) -> dict[str, Any]:
-    """Return the keys of `model` that the content of `config.json` decides.
+    """Return the keys of `model` that `config.json` determines.
 
     Args:
-        family: the row.
-        content: an instance of its `schema`.
+        family: the row of the table of families.
+        content: the content of `config.json`, an instance of `schema(family)`.
 
     Raises:
-        ValueError: jpipe's layers cannot express it.
+        ValueError: jpipe's layers cannot express the model.
     """
     json_keys = dict(content)
     keys = {name: field.get_default() for name, field in ModelConfig.model_fields.items() if name not in _FREE} | dict(family.fixed)
@@ -45,12 +45,12 @@ def keys_of(family: Family, content: BaseModel) -> dict[str, Any]:
 
 
 def json_of(family: Family, keys: Keys) -> dict[str, Any]:
-    """Return the keys of `config.json` for all keys of `model`; what the family cannot express is left out."""
+    """Return the keys of `config.json` for the keys of `model`. Keys that the family cannot express are left out."""
     return {key: value for part in _parts(family) for key, value in part.write(keys).items()}
 
 
 def canonical(keys: Keys) -> dict[str, Any]:
-    """Return keys of `model` in a normal form: dependent defaults are filled in, and equal meanings are written alike."""
+    """Return keys of `model` in a normal form: defaults that depend on other keys are filled in, and equal models have equal keys."""
     same = dict(keys)
     derived = {"kv_heads": keys["heads"], "head_size": keys["width"] // keys["heads"], "mlp_width": 4 * keys["width"]}
     same |= {key: value for key, value in derived.items() if keys[key] is None}

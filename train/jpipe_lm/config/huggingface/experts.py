@@ -1,4 +1,4 @@
-"""The parts of the table of families for mixtures of experts."""
+"""The key groups of the table of families for mixtures of experts."""
 
 from typing import Annotated, Any
 
@@ -8,7 +8,7 @@ from jpipe_lm.config.huggingface.parts import KeyGroup, Keys, Size, agreed, expa
 
 _Factor = Annotated[float, Field(ge=0, le=1e6)]
 OF_THE_LOSS = ("balance_loss", "z_loss")
-"""The keys of `model.experts` that change the loss, and not the model."""
+"""The keys of `model.experts` that change only the loss, not the model."""
 
 
 def experts(
@@ -21,16 +21,16 @@ def experts(
     dense_layers: bool = False,
     shared: bool = False,
 ) -> KeyGroup:
-    """Return the part for a mixture of experts.
+    """Return the key group for a mixture of experts.
 
     Args:
-        count: the JSON keys that may have the number of experts; the first is written.
-        width: the JSON key of the width of an expert.
-        defaults: the number of experts, the experts per token, and the factor of the load-balancing loss.
-        width_default: the default of `width`; None if another part has that key.
-        renormalizes: whether the probabilities of the chosen experts are divided by their sum; None if `norm_topk_prob` says so.
-        dense_layers: whether `mlp_only_layers` and `decoder_sparse_step` may say that some blocks have no experts.
-        shared: whether an MLP with a gate computes every token as well.
+        count: the JSON keys that may have the number of experts; only the first is written.
+        width: the JSON key with the width of an expert.
+        defaults: the defaults of the number of experts, the experts per token, and the factor of the load-balancing loss.
+        width_default: the default of `width`; None if another key group has this JSON key.
+        renormalizes: whether the probabilities of the chosen experts are divided by their sum; None if `norm_topk_prob` decides this.
+        dense_layers: whether blocks can be without experts, according to `mlp_only_layers` and `decoder_sparse_step`.
+        shared: whether a shared MLP with a gate also computes every token.
     """
     fields: dict[str, tuple[Any, Any]] = {
         **dict.fromkeys(count, (Size | None, None)),
@@ -61,7 +61,7 @@ def experts(
             return {}
         return {
             **{count[0]: mixture["count"], "num_experts_per_tok": mixture["per_token"], width: mixture["mlp_width"]},
-            **({"router_aux_loss_coef": mixture["balance_loss"]} if mixture["balance_loss"] else {}),  # of 0 readers take their default
+            **({"router_aux_loss_coef": mixture["balance_loss"]} if mixture["balance_loss"] else {}),  # readers replace 0 by their default
             "output_router_logits": mixture["balance_loss"] > 0,
             **({"norm_topk_prob": mixture["renormalize"]} if renormalizes is None else {}),
             **(_dense_layers(keys) if dense_layers else {}),
@@ -72,13 +72,13 @@ def experts(
 
 
 def _layers_with_experts(json: Keys, depth: int) -> Any:
-    """Return which blocks have experts, as the key `layers`."""
+    """Return the value of `layers`, which says for each block whether it has experts."""
     step, dense = json["decoder_sparse_step"], json["mlp_only_layers"] or []
     return shortened([(i + 1) % step == 0 and i not in dense for i in range(depth)], depth)
 
 
 def _dense_layers(keys: Keys) -> Keys:
-    """Return the JSON keys for blocks without experts: every nth block has experts, or a list names the blocks without."""
+    """Return the JSON keys for blocks without experts: a step if every nth block has experts, or a list of the blocks without."""
     layers = shortened(keys["experts"]["layers"], keys["depth"]) or [True]
     if not any(layers[:-1]):
         return {"mlp_only_layers": [], "decoder_sparse_step": len(layers)}
@@ -87,7 +87,7 @@ def _dense_layers(keys: Keys) -> Keys:
 
 
 def canonical_experts(keys: Keys) -> Keys:
-    """Return the keys `experts` and `mlp_width`, which has no effect where all blocks have experts, written in one way."""
+    """Return `experts` and `mlp_width` in a normal form. If all blocks have experts, `mlp_width` has no effect and gets a fixed value."""
     if (mixture := keys["experts"]) is None:
         return {}
     layers = shortened(mixture["layers"], keys["depth"])
@@ -95,5 +95,5 @@ def canonical_experts(keys: Keys) -> Keys:
 
 
 def without_losses(value: Any) -> Any:
-    """Return the key `experts` without the values that change only the loss."""
+    """Return the value of `experts` without the keys that change only the loss."""
     return {key: one for key, one in value.items() if key not in OF_THE_LOSS} if isinstance(value, dict) else value

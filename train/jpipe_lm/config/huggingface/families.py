@@ -1,7 +1,7 @@
-"""The families of language models in Hugging Face's folders: one row of a table for each, for reading and writing.
+"""The families of language models in Hugging Face's folders. A table has one row for each family, for reading and writing.
 
-A row lists the keys that `config.json` may have with their meaning, the keys that do not change what the model computes, what all models of
-the family share, and the names of tensors. Any other key is an error, because it may change the model.
+A row lists the keys that `config.json` may have and their meaning, the keys that do not change what the model computes, the keys of `model`
+that all models of the family share, and the names of tensors. Any other key is an error, because it may change the model.
 """
 
 from collections.abc import Mapping
@@ -35,21 +35,21 @@ from jpipe_lm.config.huggingface.rope import rope, rope_by_layer
 
 @dataclass(frozen=True)
 class Tensors:
-    """The names of a family's tensors, by the names of jpipe's parameters.
+    """Mappings from the names of jpipe's parameters to the names of a family's tensors.
 
-    Names joined by commas are concatenated, and so are parameters: `gate,expand` are in one tensor of Phi-3. A *
-    stands for the number of an expert; each expert has its own tensor. Names of parameters that a block does not have are left out.
+    Tensors with names joined by commas are concatenated, and so are parameters: `gate,expand` are in one tensor of Phi-3. A `*` stands for
+    the number of an expert; each expert has its own tensor. Names of parameters that a block does not have are ignored.
 
     Attributes:
-        embed: the names of the layer `embed`.
-        layer: the beginning of the names of a block, with {} for its number.
-        block: the names of a block, without that beginning.
-        head: the names of the layer `head` of a language model.
-        scores: the names of the layer `head` of a model that judges whole texts.
-        prefix: the start of names in the whole model that a folder of the model without its head leaves out.
-        transposed: whether the kernels of blocks are (outputs, inputs), as in PyTorch's `Linear`; the kernels of heads always are.
-        copies: the names of tensors that are copies of others, by the name of the copy; a folder may have them.
-        optional: the starts of the names of tensors that a folder may leave out, by architecture; their parameters are then initialized.
+        embed: the names in the layer `embed`.
+        layer: the prefix of the names in a block, with {} for the number of the block.
+        block: the names in a block, without the prefix.
+        head: the names in the layer `head` of a language model.
+        scores: the names in the layer `head` of a model that judges whole texts.
+        prefix: a prefix of names that folders of the model without its head leave out.
+        transposed: whether the kernels of blocks have shape (outputs, inputs), as in PyTorch's `Linear`. The kernels of heads always do.
+        copies: a mapping from tensors that are copies to the tensors that they copy. A folder may have the copies.
+        optional: for each architecture, prefixes of the names of tensors that a folder may lack. Their parameters are then initialized.
     """
 
     embed: Mapping[str, str]
@@ -68,13 +68,13 @@ class Family:
     """A row of the table.
 
     Attributes:
-        architectures: the names in `config.json` of language models; the first one is written.
-        judges: the names of models with another `model.head`, by that head; classification and regression share one.
-        model_type: the name of the family there.
-        parts: JSON keys, and what they decide.
-        fixed: keys of `model` that are the same in all models of the family; those that nothing decides have their defaults.
-        ignored: further JSON keys that do not change what the model computes, besides `IGNORED`.
-        tensors: their names.
+        architectures: the architecture names of language models in `config.json`; the first name is written.
+        judges: for other values of `model.head`, the architecture name. Classification and regression share the name of classification.
+        model_type: the name of the family in `config.json`.
+        parts: groups of JSON keys and their meaning.
+        fixed: keys of `model` that are the same in all models of the family. All keys that are not determined have their defaults.
+        ignored: JSON keys, in addition to `IGNORED`, that do not change what the model computes.
+        tensors: the names of the tensors.
     """
 
     architectures: tuple[str, ...]
@@ -100,10 +100,10 @@ IGNORED = frozenset(
             "torchscript",
         ),
         *("chunk_size_feed_forward", "id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"),
-        # Defaults of generation that older versions of transformers kept here.
+        # Defaults for generation, which older versions of transformers stored here.
         *("max_length", "min_length", "max_new_tokens", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty"),
         *("temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "bad_words_ids"),
-        # What PretrainedConfig of transformers 1 to 4 wrote into each file.
+        # Keys that PretrainedConfig of transformers 1 to 4 wrote into each file.
         *("_num_labels", "output_past", "xla_device", "tf_legacy_loss", "output_hiddend_states", "eos_token_ids", "gradient_checkpointing"),
         "_flash_attn_2_enabled",
         *("encoder_no_repeat_ngram_size", "num_return_sequences", "output_scores", "return_dict_in_generate", "forced_bos_token_id"),
@@ -111,8 +111,9 @@ IGNORED = frozenset(
         *("cache_implementation", "prefix", "transformers.js_config", "unsloth_version", "unsloth_fixed"),
     }
 )
-"""JSON keys that do not change what the model computes, whatever they say. In training `pad_token_id` does one thing in transformers: the
-embedding of that token gets no gradient from the inputs."""
+"""JSON keys that do not change what the model computes, whatever their values are. One difference remains: when transformers trains, the
+
+embedding of `pad_token_id` gets no gradient from the inputs."""
 
 COMMON = (
     one("vocab_size", "vocab_size", Size),
@@ -120,7 +121,7 @@ COMMON = (
     *(only(key, None) for key in ("quantization_config", "cross_attention_hidden_size", "per_layer_config")),
     KeyGroup({"pruned_heads": (Annotated[dict[str, Any], Field(max_length=0)], {})}, lambda *_: {}, lambda _: {}),
 )
-"""The parts of all families."""
+"""The key groups that all families have."""
 
 
 def _sizes(positions: Any = ...) -> tuple[KeyGroup, ...]:
@@ -142,7 +143,7 @@ _WITHOUT_WINDOWS = only("use_sliding_window", False), without_windows()
 
 
 def _like_llama(default_epsilon: float = 1e-6, tied: bool = False, kv_heads: Any = ..., positions: Any = ...) -> tuple[KeyGroup, ...]:
-    """Return the parts that Llama and its successors share; with `kv_heads` None, a missing number means as many as heads."""
+    """Return the key groups that Llama and its successors share. If `kv_heads` is None and the JSON key is missing, it equals `heads`."""
     epsilon, tie = one("rms_norm_eps", "norm_epsilon", Number, default_epsilon), one("tie_word_embeddings", "tied", bool, tied)
     return *_sizes(positions), one("num_key_value_heads", "kv_heads", Size | None, kv_heads), epsilon, tie
 
@@ -170,7 +171,7 @@ _FOUR_NORMS = {
 
 
 def _tensors_like_llama(*block: Mapping[str, str]) -> Tensors:
-    """Return Llama's names of tensors, with other names in a block."""
+    """Return the tensor names of Llama, with the names `block` in a block."""
     names = {ours: theirs for part in block for ours, theirs in part.items()}
     return Tensors(
         {"token": "model.embed_tokens"},
@@ -199,7 +200,7 @@ FAMILIES: tuple[Family, ...] = (
             only("scale_attn_weights", True),
             only("scale_attn_by_inverse_layer_idx", False),
             only("reorder_and_upcast_attn", False),
-            only("n_special", 0),  # further rows of the embedding, before transformers had its name
+            only("n_special", 0),  # additional rows of the embedding in very old files
         ),
         _GPT_2,
         Tensors(
@@ -222,7 +223,7 @@ FAMILIES: tuple[Family, ...] = (
         ),
     ),
     Family(
-        ("LlamaForCausalLM", "LLaMAForCausalLM"),  # the latter is in conversions that are older than the model in transformers
+        ("LlamaForCausalLM", "LLaMAForCausalLM"),  # LLaMAForCausalLM is in conversions that are older than the model in transformers
         {"classification": "LlamaForSequenceClassification"},
         "llama",
         (
@@ -235,7 +236,7 @@ FAMILIES: tuple[Family, ...] = (
         ),
         _LLAMA,
         _tensors_like_llama(_TWO_NORMS, _ATTENTION, _MLP),
-        # pretraining_tp divides products, which changes their rounding; transformers reads max_position_embeddings.
+        # pretraining_tp only changes rounding; transformers reads max_position_embeddings, not max_sequence_length.
         frozenset({"pretraining_tp", "is_llama_config", "max_sequence_length"}),
     ),
     Family(
@@ -385,7 +386,7 @@ FAMILIES: tuple[Family, ...] = (
         ),
         _GEMMA | {"qk_norm": "head"},
         _tensors_like_llama(_FOUR_NORMS, _ATTENTION, _QK_NORMS, _MLP),
-        frozenset({"hidden_act", "_sliding_window_pattern"}),  # transformers reads hidden_activation, and layer_types beside it
+        frozenset({"hidden_act", "_sliding_window_pattern"}),  # transformers reads hidden_activation, and layer_types
     ),
     Family(
         ("Phi3ForCausalLM",),
@@ -422,7 +423,7 @@ FAMILIES: tuple[Family, ...] = (
         frozenset({"max_window_layers", "pretraining_tp"}),  # transformers reads layer_types and no_rope_layers
     ),
     Family(
-        ("BertForPreTraining", "BertForMaskedLM"),  # the latter often has the next-sentence head, too
+        ("BertForPreTraining", "BertForMaskedLM"),  # BertForMaskedLM often has the next-sentence head, too
         {"classification": "BertForSequenceClassification", "multiple_choice": "BertForMultipleChoice"},
         "bert",
         (
@@ -472,6 +473,6 @@ FAMILIES: tuple[Family, ...] = (
         ),
     ),
 )
-"""The table. An export takes the first row that can express the model, unless the run began with a folder of another."""
+"""The table. An export uses the first row that can express the model, unless the run started from a folder of another family."""
 
 ARCHITECTURES: Mapping[str, Family] = {name: family for family in FAMILIES for name in (*family.architectures, *family.judges.values())}

@@ -11,7 +11,7 @@ _CLASSES, _NUMBER = "single_label_classification", "regression"
 
 
 class _Labels(BaseModel):
-    """The keys that define the meaning of the scores. Without `problem_type`, one label is a number to predict, as in transformers."""
+    """The keys that define the meaning of the scores. As in transformers, one label without `problem_type` means regression."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
@@ -23,7 +23,7 @@ class _Labels(BaseModel):
     def _agree(self) -> "_Labels":
         count = self.count
         if self.id2label is not None and self.id2label.keys() != {str(i) for i in range(count)}:
-            raise ValueError(f"expected id2label to have the numbers 0 to {count - 1}, found others; correct it")
+            raise ValueError(f"expected id2label to have the keys 0 to {count - 1}, found other keys; correct id2label")
         if self.problem_type is not None and (self.problem_type == _NUMBER) != (count == 1):
             raise ValueError(f"expected {'one label' if count > 1 else 'two labels or more'} for {self.problem_type}, found {count}")
         return self
@@ -37,7 +37,7 @@ SCHEMA = _Labels
 
 
 def keys_of(family: Family, architecture: str, labels: _Labels) -> dict[str, Any]:
-    """Return the keys of `model` about the head; none for a language model, from which any head can begin."""
+    """Return the keys of `model` about the head. A language model returns none, because any head can start from its weights."""
     head = next((head for head, name in family.judges.items() if name == architecture), "language")
     if head == "language":
         return {}
@@ -50,7 +50,7 @@ def keys_of(family: Family, architecture: str, labels: _Labels) -> dict[str, Any
 
 
 def json_of(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of `config.json` about the head of a model, given its keys in the section `model`."""
+    """Return the keys of `config.json` about the head of a model; `model` has the keys of the section `model`."""
     if model["head"] in ("language", "multiple_choice"):
         return {}
     labels = model["labels"] or 1
@@ -63,7 +63,7 @@ def json_of(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def agreed(folder: Any, config: Any) -> Any:
-    """Return the labels of a folder, or of a config that names as many."""
+    """Return the labels of a folder; if only the config names labels, and equally many, return the labels of the config."""
     counts = [len(labels) if isinstance(labels, list) else labels for labels in (folder, config)]
     return config if isinstance(config, list) and not isinstance(folder, list) and counts[0] == counts[1] else folder
 

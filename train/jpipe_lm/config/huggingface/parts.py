@@ -1,4 +1,4 @@
-"""The parts of a row of the table of families: groups of keys of `config.json` that together decide keys of `model`, and back."""
+"""The parts of a row of the table of families: groups of keys of `config.json`, and their conversion to keys of `model` and back."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,28 +11,27 @@ from jpipe import InputError
 from jpipe.errors import short
 
 T = TypeVar("T")
-Keys = Mapping[str, Any]  # of the section `model`, or of `config.json`
-
-HINT = "jpipe's models have nothing else; take another model"
+Keys = Mapping[str, Any]  # keys and values of the section `model`, or of `config.json`
+HINT = "jpipe's models do not support other values; use another model"
 Size = Annotated[int, Field(ge=1, le=10**9)]
-Depth = Annotated[int, Field(ge=1, le=1000)]  # as `model.depth`, before a pattern along it is made
+Depth = Annotated[int, Field(ge=1, le=1000)]  # the same limit as `model.depth`, because patterns along the depth are created
 Number = Annotated[float, Field(gt=0)]
 
-# Hugging Face's names by jpipe's; the first is written. All of these approximate tanh like `gelu_new`.
+# From jpipe's names to Hugging Face's; the first is written. The names for gelu all mean the tanh approximation of `gelu_new`.
 ACTIVATIONS = {"gelu": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_exact": ("gelu", "gelu_python"), "silu": ("silu", "swish")}
 Activation = Literal["gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu", "gelu_python", "silu", "swish"]
 
 
 @dataclass(frozen=True)
 class KeyGroup:
-    """JSON keys that decide keys of `model` together.
+    """A group of JSON keys that together determine keys of `model`.
 
     Attributes:
-        fields: type and default of each JSON key; the default ... marks a key that must be there.
-        read: returns the keys of `model`, given the JSON keys and the keys of `model` that earlier parts have decided. It raises ValueError
-            for what jpipe's layers cannot express.
-        write: returns the JSON keys, given all keys of `model`. What they cannot express is left out.
-        names: the JSON key of a key of `model`, for messages.
+        fields: the type and the default of each JSON key; the default ... marks a required key.
+        read: a function of the JSON keys, and of the keys of `model` from earlier groups, that returns keys of `model`. It raises
+            ValueError if jpipe's layers cannot express the values.
+        write: a function of all keys of `model` that returns the JSON keys. Values that the JSON keys cannot express are left out.
+        names: a mapping from keys of `model` to JSON keys, for messages.
     """
 
     fields: Mapping[str, tuple[Any, Any]]
@@ -42,22 +41,22 @@ class KeyGroup:
 
 
 def one(theirs: str, ours: str, kind: Any, default: Any = ...) -> KeyGroup:
-    """Return the part for a JSON key that equals a key of `model`."""
+    """Return the group of one JSON key that has the same value as a key of `model`."""
     return KeyGroup({theirs: (kind, default)}, lambda json, _: {ours: json[theirs]}, lambda keys: {theirs: keys[ours]}, {ours: theirs})
 
 
 def only(theirs: str, *values: Any) -> KeyGroup:
-    """Return the part for a JSON key with equivalent legal values, the default first; it is not written."""
+    """Return the group of one JSON key that must have one of the equivalent `values`. The first is the default; it is not written."""
     return KeyGroup({theirs: (_one_of(*values), values[0])}, lambda *_: {}, lambda _: {})
 
 
 def in_json(value: Any) -> str:
-    """Return a value as JSON has it, with short texts in single quotes."""
+    """Return a value as text like in JSON, but with strings in single quotes."""
     return json.dumps(value) if value is None or isinstance(value, bool) else short(value)
 
 
 def _one_of(*legal: Any) -> Any:
-    """Return the type of a JSON key with these legal values."""
+    """Return a type for a JSON key that accepts only the values in `legal`."""
 
     def check(value: Any) -> Any:
         if not any(isinstance(value, bool) == isinstance(each, bool) and value == each for each in legal):
@@ -69,20 +68,24 @@ def _one_of(*legal: Any) -> Any:
 
 
 def agreed(name: str, values: Iterable[T | None], default: T, where: str = "rope_parameters") -> T:
-    """Return the value on which all known values agree, or the default without any; the message names `where` another value is."""
+    """Return the common value of all values that are not None, or the default if there are none.
+
+    Raises:
+        ValueError: the values differ; the message says that `where` has a different value.
+    """
     known = list(dict.fromkeys(value for value in values if value is not None))
     if len(known) > 1:
-        raise ValueError(f"expected one {name}, found a different one in {where}; leave one of them out")
+        raise ValueError(f"expected one {name}, found a different one in {where}; remove one of them")
     return known[0] if known else default
 
 
 def written(theirs: str, value: Any) -> KeyGroup:
-    """Return the part for a JSON key with a single legal value, which is also its default; it is written."""
+    """Return the group of one JSON key with a single legal value, which is also the default and is written."""
     return KeyGroup({theirs: (_one_of(value), value)}, lambda *_: {}, lambda _: {theirs: value})
 
 
 def activation(theirs: str, default: str) -> KeyGroup:
-    """Return the part for the activation inside the MLP."""
+    """Return the group of the JSON key for the activation in the MLP."""
 
     def read(json: Keys, _: Keys) -> Keys:
         return {"activation": next(ours for ours, names in ACTIVATIONS.items() if json[theirs] in names)}
@@ -93,7 +96,7 @@ def activation(theirs: str, default: str) -> KeyGroup:
 
 
 def biases(*theirs: str) -> KeyGroup:
-    """Return the part for biases: `attention_bias` alone, or with `mlp_bias`."""
+    """Return the group for biases: the JSON key `attention_bias`, alone or with `mlp_bias`."""
 
     def read(json: Keys, _: Keys) -> Keys:
         attention, mlp = json["attention_bias"], json.get("mlp_bias", False)
@@ -108,7 +111,7 @@ def biases(*theirs: str) -> KeyGroup:
 
 
 def qkv_bias() -> KeyGroup:
-    """Return the part for Qwen2-MoE's biases, which only queries, keys and values have."""
+    """Return the group for the biases of Qwen2-MoE. Only queries, keys and values have biases."""
     return KeyGroup(
         {"qkv_bias": (bool, True)},
         lambda json, _: {"bias": "qkv" if json["qkv_bias"] else False},
@@ -118,7 +121,7 @@ def qkv_bias() -> KeyGroup:
 
 
 def attention_scale() -> KeyGroup:
-    """Return the part for Gemma's attention scale, given as its inverse square."""
+    """Return the group for Gemma's attention scale s; the JSON key has 1 / s²."""
 
     def write(keys: Keys) -> Keys:
         scale = keys["attention_scale"]
@@ -132,29 +135,29 @@ def attention_scale() -> KeyGroup:
 # Patterns along the depth --------------------------------------------------------------------------------------------------
 
 FULL, WINDOW = "full_attention", "sliding_attention"
-Layers = Callable[[Keys, Keys], Sequence[bool]]  # which layers have the window, given JSON keys and keys of `model`
+Layers = Callable[[Keys, Keys], Sequence[bool]]  # a function of JSON keys and keys of `model`: for each layer, whether it has the window
 
 
 def window(default: int | None) -> KeyGroup:
-    """Return the part for a window in all layers."""
+    """Return the group for a window in all layers."""
     return one("sliding_window", "window", Size | None, default)
 
 
 def windows(default: int | None, layers: Layers, fields: Mapping[str, tuple[Any, Any]], write: Callable[[Keys], Keys]) -> KeyGroup:
-    """Return the part for a window in some layers.
+    """Return the group for a window in some layers.
 
     Args:
         default: the default of `sliding_window`.
         layers: decides which layers have the window, if there are no `layer_types`.
-        fields: further JSON keys that `layers` reads. If `use_sliding_window` is among them, it has to be true.
-        write: returns them.
+        fields: further JSON keys that `layers` reads. If `use_sliding_window` is among them, there is a window only if it is true.
+        write: a function of all keys of `model` that returns these further JSON keys.
     """
 
     def read(json: Keys, keys: Keys) -> Keys:
         size = json["sliding_window"] if json.get("use_sliding_window", True) else None
         types = json["layer_types"]
         if types is not None and len(types) != keys["depth"]:
-            raise ValueError(f"layer_types: expected one for each of the {keys['depth']} layers, found {len(types)}")
+            raise ValueError(f"layer_types: expected one type for each of the {keys['depth']} layers, found {len(types)}")
         chosen = list(layers(json, keys)) if types is None else [kind == WINDOW for kind in types]
         if size is None and types is not None and any(chosen):
             raise ValueError(f"layer_types: expected no {WINDOW} without a window (sliding_window), found some")
@@ -172,17 +175,17 @@ def windows(default: int | None, layers: Layers, fields: Mapping[str, tuple[Any,
 
 
 def without_windows() -> KeyGroup:
-    """Return the part for `layer_types` without any window; it is not written."""
+    """Return the group for `layer_types` in models without windows. The key is not written."""
     return KeyGroup({"layer_types": (list[Literal["full_attention"]] | None, None)}, lambda *_: {}, lambda _: {})
 
 
 def in_window(keys: Keys) -> list[bool]:
-    """Return which layers of a model have a window."""
+    """Return for each layer of a model whether it has a window."""
     return [False] * keys["depth"] if keys["window"] is None else expanded(keys["window_layers"], keys["depth"])
 
 
 def later_windows() -> KeyGroup:
-    """Return the part for Qwen's windows: if enabled, in the layers after the first `max_window_layers`."""
+    """Return the group for Qwen's windows. If they are enabled, the layers after the first `max_window_layers` have one."""
 
     def write(keys: Keys) -> Keys:
         first = next((i for i, chosen in enumerate(in_window(keys)) if chosen), keys["depth"])
@@ -193,12 +196,12 @@ def later_windows() -> KeyGroup:
 
 
 def every_second_window() -> KeyGroup:
-    """Return the part for Gemma 2's windows."""
+    """Return the group for Gemma 2's windows. Every second layer has one, beginning with the first."""
     return windows(4096, lambda _, keys: [i % 2 == 0 for i in range(keys["depth"])], {}, lambda _: {})
 
 
 def windows_between() -> KeyGroup:
-    """Return the part for Gemma 3's windows: one layer in `sliding_window_pattern` has none."""
+    """Return the group for Gemma 3's windows. All layers have one, except every `sliding_window_pattern`-th layer."""
     fields = {"sliding_window_pattern": (Size, 6)}
     return windows(
         4096, lambda json, keys: [(i + 1) % json["sliding_window_pattern"] != 0 for i in range(keys["depth"])], fields, lambda _: {}
@@ -206,7 +209,7 @@ def windows_between() -> KeyGroup:
 
 
 def layers_without_rope() -> KeyGroup:
-    """Return the part for SmolLM3's layers without positions; these may have a window."""
+    """Return the group for SmolLM3's layers without rotary positions. These layers may have a window."""
 
     def turns(json: Keys, keys: Keys) -> list[bool]:
         if json["no_rope_layers"] is None:
@@ -231,12 +234,12 @@ def layers_without_rope() -> KeyGroup:
 
 
 def expanded(pattern: Sequence[bool] | None, depth: int) -> list[bool]:
-    """Return the value of each layer from a pattern along the depth; without a pattern it is true."""
+    """Return the value of each layer from a pattern that repeats along the depth. Without a pattern all values are true."""
     return [True] * depth if pattern is None else [pattern[i % len(pattern)] for i in range(depth)]
 
 
 def shortened(pattern: Sequence[bool] | None, depth: int) -> list[bool] | None:
-    """Return the shortest pattern with the same value in each layer, or None if all are true."""
+    """Return the shortest pattern that gives the same value to each layer, or None if all values are true."""
     whole = expanded(pattern, depth)
     if all(whole):
         return None

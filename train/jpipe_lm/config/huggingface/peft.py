@@ -15,8 +15,8 @@ from jpipe_lm.config.huggingface.reading import MOST_BYTES, Description, inside,
 from jpipe_lm.config.tune_config import PARTS, TARGETS
 
 ADAPTER_CONFIG = "adapter_config.json"
-_HINT = "jpipe has no such adapters; take others, or merge them with PEFT"
-_UNKNOWN = "jpipe does not know whether it changes the adapters; remove it where it does not, or merge them with PEFT"
+_HINT = "jpipe does not support such adapters; use other adapters, or merge them into the model with PEFT"
+_UNKNOWN = "jpipe does not know whether this key changes the adapters; if it does not, remove it, otherwise merge the adapters with PEFT"
 _WITHOUT_EFFECT = {
     *("auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "fan_in_fan_out", "inference_mode"),
     *("lora_ga_config", "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config"),
@@ -24,13 +24,13 @@ _WITHOUT_EFFECT = {
 _OFF: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("ensure_weight_tying", "lora_bias", "use_bdlora", "use_dora", "use_qalora"), (False, None)),
     "bias": ("none",),
-    "init_lora_weights": (True, False, "gaussian", "orthogonal"),  # others change the weights of the model as well
+    "init_lora_weights": (True, False, "gaussian", "orthogonal"),  # other values also change the weights of the model
     "loftq_config": ({}, None),
     **dict.fromkeys(("layer_replication", "layers_pattern", "layers_to_transform", "target_parameters"), (None, [])),
     **dict.fromkeys(("alora_invocation_tokens", "trainable_token_indices"), (None, [])),
     **dict.fromkeys(("arrow_config", "kasa_config", "megatron_config", "monteclora_config", "velora_config"), (None,)),
 }
-"""Keys of what jpipe does not have, and their values without it; the first is what a message names."""
+"""Keys of features that jpipe does not support, each with the values that turn the feature off. Messages name the first value."""
 
 _Name = Annotated[str, Field(min_length=1, max_length=256)]
 _Rank = Annotated[int, Field(ge=1, le=10**5)]
@@ -62,9 +62,9 @@ class Adapters(NamedTuple):
 
     Attributes:
         lora: the keys of `tune.lora`.
-        ranks: the ranks of modules that have another one than the rest, by name or the end of one.
-        alphas: the same of alpha.
-        saved: the names, or their ends, of modules that are stored whole.
+        ranks: a mapping from names of modules, or ends of names, to ranks that differ from `lora.rank`.
+        alphas: a mapping from names of modules, or ends of names, to values of alpha that differ from `lora.alpha`.
+        saved: the names, or ends of names, of modules with all weights stored.
     """
 
     lora: dict[str, Any]
@@ -89,7 +89,7 @@ def read_adapters(folder: Path, base: Description) -> Adapters:
         base: the model that the adapters are for.
 
     Raises:
-        InputError: the file cannot be read, or describes adapters that jpipe does not have or that do not fit the model.
+        InputError: the file cannot be read, or describes adapters that jpipe does not support or that do not belong to the model.
     """
     file = inside(folder, ADAPTER_CONFIG)
     where, data = shown(folder / ADAPTER_CONFIG), load_json(file, MOST_BYTES)
@@ -103,7 +103,7 @@ def read_adapters(folder: Path, base: Description) -> Adapters:
             raise InputError(f"{where}: unknown key {short(key)}; {_UNKNOWN}")
     for key in ("target_modules", "exclude_modules"):
         if isinstance(pattern := known.get(key), str):
-            raise InputError(f"{where}: {key}: expected a list of names, found {short(pattern)}; write the names in its place")
+            raise InputError(f"{where}: {key}: expected a list of names, found {short(pattern)}; replace it by a list of names")
     json = validated(_Json, {key: value for key, value in known.items() if key in _Json.model_fields}, where)
     ranks, alphas = json.rank_pattern or {}, json.alpha_pattern or {}
     if json.use_rslora and (ranks or alphas):
@@ -126,7 +126,7 @@ def read_adapters(folder: Path, base: Description) -> Adapters:
 
 
 def fill_lora(section: Mapping[str, Any], folder: Path, base: Description, where: str) -> dict[str, Any]:
-    """Return the section `tune.lora` with the keys that a folder in PEFT's layout decides.
+    """Return the section `tune.lora` with the keys that a folder in PEFT's layout determines.
 
     Args:
         section: the section in the config.
@@ -135,13 +135,13 @@ def fill_lora(section: Mapping[str, Any], folder: Path, base: Description, where
         where: the source of the section, for messages.
 
     Raises:
-        InputError: as in `read_adapters`; a key contradicts the folder.
+        InputError: see `read_adapters`; or a key contradicts the folder.
     """
     keys = read_adapters(folder, base).lora
     explicit = {key: value for key, value in section.items() if value is not None}
     lines = [
         f"{where}: tune.lora.{key}: expected {_in_json(keys[key])} as in {shown(folder / ADAPTER_CONFIG)}, found {short(explicit[key])}; "
-        "leave it out"
+        f"remove {key}"
         for key in keys
         if key in explicit and _comparable(explicit[key]) != _comparable(keys[key])
     ]
@@ -151,21 +151,21 @@ def fill_lora(section: Mapping[str, Any], folder: Path, base: Description, where
 
 
 def module_parts(names: list[str], linears: list[tuple[str, ...]]) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the names of modules, each with the parts that it computes: one, or several side by side, such as queries, keys and values.
+    """Return the names of modules, each with the parts that it computes: one part or several, such as queries, keys and values.
 
     Args:
-        names: the names of the modules that hold linear layers together.
-        linears: the parts of each of these layers.
+        names: the names of the modules that together compute some linear layers.
+        linears: the parts of each of these linear layers.
     """
     parts = tuple(part for linear in linears for part in linear)
     return [(name, (part,)) for name, part in zip(names, parts, strict=True)] if len(names) == len(parts) else [(names[0], parts)]
 
 
 def _targets(wanted: list[str], excluded: list[str], base: Description, where: str) -> list[str]:
-    """Return the parts of linear layers that names of modules (or ends of names) select, without the excluded ones."""
+    """Return the parts of linear layers that the names `wanted` select and the names `excluded` do not; ends of names are allowed."""
     found: set[str] = set()
     used: set[str] = set()
-    without: dict[str, str] = {}  # a module that is excluded, by its part
+    without: dict[str, str] = {}  # for each part of excluded modules, one of these modules
     for module, parts in _modules(base):
         if not (ends := [name for name in wanted if is_or_ends(module, name)]):
             continue
@@ -181,11 +181,11 @@ def _targets(wanted: list[str], excluded: list[str], base: Description, where: s
         )
     if some := sorted(found & without.keys()):
         raise InputError(
-            f"{where}: exclude_modules: expected to leave out a module of all blocks or of none, found {without[some[0]]} left out and "
-            f"others like it not; {_HINT}"
+            f"{where}: exclude_modules: expected each module excluded in all blocks or in none, found {without[some[0]]} excluded, but "
+            f"not the same module in other blocks; {_HINT}"
         )
     if not found:
-        raise InputError(f"{where}: exclude_modules: expected to leave some of target_modules, found none left; {_HINT}")
+        raise InputError(f"{where}: exclude_modules: expected it to keep some of target_modules, found all excluded; {_HINT}")
     return [target for target in TARGETS if target in found]
 
 
@@ -195,14 +195,14 @@ def is_or_ends(module: str, name: str) -> bool:
 
 
 def is_saved(module: str, saved: Collection[str]) -> bool:
-    """Return whether PEFT stores a module whole: its name, or the name of a module around it, ends with one of `saved`."""
+    """Return whether PEFT stores all weights of a module: its name, or the name of a module around it, ends with a name in `saved`."""
     parts = module.split(".")
     around = [".".join(parts[: i + 1]) for i in range(len(parts))]
     return any(name.endswith(end) for name in around for end in saved)
 
 
 def _modules(base: Description) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the modules of all blocks that may have adapters."""
+    """Yield the name and the parts of each module of the blocks that may have adapters."""
     tensors = ARCHITECTURES[base.architecture].tensors
     for i in range(base.keys["depth"]):
         for ours, theirs in tensors.block.items():

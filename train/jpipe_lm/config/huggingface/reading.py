@@ -1,4 +1,4 @@
-"""Read the `config.json` of a folder in Hugging Face's layout as keys of the section `model`, by the table of families."""
+"""Read the `config.json` of a folder in Hugging Face's layout and convert it to keys of the section `model`."""
 
 import json
 from collections.abc import Mapping
@@ -22,13 +22,13 @@ from jpipe_lm.config.model_config import LOWER, ModelConfig
 
 CONFIG = "config.json"
 MOST_BYTES = 2**20  # hundreds of times the usual size of a `config.json`
-_SMALLER = "jpipe's models are not so large; take a smaller model"
-_UNKNOWN = "jpipe does not know whether it changes the model; remove it where it does not, or take another model"
-_DERIVED = ("kv_heads", "head_size", "mlp_width", "max_positions")  # keys of `model` that others decide if they are null
+_SMALLER = "jpipe does not support models of this size; use a smaller model"
+_UNKNOWN = "jpipe does not know whether this key changes the model; if it does not, remove it, otherwise use another model"
+_DERIVED = ("kv_heads", "head_size", "mlp_width", "max_positions")  # if these keys of `model` are null, other keys determine them
 
 
 class Description(NamedTuple):
-    """The architecture in `config.json`, and the keys of `model` that it decides."""
+    """The architecture in `config.json`, and the keys of `model` that the file determines."""
 
     architecture: str
     keys: dict[str, Any]
@@ -69,7 +69,7 @@ def parse(data: Any, where: str = "config.json") -> Description:
 
 
 def whole_section(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Add values for keys that no folder decides: the length of a row, and the number of choices of an example."""
+    """Add values for keys that a folder never determines: the length of a row, and the number of choices in an example."""
     return {"seq_len": 1, **({"labels": 2} if keys.get("head") == "multiple_choice" else {}), **keys}
 
 
@@ -82,21 +82,21 @@ class _Architectures(BaseModel):
 
 
 def fill_section(section: Mapping[str, Any], folder: Path, where: str, partial: bool) -> dict[str, Any]:
-    """Return the section `model` with the keys that the folder decides.
+    """Return the section `model` with the keys that a folder determines.
 
     Args:
         section: the section in the config.
         folder: a folder in Hugging Face's layout.
         where: the source of the section, for messages.
-        partial: whether keys may contradict the folder; the parameters that match are then used.
+        partial: whether keys may contradict the folder. If so, only parameters that match are read from the folder later.
 
     Raises:
-        InputError: as in `read`; a key contradicts the folder.
+        InputError: see `read`; or a key contradicts the folder.
     """
     keys, file = read(folder).keys, shown(folder / CONFIG)
     section, keys = _with_router_losses(section, keys)
     if section.get("target") is not None:
-        raise InputError(f"{where}: model.target: expected the built-in model, as {file} describes one, found {short(section['target'])}")
+        raise InputError(f"{where}: model.target: expected the built-in model that {file} describes, found {short(section['target'])}")
     explicit = {key: _normal(key, value) for key, value in section.items() if value is not None or (key in keys and _says_none(key))}
     if partial:
         unused = {"mlp_width": None} if replace_all_mlps(explicit.get("experts")) else {}
@@ -105,12 +105,12 @@ def fill_section(section: Mapping[str, Any], folder: Path, where: str, partial: 
         keys["labels"] = labels.agreed(keys["labels"], explicit["labels"])
         explicit["labels"] = labels.agreed(explicit["labels"], keys["labels"])
     lines = [
-        f"{where}: model.{key}: expected {json.dumps(keys[key])} as in {file}, found {short(explicit[key])}; leave it out"
+        f"{where}: model.{key}: expected {json.dumps(keys[key])} as in {file}, found {short(explicit[key])}; remove model.{key}"
         for key in keys
         if key in explicit and explicit[key] != keys[key]
     ]
     if "preset" in explicit:
-        lines.append(f"{where}: model.preset would say what {file} says; leave it out")
+        lines.append(f"{where}: model.preset has no effect, because {file} describes the model; remove model.preset")
     if lines:
         raise InputError(*lines)
     return {**section, **keys}
@@ -126,12 +126,12 @@ def _with_router_losses(section: Mapping[str, Any], keys: dict[str, Any]) -> tup
 
 
 def _says_none(key: str) -> bool:
-    """Return whether null is a value of its own for a key of `model`; for some keys it means that others decide."""
+    """Return whether null is a real value of a key of `model`. For some keys null means that other keys determine the value."""
     return key not in _DERIVED and ModelConfig.model_fields[key].get_default() is None
 
 
 def _normal(key: str, value: Any) -> Any:
-    """Return a scaling with the defaults of its kind, for comparison; other and invalid values stay as they are."""
+    """Fill in the defaults of a rope scaling, for comparison. Other values, and invalid ones, are returned unchanged."""
     if key != "rope_scaling" or not isinstance(value, dict):
         return value
     try:
@@ -144,52 +144,50 @@ def load_json(path: Path, most: int) -> dict[str, Any]:
     """Read the object in an untrusted JSON file.
 
     Raises:
-        InputError: the file cannot be read, is larger than `most` bytes, or holds no JSON object.
+        InputError: the file cannot be read, is larger than `most` bytes, or is not a JSON object.
     """
     where, hint = shown(path), "give a folder such as transformers' save_pretrained writes"
-    text = read_text(path, most, f"{where}: cannot read it", hint, f"{where}: expected JSON in UTF-8, found other bytes; {hint}")
+    text = read_text(path, most, f"{where}: cannot read the file", hint, f"{where}: expected JSON in UTF-8, found other bytes; {hint}")
     try:
         content = json.loads(text, parse_constant=_reject_constant)
     except RecursionError:
-        raise InputError(f"{where}: expected JSON, found lists in lists too deep to read; {hint}") from None
+        raise InputError(f"{where}: expected JSON, found too many nested lists; {hint}") from None
     except ValueError as error:
         raise InputError(f"{where}: expected JSON, found: {error}; {hint}") from None
     if not isinstance(content, dict):
-        raise InputError(f"{where}: expected an object of JSON, found {'a list' if isinstance(content, list) else short(content)}; {hint}")
+        raise InputError(f"{where}: expected a JSON object, found {'a list' if isinstance(content, list) else short(content)}; {hint}")
     return content
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Resolve the links of a file. They may lead to the blobs beside the snapshot of a download, but nowhere else outside the folder.
+    """Resolve the links of a file. Links may lead to the blobs of a Hugging Face download, but nowhere else outside the folder.
 
     Args:
-        folder: which may be a stranger's.
-        name: the name of the file in it.
+        folder: the folder, which may come from a stranger.
+        name: the name of the file in the folder.
 
     Raises:
-        InputError: no such regular file, or a link that leads out of the folder.
+        InputError: the file does not exist, is not a regular file, or is a link that leads out of the folder.
     """
     path = folder / name
     try:
         target = path.resolve(strict=True)
     except FileNotFoundError:
-        raise InputError(f"{shown(path)}: expected a file, found none; download it again, all of it") from None
+        raise InputError(f"{shown(path)}: expected a file, found none; download the whole folder again") from None
     except (OSError, RuntimeError) as error:
-        raise InputError(f"{shown(path)}: cannot find it: {getattr(error, 'strerror', None) or error}") from None
+        raise InputError(f"{shown(path)}: cannot find the file: {getattr(error, 'strerror', None) or error}") from None
     allowed = [folder.resolve()]
     if allowed[0].parent.name == "snapshots":  # models--owner--name/snapshots/REVISION links to models--owner--name/blobs
         allowed.append(allowed[0].parent.parent / "blobs")
     if not any(target.is_relative_to(parent) for parent in allowed):
-        raise InputError(
-            f"{shown(path)}: expected a file inside the folder, found a link out of it, to {target}; put the file there instead"
-        )
+        raise InputError(f"{shown(path)}: expected a file inside the folder, found a link to {target}; replace the link by the file")
     if not target.is_file():
         raise InputError(f"{shown(path)}: expected a regular file, found none; download it again")
     return target
 
 
 def _reject_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON's")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -202,10 +200,10 @@ def validated(model: type[_Model], data: Any, where: str, theirs: Mapping[str, s
         model: the schema of the content.
         data: the content.
         where: the file, for messages.
-        theirs: Hugging Face's names of keys, by jpipe's.
+        theirs: a mapping from jpipe's names of keys to Hugging Face's.
 
     Raises:
-        InputError: it is invalid; the message has the terms of JSON.
+        InputError: the content is invalid; the message uses Hugging Face's names.
     """
     try:
         return model.model_validate(data, context=theirs)
@@ -215,7 +213,7 @@ def validated(model: type[_Model], data: Any, where: str, theirs: Mapping[str, s
 
 
 def _advised(problem: Problem) -> Problem:
-    """Return a problem of a file of a model that jpipe may not have, with what to do about it."""
+    """Return a problem in a model's file with a hint what to do, as jpipe may not support the model."""
     if problem.change == MISSING:
         return problem
     if problem.what.startswith("unknown key"):

@@ -1,4 +1,4 @@
-"""The rotary positions in `config.json`: `rope_parameters` of newer configs, `rope_theta` and `rope_scaling` of older ones."""
+"""The rotary positions in `config.json`: `rope_parameters` in newer files, `rope_theta` and `rope_scaling` in older ones."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -24,19 +24,19 @@ NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "attention_factor": "attention_factor",
     }
 )
-"""Hugging Face's names by jpipe's for the numbers of a scaling."""
+"""From jpipe's names to Hugging Face's names of the numbers of a scaling."""
 
 KINDS = ("llama3", "linear", "yarn", "longrope")
-_FURTHER = {"yarn": ("mscale", "mscale_all_dim"), "longrope": ("factor",)}  # become the attention factor
+_FURTHER = {"yarn": ("mscale", "mscale_all_dim"), "longrope": ("factor",)}  # the attention factor is computed from these
 _UNSCALED = ("default", None)
 
 
 def _kind(name: str | None) -> str | None:
-    return "longrope" if name == "su" else name  # as LongRoPE was first called
+    return "longrope" if name == "su" else name  # the first name of LongRoPE
 
 
 class Rope(BaseModel):
-    """One rotation. Without a type it is an error: depending on its version, transformers stops or ignores the scaling."""
+    """One set of rotary parameters. A scaling without a type is an error, because some versions of transformers would ignore it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -61,7 +61,9 @@ class Rope(BaseModel):
     def _has_a_type(self) -> "Rope":
         unread = [name for name, value in self if value is not None and name not in ("rope_theta", "partial_rotary_factor")]
         if unread and self.kind is None:
-            raise ValueError(f"expected rope_type beside {unread[0]}, found none; add llama3, or default where nothing is scaled")
+            raise ValueError(
+                f"expected rope_type with {unread[0]}, found none; add rope_type, such as llama3, or default if nothing is scaled"
+            )
         agreed("rope_type", [_kind(self.rope_type), _kind(self.type)], None, "type")
         return self
 
@@ -75,15 +77,15 @@ class Rope(BaseModel):
 
         Args:
             where: the JSON key, for messages.
-            kinds: those that the family has.
-            original: the positions before the scaling, if the rotation does not say them.
+            kinds: the kinds of scaling that the family supports.
+            original: the number of positions before the scaling, if these parameters do not have it.
         """
         kind = self.kind
         if kind in _UNSCALED:
             return None
         if kind == "dynamic":
             raise ValueError(
-                f"{where}.rope_type: dynamic scales positions by the longest row so far, so that a row's loss would depend on others"
+                f"{where}.rope_type: dynamic scales positions by the longest row so far, so the loss of a row would depend on other rows"
             )
         if kind not in kinds:
             raise ValueError(f"{where}.rope_type: expected {', '.join(map(repr, ('default', *kinds)))}, found {kind!r}")
@@ -91,16 +93,16 @@ class Rope(BaseModel):
         if "original_positions" in values:
             values["original_positions"] = values["original_positions"] or original
         if missing := next((NAMES[ours] for ours in NEEDED[kind] if values[ours] is None), None):
-            raise ValueError(f"expected {missing} beside rope_type {kind}, found none; add it")
+            raise ValueError(f"expected {missing} with rope_type {kind}, found none; add {missing}")
         known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *(NAMES[ours] for ours in values), *_FURTHER.get(kind, ())}
         if unknown := next((name for name, value in self if value is not None and name not in known), None):
-            raise ValueError(f"{where}.{unknown}: expected only keys of rope_type {kind}, found it")
+            raise ValueError(f"{where}.{unknown}: expected only keys of rope_type {kind}, found {unknown}")
         if "attention_factor" in values and values["attention_factor"] is None:
             values["attention_factor"] = self._attention_factor(kind, values["original_positions"])
         return {"kind": kind, **{key: OPTIONAL[kind].get(key) if value is None else value for key, value in values.items()}}
 
     def _attention_factor(self, kind: str, original: int) -> float | None:
-        """Return the factor from further keys, or None without them: jpipe then uses the default of transformers."""
+        """Return the attention factor computed from further keys; None without them, so that the default of transformers is used."""
         if kind == "longrope" and self.factor is not None:
             return math.sqrt(1 + math.log(self.factor) / math.log(original)) if self.factor > 1 else 1.0
         if kind == "yarn" and self.mscale and self.mscale_all_dim and self.factor and self.factor > 1:
@@ -110,13 +112,13 @@ class Rope(BaseModel):
 
 
 def rope(theta: float = 10_000.0, kinds: Sequence[str] = KINDS, share: bool = False, original: int | None = None) -> KeyGroup:
-    """Return the part for rotary positions.
+    """Return the key group for rotary positions.
 
     Args:
         theta: the default of `rope_theta`.
-        kinds: the scalings that the family has.
-        share: whether a part of each head may be rotated (`partial_rotary_factor`).
-        original: the default of `original_max_position_embeddings` outside of the rotation; None if the family has it inside only.
+        kinds: the kinds of scaling that the family supports.
+        share: whether only a part of each head may be rotated (`partial_rotary_factor`).
+        original: the default of the top-level JSON key `original_max_position_embeddings`; None if the family does not have this key.
     """
     fields: dict[str, tuple[Any, Any]] = {
         "rope_theta": (Number | None, None),
@@ -134,7 +136,7 @@ def rope(theta: float = 10_000.0, kinds: Sequence[str] = KINDS, share: bool = Fa
             raise ValueError(f"original_max_position_embeddings: expected {inside} as in rope_parameters, found {first}")
         scalings = [rope.scaling(key, kinds, first or keys["max_positions"]) for key, rope in ropes.items()]
         if any(scaling != scalings[0] for scaling in scalings):
-            raise ValueError("expected rope_scaling and rope_parameters to say the same, found different ones; leave one of them out")
+            raise ValueError("expected equal values in rope_scaling and rope_parameters, found different ones; remove one of them")
         shares = [*(rope.partial_rotary_factor for rope in ropes.values()), json["partial_rotary_factor"]]
         chosen = agreed("partial_rotary_factor", shares, 1.0)
         if chosen != 1 and not share:
@@ -146,7 +148,7 @@ def rope(theta: float = 10_000.0, kinds: Sequence[str] = KINDS, share: bool = Fa
         scaling = to_json(keys["rope_scaling"], kinds)
         parts = {"partial_rotary_factor": keys["rope_share"]} if share else {}
         outside = {key: scaling[key] for key in (NAMES["original_positions"],) if scaling and original is not None and key in scaling}
-        # rope_theta and rope_scaling for transformers before 5, rope_parameters for later ones
+        # transformers before version 5 reads rope_theta and rope_scaling, later versions read rope_parameters
         new = {"rope_type": "default", **(scaling or {}), "rope_theta": keys["rope_base"], **parts}
         return {"rope_theta": keys["rope_base"], "rope_scaling": scaling, "rope_parameters": new, **parts, **outside}
 
@@ -154,7 +156,7 @@ def rope(theta: float = 10_000.0, kinds: Sequence[str] = KINDS, share: bool = Fa
 
 
 class _ByLayer(BaseModel):
-    """The rotations of layers without and with a window."""
+    """The rotary parameters of layers without and with a window."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -163,7 +165,13 @@ class _ByLayer(BaseModel):
 
 
 def rope_by_layer(theta: float, local: float, kinds: Sequence[str] = KINDS) -> KeyGroup:
-    """Return the part for rotary positions that differ in layers with a window (Gemma 3), given the defaults of both bases."""
+    """Return the key group for rotary positions that differ in layers with a window (Gemma 3).
+
+    Args:
+        theta: the default base of layers without a window.
+        local: the default base of layers with a window.
+        kinds: the kinds of scaling that the family supports.
+    """
     fields: dict[str, tuple[Any, Any]] = {
         "rope_theta": (Number | None, None),
         "rope_local_base_freq": (Number | None, None),
@@ -179,7 +187,7 @@ def rope_by_layer(theta: float, local: float, kinds: Sequence[str] = KINDS) -> K
         named = {f"rope_parameters.{FULL}": both.full_attention, "rope_scaling": json["rope_scaling"]}
         scalings = [rope.scaling(key, kinds, keys["max_positions"]) for key, rope in named.items() if rope is not None]
         if any(scaling != scalings[0] for scaling in scalings):
-            raise ValueError("expected rope_scaling and rope_parameters to say the same, found different ones; leave one of them out")
+            raise ValueError("expected equal values in rope_scaling and rope_parameters, found different ones; remove one of them")
         if (share := agreed("partial_rotary_factor", [outer.partial_rotary_factor, inner.partial_rotary_factor], 1.0)) != 1:
             raise ValueError(f"partial_rotary_factor: expected 1, found {share:g}")
         return {
@@ -199,7 +207,7 @@ def rope_by_layer(theta: float, local: float, kinds: Sequence[str] = KINDS) -> K
 
 
 def to_json(scaling: Keys | None, kinds: Sequence[str]) -> dict[str, Any] | None:
-    """Return a scaling under transformers' names; None if the family does not have it."""
+    """Return a scaling with the names of transformers; None if there is none, or the family does not support it."""
     if scaling is None or scaling["kind"] not in kinds:
         return None
     values = {NAMES[key]: value for key, value in scaling.items() if key != "kind" and value is not None}

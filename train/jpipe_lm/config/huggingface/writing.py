@@ -1,4 +1,4 @@
-"""Write the section `model` as the `config.json` of a folder in Hugging Face's layout, by the table of families."""
+"""Convert the section `model` to the `config.json` of a folder in Hugging Face's layout."""
 
 import json
 from typing import Any
@@ -15,24 +15,24 @@ from jpipe_lm.config.model_config import ModelConfig
 from jpipe_train.config.model_section import ModelSection
 
 _HEADS = {"classification": "classification", "regression": "classification", "multiple_choice": "multiple_choice"}  # in `Family.judges`
-_SHOWN = 3  # families that a message compares with the model
+_SHOWN = 3  # a message compares this many families with the model
 
 
 def to_json_keys(model: ModelSection, preferred: str | None = None) -> dict[str, Any]:
     """Return the content of `config.json` for a model, without the dtype.
 
-    A family can express a model if it reads back the same model from what it has written.
+    A family can express a model if reading the written content gives the same model.
 
     Args:
         model: the section `model`.
-        preferred: the architecture to take where several have the model; None: the first in the table.
+        preferred: the architecture to use if several can express the model; None for the first in the table.
 
     Raises:
         InputError: no architecture can express the model; the message names the keys that differ.
     """
     if not isinstance(model, ModelConfig):
         found = f"model.kind {model.kind}" if model.target is None else f"one of '{model.target}'"
-        raise InputError(f"--layout huggingface: expected a built-in model, found {found}; leave out --layout")
+        raise InputError(f"--layout huggingface: expected a built-in model, found {found}; remove --layout")
     keys = model.model_dump()
     keys = canonical(keys | {"max_positions": model.max_positions_used})
     first = ARCHITECTURES.get(preferred or "")
@@ -41,14 +41,14 @@ def to_json_keys(model: ModelSection, preferred: str | None = None) -> dict[str,
     if chosen is None:
         nearest = sorted(FAMILIES, key=lambda family: _distance(differences[family.model_type]))[:_SHOWN]
         words = "; ".join(f"{family.architectures[0]} has {', '.join(differences[family.model_type])}" for family in nearest)
-        raise InputError(f"--layout huggingface: no architecture is this model; the nearest: {words}; leave out --layout")
+        raise InputError(f"--layout huggingface: no architecture can express this model; the most similar: {words}; remove --layout")
     family = next(family for family in FAMILIES if family.model_type == chosen)
     architecture = family.architectures[0] if model.head == "language" else family.judges[_HEADS[model.head]]
     return {"architectures": [architecture], "model_type": chosen, **json_of(family, keys), **labels.json_of(keys)}
 
 
 def _differences(family: Family, keys: Keys) -> list[str]:
-    """Return the keys of `model` that change when a family writes the model and reads it back."""
+    """Describe the keys of `model` that change if a model is written in the form of a family and read again."""
     if keys["head"] != "language" and _HEADS[keys["head"]] not in family.judges:
         return [f"no model.head {keys['head']}"]
     try:
@@ -59,13 +59,13 @@ def _differences(family: Family, keys: Keys) -> list[str]:
         return [str(error)]
     pairs = {key: [without_losses(side[key]) if key == "experts" else side[key] for side in (read, keys)] for key in read}
     different = [f"model.{key} {_shown(theirs)}, not {_shown(ours)}" for key, (theirs, ours) in pairs.items() if ours != theirs]
-    if keys["width"] % keys["heads"]:  # transformers refuses it, even where the config has the head size
+    if keys["width"] % keys["heads"]:  # transformers rejects this, even if the file has the head size
         different.append(f"model.heads that divide model.width {keys['width']}, not {keys['heads']}")
     return different
 
 
 def _distance(different: list[str]) -> tuple[bool, int]:
-    """Return the distance of a family from a model: families with comparable keys are closer, then those with fewer differences."""
+    """Return a number to sort families by: families with comparable keys come first, then families with fewer differences."""
     return not all(line.startswith("model.") for line in different), len(different)
 
 

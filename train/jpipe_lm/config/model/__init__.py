@@ -1,1 +1,1 @@
-"""Parts of the section `model` of a config: presets, and keys that hold several values."""
+"""Parts of the section `model` of a config: presets, and keys that have several values."""

@@ -1,4 +1,4 @@
-"""The key `model.experts` of a config: mixtures of experts in place of the MLPs of some blocks."""
+"""The key `model.experts` of a config: a mixture of experts replaces the MLPs of some blocks."""
 
 from typing import Annotated, Any
 
@@ -11,12 +11,13 @@ _Factor = Annotated[float, Field(ge=0, le=1e6)]
 
 
 class ExpertsConfig(Section):
-    """A mixture of `count` experts in place of a block's MLP: a router chooses `per_token` experts to compute each token.
+    """A mixture of `count` experts replaces the MLP of a block. A router chooses `per_token` experts to compute each token.
 
     An expert is an MLP of hidden width `mlp_width`, without biases. `renormalize` divides the probabilities of the chosen experts by their
-    sum. With `shared_mlp_width` an MLP of this hidden width computes every token, too; `shared_gate` multiplies it by a learned number
-    between 0 and 1. `layers` says which blocks have experts, a pattern that repeats along the depth; null for all. The loss of a microbatch
-    has `balance_loss` times the load-balancing loss and `z_loss` times the mean square of the log of the router's partition function.
+    sum. With `shared_mlp_width` a shared MLP of this hidden width also computes every token; `shared_gate` multiplies its output by a
+    learned number between 0 and 1. `layers` is a pattern that repeats along the depth and says which blocks have experts; null means all
+    blocks. The loss of a microbatch includes `balance_loss` times the load-balancing loss, and `z_loss` times the mean square of the
+    logarithm of the router's partition function.
     """
 
     count: Annotated[int, Field(ge=2, le=4096)]
@@ -34,7 +35,7 @@ class ExpertsConfig(Section):
         if self.per_token > self.count:
             raise InputError(f"per_token {self.per_token} is more than count {self.count}", change="change one of them")
         if self.shared_gate and self.shared_mlp_width is None:
-            raise InputError("shared_gate has no effect without shared_mlp_width", change="set that, or leave shared_gate out")
+            raise InputError("shared_gate has no effect without shared_mlp_width", change="set shared_mlp_width, or remove shared_gate")
         if self.layers is not None and not any(self.layers):
             raise InputError(
                 key="layers",
@@ -46,5 +47,5 @@ class ExpertsConfig(Section):
 
 
 def replace_all_mlps(given: Any) -> bool:
-    """Return whether the key `experts`, as it is given, means that no block has an MLP, so that `mlp_width` has no effect."""
+    """Return whether this value of `experts` gives experts to all blocks, so that `mlp_width` has no effect."""
     return isinstance(given, dict) and given.get("layers") is None

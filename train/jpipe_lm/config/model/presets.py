@@ -1,4 +1,4 @@
-"""The presets of the section `model`: published language models, and small ones for experiments."""
+"""The presets of the section `model`: published language models, and small models for experiments."""
 
 from types import MappingProxyType
 from typing import Any
@@ -27,7 +27,7 @@ _GEMMA = {
 """Gemma team 2024, "Gemma 2: Improving Open Language Models at a Practical Size"; 2025, "Gemma 3 Technical Report"."""
 
 _PAPER = {**_GPT_2, "vocab_size": 51200, "max_positions": 512, "seq_len": 512}
-"""The GPTs of Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training": as GPT-2, with 512 positions."""
+"""The GPTs of Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training": like GPT-2, with 512 positions."""
 
 _BERT = {
     **{"kind": "bert", "vocab_size": 30522, "max_positions": 512, "seq_len": 512, "norm_epsilon": 1e-12},
@@ -106,4 +106,4 @@ PRESETS: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
         "bert-tiny": {**_BERT, **_SMALL},
     }
 )
-"""The keys of `model` by preset; all others keep the defaults of `ModelConfig`."""
+"""The keys of `model` that each preset sets. All other keys keep the defaults of `ModelConfig`."""

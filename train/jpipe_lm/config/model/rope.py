@@ -1,4 +1,4 @@
-"""The key `model.rope_scaling`: how rotary positions reach beyond the length of the original training."""
+"""The key `model.rope_scaling`: it extends rotary positions beyond the length of the original training."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -31,17 +31,17 @@ OPTIONAL: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         "longrope": {"attention_factor": None},
     }
 )
-"""Further keys of each kind, with their defaults."""
+"""The optional keys of each kind of scaling, with their defaults."""
 
 
 class RopeScaling(Section):
     """A scaling of rotary positions.
 
-    `llama3`: waves with fewer than `low_frequency_factor` turns within `original_positions` become `factor` times as long, those with more
-    than `high_frequency_factor` turns stay, and those between are interpolated. `linear`: all become `factor` times as long. `yarn`: as
-    `llama3`, but interpolated along the pairs of a head, from `beta_fast` turns to `beta_slow`; `truncate` rounds the two pairs outwards.
-    `longrope`: the wave of each pair becomes longer by its own factor, one of `short_factors` in texts of at most `original_positions`,
-    otherwise one of `long_factors`. The last two multiply queries and keys by `attention_factor`.
+    `llama3`: waves with fewer than `low_frequency_factor` turns within `original_positions` become `factor` times as long, waves with more
+    than `high_frequency_factor` turns stay, and waves in between are interpolated. `linear`: all waves become `factor` times as long.
+    `yarn`: like `llama3`, but the interpolation is along the pairs of a head, from `beta_fast` to `beta_slow` turns; `truncate` rounds the
+    two limiting pairs outwards. `longrope`: the wave of each pair is stretched by a factor of its own, from `short_factors` in texts of at
+    most `original_positions`, otherwise from `long_factors`. `yarn` and `longrope` multiply queries and keys by `attention_factor`.
     """
 
     kind: Literal["llama3", "linear", "yarn", "longrope"] = "llama3"
@@ -66,9 +66,9 @@ class RopeScaling(Section):
     def _keys_fit_the_kind(self) -> "RopeScaling":
         values = {name: value for name, value in self if value is not None and name != "kind"}
         if missing := next((name for name in NEEDED[self.kind] if name not in values), None):
-            raise InputError(f"kind {self.kind} needs {missing}, found none", change="add it")
+            raise InputError(f"kind {self.kind} needs {missing}, found none", change=f"add {missing}")
         if unknown := next((name for name in values if name not in NEEDED[self.kind] and name not in OPTIONAL[self.kind]), None):
-            raise InputError(f"{unknown} has no effect with kind {self.kind}", change="leave it out")
+            raise InputError(f"{unknown} has no effect with kind {self.kind}", change=f"remove {unknown}")
         low, high = self.low_frequency_factor, self.high_frequency_factor
         if low is not None and high is not None and low >= high:
             raise InputError(

@@ -1,1 +1,1 @@
-"""Conversations as training data: chat templates, rendered in a separate process, and the tokens that assistants wrote."""
+"""Conversations as training data. Chat templates are rendered in a separate process, and the tokens of answers are found."""

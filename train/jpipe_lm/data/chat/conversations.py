@@ -1,4 +1,4 @@
-"""Conversations in rows of files: objects with `messages` and perhaps `tools`."""
+"""Conversations in rows of files. A row is an object with `messages` and optionally `tools`."""
 
 import json
 from collections.abc import Mapping
@@ -8,15 +8,15 @@ from jpipe.errors import short
 from jpipe_train.data.files.wrong_lines import WrongLine
 
 ROLES = "system", "user", "assistant", "tool"
-MOST_BYTES = 2**24  # of a conversation as JSON
+MOST_BYTES = 2**24  # the largest size of a conversation as JSON
 
 
 class Conversation(NamedTuple):
     """A conversation.
 
     Attributes:
-        messages: each with a role, and mostly with content, a text or a list of text parts.
-        tools: descriptions of the tools that the assistant may call; None: it has none.
+        messages: the messages. Each has a role, and usually content, which is a text or a list of text parts.
+        tools: descriptions of the tools that the assistant may call; None if there are none.
     """
 
     messages: list[dict[str, Any]]
@@ -24,21 +24,21 @@ class Conversation(NamedTuple):
 
     @property
     def key(self) -> bytes:
-        """Bytes that are equal for equal conversations, whatever the order of their keys."""
+        """Bytes that are equal for equal conversations, even if their keys have different orders."""
         return json.dumps(self, sort_keys=True).encode()
 
     @property
     def contents(self) -> list[str]:
-        """The texts of its messages."""
+        """The texts of the messages."""
         found = [message.get("content") or "" for message in self.messages]
         return [content if isinstance(content, str) else "".join(part["text"] for part in content) for content in found]
 
 
 def conversation(values: Mapping[str, Any]) -> Conversation:
-    """Return the conversation in a row. Keys of a message that are null are left out, as in transformers.
+    """Return the conversation in a row. Keys of a message with null values are left out, as in transformers.
 
     Raises:
-        WrongLine: it is none.
+        WrongLine: the row is not a conversation.
     """
     messages, tools = values.get("messages"), values.get("tools")
     if "messages" not in values:
@@ -49,15 +49,15 @@ def conversation(values: Mapping[str, Any]) -> Conversation:
         raise WrongLine(f"expected a list of objects in 'tools', found {short(tools)}")
     found = Conversation([_message(message, i) for i, message in enumerate(messages, 1)], tools)
     if len(found.key) > MOST_BYTES:
-        raise WrongLine(f"expected at most {MOST_BYTES:,} bytes of a conversation, found more")
+        raise WrongLine(f"expected a conversation of at most {MOST_BYTES:,} bytes, found more")
     return found
 
 
 def _message(message: Any, number: int) -> dict[str, Any]:
-    """Return a message.
+    """Return a message without null values.
 
     Raises:
-        WrongLine: it is none.
+        WrongLine: the value is not a message.
     """
     where = f"message {number}"
     if not isinstance(message, dict):

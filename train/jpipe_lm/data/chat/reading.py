@@ -1,4 +1,4 @@
-"""Read files of conversations: render each line, tokenize it, and find the tokens of the answers."""
+"""Read files of conversations: render each conversation, tokenize its text, and find the tokens of the answers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,32 +14,34 @@ from jpipe_train.data.files.arrow import Column
 from jpipe_train.data.files.records import Row, records
 from jpipe_train.data.files.wrong_lines import WrongLine, WrongLines, check_characters
 
-_BATCH = 2**22  # characters that go to the tokenizer together
+_BATCH = 2**22  # characters that are tokenized together
 _HINT = "or change the template"
 COLUMNS = Column("messages"), Column("tools", is_needed=False)
 """The columns of a conversation."""
 
 
 _Texts = tuple[Conversation, list[Rendered]]
-"""A conversation and its texts; most have only one."""
+"""A conversation and its texts; most conversations have only one text."""
 
 
 def read(
     files: Sequence[Path], renderer: Renderer, tokenizer: Tokenizer, share: float, where: str
 ) -> Iterator[tuple[Row[_Texts], int, Tokenized]]:
-    """Yield each text with its row and its number in the row, from 0; the next texts are rendered while some are tokenized.
+    """Yield the row of each text, the number of the text in the row (from 0), and its tokens.
+
+    While texts are tokenized, the next texts are rendered.
 
     Args:
         files: files with a conversation in each row.
         renderer: renders conversations.
-        tokenizer: of their text.
-        share: of the conversations, to hold out.
-        where: the key or the option that names the files, for messages.
+        tokenizer: tokenizes the texts.
+        share: the share of the conversations to hold out.
+        where: the config key or option that names the files, for messages.
 
     Raises:
-        InputError: a line is wrong, or the template does not render it.
+        InputError: a row is wrong, or the template cannot render it.
     """
-    wrong = WrongLines(where, "or leave it out")
+    wrong = WrongLines(where, "or remove it")
 
     def texts(record: Mapping[str, Any]) -> _Texts:
         interrupt.check()
@@ -55,7 +57,7 @@ def read(
 
 def no_template(error: NoTemplate) -> InputError:
     """Return the error for a template that cannot be compiled."""
-    return InputError(f"chat template: {error}; correct it, or choose another one")
+    return InputError(f"chat template: {error}; correct the template, or choose another one")
 
 
 def _rendered(found: Conversation, renderer: Renderer, wrong: WrongLines) -> list[Rendered]:
@@ -63,7 +65,7 @@ def _rendered(found: Conversation, renderer: Renderer, wrong: WrongLines) -> lis
 
     Raises:
         InputError: the template cannot be compiled.
-        WrongLine: it fails for this conversation.
+        WrongLine: the template fails for this conversation.
     """
     try:
         texts = renderer.answers(found.messages, found.tools)
@@ -72,7 +74,7 @@ def _rendered(found: Conversation, renderer: Renderer, wrong: WrongLines) -> lis
     except NoTemplate as error:
         raise no_template(error) from None
     except Ended as error:
-        raise WrongLine(str(error), f"leave it out, {_HINT}") from None
+        raise WrongLine(str(error), f"remove the conversation, {_HINT}") from None
     except (Failure, WrongLine) as error:
         wrong.hint = _HINT
         raise WrongLine(f"the chat template fails: {error}") from None

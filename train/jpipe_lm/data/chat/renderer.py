@@ -1,4 +1,4 @@
-"""Render chat templates in a separate process, which cannot run forever, fill the memory or open files."""
+"""Render chat templates in a separate process that cannot run forever, fill the memory or open files."""
 
 import json
 import os
@@ -17,11 +17,12 @@ from jpipe_train.console.terminal import printable
 
 _PROGRAM = Path(__file__).with_name("rendering.py")
 _ENVIRONMENT = "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "TZ"
-"""What the process learns of the environment: what Python needs, and no secrets."""
+"""The environment variables that the process gets. Python needs them, and they contain no secrets."""
 _BLOCK = 2**16
 TRAINING_TIME = "2024-07-26T12:00:00"
-"""The time that `strftime_now` gives in training data, so that a run resumed on another day has the same rows. It is the day that Llama
-3's template takes where it is told no other."""
+"""The time that `strftime_now` returns in training data, so that a run resumed on another day has the same rows. It is the default date in
+
+Llama 3's template."""
 
 
 class Failure(Exception):
@@ -41,9 +42,9 @@ class Limits:
     """The limits for rendering a conversation.
 
     Attributes:
-        seconds: the seconds of computation.
-        memory: bytes of the process.
-        characters: the characters of the text.
+        seconds: the largest computing time in seconds.
+        memory: the largest memory of the process in bytes.
+        characters: the largest number of characters in the text.
     """
 
     seconds: int = 10
@@ -52,12 +53,12 @@ class Limits:
 
 
 class Rendered(NamedTuple):
-    """A conversation as text, or a part of one that ends with an answer.
+    """The text of a conversation, or of a part of a conversation that ends with an answer.
 
     Attributes:
-        text: all of it.
-        answers: the beginning and end of each answer of the assistant in it, in characters.
-        is_marked: whether the template marks answers; otherwise an answer may have spaces after the token that ends it.
+        text: the whole text.
+        answers: the position of the first character of each answer of the assistant, and the position after its last character.
+        is_marked: whether the template marks answers. If not, an answer may include spaces after its final special token.
     """
 
     text: str
@@ -66,17 +67,17 @@ class Rendered(NamedTuple):
 
 
 class Renderer:
-    """A context that renders conversations with a template; leaving it ends its processes.
+    """A context that renders conversations with a template. Leaving the context ends its processes.
 
     Args:
-        template: what to render.
-        now: the time that `strftime_now` gives; None: the current time.
+        template: the template to render.
+        now: the time that `strftime_now` returns; None for the current time.
         limits: the limits of each conversation.
     """
 
     def __init__(self, template: Template, now: str | None = None, limits: Limits | None = None) -> None:
         self._template, self._now, self._limits = template, now, limits or Limits()
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}  # by the source of a template
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}  # the keys are sources of templates
 
     def __enter__(self) -> Self:
         return self
@@ -95,10 +96,10 @@ class Renderer:
         process.communicate()
 
     def start(self) -> None:
-        """Compile the template; otherwise the first conversation does.
+        """Compile the template now. Otherwise it is compiled for the first conversation.
 
         Raises:
-            NoTemplate: it cannot be compiled.
+            NoTemplate: the template cannot be compiled.
         """
         self._start(self._template.source())
 
@@ -106,11 +107,11 @@ class Renderer:
         """Render a whole conversation, and find the answers of the assistant.
 
         Returns:
-            Mostly one text. There are several if the template writes an answer otherwise once messages follow it: then each ends with an
-            answer, and has the answers that are still written as they were.
+            Usually one text. If the template writes an answer differently once messages follow it, there are several texts: each ends with
+            an answer, and its spans mark the answers that are written in the same way as at the end of their own text.
 
         Raises:
-            Failure: the template does not render it.
+            Failure: the template cannot render the conversation.
         """
         return self._ask({"messages": messages, "tools": tools, "answers": True})
 
@@ -119,11 +120,11 @@ class Renderer:
 
         Args:
             messages: the messages of the conversation.
-            tools: that the assistant may call.
-            generation_prompt: whether the conversation goes on with an answer, and ends with its beginning.
+            tools: the tools that the assistant may call.
+            generation_prompt: whether the text ends with the beginning of an answer.
 
         Raises:
-            Failure: the template does not render it.
+            Failure: the template cannot render the conversation.
         """
         request = {"messages": messages, "tools": tools, "answers": False, "generation_prompt": generation_prompt}
         return self._ask(request)[0].text
@@ -138,7 +139,7 @@ class Renderer:
         command = [sys.executable, "-P", str(_PROGRAM)]
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
-        # A session of its own: Ctrl-C on the terminal does not reach it.
+        # In a session of its own the process does not receive Ctrl-C from the terminal.
         options: dict[str, Any] = {"env": environment, "cwd": "/", "bufsize": 0, "start_new_session": True}
         try:
             process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, **options)  # noqa: S603 - our own program
@@ -154,10 +155,10 @@ class Renderer:
             raise NoTemplate(f"{self._template.where}: {error}") from None
 
     def _exchange(self, source: str, request: Mapping[str, Any]) -> list[Rendered]:
-        """Send a request and return the reply, which is no more trusted than the template."""
+        """Send a request and return the reply. The reply is checked, because the template may be a stranger's."""
         try:
             line = self._reply(self._processes[source], json.dumps(request).encode() + b"\n")
-        except BaseException:  # Ctrl-C, too: a late reply would be taken for the next request's
+        except BaseException:  # also for Ctrl-C; otherwise a late reply would be read as the reply to the next request
             self._end(source)
             raise
         try:
@@ -175,21 +176,21 @@ class Renderer:
         for each in found:
             ends = [0, *(number for span in each.answers for number in span), len(each.text)]
             if ends != sorted(ends):
-                raise Failure("expected answers one after the other, found that they overlap")
+                raise Failure("expected answers one after the other, found answers that overlap")
         return found
 
     def _reply(self, process: subprocess.Popen[bytes], request: bytes) -> bytes:
-        """Send a request, and return a line.
+        """Send a request, and return the line of the reply.
 
         Raises:
-            Ended: the process has ended, or does not answer.
+            Ended: the process has ended, or does not reply.
         """
         assert process.stdin is not None
         assert process.stdout is not None
         until = (
             time.monotonic() + 60 + 10 * self._limits.seconds
-        )  # the system counts the time of computation; this is for a stopped process
-        most = 12 * self._limits.characters + 2**20  # of a character as JSON
+        )  # the system limits the computing time; this limit is for a process that hangs
+        most = 12 * self._limits.characters + 2**20  # a character takes at most 12 bytes of JSON
         try:
             process.stdin.write(request)
         except OSError:
@@ -208,6 +209,6 @@ class Renderer:
 
     def _ended(self) -> Ended:
         return Ended(
-            f"the template needs more than {self._limits.seconds} s or {self._limits.memory / 2**20:,.0f} MiB for a conversation, or ends "
-            "its process"
+            f"the template needs more than {self._limits.seconds} s or {self._limits.memory / 2**20:,.0f} MiB for a conversation, or has "
+            "ended its process"
         )

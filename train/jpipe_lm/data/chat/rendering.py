@@ -1,8 +1,8 @@
 """Render chat templates within limits of time and memory. `jpipe_lm.data.chat.renderer` runs this file in a separate process.
 
-A template comes from a stranger. Jinja's sandbox keeps it from Python's internals, but not from endless loops or gigabytes of text. The
-limits of a process hold against those, whatever the template does. The process reads a line of JSON for each request and answers with one,
-opens no files, and imports nothing of jpipe. What a template can use is the same as in transformers.
+A template may come from a stranger. Jinja's sandbox keeps it from Python's internals, but not from endless loops or gigabytes of text.
+Against these the process has limits. It reads a line of JSON for each request and replies with a line of JSON. It opens no files, and
+imports nothing from jpipe. A template can use the same functions as in transformers.
 """
 
 import json
@@ -23,10 +23,10 @@ import jinja2.sandbox
 import jinja2.utils
 
 _FIRST = "{% set n = namespace(a='\\n') %}{{ n | pprint }}{{ strftime_now('%c') }}{{ lipsum(1) }}{% generation %}{% endgeneration %}"
-"""A template that makes Jinja and Python import what they import when they need it."""
-_LONGEST_MESSAGE = 500  # characters of an error
+"""A template that makes Jinja and Python import the modules that they import lazily."""
+_LONGEST_MESSAGE = 500  # the longest error message in characters
 _REASONING = "reasoning_content", "thinking", "reasoning"  # the keys of a message for an assistant's reasoning; the first is standard
-_MARK = "mark in a template of your own what the assistant writes, with {% generation %} … {% endgeneration %} (data.chat_template)"
+_MARK = "write a template that marks the answers with {% generation %} … {% endgeneration %}, and name it in data.chat_template"
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
@@ -38,13 +38,13 @@ class Refused(Exception):
 
 
 class Generation(jinja2.ext.Extension):
-    """The tag `{% generation %}`: its block is an answer of the assistant.
+    """The tag `{% generation %}`. Its block is an answer of the assistant.
 
     Attributes:
         tags: the name of the tag.
         is_used: whether a template has the tag.
         before: the number of characters that are rendered before the current block.
-        spans: the first character of each block, and the one after its last.
+        spans: for each block, the position of its first character and the position after its last character.
     """
 
     tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
@@ -68,13 +68,13 @@ class Generation(jinja2.ext.Extension):
         self.before, self.spans, self._texts = 0, [], []
 
     def check(self, text: str) -> None:
-        """Check that each block is at its expected place in the text.
+        """Check that each block is at its recorded position in the text.
 
         Raises:
-            Refused: it is elsewhere, because a macro or a filter has moved it.
+            Refused: a block is elsewhere, because a macro or a filter has moved it.
         """
         if any(text[start:stop] != block for (start, stop), block in zip(self.spans, self._texts, strict=True)):
-            raise Refused("expected {% generation %} outside of macros and {% set %} blocks, where its text can be found, found one inside")
+            raise Refused("expected {% generation %} outside of macros and {% set %} blocks, because its text is not found inside them")
 
     def _record(self, caller: Callable[[], str]) -> str:
         text = caller()
@@ -84,7 +84,7 @@ class Generation(jinja2.ext.Extension):
 
 
 class _Dict:
-    """The function `dict` of templates, without the class's other attributes."""
+    """The function `dict` for templates, without other attributes of the class."""
 
     def __call__(self, *arguments: Any, **named: Any) -> dict[Any, Any]:
         return dict(*arguments, **named)
@@ -94,7 +94,7 @@ class _Dict:
 
 
 class _SafeNamespace(jinja2.utils.Namespace):
-    """The function `namespace` of templates, without names that Python uses internally."""
+    """The function `namespace` for templates; it rejects names that Python uses internally."""
 
     def __init__(*arguments: Any, **named: Any) -> None:  # a template may call namespace(self=...)
         self, *others = arguments
@@ -114,10 +114,10 @@ def _check_name(name: Any) -> None:
 
 
 def environment(now: datetime | None = None) -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """Return the environment in which templates run, as in transformers.
+    """Return the Jinja environment in which templates run. It offers the same functions as transformers.
 
     Args:
-        now: the time that `strftime_now` gives; None: the current time.
+        now: the time that `strftime_now` returns; None for the current time.
     """
     sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
@@ -139,12 +139,12 @@ def compiled(
 
     Args:
         source: the template.
-        variables: further names that it may use, such as bos_token.
-        most: the largest number of characters of a text.
-        now: as in `environment`.
+        variables: further names that the template may use, such as bos_token.
+        most: the largest number of characters in a text.
+        now: see `environment`.
 
     Returns:
-        A function of the tools that returns a function, which renders messages; and whether the template marks what assistants write.
+        A function that takes the tools and returns a function that renders messages; and whether the template marks answers.
     """
     sandbox = environment(now)
     template = sandbox.from_string(source)
@@ -160,7 +160,7 @@ def compiled(
                 texts.append(text)
                 generation.before += len(text)
                 if generation.before > most:
-                    raise Refused(f"expected at most {most:,} characters of a conversation, found more")
+                    raise Refused(f"expected a conversation of at most {most:,} characters, found more")
             whole = "".join(texts)
             generation.check(whole)
             return whole, list(generation.spans)
@@ -171,23 +171,23 @@ def compiled(
 
 
 def with_answers(messages: Sequence[Message], render: Render, is_marked: bool) -> list[tuple[str, list[Span]]]:
-    """Render a conversation, and find what assistants wrote.
+    """Render a conversation, and find the answers of the assistant.
 
-    If the template does not mark answers, an answer is the text that the conversation up to its end adds to the conversation before it,
-    rendered as a prompt for the answer. Some templates write an answer differently once messages follow it, for instance without its
-    reasoning. The conversation up to that answer is then a text of its own, so that every answer is learned once, after the text that a
-    model gets.
+    If the template does not mark answers, the prompt for an answer (the messages before it and a generation prompt) and the conversation up
+    to the end of the answer are rendered. The answer is the text that the second adds to the first. Some templates write an answer
+    differently once messages follow it, for example without its reasoning. Then the conversation up to this answer is a text of its own. So
+    every answer is learned once, after the same text that the model gets as a prompt.
 
     Args:
         messages: the conversation.
-        render: renders messages, with or without the beginning of an answer after them.
-        is_marked: whether the template marks what assistants write.
+        render: renders messages, with or without a generation prompt after them.
+        is_marked: whether the template marks answers.
 
     Returns:
-        The texts, mostly one. Each with the first character of each of its answers and the one after its last.
+        The texts, usually one. Each has, for each of its answers, the position of the first character and the position after the last.
 
     Raises:
-        Refused: the template begins an answer otherwise than it asks for one, or cannot render a part of the conversation.
+        Refused: an answer does not begin like the generation prompt, or the template cannot render a part of the conversation.
     """
     text, marked = render(messages, False)
     if is_marked:
@@ -200,11 +200,10 @@ def with_answers(messages: Sequence[Message], render: Render, is_marked: bool) -
             before = render(messages[:i], True)[0]
             after = text if i == len(messages) - 1 else render(messages[: i + 1], False)[0]
         except Exception as error:
-            raise Refused(f"the template does not render message {i + 1} or those before it alone ({_words(error)}); {_MARK}") from None
+            raise Refused(f"the template cannot render only the messages up to message {i + 1} ({_words(error)}); {_MARK}") from None
         if not after.startswith(before):
             raise Refused(
-                f"expected the text up to message {i + 1} to begin as add_generation_prompt begins an answer, found another beginning; "
-                f"{_MARK}"
+                f"expected message {i + 1} to begin like the text that add_generation_prompt adds, found another beginning; {_MARK}"
             )
         later, spans = texts[-1]
         end = after if later.startswith(after) else after.rstrip()  # the spaces between messages
@@ -213,7 +212,7 @@ def with_answers(messages: Sequence[Message], render: Render, is_marked: bool) -
             texts.append((after, spans))
         spans.insert(0, (len(before), len(end)))
     if len(texts) > 1 and not texts[0][1]:
-        del texts[0]  # it only adds what others say after the last answer
+        del texts[0]  # this text only adds messages after the last answer
     return texts[::-1]
 
 
@@ -227,7 +226,7 @@ def with_texts_joined(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_parts(messages: Sequence[Message]) -> list[Message]:
-    """Return messages with each content that is a text as a list of one part."""
+    """Return messages with each content that is a text converted to a list of one part."""
 
     def parted(content: Any) -> Any:
         return [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -236,7 +235,7 @@ def with_parts(messages: Sequence[Message]) -> list[Message]:
 
 
 def reads_only_parts(render: Render) -> bool:
-    """Return whether a template ignores content that is a plain text, as some templates of models for pictures do."""
+    """Return whether a template ignores content that is plain text. Some templates of multimodal models do."""
     question: list[Message] = [{"role": "user", "content": "question"}]
     try:
         return "question" not in render(question, True)[0] and "question" in render(with_parts(question), True)[0]
@@ -247,8 +246,8 @@ def reads_only_parts(render: Render) -> bool:
 def answer(request: Mapping[str, Any], render: Render, is_marked: bool, only_parts: bool) -> dict[str, Any]:
     """Return the reply to a request: the texts, each with the spans of its answers.
 
-    The template gets content as it is. But a template that does not support parts gets them as one text, and a template that supports only
-    parts (`only_parts`) gets a text as a part.
+    The template gets the content unchanged, with two exceptions. If a template does not support parts, they are joined to one text. If it
+    supports only parts (`only_parts`), a text is converted to one part.
     """
     messages = request["messages"]
 
@@ -286,15 +285,15 @@ def _raise(message: str) -> None:
 
 def _words(error: BaseException) -> str:
     if isinstance(error, MemoryError):
-        return "it needs too much memory"
+        return "the template needs too much memory"
     if isinstance(error, RecursionError):
-        return "it calls itself too often"
+        return "the template calls itself too often"
     line = f", line {error.lineno} of the template" if isinstance(error, jinja2.TemplateSyntaxError) else ""
     return ((str(error).strip().splitlines() or [type(error).__name__])[0] + line)[:_LONGEST_MESSAGE]
 
 
 def _limit_process(memory: int) -> None:
-    """Limit the resources of the process from now on; it can open no file and start no process."""
+    """Limit the resources of the process from now on. It cannot open files or start processes."""
     for what, most in (
         (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_CORE, 0),
@@ -306,7 +305,7 @@ def _limit_process(memory: int) -> None:
 
 
 def _allow_seconds(seconds: int) -> None:
-    """Have the system end the process after some more seconds of computing time."""
+    """Make the system end the process after `seconds` more seconds of computing time."""
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     soft = int(time.process_time()) + 1 + seconds
     resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))

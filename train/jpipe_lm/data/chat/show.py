@@ -1,4 +1,4 @@
-"""Show conversations as a model gets them, and the parts that are learned (`jpipe data show`)."""
+"""Show conversations in the form that a model gets, and which parts are learned (`jpipe data show`)."""
 
 from collections.abc import Iterator
 
@@ -20,9 +20,9 @@ def lines(config: Config, most: int, *, bold: bool) -> Iterator[str]:
     """Yield lines that show the first conversations.
 
     Args:
-        config: names them.
-        most: the largest number of conversations.
-        bold: whether what is learned is bold, as a terminal shows it; otherwise it is in brackets.
+        config: the config that names the conversations.
+        most: the largest number of conversations to show.
+        bold: whether learned parts are bold, for a terminal; otherwise they are in double brackets.
 
     Raises:
         InputError: the config has no conversations, or they cannot be read.
@@ -30,9 +30,9 @@ def lines(config: Config, most: int, *, bold: bool) -> Iterator[str]:
     data = config.data
     if not isinstance(data, DataConfig) or data.format != "chat":
         found = data.format if data.target is None else f"data.target {data.target}"
-        raise InputError(f"data show: expected a config with data.format chat, found {found}; it shows what is learned of conversations")
+        raise InputError(f"data show: expected a config with data.format chat, found {found}; give a config with conversations")
     if most < 1:
-        raise InputError(f"--count: expected 1 or more conversations, found {most}; leave it out for 3")
+        raise InputError(f"--count: expected 1 or more conversations, found {most}; without --count it shows 3")
     tokenizer = tokenizers.load(str(data.tokenizer), "data.tokenizer")
     with sources.readable(), Renderer(template.find(tokenizer, data.chat_template), TRAINING_TIME) as renderer:
         _, files = sources.find_files(sources.with_validation(data.first_path, "data.path")[0])
@@ -49,7 +49,7 @@ def lines(config: Config, most: int, *, bold: bool) -> Iterator[str]:
 
 
 def _text(conversation: Tokenized, before: str, after: str) -> str:
-    """Return the text with marks around the learned parts; unprintable characters other than line ends are escaped."""
+    """Return the text with `before` and `after` around the learned parts. Unprintable characters other than line ends are escaped."""
     parts, at = [], 0
     for start, stop in conversation.answers:
         first, last = int(conversation.offsets[start, 0]), int(conversation.offsets[stop - 1, 1])

@@ -1,4 +1,4 @@
-"""Find the chat template of a tokenizer: in a file that a config names, or beside the tokenizer.json."""
+"""Find the chat template of a tokenizer, in a file that a config names or next to the tokenizer.json."""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ FILE = "chat_template.jinja"
 FOLDER = "additional_chat_templates"
 LEGACY = "chat_template.json"
 SETTINGS = "tokenizer_config.json"
-MOST_BYTES = 2**20  # of a template; the largest have a hundredth of it
+MOST_BYTES = 2**20  # the largest size of a template; known templates have at most a hundredth of this
 _MOST_TEMPLATES = 100
 _MOST_SETTINGS = 2**26  # bytes of a tokenizer_config.json, which may list all special tokens of a large vocabulary
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
@@ -26,9 +26,9 @@ class Template:
     """A chat template, which may come from a stranger.
 
     Attributes:
-        sources: the text of each template by name; one alone is `default`.
-        variables: the special tokens that it may use, such as bos_token.
-        where: the file that it was read from, for messages.
+        sources: a mapping from names of templates to their text. A single template has the name `default`.
+        variables: the special tokens that templates may use, such as bos_token.
+        where: the file that the templates were read from, for messages.
     """
 
     sources: Mapping[str, str]
@@ -37,7 +37,7 @@ class Template:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The part of a tokenizer_config.json about it."""
+        """The keys of a tokenizer_config.json about this template."""
         named = [{"name": name, "template": source} for name, source in self.sources.items()]
         return {**self.variables, "chat_template": named if len(named) > 1 else self.source()}
 
@@ -48,18 +48,18 @@ class Template:
 
 
 def find(tokenizer: Tokenizer, chosen: str | None = None, where: str = "data.chat_template") -> Template:
-    """Find the template of a tokenizer in the places where transformers looks.
+    """Find the template of a tokenizer in the same places as transformers.
 
     Template files take precedence over templates in the settings of the tokenizer. `chat_template.json`, which transformers reads only for
-    models of pictures and text, is the last choice.
+    multimodal models, is the last choice.
 
     Args:
         tokenizer: the tokenizer, read from a file.
-        chosen: the file of a template in place of the tokenizer's own.
-        where: the key or the option that names this file, for messages.
+        chosen: a template file that replaces the tokenizer's own template.
+        where: the config key or option that names this file, for messages.
 
     Raises:
-        InputError: there is none; a file cannot be read or is too large.
+        InputError: there is no template, or a file cannot be read or is too large.
     """
     folder = tokenizer.path.parent
     settings = _settings(folder / SETTINGS)
@@ -80,9 +80,9 @@ def find(tokenizer: Tokenizer, chosen: str | None = None, where: str = "data.cha
             return Template(_named(content["chat_template"], place), variables, place)
     raise InputError(
         where=where,
-        expected=f"a chat template beside '{tokenizer.path}' ({FILE}, or chat_template in {SETTINGS})",
+        expected=f"a chat template next to '{tokenizer.path}' ({FILE}, or chat_template in {SETTINGS})",
         found="none",
-        change="give a tokenizer of a model that chats, or name a template with data.chat_template",
+        change="give the tokenizer of a chat model, or name a template in data.chat_template",
     )
 
 
@@ -93,10 +93,10 @@ def _read(path: Path, where: str) -> str:
 
 
 def _named(value: Any, place: str) -> dict[str, str]:
-    """Return the templates of a tokenizer_config.json by name.
+    """Return a dict from names to templates, from the value of `chat_template` in a tokenizer_config.json.
 
     Raises:
-        InputError: they have another form, are too large, or none is the default.
+        InputError: the value has another form, a template is too large, or there is no template with the name `default`.
     """
     items = [{"name": _DEFAULT, "template": value}] if isinstance(value, str) else value if isinstance(value, list) else []
     pairs = [(item.get("name"), item.get("template")) for item in items[:_MOST_TEMPLATES] if isinstance(item, dict)]
@@ -109,10 +109,10 @@ def _named(value: Any, place: str) -> dict[str, str]:
 
 
 def _with_default(sources: dict[str, str], expected: str, otherwise: str = "") -> dict[str, str]:
-    """Return templates by name; one of them must be for conversations without tools.
+    """Return `sources` after checking that there is a template `default`, for conversations without tools.
 
     Raises:
-        InputError: there is none for them; `otherwise` is what was found if there is none at all.
+        InputError: there is no such template. If there are no templates at all, the message says that `otherwise` was found.
     """
     if _DEFAULT not in sources:
         found = short(sorted(sources)) if sources else otherwise
@@ -121,7 +121,7 @@ def _with_default(sources: dict[str, str], expected: str, otherwise: str = "") -
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, or an empty one without a file."""
+    """Return the object in a JSON file; it is empty if the file does not exist."""
     if not path.is_file():
         return {}
     text = read_text(
@@ -136,12 +136,12 @@ def _settings(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         settings = None
     if not isinstance(settings, dict):
-        raise InputError(where="chat template", expected=f"an object of JSON in '{path}'", found="something else", change="copy it again")
+        raise InputError(where="chat template", expected=f"a JSON object in '{path}'", found="something else", change="copy it again")
     return settings
 
 
 def _special_tokens(settings: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
-    """Return the special tokens by their names in templates, such as bos_token."""
+    """Return a dict from names in templates, such as bos_token, to special tokens."""
     found = {}
     if len(tokenizer.begin) == 1:
         found["bos_token"] = tokenizer.rules.id_to_token(tokenizer.begin[0])

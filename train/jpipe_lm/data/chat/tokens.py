@@ -1,4 +1,4 @@
-"""The tokens of rendered conversations, and which of them assistants wrote."""
+"""Tokenize rendered conversations, and find the tokens of answers."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,8 +18,8 @@ class Tokenized(NamedTuple):
     Attributes:
         text: the text of the whole conversation.
         tokens: the tokens of the text.
-        offsets: shape (n, 2), where each token begins and ends in the text, in characters.
-        answers: the first token of each answer, and the one after its last.
+        offsets: shape (n, 2): for each token, the position of its first character in the text and the position after its last.
+        answers: for each answer, the index of its first token and the index after its last.
     """
 
     text: str
@@ -29,7 +29,7 @@ class Tokenized(NamedTuple):
 
 
 def tokenized(conversations: Sequence[Rendered], tokenizer: Tokenizer) -> list[Tokenized]:
-    """Tokenize conversations on all cores. No tokens are added at their ends: the template writes what begins and ends a text.
+    """Tokenize conversations on all cores. No special tokens are added, because the template writes the beginning and end of a text.
 
     Raises:
         InputError: the tokenizer fails.
@@ -47,15 +47,15 @@ def tokenized(conversations: Sequence[Rendered], tokenizer: Tokenizer) -> list[T
 
 
 def end_of_turn(renderer: Renderer, tokenizer: Tokenizer) -> tuple[list[int], list[str]]:
-    """Find the text that a template writes after an answer.
+    """Find what a template writes after an answer.
 
     Returns:
-        The special token that ends an answer, if it is one; otherwise the text that does, if there is some.
+        A list with the special token that ends an answer, and a list with the text that ends it. At least one of them is empty.
     """
     question, answer = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
     try:
         text = renderer.text([question, answer])
-    except Failure:  # what is rendered later will tell why
+    except Failure:  # the error is reported when a conversation is rendered
         return [], []
     _, found, after = text.rpartition("answer")
     if not found or not after.strip():
@@ -68,13 +68,13 @@ def end_of_turn(renderer: Renderer, tokenizer: Tokenizer) -> tuple[list[int], li
 
 
 def _range(offsets: Int64[np.ndarray, "n 2"], start: int, stop: int) -> Range:
-    """Return the tokens that cover any of the characters start .. stop - 1."""
+    """Return the range of tokens that contain any of the characters start to stop - 1."""
     some = np.flatnonzero((offsets[:, 0] < stop) & (offsets[:, 1] > start))
     return (int(some[0]), int(some[-1]) + 1) if some.size else (0, 0)
 
 
 def _without_spaces(answer: Range, text: str, offsets: Int64[np.ndarray, "n 2"], is_special: np.ndarray) -> Range:
-    """Return an answer without the spaces after its final special token: generation stops at that token."""
+    """Return an answer without the spaces after its final special token, because generation stops at this token."""
     start, stop = answer
     last = next((i for i in reversed(range(start, stop)) if is_special[i]), None)
     if last is None or text[offsets[last, 1] : offsets[stop - 1, 1]].strip():
@@ -83,7 +83,7 @@ def _without_spaces(answer: Range, text: str, offsets: Int64[np.ndarray, "n 2"],
 
 
 def _apart(ranges: Sequence[Range]) -> list[Range]:
-    """Return ranges that share no token: a token with the end of one answer and the beginning of the next belongs to the first."""
+    """Return ranges without common tokens. A token with the end of an answer and the beginning of the next belongs to the first."""
     found: list[Range] = []
     for start, stop in ranges:
         start = max(start, found[-1][1] if found else 0)

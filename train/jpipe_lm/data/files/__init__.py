@@ -1,1 +1,1 @@
-"""Files of tokens, and limits for tokenizers from strangers."""
+"""Read and write files of tokens, and limit tokenizers that may come from strangers."""

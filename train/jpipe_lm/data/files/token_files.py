@@ -1,8 +1,8 @@
-"""Folders of tokens as `jpipe data prepare` writes them: tokens.json describes the shards, which are read when needed.
+"""Folders of tokens that `jpipe data prepare` writes. tokens.json describes the shards, which are read when needed.
 
-A shard `train-00000` is `train-00000.bin`, its tokens as little-endian uint16 or uint32; `train-00000.ends`, for each document the position
-after its last token as uint64; for prompts and chat `train-00000.answers`, the position of the first token of each answer as uint64; and
-for chat `train-00000.answer_ends`, the position after the last token of each answer as uint64.
+A shard `train-00000` consists of these files, with little-endian numbers. `train-00000.bin` has its tokens as uint16 or uint32.
+`train-00000.ends` has for each document the position after its last token as uint64. For prompts and chat, `train-00000.answers` has the
+position of the first token of each answer, and for chat `train-00000.answer_ends` the position after its last token, both as uint64.
 """
 
 import functools
@@ -29,17 +29,17 @@ from jpipe_train.data.files.file_array import FileArray
 INDEX = "tokens.json"
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 POSITIONS: np.dtype[Any] = np.dtype("<u8")
-_MOST_BYTES = 2**26  # of an index; a hundred thousand shards take a third of that
-_SAMPLE = 4096  # bytes at the beginning, in the middle and at the end of each file that the digest reads
-_SOME = 8  # ends at the beginning and at the end of each file that are checked when it is opened
-_WITH_ROWS = ".parquet", ".arrow", ".feather", ".jsonl", ".ndjson", ".gz", ".zst"  # names of files that may have rows of tokens
-MOST_OPEN = 256  # files at a time; each needs a file descriptor
+_MOST_BYTES = 2**26  # the largest size of tokens.json; a hundred thousand shards take a third of it
+_SAMPLE = 4096  # the digest reads so many bytes at the beginning, in the middle and at the end of each file
+_SOME = 8  # so many ends at the beginning and at the end of each file are checked when it is opened
+_WITH_ROWS = ".parquet", ".arrow", ".feather", ".jsonl", ".ndjson", ".gz", ".zst"  # endings of files that may have rows of tokens
+MOST_OPEN = 256  # the most files that are open at a time; each needs a file descriptor
 _Count = Annotated[int, Field(ge=0, le=2**62)]
 
 
 def _is_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", name):
-        raise ValueError(f"expected 1 to 100 letters, digits, '_', '.' and '-', neither '.' nor '-' first, found {short(name)}; rename it")
+        raise ValueError(f"expected 1 to 100 letters, digits, '_', '.' and '-', and not '.' or '-' first, found {short(name)}; rename it")
     return name
 
 
@@ -48,9 +48,9 @@ class _Part(pydantic.BaseModel):
 
 
 class ShardFacts(_Part):
-    """A shard: the `name` of its files without endings, its number of `tokens`, `documents` and `answers`, and the hash of its tokens.
+    """A shard: the `name` of its files without endings, the numbers of `tokens`, `documents` and `answers`, and the hash of the tokens.
 
-    `documents` is null if their ends are not known, and `answers` is if it is not chat.
+    `documents` is null if the ends of documents are unknown. `answers` is null unless the tokens are conversations.
     """
 
     name: Annotated[str, pydantic.AfterValidator(_is_name)]
@@ -66,10 +66,10 @@ class ShardFacts(_Part):
 
 
 class Index(_Part):
-    """The content of tokens.json: a description of the tokens, and the shards for training and for validation.
+    """The content of tokens.json: a description of the tokens, and the shards for training and validation.
 
-    `end_of_text` is the token that ends each document, `tokenizer_sha256` the tokenizer.json's hash, `text_bytes` the size of
-    the files that it was made from.
+    `end_of_text` is the token that ends each document, `tokenizer_sha256` the hash of the tokenizer.json, and `text_bytes` the size of the
+    files that the tokens were made from.
     """
 
     format: Literal["jpipe-tokens/1"]
@@ -91,7 +91,10 @@ class Index(_Part):
 
 
 def is_folder(path: str) -> bool:
-    """Return whether to read a path as such a folder: it is one, or it is no file, no glob and no folder of files with rows."""
+    """Return whether to read a path as a folder of tokens.
+
+    This is the case if it is one, or if it is not a file, a glob or a folder that contains files with rows.
+    """
     root = expanded(path, "data.path")
     if not root.is_dir():
         return not (root.is_file() or glob.has_magic(path))
@@ -102,7 +105,7 @@ def read_index(path: str, where: str) -> tuple[Path, Index]:
     """Read the index of the folder at `path`, and check that every shard exists and has its size.
 
     Raises:
-        InputError: it is no such folder, a file is missing or of another size, or the tokenizer has not made the tokens.
+        InputError: it is not a folder of tokens, a file is missing or has a wrong size, or the tokenizer is not the one of the tokens.
     """
     folder = expanded(path, where)
     file = folder / INDEX
@@ -130,7 +133,7 @@ def read_index(path: str, where: str) -> tuple[Path, Index]:
 
 
 def documents(folder: Path, index: Index, shards: Sequence[ShardFacts]) -> Documents:
-    """Return the documents in these shards, read when needed."""
+    """Return the documents in the shards. They are read when needed."""
     cached = functools.lru_cache(maxsize=MOST_OPEN)(_opened)
 
     def opened(shard: ShardFacts, part: int) -> Callable[[], Numbers] | None:
@@ -150,7 +153,7 @@ def documents(folder: Path, index: Index, shards: Sequence[ShardFacts]) -> Docum
 
 
 def digest(folder: Path, index: Index) -> str:
-    """Hash the index with the hashes in it, and a sample of every file; it does not depend on times.
+    """Return a hash of the index, which contains hashes, and of a sample of every file. It does not depend on file times.
 
     Raises:
         InputError: a file cannot be read.
@@ -171,11 +174,11 @@ def _sample(path: Path) -> list[bytes]:
 
 
 def _opened(path: Path, dtype: np.dtype[Any], count: int, size: int | None) -> FileArray:
-    """Open a file of `count` numbers; if they are ends of documents with `size` tokens in total, check some of them.
+    """Open a file of `count` numbers. If `size` is set, they are ends of documents with `size` tokens in total; then check some of them.
 
     Raises:
-        InputError: they do not rise, or do not end with the tokens; the file was cut off.
-        OSError: it cannot be opened.
+        InputError: the ends are not ascending, or the last is not `size`; or the file was cut off.
+        OSError: the file cannot be opened.
     """
     array = FileArray(path, dtype, size=count)
     if size is None:
@@ -183,11 +186,13 @@ def _opened(path: Path, dtype: np.dtype[Any], count: int, size: int | None) -> F
     first, last = array[:_SOME], array[-_SOME:]
     if last[-1] != size:
         raise InputError(
-            f"data: expected the last end in '{path}' to be {size:,}, all its tokens, found {last[-1]:,}; write the folder again"
+            f"data: expected the last number in '{path}' to be {size:,}, the number of tokens, found {last[-1]:,}; write the folder again"
         )
     for some in (first, last):
         if some[0] == 0 or np.any(some[1:] <= some[:-1]):
-            raise InputError(where="data", expected=f"rising ends in '{path}'", found=some[:5].tolist(), change="write the folder again")
+            raise InputError(
+                where="data", expected=f"ascending numbers in '{path}'", found=some[:5].tolist(), change="write the folder again"
+            )
     return array
 
 
@@ -203,13 +208,13 @@ def _check_size(path: Path, count: int, dtype: np.dtype[Any], where: str) -> Non
     if size != expected:
         other = next((name for name, another in DTYPES.items() if another != dtype and size == count * another.itemsize), None)
         hint = (
-            "copy it again, or prepare it again" if other is None or dtype is POSITIONS else f"are these {other}? {INDEX} says {dtype.name}"
+            "copy or prepare the folder again" if other is None or dtype is POSITIONS else f"are these {other}? {INDEX} says {dtype.name}"
         )
         raise InputError(where=where, expected=f"'{path}' to have {expected:,} bytes", found=f"{size:,}", change=hint)
 
 
 def _check_tokenizer(path: Path, index: Index, where: str) -> None:
-    """Check that a tokenizer beside the tokens made them."""
+    """Check that a tokenizer next to the tokens is the one that made them."""
     try:
         if index.tokenizer_sha256 is None or not path.exists():
             return
@@ -219,7 +224,7 @@ def _check_tokenizer(path: Path, index: Index, where: str) -> None:
     if actual != index.tokenizer_sha256:
         raise InputError(
             where=where,
-            expected=f"'{path}' to be the tokenizer that made the tokens, as {INDEX} says",
-            found="another",
+            expected=f"'{path}' to be the tokenizer that made the tokens (see {INDEX})",
+            found="another tokenizer",
             change="copy the folder again, or prepare it with this tokenizer",
         )

@@ -1,4 +1,4 @@
-"""Read rows of token ids, such as a column `input_ids`; each row is a document that another program tokenized."""
+"""Read rows of token ids, such as a column `input_ids`. Each row is a document that another program has tokenized."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,17 +14,17 @@ from jpipe_train.data.files.wrong_lines import WrongLine, WrongLines, value_of
 
 
 def read(files: Sequence[Path], key: str, share: float, where: str, largest: int = LARGEST_VOCABULARY) -> Iterator[Row[np.ndarray]]:
-    """Yield the documents of all files in order, each its ids in uint32, perhaps none.
+    """Yield the documents of all files in order. The value of a row is an array of ids in uint32, which may be empty.
 
     Args:
         files: the files to read.
         key: the column with the ids.
-        share: of the documents, to hold out.
-        where: the key or the option that names the files, for messages.
-        largest: ids are below this.
+        share: the share of the documents to hold out.
+        where: the config key or option that names the files, for messages.
+        largest: ids must be below this number.
 
     Raises:
-        InputError: a row is wrong, or there is no such column.
+        InputError: a row is wrong, or the column is missing.
     """
     wrong = WrongLines(where, f"or set {setting_of(where, 'tokens_key')}")
     columns = [Column(key, "tokens_key", "ids")]
@@ -36,7 +36,7 @@ def _ids(record: Mapping[str, Any], key: str, largest: int) -> np.ndarray:
     """Return the ids of a row.
 
     Raises:
-        WrongLine: there are none, or they are out of range.
+        WrongLine: the value is not a list of ids, or an id is out of range.
     """
     value = value_of(record, key)
     if not isinstance(value, np.ndarray):
@@ -46,7 +46,7 @@ def _ids(record: Mapping[str, Any], key: str, largest: int) -> np.ndarray:
             value = np.asarray(value, np.int64)
         except OverflowError:
             raise WrongLine(f"expected ids below {largest:,} in {key!r}, found {short(max(value, key=abs))[:100]}") from None
-    if value.dtype.kind not in "iu":  # there are nulls among them
+    if value.dtype.kind not in "iu":  # some are null
         raise WrongLine(f"expected a list of integers in {key!r}, found null among them")
     if value.size and (value.min() < 0 or value.max() >= largest):
         wrong = value.max() if value.max() >= largest else value.min()

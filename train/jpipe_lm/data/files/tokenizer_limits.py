@@ -9,11 +9,11 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-MOST_GROWTH = 2**12  # characters that one may become; for chains such as ALBERT's the bound is below 2,000
-MOST_STEPS = 1000  # of a chain, and characters of a text that one step adds
-LONGEST_TOKEN = 4096  # characters; the longest of well-known tokenizers have a few hundred
-MOST_ADDED = 2**26  # characters of all added tokens, once they are normalized
-MOST_SECONDS = 1.0  # for a few hundred short texts; usual expressions need a hundredth of it
+MOST_GROWTH = 2**12  # a character may become at most this many; for chains such as ALBERT's the bound is below 2,000
+MOST_STEPS = 1000  # the most steps of a chain, and the most characters that one step may add
+LONGEST_TOKEN = 4096  # characters; the longest tokens of well-known tokenizers have a few hundred
+MOST_ADDED = 2**26  # the most characters of all added tokens together, after normalizing
+MOST_SECONDS = 1.0  # the most seconds for a few hundred short texts; usual expressions need a hundredth of this
 _MOST_TEXTS = 200
 _PARTS = "normalizer", "pre_tokenizer", "decoder", "post_processor"
 _CHAINS = "normalizers", "pretokenizers", "decoders", "processors"
@@ -26,28 +26,28 @@ _FACTORS = {"ByteLevel": 4, "Lowercase": 3, "NFC": 3, "NFD": 4, "NFKC": 18, "NFK
     ),
     1,
 )
-"""Into how many characters of any kind a step can turn one; steps that are not here get the largest factor."""
+"""The most characters that each kind of step can make from one. Other steps count with the largest factor."""
 _ATOM = r"(?:\\[sSdDwW]|\\[pP]\{\w+\}|\\[^\w]|\[[^\[\]]+\]|[^\\\[\](){}*+?|^$.&])(?:\+|\{(\d+)(?:,\d*)?\})?"
-"""What a regular expression matches at least once, or the number of times that it says."""
+"""An atom of a regular expression that matches at least one character, optionally with a number of repetitions."""
 
 
 class TooMuch(Exception):
-    """A tokenizer beyond the limits; the message ends a sentence, with what was expected and found."""
+    """A tokenizer exceeds the limits. The message is the end of a sentence: what was expected and what was found."""
 
 
 def check_content(content: bytes) -> set[str]:
-    """Check what a tokenizer.json declares, before the library reads it.
+    """Check the content of a tokenizer.json before the tokenizers library reads it.
 
     Returns:
-        Its regular expressions.
+        The regular expressions in it.
 
     Raises:
-        TooMuch: it is beyond the limits.
-        ValueError: it is not JSON, or says something twice, so that the library may read it otherwise.
+        TooMuch: the tokenizer exceeds the limits.
+        ValueError: the content is not JSON, or has a key twice; then the library might read another value than this check.
     """
     declared = json.loads(content, object_pairs_hook=_object)
     if not isinstance(declared, dict):
-        return set()  # the library says what is wrong
+        return set()  # the library reports the error
     steps = {part: _steps(declared.get(part), part) for part in _PARTS}
     lengths = _Lengths()
     for step in reversed([*steps["normalizer"], *steps["pre_tokenizer"]]):
@@ -65,23 +65,23 @@ def check_content(content: bytes) -> set[str]:
 
 
 def check_vocabulary(tokens: Mapping[str, int]) -> None:
-    """Check the length of all tokens, in any form of the file.
+    """Check the lengths of all tokens.
 
     Raises:
-        TooMuch: one is longer than the limit.
+        TooMuch: a token is longer than the limit.
     """
     if (longest := max(map(len, tokens), default=0)) > LONGEST_TOKEN:
         raise TooMuch(f"tokens of at most {LONGEST_TOKEN:,} characters, found one of {longest:,}")
 
 
 def check_time(rules: Any, expressions: Iterable[str]) -> None:
-    """Tokenize and decode short texts on which a regular expression with catastrophic backtracking takes long.
+    """Tokenize and decode short texts for which a regular expression with catastrophic backtracking would take long.
 
-    The library itself ends a search after ten million steps, so even the first text takes a bounded time.
+    The library ends a search after ten million steps, so the time for a single text is bounded.
 
     Args:
-        rules: the tokenizer, of the tokenizers library.
-        expressions: its regular expressions.
+        rules: the tokenizer as an object of the tokenizers library.
+        expressions: the regular expressions of the tokenizer.
 
     Raises:
         TooMuch: the texts take longer than the limit.
@@ -100,7 +100,7 @@ def check_time(rules: Any, expressions: Iterable[str]) -> None:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("expected each key of an object once, found one twice")
+        raise ValueError("expected each key of an object once, found a key twice")
     return found
 
 
@@ -109,7 +109,7 @@ def _has_regex(step: Mapping[str, Any]) -> bool:
 
 
 def _shortest_match(expression: str) -> int:
-    """Return the least number of characters in a match; 0 if that is not obvious, or if a match may be empty."""
+    """Return the least number of characters in a match; 0 if a match may be empty, or if the number is not obvious."""
     parts = expression.split("|")
     if not all(re.fullmatch(f"(?:{_ATOM})+", part) for part in parts):
         return 0
@@ -117,7 +117,7 @@ def _shortest_match(expression: str) -> int:
 
 
 def _steps(declared: Any, part: str) -> list[dict[str, Any]]:
-    """Return the steps of a part in order, without the sequences around them."""
+    """Return the steps of a part in order. Nested sequences are flattened."""
     found: list[dict[str, Any]] = []
     waiting = [declared]
     while waiting:
@@ -134,21 +134,21 @@ def _steps(declared: Any, part: str) -> list[dict[str, Any]]:
 
 
 class _Lengths:
-    """The most characters that one character can become in the steps after some place; the place begins after the last step."""
+    """The most characters that each character can become in the last steps of a chain. `before` adds the step before them."""
 
     def __init__(self) -> None:
         self._of: dict[str, float] = {}
-        self._other = 1.0  # of characters that `_of` does not have
+        self._other = 1.0  # the length for characters that `_of` does not have
 
     def of(self, text: str) -> float:
-        """Return the length that a text can reach."""
+        """Return the most characters that a text can become."""
         return sum(self._of.get(character, self._other) for character in text)
 
     def before(self, step: Mapping[str, Any], chain: str) -> None:
-        """Move to the place before a step.
+        """Add `step`, the step before the steps that were added already.
 
         Raises:
-            TooMuch: a character becomes more than the limit.
+            TooMuch: a character can become more characters than the limit.
         """
         kind, pattern = str(step.get("type")), step.get("pattern")
         content = step.get("content") if kind == "Replace" else step.get("prepend") if kind == "Prepend" else None
@@ -167,10 +167,10 @@ class _Lengths:
             self._all(factor, int(kind in ("ByteLevel", "Metaspace")))
         if (most := max([self._other, *self._of.values()])) > MOST_GROWTH:
             found = "very many" if math.isinf(most) else f"up to {most:,.0f}"
-            raise TooMuch(f"{chain} to make at most {MOST_GROWTH:,} characters of one, found {found}")
+            raise TooMuch(f"{chain} to make at most {MOST_GROWTH:,} characters from one, found {found}")
 
     def _all(self, times: int, more: float) -> None:
-        """Let each character become `times` characters of any kind, and some more."""
+        """Add a step that makes `times` characters of any kind from each character, plus `more` characters."""
         if times == 1:
             self._of = {character: length + more for character, length in self._of.items()}
             self._other += more
@@ -180,27 +180,30 @@ class _Lengths:
 
 
 def _longest_of_map(step: Mapping[str, Any]) -> int:
-    """Return the length of the longest text in SentencePiece's map of characters: a size, a trie of that size, and the texts."""
+    """Return the length of the longest text in SentencePiece's map of characters.
+
+    The map consists of a size, a trie of this size, and the texts.
+    """
     try:
         content = base64.b64decode(step["precompiled_charsmap"])
     except (KeyError, TypeError, ValueError):
-        return _LARGEST_FACTOR  # the library says what is wrong
+        return _LARGEST_FACTOR  # the library reports the error
     texts = content[4 + int.from_bytes(content[:4], "little") :].decode(errors="replace").split("\0")
     return max(map(len, texts))
 
 
 def _check_template(steps: Sequence[Mapping[str, Any]]) -> None:
-    """Check that a template adds few tokens to a text, and repeats none of the text's tokens.
+    """Check that a template adds only a few tokens to a text, and does not repeat the text.
 
     Raises:
-        TooMuch: there are more.
+        TooMuch: the template adds too many tokens, or repeats a text.
     """
     for step in steps:
         for name in ("single", "pair"):
             pieces = step.get(name)
             texts = list(_ids(pieces, "Sequence"))
             if len(set(texts)) < len(texts):
-                raise TooMuch(f"each text once in {name} of the post_processor, found one twice")
+                raise TooMuch(f"each text once in {name} of the post_processor, found a text twice")
             special = step.get("special_tokens")
             numbers = {key: len(value.get("ids", ())) for key, value in special.items()} if isinstance(special, dict) else {}
             if (count := sum(numbers.get(key, 1) for key in _ids(pieces, "SpecialToken"))) > MOST_STEPS:
@@ -214,10 +217,10 @@ def _ids(pieces: Any, kind: str) -> Iterator[str]:
 
 
 def _check_model(model: Any) -> None:
-    """Check what a model adds to each character or word, and how long a word may be if the model tries all its parts.
+    """Check the text that a model adds to each character or word, and the longest word that it searches for parts.
 
     Raises:
-        TooMuch: it is beyond the limits.
+        TooMuch: the model exceeds the limits.
     """
     if not isinstance(model, dict):
         return

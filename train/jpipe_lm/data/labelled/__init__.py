@@ -1,1 +1,1 @@
-"""Texts with labels, for classification, regression and multiple choice: from rows of files to rows of tokens."""
+"""Texts with labels, for classification, regression and multiple choice. Rows of files become rows of tokens."""

@@ -15,11 +15,11 @@ from jpipe_train.data.files.wrong_lines import WrongLine, WrongLines, text_of, v
 
 
 class Example(NamedTuple):
-    """A text or a pair of texts with a label; or a text or pair for each choice, with the number of the right choice.
+    """A text or a pair of texts with a label. For multiple choice, a pair for each choice, with the number of the right choice.
 
     Attributes:
-        rows: the texts and pairs.
-        label: the number of the class or of the choice, or for regression the number to predict.
+        rows: the texts or pairs of texts.
+        label: the number of the class or of the right choice; for regression, the number to predict.
     """
 
     rows: tuple[str | tuple[str, str], ...]
@@ -27,7 +27,7 @@ class Example(NamedTuple):
 
     @property
     def content(self) -> bytes:
-        """All of the text."""
+        """All texts as bytes."""
         return "\0".join(text for row in self.rows for text in ((row,) if isinstance(row, str) else row)).encode()
 
 
@@ -36,12 +36,12 @@ def read(files: Sequence[Path], config: Config, share: float, where: str) -> Ite
 
     Args:
         files: the files to read.
-        config: the config of the run; its `data` names the keys, and its `model` the head and the labels.
-        share: of the examples, to hold out.
-        where: the key that names the files, for messages.
+        config: the config of the run. The section `data` names the keys, and `model` has the head and the labels.
+        share: the share of the examples to hold out.
+        where: the config key that names the files, for messages.
 
     Raises:
-        InputError: lines are wrong.
+        InputError: rows are wrong.
     """
     wrong, numbers = WrongLines(where), _numbers_of_labels(config)
 
@@ -53,7 +53,7 @@ def read(files: Sequence[Path], config: Config, share: float, where: str) -> Ite
 
 
 def _columns(config: Config) -> list[Column]:
-    """Return the columns that are read."""
+    """Return the columns to read."""
     data, labels = data_of(config), model_of(config).labels
     names = tuple(labels) if isinstance(labels, list) else ()
     columns = [Column(str(data.text_key), "text_key", "text"), Column(data.label_key, "label_key", "label", labels=names)]
@@ -73,14 +73,14 @@ def _rows(record: Mapping[str, Any], config: Config) -> tuple[str | tuple[str, s
         return (text,) if second is None else ((text, second),)
     choices, expected = value_of(record, data.choices_key), model_of(config).label_count
     if not isinstance(choices, list) or len(choices) != expected:
-        found = f"{len(choices)} of them" if isinstance(choices, list) else type(choices).__name__
+        found = f"{len(choices)} choices" if isinstance(choices, list) else type(choices).__name__
         raise WrongLine(f"expected a list of {expected} choices (model.labels) in {data.choices_key!r}, found {found}")
     before = "" if second is None else f"{second} "
     return tuple((text, before + text_of(choice, data.choices_key)) for choice in choices)
 
 
 def _numbers_of_labels(config: Config) -> dict[str, int]:
-    """Return the number of each label by name and by number; only by name if names are numbers."""
+    """Return a dict from names of labels, and from their numbers as text, to numbers. If names are numbers, only names are keys."""
     model = model_of(config)
     names = model.labels if isinstance(model.labels, list) else []
     by_number = {} if any(name.isdecimal() for name in names) else {str(i): i for i in range(model.label_count or 0)}

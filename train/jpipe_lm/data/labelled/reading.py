@@ -21,8 +21,8 @@ from jpipe_train.data.data import Examples
 from jpipe_train.data.files.records import Row
 from jpipe_train.data.files.wrong_lines import Place, WrongLine, WrongLines
 
-_AT_ONCE = 2000  # rows that go to the tokenizer together
-_MOST_TYPES = 2  # texts that BERT tells apart
+_AT_ONCE = 2000  # rows that are tokenized together
+_MOST_TYPES = 2  # the number of texts that BERT distinguishes
 
 
 def read(config: Config, path: str | None = None) -> Examples:
@@ -30,10 +30,10 @@ def read(config: Config, path: str | None = None) -> Examples:
 
     Args:
         config: the config of the run.
-        path: other examples, all of them for validation.
+        path: the path of other examples; all of them are for validation.
 
     Raises:
-        InputError: they cannot be read, or are too long; the tokenizer does not fit the model.
+        InputError: examples cannot be read, or are too long; or the tokenizer has more tokens than the model's vocabulary.
     """
     data = data_of(config)
     splits.check_beside_weights(config)
@@ -68,7 +68,7 @@ class _Rows:
         self._labels: tuple[list[int | float], list[int | float]] = ([], [])
 
     def add_all(self, examples: Iterable[Row[Example]], where: str) -> None:
-        """Add examples."""
+        """Tokenize and add examples."""
         too_long = WrongLines(where, "raise model.seq_len, or cut such texts with data.too_long: cut")
         for batch in tokenizers.batched(examples, lambda example: len(example.value.rows), _AT_ONCE):
             texts = [row for example in batch for row in example.value.rows]
@@ -86,7 +86,7 @@ class _Rows:
         too_long.check()
 
     def examples(self) -> list[LabelledRows]:
-        """Return the examples for training and for validation."""
+        """Return the examples for training and the examples for validation."""
         model = model_of(self._config)
         rest: dict[str, Any] = {
             "seq_len": model.seq_len,
@@ -106,16 +106,16 @@ class _Rows:
         ]
 
     def remarks(self) -> tuple[str, ...]:
-        """Describe what was cut."""
+        """Return a line about texts that were cut, if there are any."""
         return (f"{count(self._cut, 'text')} cut to the {self._most} tokens of a row",) if self._cut else ()
 
     def _check(self, row: tokenizers.Row, place: Place, where: str) -> None:
         if not row.tokens.size:
-            raise InputError(where=where, key=place, expected="text", found="none that has a token", change="leave the example out")
+            raise InputError(where=where, key=place, expected="text", found="a text without any token", change="remove the example")
         if model_of(self._config).kind == "bert" and (types := 1 + int(row.types.max())) > _MOST_TYPES:
             raise InputError(
                 where=self._tokenizer.where,
-                expected=f"a tokenizer that tells {_MOST_TYPES} texts apart, as BERT does",
-                found=f"one with {types} types of tokens",
-                change="use one made for BERT",
+                expected=f"a tokenizer with {_MOST_TYPES} types of tokens, like BERT",
+                found=f"a tokenizer with {types}",
+                change="use a tokenizer made for BERT",
             )

@@ -1,4 +1,4 @@
-"""Tokenized examples in memory: each is a padded row of tokens, or such a row for each choice."""
+"""Tokenized examples in memory. Each is a padded row of tokens or, for multiple choice, such a row for each choice."""
 
 import hashlib
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ class LabelledRows:
 
     Attributes:
         tokens: the tokens of all rows, one after the other.
-        types: the text to which each token belongs.
-        ends: the position after the last token of each row.
-        labels: the labels of each example, integers or numbers.
-        seq_len: positions of a row.
-        choices: rows of an example.
+        types: for each token, the number of the text that it belongs to.
+        ends: for each row, the position after its last token.
+        labels: the labels of the examples, integers or floats.
+        seq_len: the number of positions in a row.
+        choices: the number of rows in an example; None for one row without a dimension for choices.
         padding: the token that fills rows.
-        has_types: whether the model reads types.
+        has_types: whether the model needs token types.
     """
 
     tokens: np.ndarray
@@ -50,13 +50,13 @@ class LabelledRows:
 
     @property
     def spec(self) -> tuple[Tree, Tree]:
-        """Shapes and dtypes of an example."""
+        """The shapes and dtypes of an example."""
         shape = (self.seq_len,) if self.choices is None else (self.choices, self.seq_len)
         array = jax.ShapeDtypeStruct(shape, np.dtype(np.int32))
         return dict.fromkeys(self._fills, array), jax.ShapeDtypeStruct((), self.labels.dtype)
 
     def digest(self) -> str:
-        """Hash all of it."""
+        """Return a hash of all examples."""
         hasher = hashlib.sha256(f"{self.seq_len} {self.choices} {self.padding}".encode())
         for array in (self.tokens, self.types, self.ends, self.labels):
             hasher.update(np.ascontiguousarray(array).data)

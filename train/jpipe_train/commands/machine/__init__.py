@@ -1,1 +1,1 @@
-"""Commands about machines: what they have, and what a job would find on them."""
+"""Commands about machines: their devices, and checks before a job starts on them."""

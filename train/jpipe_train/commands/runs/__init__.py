@@ -1,1 +1,1 @@
-"""The commands for many runs, one module each."""
+"""The commands that work on several runs, one module each."""

@@ -1,4 +1,4 @@
-"""`jpipe sweep CONFIG --grid KEY=VALUES`: train with every combination of some values."""
+"""`jpipe sweep CONFIG --grid KEY=VALUES`: train with every combination of some config values."""
 
 from typing import Annotated
 
@@ -10,14 +10,14 @@ from jpipe_train.runs.request import Request
 
 
 def sweep(request: Fields[Request], task: Annotated[int | None, tyro.conf.arg(metavar="I")] = None, slurm: Flag = False) -> int:
-    """Train a run for every combination of some values, one after the other, and compare them.
+    """Train one run for every combination of some config values, one after the other, and compare the runs.
 
-    Runs that are complete are skipped, and others are resumed, so the same command continues a sweep, and another grid adds runs to it.
+    Complete runs are skipped, and unfinished runs are resumed. So the same command continues a sweep, and another grid adds runs to it.
 
     Args:
         request: What is trained.
-        task: Train only combination number I, from 0, and compare nothing, as a job of an array does.
-        slurm: Print the script of a SLURM job array with a task for each run, and train nothing.
+        task: Train only combination I, counted from 0, and compare nothing. A task of a SLURM job array trains one combination in this way.
+        slurm: Print the script of a SLURM job array with one task for each run, and train nothing.
     """
     with interrupt.importing():
         from jpipe_train.runs import sweeping

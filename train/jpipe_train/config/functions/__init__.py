@@ -1,1 +1,1 @@
-"""The functions that a config names: the user's own or optax's, and their arguments."""
+"""The functions that a config names, from the user's modules or from optax, and their arguments."""

@@ -1,4 +1,4 @@
-"""Check and convert the arguments that a config gives to a function, by the function's signature and annotations."""
+"""Check and convert the arguments that a config gives to a function, according to the function's signature and annotations."""
 
 import difflib
 import inspect
@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
-LARGEST = float(np.finfo(np.float32).max)  # larger settings diverge anyway, and NumPy would warn of each
+LARGEST = float(np.finfo(np.float32).max)  # training with a larger setting diverges anyway, and NumPy would warn about it
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a function by name, or an empty dict if it has no signature."""
+    """Return a dict from the names of a function's parameters to the parameters; it is empty if the function has no signature."""
     try:
         return dict(inspect.signature(function, eval_str=True).parameters)
     except (TypeError, ValueError, NameError):
@@ -24,12 +24,12 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def check_names(function: Callable[..., Any], name: str, names: Iterable[str], reserved: Mapping[str, str]) -> None:
-    """Check that `function` accepts the named arguments and that no required one is missing.
+    """Check that `function` accepts the named arguments and that no required argument is missing.
 
     Args:
-        function: the function to call; messages call it `name`.
-        name: its name.
-        names: the arguments that the config gives.
+        function: the function to call.
+        name: the function's name in messages.
+        names: the names of the arguments that the config sets.
         reserved: the arguments that jpipe sets itself, each with the message for a config that sets it too.
 
     Raises:
@@ -42,10 +42,10 @@ def check_names(function: Callable[..., Any], name: str, names: Iterable[str], r
     accepted = [key for key, p in parameters.items() if key not in reserved and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     for key in names:
         if key in reserved:
-            raise ValueError(f"'{key}' of '{name}' {reserved[key]}; leave it out here")
+            raise ValueError(f"'{key}' of '{name}' {reserved[key]}; remove it here")
         if key not in accepted and inspect.Parameter.VAR_KEYWORD not in kinds:
             near = sorted(accepted, key=lambda other: -difflib.SequenceMatcher(None, key, other).ratio())
-            listed = f"its arguments, the nearest first: {', '.join(near)}" if near else "it takes none"
+            listed = f"its arguments, the most similar first: {', '.join(near)}" if near else "it takes none"
             raise ValueError(f"'{name}' has no argument '{key}'; {listed}")
     for key in accepted:
         if parameters[key].default is inspect.Parameter.empty and key not in names:
@@ -53,14 +53,14 @@ def check_names(function: Callable[..., Any], name: str, names: Iterable[str], r
 
 
 def convert(function: Callable[..., Any], name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert values from YAML to the types that `function` is annotated with.
+    """Convert values from YAML to the types in the annotations of `function`.
 
     A list becomes a tuple, `bfloat16` a dtype, and 1 becomes 1.0.
 
     Args:
         function: an annotated function.
-        name: its name, for messages.
-        values: the values from the config by argument name.
+        name: the function's name in messages.
+        values: the values from the config; the keys are argument names.
 
     Raises:
         ValueError: a value has the wrong type, or YAML cannot express the argument.
@@ -72,7 +72,7 @@ def convert(function: Callable[..., Any], name: str, values: Mapping[str, Any]) 
         if kind is None:
             raise ValueError(
                 f"'{key}' of '{name}' takes a Python object, which a config cannot express; "
-                f"write a function that calls {name} with it and name that one, as module:function"
+                f"write a function that calls {name} with this object, and name your function as module:function"
             )
         if value is None and _may_be_none(parameters[key]):
             converted[key] = None
@@ -88,12 +88,12 @@ def convert(function: Callable[..., Any], name: str, values: Mapping[str, Any]) 
 
 
 def kind_of(parameter: inspect.Parameter) -> tuple[str, Callable[[Any], Any]] | None:
-    """Return a description of the YAML values that a parameter accepts and their conversion, or None if YAML cannot express it."""
+    """Return a description of the YAML values that a parameter accepts, and a function that converts them; None if there are none."""
     choices = alternatives(parameter.annotation)
     origins = {get_origin(choice) or choice for choice in choices}
     if "dtype" in parameter.name:
         return f"a dtype ({', '.join(DTYPES)})", DTYPES.__getitem__
-    if origins & {Iterable, Mapping}:  # a pytree with the structure of the parameters
+    if origins & {Iterable, Mapping}:  # a pytree with the structure of the model's parameters
         return None
     if float in origins:
         return "a number", _number
@@ -151,6 +151,6 @@ def _text(value: Any) -> str:
 
 
 def _one_of(names: Iterable[Any]) -> Callable[[Any], Any]:
-    """Return a conversion that accepts these values only, and does not take 1 for true."""
+    """Return a conversion that accepts only these values, with the same type: 1 does not stand for true."""
     known = {(type(name), name): name for name in names}
     return lambda value: known[type(value), value]

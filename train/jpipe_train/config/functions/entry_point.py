@@ -1,6 +1,6 @@
 """Import and call the user's functions that a config names as `module:function`, and report their errors in one line.
 
-Permission is not checked here: `jpipe_train.config.config_file.load` rejects such a config unless a person allows it.
+This module does not ask for permission: `jpipe_train.config.config_file.load` rejects such a config unless the user allows it.
 """
 
 import importlib
@@ -23,7 +23,7 @@ from jpipe_train.console import interrupt
 
 _OUR_PACKAGES = ("jpipe", "jpipe_planner", "jpipe_train", "jpipe_lm")
 IN_PYTHON = "python"
-"""The module in the names of objects that only a Python program has."""
+"""In place of a module, this word names an object that exists only in a Python program."""
 _FORM = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 _NOT_USER_CODE = (
     "<",  # code without a file
@@ -33,7 +33,7 @@ _NOT_USER_CODE = (
 
 
 def name_in_python(part: str) -> str:
-    """Return the target for a part of a run that `jpipe_train.fit` got as an object: it can be compared, but not imported."""
+    """Return the target for a part of a run that `jpipe_train.fit` got as an object. It can be compared but not imported."""
     return f"{IN_PYTHON}:{part}"
 
 
@@ -49,10 +49,10 @@ def load(target: str, key: str) -> Callable[..., Any]:
 
     Args:
         target: `module:function`.
-        key: the config key that names it, for messages.
+        key: the config key with this target, for messages.
 
     Raises:
-        InputError: there is no such module or function; importing the module fails; the target is not a function or class of the user's
+        InputError: the module or function does not exist; importing the module fails; the target is not a function or class of the user's
             (`os:system`, a constant).
     """
     module_name, _, name = target.partition(":")
@@ -60,29 +60,29 @@ def load(target: str, key: str) -> Callable[..., Any]:
     if module_name == IN_PYTHON:
         raise InputError(
             f"{key}: expected a function, found '{target}', an object of the program that called jpipe_train.fit; name a function "
-            "that makes it, as module:function"
+            "that returns this object, as module:function"
         )
     if package in _OUR_PACKAGES:
         raise InputError(
-            f"{key}: expected a function of your own, found '{target}', and '{package}' is a package of jpipe's; rename your module"
+            f"{key}: expected a function of your own, found '{target}', but '{package}' is a package of jpipe; rename your module"
         )
     if package in sys.stdlib_module_names:
         raise InputError(
-            f"{key}: expected a function of your own, found '{target}' of Python's standard library; name a module that is none of Python's"
+            f"{key}: expected a function of your own, found '{target}' of Python's standard library; name a module of your own"
         )
     with user_errors(f"{key}: the module '{module_name}' fails when it is imported"), _current_folder_first():
         try:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-                raise  # the module exists, and imports one that does not
+                raise  # the module exists, but imports a module that does not
             raise InputError(
-                f"{key}: there is no module '{error.name}' for '{target}' in the current folder {Path.cwd()} "
-                "or among the installed packages; correct the name, or start jpipe in the folder of the module"
+                f"{key}: the module '{error.name}' of '{target}' is neither in the current folder {Path.cwd()} "
+                "nor among the installed packages; correct the name, or start jpipe in the folder of the module"
             ) from None
     functions = [other for other, value in vars(module).items() if _is_function(value) and not other.startswith("_")]
     if name not in vars(module):
-        hint = nearest(name, functions) if functions else "it has none"
+        hint = nearest(name, functions) if functions else "it has no functions"
         raise InputError(f"{key}: the module '{module_name}' has no function '{name}'; {hint}")
     if not _is_function(value := vars(module)[name]):
         raise InputError(
@@ -92,10 +92,10 @@ def load(target: str, key: str) -> Callable[..., Any]:
 
 
 def checked(target: str, key: str, arguments: Mapping[str, Any], supplied: Iterable[str]) -> Callable[..., Any]:
-    """Import the function `target`, which takes these arguments of a config and jpipe's own, by name.
+    """Import the function `target` and check that it accepts the config's `arguments` and the `supplied` ones of jpipe.
 
     Raises:
-        InputError: as in `load`; the arguments do not fit.
+        InputError: see `load`; or the function does not accept the arguments.
     """
     function = load(target, key)
     with errors_about(f"{key.rpartition('.')[0]}.arguments"):
@@ -114,13 +114,14 @@ def call(
 
     Args:
         target: `module:function`.
-        key: the key of the config that names it, for messages.
-        arguments: arguments of the config.
+        key: the config key with this target, for messages.
+        arguments: arguments from the config.
         supplied: arguments that jpipe supplies.
         optional: arguments that jpipe supplies if the function has a parameter of that name and the config does not set it.
 
     Raises:
-        InputError: as in `load`; the arguments do not fit; the function raises an exception, which is reported with the user's line.
+        InputError: see `load`; the function does not accept the arguments; or it raises an exception. The message then has the line of
+            the user's code.
     """
     parameters = parameters_of(load(target, key))
     wanted = {name: value for name, value in (optional or {}).items() if name in parameters and name not in arguments}

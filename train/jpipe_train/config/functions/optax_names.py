@@ -1,4 +1,4 @@
-"""The optimizers and schedules of the installed optax and of `jpipe.optimizers` that a config can name, selected by a rule."""
+"""Find the optimizers and schedules that a config can name, in the installed optax and in `jpipe.optimizers`."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -17,10 +17,10 @@ RATES = ("peak_value", "init_value", "value")
 
 @cache
 def optimizers() -> dict[str, Callable[..., Any]]:
-    """Return every optimizer by name: `adamw`, `lamb`, …, `contrib.muon`, …, `compensated_adamw`, ….
+    """Return a dict from names to optimizers: `adamw`, `lamb`, …, `contrib.muon`, …, `compensated_adamw`, ….
 
-    A function of optax, optax.contrib or jpipe.optimizers counts if it returns a GradientTransformation, has a learning rate among its
-    arguments, can be called with values that a config can express, and is not a building block (`scale_by_…`).
+    A function of optax, optax.contrib or jpipe.optimizers is included if it returns a GradientTransformation, has an argument for the
+    learning rate, can be called with values that a config can express, and is not a building block (`scale_by_…`).
     """
     functions = {}
     for prefix, module in (("", optax), ("contrib.", optax.contrib), ("", jpipe.optimizers)):
@@ -33,7 +33,7 @@ def optimizers() -> dict[str, Callable[..., Any]]:
 
 @cache
 def schedules() -> dict[str, Callable[..., Any]]:
-    """Return every schedule by name: the functions of optax that return a Schedule and start or peak at a given learning rate."""
+    """Return a dict from names to schedules: the functions of optax that return a Schedule and start or peak at a given learning rate."""
     return {
         name: function
         for name, function, returns in _functions(optax)
@@ -42,12 +42,12 @@ def schedules() -> dict[str, Callable[..., Any]]:
 
 
 def rate_of(schedule: Callable[..., Any]) -> str | None:
-    """Return the name of a schedule's argument for the learning rate, or None."""
+    """Return the name of the schedule's argument for the learning rate, or None if it has none."""
     return next((name for name in RATES if name in parameters_of(schedule)), None)
 
 
 def takes_schedule(parameter: inspect.Parameter) -> bool:
-    """Return whether an argument accepts a schedule by its annotation; without an annotation it does."""
+    """Return whether a parameter accepts a schedule: its annotation allows a callable, or it has no annotation."""
     choices = alternatives(parameter.annotation)
     return any(choice in (Any, parameter.empty) or get_origin(choice) is Callable or choice is Callable for choice in choices)
 

@@ -1,1 +1,1 @@
-"""Arrays of numbers for a user's own model: inputs and targets, from rows of files or from NumPy's files."""
+"""Arrays of numbers, inputs and targets, for a user's own model. They are read from rows of files or from NumPy files."""

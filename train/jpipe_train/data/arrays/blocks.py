@@ -1,4 +1,4 @@
-"""Convert the numbers of many like rows at once: several times as fast as row by row, with the same result."""
+"""Convert the numbers of many similar rows at once. This is several times as fast as row by row, with the same result."""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -9,23 +9,23 @@ import numpy as np
 from jpipe_train.data.arrays.numbers import KINDS, Key, fitted, floats_of, is_integer, result_type
 from jpipe_train.data.files.wrong_lines import WrongLine
 
-_EXACT = 2**53  # float64 holds every integer up to here
+_EXACT = 2**53  # float64 can hold every integer up to this one
 
 
 class _Unlike(Exception):
-    """Rows that must be converted one by one."""
+    """The rows differ and must be converted one by one."""
 
 
 def arrays_of(records: Sequence[Mapping[str, Any]], key: Key, *, is_target: bool) -> np.ndarray | None:
-    """Return the numbers of rows, each as `numbers.array_of` returns them.
+    """Return the numbers of many rows; `numbers.array_of` returns the same numbers for a single row.
 
     Args:
-        records: the values of each row by column; at least one row.
-        key: the column, or several, which make a vector.
-        is_target: whether these are targets.
+        records: at least one row, each a mapping from columns to values.
+        key: the column, or several columns, which then form a vector.
+        is_target: whether the numbers are targets.
 
     Returns:
-        An array with a row for each; None if they must be converted one by one, because they differ or one is wrong.
+        An array with one entry per row; None if the rows must be converted one by one, because they differ or a row is wrong.
     """
     try:
         columns = [[record[name] for record in records] for name in ([key] if isinstance(key, str) else key)]
@@ -43,7 +43,7 @@ def arrays_of(records: Sequence[Mapping[str, Any]], key: Key, *, is_target: bool
 
 
 def _of_numpy(columns: Sequence[Sequence[Any]]) -> np.ndarray:
-    """Return the numbers or arrays of columns that NumPy holds, as rows × columns × the shape of each."""
+    """Convert columns of NumPy numbers or arrays to an array of shape (rows, columns, *shape of a value)."""
     for column in columns:
         first = column[0]
         if first.dtype.kind not in KINDS or first.dtype.itemsize > 8 or not first.size:
@@ -54,7 +54,7 @@ def _of_numpy(columns: Sequence[Sequence[Any]]) -> np.ndarray:
 
 
 def _of_python(columns: Sequence[Sequence[Any]], types: set[type], *, is_target: bool) -> np.ndarray:
-    """Return Python's numbers, lists of numbers or cells of a table in columns, as rows × columns × the length of lists."""
+    """Convert columns of Python numbers, lists of numbers or cells of a table to an array of shape (rows, columns[, length of lists])."""
     shape = [len(columns[0]), len(columns)]
     rows: Sequence[Sequence[Any]] = list(zip(*columns, strict=True))
     if types == {list}:
@@ -68,7 +68,7 @@ def _of_python(columns: Sequence[Sequence[Any]], types: set[type], *, is_target:
     types = set(map(type, values))
     if types == {int}:
         return np.fromiter(values, np.int64, len(values)).reshape(shape)
-    if types != {float} and (types != {int, float} or is_target):  # a target of integers alone has another dtype
+    if types != {float} and (types != {int, float} or is_target):  # a target that is only integers has another dtype
         raise _Unlike
     numbers = np.fromiter(values, np.float64, len(values)).reshape(shape)
     if np.isinf(numbers).any() or (int in types and (np.abs(numbers) > _EXACT).any()):
@@ -77,7 +77,7 @@ def _of_python(columns: Sequence[Sequence[Any]], types: set[type], *, is_target:
 
 
 def _of_cells(cells: Sequence[str], *, is_target: bool) -> np.ndarray:
-    """Return the numbers in cells of a table, if they are all of one kind."""
+    """Return the numbers in cells of a table; raise `_Unlike` if the cells differ in kind."""
     if is_target and (integers := sum(map(is_integer, cells))):
         if integers < len(cells):
             raise _Unlike

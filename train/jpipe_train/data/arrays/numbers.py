@@ -1,4 +1,4 @@
-"""The numbers of a row: column values as an array, and the dtypes of batches."""
+"""Convert the values of a row to an array, and choose the dtypes of batches."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,25 +11,25 @@ from jpipe_train.data.files.kinds import is_number
 from jpipe_train.data.files.wrong_lines import WrongLine, value_of
 
 Key = str | Sequence[str]
-"""The name of a column of numbers or lists of them, or the names of several columns with a number each."""
+"""The name of a column with numbers or lists of numbers, or the names of several columns that have one number each."""
 KINDS = "biuf"
-"""NumPy's kinds of dtypes that are read: booleans, integers and floating-point numbers."""
+"""The kinds of NumPy dtypes that are read: booleans, integers and floating-point numbers."""
 
 
 def result_type(dtype: np.dtype[Any], *, is_target: bool) -> np.dtype[Any]:
-    """Return the dtype that JAX uses for numbers in a batch; all integer targets have the same one.
+    """Return the dtype that numbers of `dtype` have in a batch. All integer targets have the same dtype.
 
-    Without JAX's 64 bits float64 becomes float32, and int64 int32.
+    Unless 64-bit types are enabled in JAX, float64 becomes float32, and int64 becomes int32.
     """
     whole = is_target and dtype.kind in "biu"
     return np.dtype(jax.dtypes.canonicalize_dtype(np.int64 if whole else dtype.newbyteorder("=")))
 
 
 def fitted(numbers: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
-    """Return numbers in a dtype.
+    """Convert numbers to a dtype.
 
     Raises:
-        WrongLine: it does not hold one of them.
+        WrongLine: a number is out of the range of the dtype.
     """
     if numbers.dtype == dtype:
         return numbers
@@ -37,27 +37,27 @@ def fitted(numbers: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
         limits = np.iinfo(dtype)
         if numbers.size and (numbers.min() < limits.min or numbers.max() > limits.max):
             wrong = numbers.min() if numbers.min() < limits.min else numbers.max()
-            raise WrongLine(f"expected integers from {limits.min:,} to {limits.max:,} ({dtype}), found {wrong:,}")
+            raise WrongLine(f"expected integers from {limits.min:,} to {limits.max:,} (the range of {dtype}), found {wrong:,}")
         return numbers.astype(dtype)
     with np.errstate(over="ignore"):
         result = numbers.astype(dtype)
     if dtype.kind == "f" and (too_large := np.isinf(result) & ~np.isinf(numbers)).any():
-        raise WrongLine(f"expected numbers up to {np.finfo(dtype).max:.3g} ({dtype}), found {numbers[too_large].flat[0]}")
+        raise WrongLine(f"expected numbers up to {np.finfo(dtype).max:.3g} (the range of {dtype}), found {numbers[too_large].flat[0]}")
     return result
 
 
 def array_of(record: Mapping[str, Any], key: Key, *, is_target: bool) -> np.ndarray:
-    """Return the numbers of a row in the dtype of a batch.
+    """Return the numbers of a row, with the dtype that they have in a batch.
 
-    From a file without types, such as CSV or JSON lines, inputs are floating-point; targets are integers if written as such.
+    In a file without types, such as CSV or JSON lines, inputs are floating-point, and targets are integers if they are written as integers.
 
     Args:
-        record: the values of the row by column.
-        key: the column, or several, which make a vector.
-        is_target: whether these are targets.
+        record: a mapping from columns to the values of the row.
+        key: the column, or several columns, which then form a vector.
+        is_target: whether the numbers are targets.
 
     Raises:
-        WrongLine: there are no numbers, or lists of different lengths.
+        WrongLine: a value is not a number or a list of numbers, or lists have different lengths.
     """
     names = [key] if isinstance(key, str) else list(key)
     values = [value_of(record, name) for name in names]
@@ -76,7 +76,7 @@ def array_of(record: Mapping[str, Any], key: Key, *, is_target: bool) -> np.ndar
 
 
 def _of_cells(cells: Sequence[str], names: Sequence[str], *, is_target: bool) -> np.ndarray:
-    """Return the numbers in cells of a table."""
+    """Return the numbers in cells of a table; raise WrongLine if a cell is not a number."""
     if is_target and all(map(is_integer, cells)):
         return np.asarray([int(cell) for cell in cells], np.int64)
     if (numbers := floats_of(cells)) is None:
@@ -86,7 +86,7 @@ def _of_cells(cells: Sequence[str], names: Sequence[str], *, is_target: bool) ->
 
 
 def floats_of(cells: Sequence[str]) -> np.ndarray | None:
-    """Return the numbers in cells of a table, or None if a cell is not a number (`kinds.is_number`) or too large, such as 1e400."""
+    """Return the numbers in cells of a table; None if a cell is not a number (see `kinds.is_number`) or is too large, such as 1e400."""
     whole = "".join(cells)
     if not whole.isascii() or "_" in whole:
         return None
@@ -98,11 +98,11 @@ def floats_of(cells: Sequence[str]) -> np.ndarray | None:
 
 
 def first_not_integer(record: Mapping[str, Any], key: Key, numbers: np.ndarray) -> str:
-    """Describe the first number of a row that is not a 64-bit integer: a cell as it is written, or a number with its dtype.
+    """Describe the first number of a row that is not a 64-bit integer: the text of a cell, or a number with its dtype.
 
     Args:
-        record: the values of the row by column.
-        key: the column, or several.
+        record: a mapping from columns to the values of the row.
+        key: the column, or several columns.
         numbers: the numbers of the row.
     """
     values = [record[name] for name in ([key] if isinstance(key, str) else key)]
@@ -118,7 +118,7 @@ def is_integer(cell: str) -> bool:
 
 
 def _array(value: Any, name: str) -> np.ndarray:
-    """Return the numbers in a value: a number, an array, or nested lists."""
+    """Convert a value, which is a number, an array or nested lists, to an array."""
     if value is None or not isinstance(value, np.ndarray | np.generic | int | float | list):
         raise WrongLine(f"expected numbers in {name!r}, found {'null' if value is None else short(value)[:100]}")
     try:

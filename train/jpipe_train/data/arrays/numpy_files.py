@@ -1,6 +1,6 @@
-"""Arrays in NumPy's files: a folder of `.npy` files, or an `.npz` archive. No pickle is loaded.
+"""Read arrays from a folder of `.npy` files or from an `.npz` archive. No pickle is loaded.
 
-Rows stay in the file, unless they are not stored one after the other: in a compressed archive, or in Fortran's order.
+Rows stay in the file and are read when they are needed. Compressed arrays and arrays in Fortran order are read into memory.
 """
 
 import errno
@@ -29,26 +29,26 @@ from jpipe_train.data.files import kinds
 from jpipe_train.data.files.file_array import FileArray
 from jpipe_train.data.files.streams import check_unpacked
 
-_LOCAL = 30  # bytes of the header of a file in an archive, before its name
+_LOCAL = 30  # bytes of a file's header in an archive, before the file name
 _LONGEST_HEADER = 10_000  # characters
-_MOST_DIMS, _MOST_NUMBERS = 32, 2**59  # of an array
+_MOST_DIMS, _MOST_NUMBERS = 32, 2**59  # the most dimensions and numbers of an array
 _HEADERS: Mapping[tuple[int, int], Callable[..., Any]] = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
-    (3, 0): np.lib.format.read_array_header_2_0,  # names of fields are in UTF-8 there, and arrays of numbers have no fields
+    (3, 0): np.lib.format.read_array_header_2_0,  # version 3 has names of fields in UTF-8, but arrays of numbers have no fields
 }
 _ENDINGS = ".npy", ".npz"
-_BLOCK, _MOST_CHECKED = 2**24, 2**28  # bytes that are read at once, and of the largest array that is searched for its extremes
+_BLOCK, _MOST_CHECKED = 2**24, 2**28  # bytes that are read at once, and bytes of the largest array that is searched for its largest number
 
 
 @dataclass(frozen=True)
 class FileRows:
-    """An array of numbers, in memory or in a file; from a file, rows are read when they are needed.
+    """An array of numbers, in memory or in a file. From a file, rows are read when they are needed.
 
     Attributes:
-        numbers: all of them, in C's order.
+        numbers: all numbers, in C order.
         shape: the shape of the array.
-        name: says where it is, for messages.
+        name: the name of the array in messages.
     """
 
     numbers: FileArray | np.ndarray
@@ -84,7 +84,7 @@ class FileRows:
         return None if most is None else (most[0], self.place(most[1] // math.prod(self.shape[1:])))
 
     def digest(self) -> str:
-        """Hash shape, dtype and some rows."""
+        """Return a hash of the shape, the dtype and some rows."""
         hasher = hashlib.sha256(f"{self.shape} {self.dtype}".encode())
         for row in sorted({0, len(self) // 2, len(self) - 1}) if len(self) else ():
             hasher.update(self[row].tobytes())
@@ -92,16 +92,16 @@ class FileRows:
 
 
 def find(names: Sequence[str], files: Sequence[Path], keys: Sequence[Key], where: str) -> list[FileRows] | None:
-    """Open the arrays of these names, or return None if none of the files is in NumPy's format.
+    """Open the arrays with the names `keys`, or return None if none of the files is in NumPy's format.
 
     Args:
         names: the names of the files, relative to their folder.
-        files: what a path leads to.
+        files: the files at a path, in the same order.
         keys: the names of the arrays.
-        where: the key of the config that names the path, for messages.
+        where: the config key that names the path, for messages.
 
     Raises:
-        InputError: there is no array of a name, or not one of numbers; there are several archives; arrays differ in their number of rows.
+        InputError: an array does not exist, or has no numbers; there are several archives; arrays differ in their number of rows.
         OSError: a file is damaged.
     """
     found = {name: file for name, file in zip(names, files, strict=True) if _kind(file) in (kinds.NPY, kinds.NPZ)}
@@ -112,9 +112,9 @@ def find(names: Sequence[str], files: Sequence[Path], keys: Sequence[Key], where
     wanted = [key.removesuffix(".npy") for key in keys if isinstance(key, str)]
     if len(wanted) < len(keys):
         raise InputError(
-            f"'{next(iter(found.values()))}' is one of NumPy's files: expected one name in a key, found a list",
+            f"'{next(iter(found.values()))}' is a NumPy file: expected one name in a key, found a list",
             where=where,
-            change="name one",
+            change="name one array",
         )
     archives = [file for file in found.values() if _kind(file) == kinds.NPZ]
     if archives and len(found) > 1:
@@ -129,7 +129,7 @@ def find(names: Sequence[str], files: Sequence[Path], keys: Sequence[Key], where
         arrays = _of_folder(found, wanted, where)
     if len({len(array) for array in arrays}) > 1:
         counts = ", ".join(f"{len(array):,} in {array.name}" for array in arrays)
-        raise InputError(where=where, expected="arrays with as many rows each", found=counts, change="correct one of them")
+        raise InputError(where=where, expected="arrays with the same number of rows", found=counts, change="correct one of them")
     return arrays
 
 
@@ -139,10 +139,10 @@ def _kind(file: Path) -> str | None:
 
 
 def _no_array(file: Path) -> OSError:
-    """Return the error about a file that has the name of a NumPy file, but other content."""
+    """Return an error for a file that has the name of a NumPy file, but other content."""
     kind = kinds.kind_of(file)
     it_is = "it is empty" if not file.stat().st_size else "it is damaged" if kind is None else f"it seems to be {kind.name}"
-    return OSError(errno.EINVAL, f"expected the content of a {file.suffix} of NumPy's, and {it_is}", str(file))
+    return OSError(errno.EINVAL, f"expected the content of a {file.suffix} file of NumPy, but {it_is}", str(file))
 
 
 def _of_folder(found: Mapping[str, Path], wanted: Sequence[str], where: str) -> list[FileRows]:
@@ -156,7 +156,7 @@ def _of_folder(found: Mapping[str, Path], wanted: Sequence[str], where: str) -> 
         listed = shortened([f"'{name}'" for name in found])
         raise InputError(
             where=where,
-            expected=f"the file '{missing[0]}.npy' in a folder of NumPy's files",
+            expected=f"the file '{missing[0]}.npy' in a folder of NumPy files",
             found=listed,
             change="name the folder, and its arrays in data.inputs_key and data.targets_key",
         )
@@ -182,21 +182,21 @@ def _of_archive(file: Path, wanted: Sequence[str], where: str) -> list[FileRows]
                     where=where,
                     expected=f"an array '{missing[0]}' in '{file}'",
                     found=listed,
-                    change="name others in data.inputs_key and data.targets_key",
+                    change="name other arrays in data.inputs_key and data.targets_key",
                 )
             return [_of_member(file, opened, archive, members[name], where) for name in wanted]
     except InputError:
         raise
     except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError, RuntimeError, ValueError, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # bz2 raises one without a number for damaged content
+        if isinstance(error, OSError) and error.errno is not None:  # for damaged content, bz2 raises an OSError without a number
             raise
         raise OSError(
-            errno.EINVAL, f"it begins as {kinds.NPZ}, and is damaged, cut off or not supported ({first_line(error)[:100]})", str(file)
+            errno.EINVAL, f"it begins like {kinds.NPZ}, but is damaged, cut off or not supported ({first_line(error)[:100]})", str(file)
         ) from None
 
 
 def _of_member(file: Path, opened: BufferedReader, archive: zipfile.ZipFile, info: zipfile.ZipInfo, where: str) -> FileRows:
-    """Return an array of an archive: its place in the file if it is stored uncompressed, or else its numbers."""
+    """Return an array of an archive. If it is stored uncompressed, its rows stay in the file; otherwise its numbers are read."""
     name = f"'{file}', {info.filename.removesuffix('.npy')}"
     with archive.open(info) as stream:
         shape, dtype, is_fortran = _header(stream, name, where, file)
@@ -216,20 +216,20 @@ def _of_member(file: Path, opened: BufferedReader, archive: zipfile.ZipFile, inf
 
 
 def _header(stream: Any, name: str, where: str, file: Path) -> tuple[tuple[int, ...], np.dtype[Any], bool]:
-    """Read the header of an array, and return its shape, its dtype and whether it is in Fortran's order.
+    """Read the header of an array, and return its shape, its dtype and whether it is in Fortran order.
 
     Raises:
-        InputError: it has no numbers, or no rows.
-        OSError: it is damaged.
+        InputError: the array has no numbers, or no rows.
+        OSError: the header is damaged.
     """
     try:
         version = np.lib.format.read_magic(stream)
         if version not in _HEADERS:
             raise ValueError(f"version {version[0]}.{version[1]} of the format is unknown")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a header that Python 2 wrote is read, too
+            warnings.simplefilter("ignore")  # NumPy warns about headers that Python 2 wrote
             shape, is_fortran, dtype = _HEADERS[version](stream, max_header_size=_LONGEST_HEADER)
-        # NumPy accepts booleans, and sizes that no array has.
+        # NumPy accepts booleans as sizes, and sizes that are too large for any array.
         if (
             len(shape) > _MOST_DIMS
             or any(type(size) is not int for size in shape)
@@ -240,27 +240,27 @@ def _header(stream: Any, name: str, where: str, file: Path) -> tuple[tuple[int, 
         raise
     except Exception as error:  # NumPy parses the header as Python: damage raises TokenError, RecursionError, MemoryError and more
         reason = first_line(error).partition(": <ast.")[0][:100] if str(error) else type(error).__name__
-        words = f"it begins as {kinds.NPY}, and its header is damaged or not supported ({reason})"
+        words = f"it begins like {kinds.NPY}, but its header is damaged or not supported ({reason})"
         raise OSError(errno.EINVAL, words, str(file)) from None
     if dtype.kind not in KINDS or dtype.itemsize > 8:
-        found = "objects, which are a pickle that jpipe never loads" if dtype.hasobject else str(dtype)
-        raise InputError(where=where, expected=f"numbers in {name}", found=found, change="save it as float32 or integers")
+        found = "Python objects (a pickle), which jpipe never loads" if dtype.hasobject else str(dtype)
+        raise InputError(where=where, expected=f"numbers in {name}", found=found, change="save the array as float32 or integers")
     if not shape or min(shape) < 0 or not math.prod(shape[1:]):
         raise InputError(
             where=where,
             expected=f"an array of rows in {name}",
             found=f"the shape {list(shape)}",
-            change="save one with the row as first dim",
+            change="save an array with rows along its first dimension",
         )
     return tuple(shape), dtype, is_fortran
 
 
 def _check_size(need: int, have: int, file: Path) -> None:
-    """Check that a file has all the numbers that its header announces."""
+    """Check that a file has as many bytes as its header requires."""
     if have < need:
         raise OSError(errno.EINVAL, f"it is cut off: expected {need:,} bytes, found {have:,}", str(file))
 
 
 def _in_order(numbers: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Convert numbers from Fortran's order to C's."""
+    """Convert numbers from Fortran order to C order."""
     return numbers.reshape(shape, order="F").ravel()

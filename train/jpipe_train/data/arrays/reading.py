@@ -23,7 +23,7 @@ from jpipe_train.data.files.records import records
 from jpipe_train.data.files.wrong_lines import WrongLine, WrongLines
 
 _Rows = tuple[Stored, np.ndarray | None]
-"""What is stored, and the numbers of the rows that are chosen; None: all."""
+"""Stored rows, and the indices of the rows that are chosen; None means all rows."""
 
 
 def read(config: Config, path: str | None = None) -> Examples:
@@ -31,10 +31,10 @@ def read(config: Config, path: str | None = None) -> Examples:
 
     Args:
         config: the config of the run.
-        path: other arrays, all of them for validation.
+        path: a path of other arrays; all of them are for validation.
 
     Raises:
-        InputError: they cannot be read, have rows of different shapes, or are no classes where the loss needs these.
+        InputError: the arrays cannot be read, have rows of different shapes, or are not classes although the loss needs classes.
     """
     data, classes = config.data, config.loss_name == "cross_entropy"
     assert isinstance(data, ArraysConfig)
@@ -53,7 +53,7 @@ def read(config: Config, path: str | None = None) -> Examples:
                     where=part.where,
                     expected=f"rows of numbers in {sources.named(part.path)}",
                     found="no rows",
-                    change="name files that have some",
+                    change="name files with rows",
                 )
     for part, of in zip(parts, stored, strict=True):
         for side in of:
@@ -70,13 +70,13 @@ def read(config: Config, path: str | None = None) -> Examples:
 
 
 class _Array:
-    """The inputs or the targets of all parts: the shape that all rows have, and the dtype that holds all numbers.
+    """The inputs or the targets of all parts: the shape of all rows, and the dtype that can hold all numbers.
 
     Attributes:
-        key: its name, or the names of its columns.
-        setting: the key of `data` that has this name.
-        is_target: whether these are targets.
-        shape: the shape of a row; None before there is one.
+        key: the name of the array, or the names of its columns.
+        setting: the config key in `data` that has this name.
+        is_target: whether this array has the targets.
+        shape: the shape of a row; None before the first row.
     """
 
     def __init__(self, key: Key, setting: str, *, is_target: bool = False, has_classes: bool = False) -> None:
@@ -88,14 +88,14 @@ class _Array:
         """Return the numbers of a row.
 
         Raises:
-            WrongLine: there are none, or they do not fit those before.
+            WrongLine: the row has no such numbers, or they differ in form from the earlier rows.
         """
         numbers = array_of(record, self.key, is_target=self.is_target)
         self.add(numbers.shape, numbers.dtype, lambda: first_not_integer(record, self.key, numbers))
         return numbers
 
     def of_rows(self, records: Sequence[Mapping[str, Any]]) -> np.ndarray | None:
-        """Return the numbers of all rows, or None if they must be converted one by one, as `blocks.arrays_of` does."""
+        """Return the numbers of all rows as one array, or None if the rows must be converted one by one; see `blocks.arrays_of`."""
         numbers = arrays_of(records, self.key, is_target=self.is_target)
         if numbers is not None:
             try:
@@ -110,15 +110,15 @@ class _Array:
         Args:
             shape: the shape of the row.
             dtype: the dtype of a batch of such rows.
-            example: gives one of the numbers, for a message.
+            example: returns one of the numbers, for a message.
 
         Raises:
-            WrongLine: they do not fit those before, or the loss.
+            WrongLine: the shape differs from earlier rows, or the loss needs another dtype.
         """
         if self._has_classes and dtype.kind == "f":
             raise WrongLine(
-                f"expected integers in {self._named}, which are classes for the cross-entropy, found {example()}; save the classes as "
-                "integers, or for other numbers choose loss.name: squared_error"
+                f"expected integers in {self._named}, because the cross-entropy needs classes, found {example()}; save the classes as "
+                "integers or, if they are other numbers, choose loss.name: squared_error"
             )
         if self.shape is None:
             self.shape, self._dtype = shape, dtype
@@ -128,29 +128,29 @@ class _Array:
             self._dtype = result_type(np.result_type(dtype, self._dtype), is_target=self.is_target)
 
     def check_fit(self, stored: Stored, where: str) -> None:
-        """Check that the dtype of all files holds the integers of rows in memory; rows of NumPy's files are checked when they are read.
+        """Check that the common dtype of all files can hold the integers of rows in memory. Rows of NumPy files are checked when read.
 
         Raises:
-            InputError: it does not hold one.
+            InputError: an integer is out of the range of the dtype.
         """
         for number, place in stored.extremes if isinstance(stored, Memory) else ():
             try:
                 fitted(np.asarray(number), self._dtype)
             except WrongLine as error:
                 raise InputError(
-                    f"{error}, which holds the integers of the other rows",
+                    f"{error}; {self._dtype} is the dtype of the other rows",
                     where=where,
                     key=place,
-                    change="correct it, or save all files with one dtype",
+                    change="correct the number, or save all files with one dtype",
                 ) from None
 
     def chosen(self, rows: _Rows) -> Chosen:
-        """Return rows in that dtype."""
+        """Return the rows as an array with the common dtype."""
         return Chosen(*rows, self.shape or (), self._dtype)
 
     @property
     def columns(self) -> list[Column]:
-        """The columns of files that are read."""
+        """The columns of files that this array is read from."""
         kind: Literal["numbers", "classes"] = "classes" if self._has_classes else "numbers"
         return [Column(name, self.setting, kind) for name in ([self.key] if isinstance(self.key, str) else self.key)]
 
@@ -160,13 +160,13 @@ class _Array:
 
 
 def _of_numpy(opened: Sequence[numpy_files.FileRows], both: Sequence[_Array], part: sources.DataPath) -> list[list[_Rows]]:
-    """Return the rows of NumPy's files for training and the held-out ones, chosen by their hashed numbers."""
+    """Return the rows of NumPy files for training and the held-out rows. The hash of a row's index decides."""
     for array, file in zip(both, opened, strict=True):
         try:
             dtype = result_type(file.dtype, is_target=array.is_target)
             array.add(file.shape[1:], dtype, partial(_example, file))
         except WrongLine as error:
-            raise InputError(str(error), where=part.where, key=file.name, change="correct it, or name other arrays") from None
+            raise InputError(str(error), where=part.where, key=file.name, change="correct the array, or name other arrays") from None
     held_out = place_of_numbers(len(opened[0])) < part.share
     return [[(file, np.flatnonzero(held_out == side)) for file in opened] for side in (False, True)]
 
@@ -177,7 +177,7 @@ def _example(file: numpy_files.FileRows) -> str:
 
 
 def _of_rows(files: Sequence[Path], both: Sequence[_Array], part: sources.DataPath) -> list[list[_Rows]]:
-    """Read rows into memory, and return the rows for training and the held-out ones, chosen by their hashed inputs."""
+    """Read rows into memory, and return the rows for training and the held-out rows. The hash of a row's inputs decides."""
     wrong, memory = WrongLines(part.where), [[Memory() for _ in both] for _ in (False, True)]
     columns = {column.name: column for array in both for column in array.columns}
     for file in files:
@@ -186,7 +186,7 @@ def _of_rows(files: Sequence[Path], both: Sequence[_Array], part: sources.DataPa
                 where=part.where,
                 expected=f"rows of numbers in '{file}'",
                 found=f"another kind of file: it seems to be {kind.name}",
-                change="give Parquet, JSON lines, CSV or NumPy's files",
+                change="give Parquet, JSON lines, CSV or NumPy files",
             )
 
     def convert(record: Mapping[str, Any]) -> list[np.ndarray]:
@@ -208,7 +208,7 @@ def _of_rows(files: Sequence[Path], both: Sequence[_Array], part: sources.DataPa
 
 
 def place_of_numbers(count: int) -> np.ndarray:
-    """Hash the numbers below `count`, each to a number that is uniform between 0 and 1, by SplitMix64 (Steele et al., OOPSLA 2014)."""
+    """Hash each number below `count` to a number that is uniform in [0, 1), with SplitMix64 (Steele et al., OOPSLA 2014)."""
     z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

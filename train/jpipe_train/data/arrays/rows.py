@@ -1,4 +1,4 @@
-"""Rows of arrays by their number: pairs of (inputs, targets), whatever holds the arrays."""
+"""Rows of arrays that have an index: pairs of (inputs, targets). The arrays may be in memory or in files."""
 
 import hashlib
 from dataclasses import dataclass
@@ -13,15 +13,16 @@ from jpipe_train.data.files.wrong_lines import Place, WrongLine
 from jpipe_train.data.rows import Batch
 
 _BLOCK = 2**24  # bytes of rows that are copied into one array at a time
-_MOST_ROWS = 4096  # of such an array
+_MOST_ROWS = 4096  # the most rows of such an array
 
 
 @dataclass(frozen=True)
 class RowsOfArrays:
-    """Row i of all arrays of a batch.
+    """The rows of arrays. Row i consists of row i of each array.
 
     Attributes:
-        arrays: (inputs, targets), trees of arrays with as many rows each: of NumPy, or with its `shape`, `dtype`, `len()` and `[i]`.
+        arrays: (inputs, targets), trees of arrays with the same number of rows. An array is a NumPy array, or an object with `shape`,
+            `dtype`, `len()` and `[i]` like one.
     """
 
     arrays: Batch
@@ -35,7 +36,7 @@ class RowsOfArrays:
 
     @property
     def spec(self) -> Batch:
-        """Shapes and dtypes of a row."""
+        """The shapes and dtypes of a row."""
         row: Batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), self.arrays)
         return row
 
@@ -53,11 +54,11 @@ class Stored(Protocol):
         ...
 
     def largest(self) -> tuple[int, str] | None:
-        """Return the largest integer and the name of its row, or None if it is not known."""
+        """Return the largest integer and the name of its row, or None if it is unknown."""
         ...
 
     def digest(self) -> str:
-        """Hash the rows, or a sample of those in a file."""
+        """Return a hash of the rows in memory, or of a sample of the rows in a file."""
         ...
 
 
@@ -67,9 +68,9 @@ class Chosen:
 
     Attributes:
         stored: all rows.
-        numbers: those that are chosen, in this order; None: all.
+        numbers: the indices of the chosen rows, in their order; None means all rows.
         row_shape: the shape of each row.
-        dtype: the dtype of the rows that it returns.
+        dtype: the dtype of the rows that `[i]` returns.
     """
 
     stored: Stored
@@ -90,17 +91,17 @@ class Chosen:
         try:
             return fitted(self.stored[row], self.dtype)
         except WrongLine as error:
-            raise InputError(f"data: {self.stored.place(row)}: {error}; correct it") from None
+            raise InputError(f"data: {self.stored.place(row)}: {error}; correct the number") from None
 
     def digest(self) -> str:
-        """Hash the stored rows, and which of them are chosen, with their dtype."""
+        """Return a hash of the stored rows, the indices of the chosen rows, and the dtype."""
         hasher = hashlib.sha256(f"{self.stored.digest()} {self.shape} {self.dtype}".encode())
         hasher.update(b"" if self.numbers is None else np.ascontiguousarray(self.numbers).data)
         return hasher.hexdigest()
 
 
 class Memory:
-    """Rows in memory, collected one by one and kept in blocks, so that they are never all copied at once.
+    """Rows in memory. They are added one by one and kept in blocks, so that not all rows are copied at the same time.
 
     Attributes:
         extremes: the smallest and the largest integer, each with the place of its row.
@@ -109,7 +110,7 @@ class Memory:
     def __init__(self) -> None:
         self._blocks: list[np.ndarray] = []
         self._rows: list[np.ndarray] = []
-        self._each = 1  # rows of a block
+        self._each = 1  # the number of rows in a block
         self.extremes: list[tuple[int, Place]] = []
 
     def add(self, row: np.ndarray, place: Place) -> None:
@@ -145,7 +146,7 @@ class Memory:
         return (self.extremes[1][0], str(self.extremes[1][1])) if self.extremes else None
 
     def digest(self) -> str:
-        """Hash all rows."""
+        """Return a hash of all rows."""
         hasher = hashlib.sha256()
         for array in (*self._blocks, *self._rows):
             hasher.update(np.ascontiguousarray(array).data)

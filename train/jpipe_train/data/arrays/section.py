@@ -1,4 +1,4 @@
-"""The keys of the section `data` of a config for arrays."""
+"""The section `data` of a config for arrays."""
 
 import reprlib
 from collections import Counter
@@ -24,14 +24,14 @@ def _checked_columns(names: object) -> object:
     for name in names:
         _check_name(name)
     if twice := next((name for name, number in Counter(names).items() if number > 1), None):
-        raise ValueError(f"expected each column once, found '{twice}' twice; leave out one of them")
+        raise ValueError(f"expected each column once, found '{twice}' twice; remove one of them")
     return names
 
 
 def _check_name(name: object) -> None:
     if not isinstance(name, str):
         found = reprlib.repr(name)
-        advice = f"write '{found}'" if isinstance(name, int | float) and not isinstance(name, bool) else "quotes in YAML make text"
+        advice = f"write '{found}'" if isinstance(name, int | float) and not isinstance(name, bool) else "put the name in quotes"
         raise ValueError(f"expected names of columns as text, found {found}; {advice}")
     if not 1 <= len(name) <= _LONGEST_NAME:
         raise ValueError(f"expected names of columns of 1 to {_LONGEST_NAME} characters, found {reprlib.repr(name)}")
@@ -41,9 +41,9 @@ _Columns = Annotated[str | list[str], BeforeValidator(_checked_columns)]
 
 
 class ArraysConfig(DataSection):
-    """Arrays for a model of the user's: rows of numbers in JSON lines, CSV, TSV, Parquet or Arrow files, or NumPy's files.
+    """Arrays for a model of your own. They are rows of numbers in JSON lines, CSV, TSV, Parquet or Arrow files, or in NumPy files.
 
-    `inputs_key` and `targets_key` name a column, a list of several, or an array.
+    `inputs_key` and `targets_key` name a column, a list of columns, or, in NumPy files, an array.
     """
 
     content: ClassVar[str] = "numbers"
@@ -66,7 +66,5 @@ class ArraysConfig(DataSection):
     @model_validator(mode="after")
     def _has_a_path(self) -> "ArraysConfig":
         if self.first_path is None:
-            raise ValueError(
-                "path is missing, which format arrays needs; name files with rows of numbers, such as Parquet or CSV, or NumPy's files"
-            )
+            raise ValueError("format arrays needs path; set path to files with rows of numbers, such as Parquet or CSV, or to NumPy files")
         return self

@@ -1,1 +1,1 @@
-"""The content of data files: its kind, and arrays that are read in parts."""
+"""Recognize the kind of a data file, and read its rows or arrays in parts."""

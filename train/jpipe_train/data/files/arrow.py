@@ -1,7 +1,7 @@
 """Read rows of Parquet and Arrow files with pyarrow, one row group or record batch at a time.
 
-Files may come from strangers. So pyarrow checks what it reads, and few rows are decoded at once where many share one stored text. No file
-is mapped into memory: if another process truncated it, a signal would kill this one.
+Files may come from strangers. So pyarrow checks what it reads, and if many rows may share one stored text, few rows are decoded at a time.
+No file is mapped into memory: if another process truncated it, a signal would kill this process.
 """
 
 import contextlib
@@ -26,8 +26,8 @@ from jpipe_train.data.files.wrong_lines import Place, WrongLine
 Form = Literal["parquet", "arrow file", "arrow stream"]
 NAMES: dict[Form, str] = {"parquet": "a Parquet file", "arrow file": "an Arrow file", "arrow stream": "an Arrow file"}
 _BUFFER = 2**20  # bytes of a column that are read at once
-_BATCH, _MOST_ROWS = 2**24, 1024  # bytes and rows of a Parquet file that are decoded at once, at most
-_SHARED = 4, 64  # the least and the most rows where many may share a value, which decoding copies for each
+_BATCH, _MOST_ROWS = 2**24, 1024  # the most bytes and rows of a Parquet file that are decoded at once
+_SHARED = 4, 64  # limits of the rows decoded at once if many rows may share a value; decoding copies it for each row
 _Row = tuple[Place, "dict[str, Any] | WrongLine", int, int]
 
 
@@ -36,11 +36,11 @@ class Column(NamedTuple):
 
     Attributes:
         name: the name of the column, or the key of a JSON line.
-        key: the key of `data` in a config that names it, or None if it always has this name.
-        kind: what its values are: text, token ids, numbers or lists of them as arrays, integers that are classes or lists of them, a label
-            or anything.
-        is_needed: whether it is an error if there is none.
-        labels: the names of the classes, if it is a label.
+        key: the config key in `data` that sets the name, or None if the name is fixed.
+        kind: the kind of its values: text, token ids, numbers or lists of numbers, classes (integers) or lists of classes, a label, or any
+            value.
+        is_needed: whether a file without this column is an error.
+        labels: the names of the classes, if the column is a label.
     """
 
     name: str
@@ -51,21 +51,21 @@ class Column(NamedTuple):
 
 
 Check = Callable[[Sequence[str], Mapping[str, str]], None]
-"""Called with the names of all columns, and with the type of each that has another one than it should; raises if something is wrong."""
+"""A function of the names of all columns, and a mapping from columns of a wrong type to their types; it raises if a column is wrong."""
 
 
 def rows(opened: BufferedReader, file: Path, form: Form, columns: Sequence[Column], check: Check) -> Iterator[_Row]:
-    """Yield the place of each row, its values in these columns or the error in them, and how many bytes are read and decoded.
+    """Yield, for each row, its place, its values or the error in them, and the number of bytes read and decoded so far.
 
     Args:
         opened: the file.
-        file: its path, for messages.
-        form: the form of the file.
-        columns: those to read.
+        file: the path of the file, for messages.
+        form: the format of the file.
+        columns: the columns to read.
         check: see `Check`.
 
     Raises:
-        OSError: the file is damaged, cut off, or of a kind that pyarrow does not read.
+        OSError: the file is damaged, cut off, or of a kind that pyarrow cannot read.
         InputError: pyarrow is not installed, or `check` raises it.
     """
     read = {"parquet": _parquet, "arrow file": _arrow_file, "arrow stream": _arrow_stream}[form]
@@ -83,7 +83,7 @@ def rows(opened: BufferedReader, file: Path, form: Form, columns: Sequence[Colum
 
 
 _Batches = Iterator[tuple[Any, int]]
-"""Record batches, each with the position in the file after it."""
+"""Pairs of a record batch and the position in the file after it."""
 
 
 def _parquet(pa: Any, opened: BufferedReader, columns: Sequence[Column], check: Check) -> _Batches:
@@ -97,7 +97,7 @@ def _parquet(pa: Any, opened: BufferedReader, columns: Sequence[Column], check: 
         if next(file.iter_batches(1, row_groups=[group], columns=names, use_threads=False), None) is None:
             continue
         facts = file.metadata.row_group(group)
-        # Of a damaged chunk `column` ends the process, but reading a row of it, as above, raises an error.
+        # For a damaged chunk `column` crashes the process. Reading a row of it, as above, raises an error instead.
         chunks = [(facts.column(i), file.schema.column(i)) for i in leaves]
         unpacked = max(sum(chunk.total_uncompressed_size for chunk, _ in chunks), 1)
         least, most = _SHARED
@@ -110,14 +110,14 @@ def _parquet(pa: Any, opened: BufferedReader, columns: Sequence[Column], check: 
 
 
 def _leaves(schema: Any, names: Sequence[str]) -> list[int]:
-    """Return the numbers of the columns in a Parquet schema that pyarrow reads for these names: also those nested in them."""
+    """Return the indices of the columns in a Parquet schema that pyarrow reads for these names, including nested columns."""
     wanted, nested = {*names}, tuple(f"{name}." for name in names if "." in name)
     paths = (schema.column(i).path for i in range(len(schema)))
     return [i for i, path in enumerate(paths) if path in wanted or path.partition(".")[0] in wanted or path.startswith(nested)]
 
 
 def _is_flat(column: Any) -> bool:
-    """Return whether a row of a Parquet column is a number of at most 8 bytes, however many rows share it."""
+    """Return whether the values of a Parquet column are single numbers of at most 8 bytes, so that copies of them are small."""
     return column.max_repetition_level == 0 and column.physical_type in ("BOOLEAN", "INT32", "INT64", "FLOAT", "DOUBLE")
 
 
@@ -145,7 +145,7 @@ def _options(pa: Any, schema: Any, columns: Sequence[Column], check: Check) -> A
 
 
 def _valid(batch: Any) -> Any:
-    batch.validate(full=True)  # offsets of a stranger could lead anywhere
+    batch.validate(full=True)  # offsets in a stranger's file could point anywhere
     return batch
 
 
@@ -177,12 +177,12 @@ def _is_ids(pa: Any, kind: Any) -> bool:
 
 
 def _is_numbers(pa: Any, kind: Any) -> bool:
-    """Return whether values are numbers, lists of them, lists of lists, or tensors of one shape."""
+    """Return whether values are numbers, (nested) lists of numbers, or tensors of one shape."""
     return _is_classes(pa, kind) or pa.types.is_floating(_of_lists(pa, kind))
 
 
 def _is_classes(pa: Any, kind: Any) -> bool:
-    """Return whether values are integers, or lists or tensors of integers as in `_is_numbers`."""
+    """Return whether values are integers, (nested) lists of integers, or tensors of integers."""
     kind = _of_lists(pa, kind)
     return pa.types.is_integer(kind) or pa.types.is_boolean(kind)
 
@@ -211,7 +211,7 @@ def _values(pa: Any, batch: Any, column: Column) -> Callable[[int], Any]:
 
 
 def _array(pa: Any, column: Any) -> np.ndarray | None:
-    """Return the numbers of a column as an array of rows; None if one is null, or lists differ in length."""
+    """Return the numbers of a column as an array of rows; None if a value is null, or lists differ in length."""
     if isinstance(column.type, pa.FixedShapeTensorType):
         return None if column.null_count else column.to_numpy_ndarray()
     numbers = column.storage if isinstance(column.type, pa.BaseExtensionType) else column
@@ -235,17 +235,17 @@ def _record(values: Mapping[str, Callable[[int], Any]], i: int) -> dict[str, Any
 
 
 def _as_json(pa: Any, scalar: Any, where: str) -> Any:
-    """Return a value as JSON would have it: a map as an object, a decimal as a number, dates and times as text.
+    """Convert a value to JSON: a map to an object, a decimal to a number, dates and times to text.
 
-    Keys of objects that are null are left out, because all rows of a column have all keys that any of them has.
+    Keys with null values are left out, because every row of a column has the keys of all rows.
 
     Args:
-        pa: pyarrow.
+        pa: the module pyarrow.
         scalar: the value.
-        where: the column and the keys that lead to it, for messages.
+        where: the column and the keys that lead to the value, for messages.
 
     Raises:
-        WrongLine: JSON has no such value.
+        WrongLine: JSON cannot express the value.
     """
     kind, types, value = scalar.type, pa.types, None
     if not scalar.is_valid:
@@ -267,7 +267,7 @@ def _as_json(pa: Any, scalar: Any, where: str) -> Any:
         return _as_json(pa, scalar.value, where)
     if types.is_timestamp(kind) or types.is_date(kind) or types.is_time(kind):
         value = scalar.cast(pa.string()).as_py()
-        is_known = not value.startswith("<")  # which is how pyarrow writes a year that no calendar has
+        is_known = not value.startswith("<")  # pyarrow writes years that are out of range in this way
     elif types.is_decimal(kind):
         exact = scalar.as_py()
         value = int(exact) if kind.scale <= 0 else float(exact)
@@ -276,7 +276,9 @@ def _as_json(pa: Any, scalar: Any, where: str) -> Any:
         value = scalar.as_py()
         value = value.item() if isinstance(value, np.generic) else value
     if not is_known:
-        raise WrongLine(f"expected values that JSON has in {short(where)}, found {kind}{'' if value is None else f' with {short(value)}'}")
+        raise WrongLine(
+            f"expected values that JSON can express in {short(where)}, found {kind}{'' if value is None else f' ({short(value)})'}"
+        )
     return value
 
 
@@ -285,7 +287,7 @@ def _name(value: Any, names: Sequence[str]) -> Any:
 
 
 def _class_names(schema: Any, name: str) -> list[str]:
-    """Return the names of the classes of a column, which Hugging Face's datasets keep beside the schema; [] if there are none."""
+    """Return the names of the classes of a column; [] if there are none. Hugging Face's datasets stores them in the schema's metadata."""
     try:
         names = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][name]["names"]
     except (KeyError, TypeError, ValueError, RecursionError):
@@ -303,5 +305,5 @@ def _errors_reported(pa: Any, file: Path, form: Form) -> Iterator[None]:
     except MemoryError:
         raise OSError(errno.ENOMEM, f"a part of this file, {NAMES[form]}, needs more memory than there is", str(file)) from None
     except (pa.ArrowException, OSError, ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
-        words = f"it begins as {NAMES[form]}, and is damaged, cut off or not supported ({first_line(error)[:200]})"
+        words = f"it begins like {NAMES[form]}, but is damaged, cut off or not supported ({first_line(error)[:200]})"
         raise OSError(errno.EINVAL, words, str(file)) from None

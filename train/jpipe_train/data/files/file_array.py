@@ -1,6 +1,6 @@
-"""An array of numbers that stays in its file: slicing reads a part.
+"""An array of numbers that stays in its file. A slice reads a part of it.
 
-Files are not mapped into memory: if another process truncated one, a signal would kill this process.
+Files are not mapped into memory: if another process truncated a file, a signal would kill this process.
 """
 
 import os
@@ -15,13 +15,13 @@ from jpipe.files import open_to_read
 
 
 class FileArray:
-    """A one-dimensional array in a file or in part of a file; several threads may read it at once.
+    """A one-dimensional array in a file or in a part of a file. Several threads may read it at the same time.
 
     Args:
         path: the file.
         dtype: the dtype of the numbers.
-        start: the byte at which they begin.
-        size: how many numbers; None: those up to the end of the file.
+        start: the byte at which the numbers begin.
+        size: the number of numbers; None: up to the end of the file.
 
     Raises:
         OSError: the file cannot be opened, or is not a regular file.
@@ -38,10 +38,10 @@ class FileArray:
         return self.size
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        """Read these numbers; the step must be 1.
+        """Read the numbers of a slice with step 1.
 
         Raises:
-            InputError: the file ends before them.
+            InputError: the file ends before the numbers.
             OSError: the disk fails.
         """
         first, last, step = part.indices(self.size)
@@ -55,7 +55,7 @@ class FileArray:
         while content:
             if not (count := os.preadv(self._number, [content], at)):
                 raise InputError(
-                    f"data: expected at least {end:,} bytes in '{self._path}', found {os.fstat(self._number).st_size:,}: it was cut off "
-                    "while it was read; copy it again"
+                    f"data: expected at least {end:,} bytes in '{self._path}', found {os.fstat(self._number).st_size:,}: the file was cut "
+                    "off during the run; copy it again"
                 )
             content, at = content[count:], at + count

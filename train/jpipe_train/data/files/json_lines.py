@@ -1,4 +1,4 @@
-"""Read JSON lines, each an object."""
+"""Read JSON lines. Each line is an object."""
 
 import json
 from collections.abc import Iterator
@@ -16,9 +16,9 @@ def rows(opened: BufferedReader, file: Path, example: str) -> Iterator[tuple[Pla
     """Yield the object in each line, or the error in the line; empty lines are left out.
 
     Args:
-        opened: the content.
-        file: its path, for messages.
-        example: a key that an object has, for messages.
+        opened: the content of the file.
+        file: the path of the file, for messages.
+        example: a key that an object must have, for messages.
     """
     number = 0
     while line := opened.readline(wrong_lines.LONGEST + 1):
@@ -39,7 +39,7 @@ def _object(line: bytes, example: str) -> dict[str, Any]:
     """Return the object in a line.
 
     Raises:
-        WrongLine: there is none.
+        WrongLine: the line is not an object.
     """
     try:
         values = json.loads(line)
@@ -47,7 +47,7 @@ def _object(line: bytes, example: str) -> dict[str, Any]:
         raise WrongLine(f"expected text in UTF-8, found the byte {line[error.start]:#04x} at {error.start}") from None
     except (ValueError, RecursionError) as error:
         reason = getattr(error, "msg", None) or str(error).split(";")[0]
-        raise WrongLine(f"expected an object of JSON, found {short(line[:60].decode(errors='replace'))}: {reason}") from None
+        raise WrongLine(f"expected a JSON object, found {short(line[:60].decode(errors='replace'))}: {reason}") from None
     if not isinstance(values, dict):
-        raise WrongLine(f'expected an object of JSON such as {{"{example}": …}}, found {type(values).__name__}')
+        raise WrongLine(f'expected a JSON object such as {{"{example}": …}}, found {type(values).__name__}')
     return values

@@ -1,4 +1,4 @@
-"""Recognize the kind of data in a file by its content: which reader its rows need, and whether it is text at all."""
+"""Recognize the kind of data in a file by its content: whether it is text, and which reader its rows need."""
 
 import codecs
 import csv
@@ -14,11 +14,11 @@ from typing import Any, Literal, NamedTuple
 from jpipe.files import open_to_read
 from jpipe_train.data.files import streams
 
-JSON_LINES, NPY, NPZ = "JSON lines", "a NumPy file", "an archive of NumPy's (.npz)"
-_HEAD = 2**16  # bytes at the beginning of a file that are looked at
-_SAMPLE = 50  # lines of them that are looked at
-_FEW_ROWS = 3  # the least number of lines of a table, its header included
-_MORE_ROWS = 5  # the same of a table without a header
+JSON_LINES, NPY, NPZ = "JSON lines", "a NumPy file", "a NumPy archive (.npz)"
+_HEAD = 2**16  # so many bytes at the beginning of a file are examined
+_SAMPLE = 50  # so many lines of them are examined
+_FEW_ROWS = 3  # the least number of lines in a table, including the header
+_MORE_ROWS = 5  # the least number of lines in a table without a header
 
 _FORMATS = "data.format: text (data.text_key), prompts (data.prompt_key, data.answer_key), chat, labels and arrays"
 _ROWS = f"its rows are read by {_FORMATS}"
@@ -36,12 +36,12 @@ class Kind(NamedTuple):
     """A kind of data.
 
     Attributes:
-        name: as in "it is a Parquet file".
-        hint: what to do with it.
-        columns: the keys or the names of columns, for JSON lines and tables.
-        reader: the reader of its rows, if any.
-        delimiter: between the cells of a table.
-        is_json: whether it is text of JSON without a line for each row.
+        name: a phrase that completes the sentence "it is …", such as "a Parquet file".
+        hint: what the user can do with such a file.
+        columns: the keys of JSON lines, or the names of the columns of a table.
+        reader: the reader of its rows, or None if its rows cannot be read.
+        delimiter: the character between the cells of a table.
+        is_json: whether it is JSON without a line for each row.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Kind(NamedTuple):
 
     @property
     def is_unpacked(self) -> bool:
-        """Whether it is a compressed file, to be decompressed as it is read."""
+        """Whether it is a compressed file that is decompressed while it is read."""
         return self.hint == _PACKED
 
 
@@ -62,7 +62,7 @@ def kind_of(path: Path, key: str | None = None) -> Kind | None:
 
     Args:
         path: the file.
-        key: one that has text in the objects of JSON that the user means, if any: an object with it is no plain text.
+        key: the key with the text in JSON objects, if the user has named one. A JSON object with this key is not plain text.
 
     Raises:
         OSError: the file cannot be read, or is not a regular file.
@@ -74,15 +74,15 @@ def kind_of(path: Path, key: str | None = None) -> Kind | None:
 def content_of(path: Path, key: str | None = None) -> Kind | None:
     """Return the kind of data in a file, decompressed if it is compressed, or None if it is plain text.
 
-    The content decides. If it is text that could be of several kinds, the name decides, as in `kind_by_name`.
+    The content decides. If text could be of several kinds, the name of the file decides, as in `kind_by_name`.
 
     Args:
         path: the file.
-        key: as in `kind_of`.
+        key: see `kind_of`.
 
     Raises:
-        OSError: the file cannot be read, is not a regular file, or has a kind inside a compressed file that is not read there.
-        InputError: it is compressed with zstd, and pyarrow is not installed.
+        OSError: the file cannot be read, is not a regular file, or is a compressed file with content that is only read uncompressed.
+        InputError: the file is compressed with zstd, and pyarrow is not installed.
     """
     with open_to_read(path) as file:
         packed = streams.compression(file.peek(4))
@@ -93,14 +93,14 @@ def content_of(path: Path, key: str | None = None) -> Kind | None:
             head = stream.read(_HEAD)
             kind = _kind_of(head, len(head) + len(stream.peek(1)), head[-4:], key)
     if packed is not None and kind is not None and kind.reader not in ("json lines", "table"):
-        raise OSError(errno.EINVAL, f"it is {kind.name} inside {packed}, which is not read; unpack it first", str(path))
+        raise OSError(errno.EINVAL, f"it is {kind.name} inside {packed}, which cannot be read; unpack it first", str(path))
     if kind is not None and (kind.columns or kind.reader != "table"):
         return kind
     return kind_by_name(path, None if kind is None else kind.delimiter)
 
 
 def kind_by_name(path: Path, delimiter: str | None = None) -> Kind | None:
-    """Return the kind of rows by the name of a file, or None. A file may have too few lines to tell its kind by them."""
+    """Return the kind of rows that the name of a file suggests, or None. A file may have too few lines to recognize its kind."""
     ending = Path(path.name.lower().removesuffix(".gz").removesuffix(".zst")).suffix
     if ending in _DELIMITER_BY_NAME:
         delimiter = delimiter or _DELIMITER_BY_NAME[ending]
@@ -109,20 +109,20 @@ def kind_by_name(path: Path, delimiter: str | None = None) -> Kind | None:
 
 
 def rows_in(path: Path, key: str | None = None) -> Kind | None:
-    """Return the kind of a file, as `content_of` does, if it has rows that are read, otherwise None."""
+    """Return the result of `content_of` if the rows of the file can be read, otherwise None."""
     kind = content_of(path, key)
     return None if kind is None or kind.reader is None else kind
 
 
 def _kind_of_whole(file: BufferedReader, key: str | None) -> Kind | None:
-    """Return the kind of an open file that is not decompressed."""
+    """Return the kind of an open file, without decompressing it."""
     size, head = os.fstat(file.fileno()).st_size, file.read(_HEAD)
     file.seek(max(size - 4, 0))
     return _kind_of(head, size, file.read(4), key)
 
 
 def _kind_of(head: bytes, size: int, tail: bytes, key: str | None) -> Kind | None:
-    """Return the kind of content by its beginning, size and end, and perhaps a key that has text."""
+    """Return the kind of content with this beginning, size and last four bytes; `key` as in `kind_of`."""
     for name, hint, is_it in _SIGNATURES:
         if is_it(head, size, tail):
             return Kind(name, hint, reader=_READERS.get(head[:4]) if hint == _ROWS else None)
@@ -133,7 +133,7 @@ def _kind_of(head: bytes, size: int, tail: bytes, key: str | None) -> Kind | Non
 
 
 _Test = Callable[[bytes, int, bytes], bool]
-"""Whether a file with this beginning, this many bytes and these last four is of a kind."""
+"""A function of the beginning, the size and the last four bytes of a file that returns whether it is of a kind."""
 
 
 def _starts(*beginnings: bytes, at: int = 0) -> _Test:
@@ -158,7 +158,7 @@ def _is_bmp(head: bytes, size: int, _: bytes) -> bool:
 
 
 def _is_tfrecord(head: bytes, size: int, _: bytes) -> bool:
-    """Return whether the length at the beginning is followed by its checksum, masked as TensorFlow does."""
+    """Return whether the content begins with a length and its checksum, masked like in TensorFlow."""
     length = int.from_bytes(head[:8], "little")
     if not 0 < length <= size - 16:
         return False
@@ -173,7 +173,7 @@ def _is_tfrecord(head: bytes, size: int, _: bytes) -> bool:
 
 
 def _is_npz(head: bytes, *_: Any) -> bool:
-    """Return whether this is an archive that begins with a NumPy file."""
+    """Return whether the content is a zip archive that begins with a NumPy file."""
     return head.startswith(b"PK\x03\x04") and head[30 : 30 + int.from_bytes(head[26:28], "little")].endswith(b".npy")
 
 
@@ -202,11 +202,11 @@ _SIGNATURES: tuple[tuple[str, str, _Test], ...] = (
     ("an SQLite database", f"{_LINES}{_THEN}", _starts(b"SQLite format 3\0")),
     (NPY, _NUMPY, _starts(b"\x93NUMPY")),
     (NPZ, _NUMPY, _is_npz),
-    ("a safetensors file", "weights to begin with are named by warm_start.file", _is_safetensors),
-    ("a GGUF file", "weights are no data to learn from", _starts(b"GGUF\1\0\0\0", b"GGUF\2\0\0\0", b"GGUF\3\0\0\0")),
+    ("a safetensors file", "to start with its weights, name it in warm_start.file", _is_safetensors),
+    ("a GGUF file", "it has weights, not data", _starts(b"GGUF\1\0\0\0", b"GGUF\2\0\0\0", b"GGUF\3\0\0\0")),
     ("a pickle, which jpipe never loads", _PICKLE, _starts(b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")),
     (
-        "a zip archive (PyTorch's files are such, with a pickle, which jpipe never loads)",
+        "a zip archive (PyTorch files are zip archives with a pickle, which jpipe never loads)",
         "unpack it",
         _starts(b"PK\x03\x04", b"PK\x05\x06"),
     ),
@@ -238,11 +238,15 @@ _OBJECT = re.compile(rf"\s*\{{\s*{_STRING}\s*:")
 _LIST = re.compile(rf"\s*\[\s*(?:\{{\s*{_STRING}\s*:|{_STRING}\s*,\s*[\"\[{{\d-]|\[\s*(?:{_STRING}|-?\d[^\s,\]]{{0,50}})\s*\]?\s*,)")
 """The beginning of a list of objects, of texts, or of lists."""
 _INSIDE = re.compile(r':\s*(?:\[\s*(?:\{\s*"|\[)|\{\s*"0"\s*:)')
-"""A list of objects or of lists somewhere inside an object, or a column as pandas writes it."""
+"""A list of objects or of lists inside an object, or a column in the form that pandas writes."""
 
 
 def _json_lines(lines: Sequence[str], text: str, key: str | None, *, is_whole: bool) -> Kind | None:
-    """Recognize JSON lines, each an object: at least two, or one that is longer than the sample, has the key, or a list of objects."""
+    """Recognize JSON lines: every line is an object, and there are at least two lines.
+
+    A single object counts if it is longer than the sample, has the key `key`, or contains a list of objects or of lists, or a column in the
+    form that pandas writes.
+    """
     if not lines and not is_whole and _OBJECT.match(text):
         return Kind(JSON_LINES, _ROWS, reader="json lines")
     keys: dict[str, None] = {}
@@ -259,27 +263,27 @@ def _json_lines(lines: Sequence[str], text: str, key: str | None, *, is_whole: b
 
 
 def _json(text: str, key: str | None) -> Kind | None:
-    """Recognize a list of JSON, objects one after the other, and one object over several lines, with its rows in it or with the key."""
+    """Recognize other forms of JSON: a list, several objects, or one object over several lines that contains rows or has the key `key`."""
     text = text.strip()
     is_list = _LIST.match(text) is not None
     if not is_list and not _OBJECT.match(text):
         return None
     try:
         value, end = json.JSONDecoder().raw_decode(text)
-    except (ValueError, RecursionError):  # it is longer than the sample, or damaged
+    except (ValueError, RecursionError):  # the JSON is longer than the sample, or damaged
         value, end = None, len(text)
     what, way = "a list of JSON", "jq -c '.[]'"
     if text[end:].lstrip()[:1] == text[0]:
         if not is_list and "\n" not in text[:end]:  # a later line is damaged
             return Kind(JSON_LINES, _ROWS, tuple(value), "json lines")
-        what, way = ("lists of JSON", way) if is_list else ("objects of JSON over several lines each", "jq -c .")
+        what, way = ("lists of JSON", way) if is_list else ("JSON objects over several lines each", "jq -c .")
     elif isinstance(value, dict) and isinstance(value.get(key), str):
-        what, way = "an object of JSON over several lines", "jq -c ."
+        what, way = "a JSON object over several lines", "jq -c ."
     elif not is_list:
-        what, way = "an object of JSON with its rows inside", "jq -c '.data[]'"
+        what, way = "a JSON object with its rows inside", "jq -c '.data[]'"
         if not _INSIDE.search(text):
             return None
-    return Kind(what, f"write a line for each object, such as with {way}{_THEN}", is_json=True)
+    return Kind(what, f"write one line for each object, for example with {way}{_THEN}", is_json=True)
 
 
 _DELIMITERS = {"\t": "a table with tabs between columns (TSV)", ",": "a table (CSV)", ";": "a table with semicolons between columns (CSV)"}
@@ -289,9 +293,9 @@ _DELIMITER_BY_NAME = {".csv": ",", ".tsv": "\t"}
 
 
 def _table(lines: Sequence[str]) -> Kind | None:
-    """Recognize a table as text: every row has as many columns as the header of plausible names, or all cells are numbers.
+    """Recognize a table in text: all rows have equally many columns, and the first row is a plausible header or all cells are numbers.
 
-    Prose with commas is not a table: it has spaces after commas, and lines differ in their number.
+    Prose with commas is not a table: it has spaces after commas, and its lines have different numbers of commas.
     """
     for delimiter, name in _DELIMITERS.items():
         if not lines or delimiter not in lines[0]:
@@ -309,10 +313,10 @@ def _table(lines: Sequence[str]) -> Kind | None:
 
 
 def _cells(lines: Sequence[str], delimiter: str) -> list[list[str]]:
-    """Split rows into cells, without the last row if it may continue after the sample."""
+    """Split rows into cells, and leave out the last row if it may continue after the sample."""
     try:
         rows = list(csv.reader([f"{line}\n" for line in lines], delimiter=delimiter, strict=True))
-    except csv.Error:  # a quoted cell continues in the next line, or these are no quotes of a table
+    except csv.Error:  # a quoted cell continues in the next line, or the quotes do not belong to cells
         try:
             rows = list(csv.reader([f"{line}\n" for line in lines], delimiter=delimiter))[:-1]
         except csv.Error:
@@ -321,9 +325,9 @@ def _cells(lines: Sequence[str], delimiter: str) -> list[list[str]]:
 
 
 def _is_header(header: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
-    """Return whether these cells are names of columns.
+    """Return whether the cells of the first row are names of columns.
 
-    A year may be a name, and so may an empty cell, which pandas writes above row numbers.
+    A year may be a name. An empty cell may be one, too, because pandas writes it above row numbers.
     """
     names = [cell.strip() for cell in header]
     usual = [bool(_NAME.fullmatch(name)) and not name.endswith(_ENDS_OF_SENTENCES) and len(name.split()) <= 5 for name in names]
@@ -337,7 +341,7 @@ def _is_header(header: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
 
 
 def is_number(cell: str) -> bool:
-    """Return whether a cell is written as a number: in ASCII, without the underscores that Python allows in its own."""
+    """Return whether a cell is written as a number, in ASCII and without underscores, which Python allows in numbers."""
     try:
         float(cell)
     except ValueError:

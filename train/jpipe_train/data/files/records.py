@@ -18,20 +18,20 @@ from jpipe_train.data.files.wrong_lines import Place, WrongLine, WrongLines
 
 _Value = TypeVar("_Value")
 _Read = tuple[Place, Mapping[str, Any] | WrongLine, int, int]
-"""The place of a row, its values by column or the error in them, and how many bytes are read and decompressed."""
+"""The place of a row, its values by column or the error in them, and the number of bytes read and decompressed so far."""
 _Rows = Iterator[_Read]
-_MOST_ROWS, _MOST_BYTES = 1024, 2**18  # of a block; bytes that are read for it, after decompression
+_MOST_ROWS, _MOST_BYTES = 1024, 2**18  # the most rows of a block, and the most bytes read for it after decompression
 
 
-@dataclass(slots=True)  # frozen ones take twice as long to make
+@dataclass(slots=True)  # frozen dataclasses take twice as long to create
 class Row(Generic[_Value]):
     """A row of a file.
 
     Attributes:
-        value: the content of its columns, as a format converts it.
-        held_out: whether it is for validation.
-        place: its file and number.
-        size: how many bytes of the file, which may be compressed, were read for it.
+        value: the content of the row, converted by a format.
+        held_out: whether the row is for validation.
+        place: the file and the number of the row.
+        size: the number of bytes of the file, which may be compressed, that were read for the row.
     """
 
     value: _Value
@@ -49,20 +49,19 @@ def records(
     share: float,
     convert_all: Callable[[Sequence[Mapping[str, Any]]], Sequence[_Value] | None] | None = None,
 ) -> Iterator[Row[_Value]]:
-    """Yield the rows of all files in order; empty rows are left out, and after a wrong row the remaining ones are only checked.
+    """Yield the rows of all files in order. Empty rows are left out. After a wrong row, the remaining rows are only checked.
 
     Args:
-        files: the files to read. The content of each decides how: Parquet, Arrow, a table, or otherwise JSON lines.
-        wrong: the collection of errors, which the caller reports.
-        columns: those that are needed.
-        convert: returns the content for the values of a row by column, or raises WrongLine.
-        key: returns the bytes of the content; their hash decides whether the row is held out.
-        share: of the rows, to hold out.
-        convert_all: converts many rows at once, or returns None if they must be converted one by one; rows are then read in blocks.
+        files: the files to read. Each is read as Parquet, Arrow or a table if it has such content, otherwise as JSON lines.
+        wrong: collects the errors; the caller reports them.
+        columns: the columns to read.
+        convert: converts the values of a row, a mapping from columns to values, or raises WrongLine.
+        key: returns bytes for a converted row; their hash decides whether the row is held out.
+        share: the share of the rows to hold out.
+        convert_all: converts many rows at once, or returns None if they must be converted one by one. With it, rows are read in blocks.
 
     Raises:
-        InputError: a column is missing or of another type; pyarrow, which reads a file, is not installed; no row after a wrong one can be
-            converted.
+        InputError: a column is missing or has another type; pyarrow is needed but not installed; or no row after a wrong row can be read.
         OSError: a file is damaged.
     """
     for file in files:
@@ -89,7 +88,7 @@ def records(
 
 
 def _blocks(rows: _Rows, file: Path, packed: int) -> Iterator[list[_Read]]:
-    """Yield many rows at a time, and check that a file of `packed` bytes does not unpack to too much."""
+    """Yield blocks of rows, and check that a file of `packed` bytes does not unpack to too many bytes."""
     block: list[_Read] = []
     start = 0
     for row in rows:
@@ -124,16 +123,16 @@ def _rows(file: Path, opened: BufferedReader, where: str, columns: Sequence[Colu
 
 
 def _check_columns(file: Path, where: str, columns: Sequence[Column], names: Sequence[str], other_types: Mapping[str, str]) -> None:
-    """Check that each column exists exactly once, with its type.
+    """Check that each column exists exactly once and has the right type.
 
     Raises:
-        InputError: one is not.
+        InputError: a column is missing, occurs twice or has another type.
     """
     counts = Counter(names)
     for column in columns:
         setting = "rename it" if column.key is None else f"set {setting_of(where, column.key)}"
         if not counts[column.name] and column.is_needed:
-            first = "; the first line of a table is taken as the names of its columns" if names and all(map(kinds.is_number, names)) else ""
+            first = "; the first line of a table must have the names of the columns" if names and all(map(kinds.is_number, names)) else ""
             raise InputError(
                 where=where,
                 expected=f"the column {column.name!r} in '{file}'",
@@ -145,7 +144,7 @@ def _check_columns(file: Path, where: str, columns: Sequence[Column], names: Seq
                 where=where, expected=f"each column of '{file}' once", found=f"the name {column.name!r} twice", change="rename one of them"
             )
         if column.name in other_types:
-            more = "; save classes as integers, or for other numbers choose loss.name: squared_error" if column.kind == "classes" else ""
+            more = "; save classes as integers, or choose loss.name: squared_error for other numbers" if column.kind == "classes" else ""
             raise InputError(
                 where=where,
                 expected=f"{_EXPECTED.get(column.kind, 'values')} in the column {column.name!r} of '{file}'",

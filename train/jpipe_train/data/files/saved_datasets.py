@@ -1,4 +1,4 @@
-"""Folders that `save_to_disk` of Hugging Face's datasets writes: the Arrow files of a dataset, the splits of a `DatasetDict`."""
+"""Find the Arrow files and the splits in folders that `save_to_disk` of Hugging Face's datasets writes."""
 
 import json
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from jpipe.errors import short
 from jpipe.files import read_bytes
 
 _STATE, _INFO, _DICT = "state.json", "dataset_info.json", "dataset_dict.json"
-_MOST_BYTES = 2**26  # of one of these files
+_MOST_BYTES = 2**26  # the largest size of one of these files
 VALIDATION = "validation", "valid", "val", "dev"
 """The names of the split for validation, in order of preference."""
 
@@ -21,14 +21,14 @@ def is_saved(folder: Path) -> bool:
 
 
 def splits(folder: Path, where: str) -> dict[str, Path]:
-    """Return the folder of each split of a `DatasetDict`; nothing if this folder is not one.
+    """Return a dict from the names of splits to their folders if `folder` is a `DatasetDict`; otherwise it is empty.
 
     Args:
-        folder: that may be one.
-        where: the key or the option that names it, for messages.
+        folder: a folder.
+        where: the config key or option that names the folder, for messages.
 
     Raises:
-        InputError: it is a damaged one.
+        InputError: the folder is a damaged `DatasetDict`.
     """
     if not (folder / _DICT).is_file():
         return {}
@@ -40,16 +40,16 @@ def files(folder: Path, where: str) -> list[Path] | None:
     """Return the Arrow files of a dataset in the order of its rows, or None if this folder is not a dataset.
 
     Raises:
-        InputError: it is damaged, or another file chooses its rows, as old versions of datasets wrote them.
+        InputError: the dataset is damaged, or another file chooses its rows; old versions of datasets wrote such files.
     """
     if not is_saved(folder):
         return None
     state = _read(folder / _STATE, where)
     if state.get("_indices_data_files"):
         raise InputError(
-            f"'{folder}' chooses rows by another file, as old versions of datasets did",
+            f"'{folder}' has a file of row indices, as old versions of datasets wrote it",
             where=where,
-            change="load it with datasets, and save it again",
+            change="load the dataset with datasets, and save it again",
         )
     listed = state.get("_data_files")
     names = [item.get("filename") if isinstance(item, dict) else item for item in listed] if isinstance(listed, list) else listed
@@ -62,10 +62,10 @@ def files(folder: Path, where: str) -> list[Path] | None:
 
 
 def _names(names: Any, file: Path, what: str, where: str) -> Sequence[str]:
-    """Check names: none of them may lead out of the folder.
+    """Return `names` after checking that they are names of entries in a folder; a name must not lead out of the folder.
 
     Raises:
-        InputError: these are not such names.
+        InputError: `names` is not a list of such names.
     """
 
     def is_name(name: Any) -> bool:
@@ -84,7 +84,7 @@ def _read(file: Path, where: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise InputError(
             where=where,
-            expected=f"an object of JSON in '{file}', as datasets writes it",
+            expected=f"a JSON object in '{file}', as datasets writes it",
             found="other text",
             change="save the dataset again",
         )

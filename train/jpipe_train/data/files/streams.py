@@ -1,4 +1,4 @@
-"""Open files as streams, also those compressed with gzip or zstd, in constant memory and within limits."""
+"""Open files as streams, in constant memory and within limits. Files may be compressed with gzip or zstd."""
 
 import errno
 import gzip
@@ -13,21 +13,21 @@ from jpipe import InputError
 from jpipe.files import open_to_read
 
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
-"""What compressed files begin with."""
+"""The first bytes of compressed files."""
 _BLOCK = 2**20  # bytes that are read at once
 _PACKED = {GZIP: "gzip", ZSTD: "zstd"}
-_FREE, _MOST_TIMES = 2**28, 200  # bytes that any file may unpack to; otherwise how many times its own
+_FREE, _MOST_TIMES = 2**28, 200  # any file may unpack to so many bytes; a large file to so many times its own bytes
 
 
 def pyarrow(file: Path, what: str) -> Any:
     """Import the library pyarrow, which is optional.
 
     Args:
-        file: what is to be read, for the message.
-        what: its kind, such as "a Parquet file".
+        file: the file to read, for the message.
+        what: the kind of the file, such as "a Parquet file".
 
     Raises:
-        InputError: it is not installed.
+        InputError: pyarrow is not installed.
     """
     try:
         import pyarrow
@@ -35,32 +35,32 @@ def pyarrow(file: Path, what: str) -> Any:
         import pyarrow.parquet
     except ImportError:
         raise InputError(
-            f"'{file}' is {what}: expected the library pyarrow, which reads it, found that it is not installed; install it with "
+            f"'{file}' is {what}: expected the library pyarrow to read it, but pyarrow is not installed; install it with "
             "pip install pyarrow"
         ) from None
     return pyarrow
 
 
 def check_unpacked(count: int, packed: int, file: Path) -> None:
-    """Check that a compressed file does not unpack to far more than data usually do, which would fill memory or disk.
+    """Check that a compressed file does not unpack to unusually many bytes, which could fill the memory or the disk.
 
     Args:
-        count: the bytes that it unpacks to.
-        packed: its own.
-        file: its path, for messages.
+        count: the number of bytes unpacked so far.
+        packed: the number of bytes of the compressed file.
+        file: the path of the file, for messages.
 
     Raises:
-        OSError: they are too many.
+        OSError: `count` is too large.
     """
     if count > max(_FREE, most := _MOST_TIMES * packed):
         words = (
-            f"it has {packed:,} bytes and unpacks to more than {max(_FREE, most):,}, as no file of data does; save it without compression"
+            f"it has {packed:,} bytes and unpacks to more than {max(_FREE, most):,}, which no usual data file does; save it uncompressed"
         )
         raise OSError(errno.EFBIG, words, str(file))
 
 
 def compression(head: bytes) -> str | None:
-    """Return the compression of a file that begins with these bytes, if it can be read."""
+    """Return the name of the compression of a file that begins with `head`; None if it is not compressed with gzip or zstd."""
     return next((name for start, name in _PACKED.items() if head.startswith(start)), None)
 
 
@@ -69,10 +69,10 @@ def unpacked(opened: BufferedReader, file: Path) -> BufferedReader:
 
     Args:
         opened: the file, at its beginning.
-        file: its path, for messages.
+        file: the path of the file, for messages.
 
     Raises:
-        InputError: pyarrow is not installed, and the file needs it.
+        InputError: the file needs pyarrow, which is not installed.
     """
     kind = compression(opened.peek(4))
     if kind is None:
@@ -86,7 +86,7 @@ def unpacked(opened: BufferedReader, file: Path) -> BufferedReader:
 
 
 class _Unpacked(io.RawIOBase):
-    """The content of a compressed file; errors in it become OSErrors with the name of the file."""
+    """The content of a compressed file. Errors while decompressing become OSErrors with the name of the file."""
 
     def __init__(self, source: Any, file: Path, kind: str, size: int) -> None:
         self._source, self._file, self._kind, self._size, self._position = source, file, kind, size, 0
@@ -98,7 +98,7 @@ class _Unpacked(io.RawIOBase):
         try:
             content = self._source.read(len(buffer))
         except (EOFError, zlib.error, OSError, ValueError):  # pyarrow's errors are ValueError or OSError
-            words = f"it is compressed with {self._kind}, and damaged or cut off"
+            words = f"it is compressed with {self._kind}, but damaged or cut off"
             raise OSError(errno.EINVAL, words, str(self._file)) from None
         buffer[: len(content)] = content
         self._position += len(content)
@@ -110,7 +110,7 @@ class _Unpacked(io.RawIOBase):
 
 
 def skip(opened: BufferedReader, count: int) -> None:
-    """Read and drop `count` bytes, or fewer at the end."""
+    """Skip `count` bytes, or fewer if the stream ends before."""
     if opened.seekable():
         opened.seek(count, os.SEEK_CUR)
         return
@@ -119,10 +119,10 @@ def skip(opened: BufferedReader, count: int) -> None:
 
 
 def size(file: Path) -> int:
-    """Return the decompressed size of a file in bytes; a compressed file is read completely.
+    """Return the decompressed size of a file in bytes. A compressed file is read completely.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     with open_to_read(file) as opened:
         if compression(opened.peek(4)) is None:

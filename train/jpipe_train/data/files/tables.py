@@ -10,28 +10,28 @@ from jpipe.errors import short
 from jpipe_train.data.files import wrong_lines
 from jpipe_train.data.files.wrong_lines import Place, WrongLine
 
-_TAB = "'\t'"  # in messages of csv
-_QUOTES = "a cell that begins with a quote ends with one, and has each quote of its text twice"
+_TAB = "'\t'"  # csv writes a tab like this in messages
+_QUOTES = "a cell that begins with a quote must end with a quote, and each quote inside must be doubled"
 
 
 def rows(
     opened: BufferedReader, file: Path, delimiter: str, check: Callable[[Sequence[str]], None]
 ) -> Iterator[tuple[Place, dict[str, str] | WrongLine]]:
-    """Yield each row by the names of the columns, or its error; empty rows are left out.
+    """Yield the place of each row with a dict from columns to cells, or with the error in the row. Empty rows are left out.
 
     Args:
-        opened: the content.
-        file: its path, for messages.
-        delimiter: between cells, except inside quotes.
-        check: called with the names of the columns; raises if one is missing.
+        opened: the content of the file.
+        file: the path of the file, for messages.
+        delimiter: the character between cells.
+        check: a function of the names of the columns that raises if a column is missing.
     """
-    csv.field_size_limit(wrong_lines.LONGEST)  # of this process; texts are often longer than the default, 131,072 characters
+    csv.field_size_limit(wrong_lines.LONGEST)  # for the whole process; texts are often longer than the default, 131,072 characters
     table = csv.reader(_decoded(opened), delimiter=delimiter, strict=True)
     names: list[str] = []
     while True:
         try:
             record = next(table, None)
-        except csv.Error as error:  # nothing after it can be read
+        except csv.Error as error:  # no row after an error can be read
             yield Place(file, table.line_num), WrongLine(f"{str(error).replace(_TAB, 'a tab')}; {_QUOTES}")
             return
         except WrongLine as error:

@@ -1,4 +1,4 @@
-"""Check the values in lines and rows of files, and report all that cannot be used together."""
+"""Check the values in lines and rows of files, and report all wrong lines in one message."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +8,7 @@ from jpipe import InputError
 from jpipe.errors import short
 
 LONGEST = 2**26  # bytes of a line, or of the text in a row
-_MOST_LISTED = 5  # of wrong lines, one by one
+_MOST_LISTED = 5  # at most this many wrong lines are listed one by one
 
 
 class Place(NamedTuple):
@@ -16,8 +16,8 @@ class Place(NamedTuple):
 
     Attributes:
         file: the file.
-        number: the number of the line or row, from 1; 0: the whole file.
-        unit: what is counted.
+        number: the number of the line or row, from 1; 0 means the whole file.
+        unit: the word for what is counted, such as "line" or "row".
     """
 
     file: Path
@@ -32,8 +32,8 @@ class WrongLine(Exception):
     """An error in a line.
 
     Args:
-        message: says what was expected and found.
-        change: what to change, if no line after this one can be read; None: the following lines are read.
+        message: what was expected and what was found.
+        change: what to change, if no later line can be read; None if later lines can be read.
     """
 
     def __init__(self, message: str, change: str | None = None) -> None:
@@ -42,12 +42,12 @@ class WrongLine(Exception):
 
 
 class WrongLines:
-    """Lines that cannot be used, reported together, so that one run finds all of them.
+    """Collects wrong lines and reports them together, so that one run finds all of them.
 
     Attributes:
-        where: the key or the option that names the files, for messages.
-        hint: the end of the message.
-        number: how many there are.
+        where: the config key or option that names the files, for messages.
+        hint: the end of the message: what else the user can do.
+        number: the number of wrong lines.
     """
 
     def __init__(self, where: str, hint: str = "or name other keys") -> None:
@@ -60,7 +60,7 @@ class WrongLines:
         """Add an error in a line.
 
         Raises:
-            InputError: no line after this one can be read.
+            InputError: no later line can be read.
         """
         if error.change is not None:
             raise InputError(str(error), where=self.where, key=place, change=error.change) from None
@@ -70,10 +70,10 @@ class WrongLines:
             self._first.append((str(place), str(error)))
 
     def check(self) -> None:
-        """Raise if a wrong line was added.
+        """Raise an error if a wrong line was added.
 
         Raises:
-            InputError: with the first of them, and how many there are.
+            InputError: there are wrong lines; the message has their number and the first of them.
         """
         if self.number == 1:
             raise InputError(self._first[0][1], where=self.where, key=self._first[0][0], change=f"correct it, {self.hint}")
@@ -89,7 +89,7 @@ def value_of(record: Mapping[str, Any], key: str) -> Any:
     """Return the value of a key.
 
     Raises:
-        WrongLine: there is no such key.
+        WrongLine: the row does not have the key.
     """
     if key not in record:
         raise WrongLine(f"expected the key {key!r}, found {short(list(record)[:10])}")
@@ -97,10 +97,10 @@ def value_of(record: Mapping[str, Any], key: str) -> Any:
 
 
 def text_of(value: Any, key: str) -> str:
-    """Return the value of a key, which must be text.
+    """Return `value`, the value of a key, after checking that it is text.
 
     Raises:
-        WrongLine: it is none, or very long.
+        WrongLine: the value is not text, or is too long.
     """
     if not isinstance(value, str):
         raise WrongLine(f"expected text in {key!r}, found {'null' if value is None else type(value).__name__}")
@@ -111,10 +111,10 @@ def text_of(value: Any, key: str) -> str:
 
 
 def check_characters(text: str, where: str = "") -> None:
-    """Check that a text has only whole characters; a tokenizer can read nothing else.
+    """Check that a text has no lone surrogates, which a tokenizer cannot read.
 
     Raises:
-        WrongLine: it has half of one.
+        WrongLine: the text has one.
     """
     try:
         text.encode()

@@ -1,4 +1,4 @@
-"""Rows of several sources of data, in proportion to their weights."""
+"""Mix the rows of several sources of data in proportion to their weights."""
 
 from jpipe_train.data.mixture.mixed import Joined, Mixed, proportions
 

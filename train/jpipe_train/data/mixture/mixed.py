@@ -1,4 +1,4 @@
-"""Choose the source and row for each row number of a mixture, and make the validation batches of several sources."""
+"""Choose the source and the row for each row of a mixture, and join the validation batches of several sources."""
 
 import functools
 import itertools
@@ -13,23 +13,23 @@ from jpipe_train.data.rows import Batch, Divisible, Elements
 
 
 def proportions(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return the smallest whole numbers in proportion to `weights`, each read as the decimal number that it prints as."""
+    """Return the smallest whole numbers in proportion to `weights`. A weight counts as the decimal number that Python prints for it."""
     fractions = [Fraction(repr(weight)) for weight in weights]
     whole = [int(fraction * math.lcm(*(each.denominator for each in fractions))) for fraction in fractions]
     return tuple(number // math.gcd(*whole) for number in whole)
 
 
 def source_of(index: int, shares: Sequence[int], totals: Sequence[int] | None = None) -> tuple[int, int]:
-    """Return the source of a row of the mixture, and the number of the row in that source.
+    """Return the source of a row of the mixture, and the index of the row in this source.
 
-    Of the first k rows, the last source has its share of k, rounded; the other sources divide the remaining rows in the same way. So any
-    stretch of `sum(shares)` rows has exactly `shares[i]` of source i. Grain's `MapDataset.mix` has this rule, too, but it rounds the
+    Among the first k rows, the last source has its share of k, rounded. The other sources divide the remaining rows in the same way. So any
+    `sum(shares)` consecutive rows have exactly `shares[i]` rows of source i. Grain's `MapDataset.mix` uses the same rule, but rounds the
     shares.
 
     Args:
-        index: the number of the row in the mixture.
-        shares: the proportion of each source.
-        totals: the cumulative sums of `shares`, for a caller that keeps them from row to row.
+        index: the index of the row in the mixture.
+        shares: the proportions of the sources, as whole numbers.
+        totals: the cumulative sums of `shares`, if the caller has computed them.
     """
     totals = totals or list(itertools.accumulate(shares))
     for source in range(len(shares) - 1, 0, -1):
@@ -43,11 +43,11 @@ def source_of(index: int, shares: Sequence[int], totals: Sequence[int] | None = 
 
 @dataclass(frozen=True)
 class Mixed:
-    """The rows of several sources without end, in proportion to `shares`.
+    """An endless mixture of the rows of several sources, in proportion to `shares`.
 
     Attributes:
-        sources: the rows of each, without end.
-        shares: the proportion of each, whole numbers.
+        sources: the endless rows of each source.
+        shares: the proportions of the sources, as whole numbers.
     """
 
     sources: tuple[Elements, ...]
@@ -70,7 +70,7 @@ class Joined:
     """The batches of several sources, one source after the other.
 
     Attributes:
-        parts: the batches of each.
+        parts: the batches of each source.
     """
 
     parts: tuple[Any, ...]
@@ -87,5 +87,5 @@ class Joined:
         raise IndexError(index)
 
     def with_remainder(self, microbatch: int) -> "Joined":
-        """Return the same batches, each source's followed by its remaining rows in smaller batches."""
+        """Return the same batches; after the batches of each source, its remaining rows follow in smaller batches."""
         return Joined(tuple(part.with_remainder(microbatch) if isinstance(part, Divisible) else part for part in self.parts))

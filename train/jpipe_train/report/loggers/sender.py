@@ -16,12 +16,11 @@ from jpipe import InputError
 from jpipe.files import make_folder, read_bytes, shown, write_atomically
 from jpipe_train.report.loggers.services import SERVICES, About, first_line
 
-_ID = "id.txt"  # holds the id by which a resumed run continues in the same run of the service
+_ID = "id.txt"  # the file with the run's id in the service; with this id a resumed run continues the same run there
 _KEPT = {"wandb": "wandb sync {folder} sends what is kept there"}
 _MOST_QUEUED = 100_000  # rows that are not sent yet
-_LIMIT, _SHORT = 30.0, 5.0  # seconds that the end of a run waits for the service; after a signal
-
-_late: list[str] = []  # services that had not ended in time
+_LIMIT, _SHORT = 30.0, 5.0  # seconds that the end of a run waits for the service, usually and after a signal
+_late: list[str] = []  # services that did not end in time
 
 
 def check_installed(service: str) -> None:
@@ -31,26 +30,26 @@ def check_installed(service: str) -> None:
         InputError: it is not installed.
     """
     spec = importlib.util.find_spec(service)
-    if spec is None or spec.origin is None:  # such as a folder ./wandb
-        raise InputError(f"log: {service} is not installed; install it with pip install {service}, or leave it out")
+    if spec is None or spec.origin is None:  # no module; a folder ./wandb also has a spec
+        raise InputError(f"log: {service} is not installed; install it with pip install {service}, or remove {service} from log")
 
 
 def some_are_late() -> bool:
-    """Return whether a service had not ended in time, and may hold up the end of Python."""
+    """Return whether a service did not end in time, and so may keep Python from ending."""
     return bool(_late)
 
 
 class Sender:
-    """Sends rows to a service; use it in a `with`, or close it.
+    """Sends rows to a service. Use it in a `with` statement, or call `close`.
 
-    Problems are reported in a line, and the run continues: without a login or a network wandb keeps the rows on disk.
+    Problems are printed in one line, and the run continues. Without a login or a network, wandb keeps the rows on disk.
 
     Args:
         service: one of `SERVICES`.
         folder: the folder of the run.
         config: the config of the run, as plain data.
         say: prints a line.
-        begin: begins the run in the service; by default the one of `SERVICES`.
+        begin: the function that begins the run in the service; by default the function in `SERVICES`.
         limit: seconds that `close` waits for the service.
     """
 
@@ -65,8 +64,8 @@ class Sender:
     ) -> None:
         self._service, self._folder, self._say, self._limit = service, folder / service, say, limit
         self._begin = begin or SERVICES[service]
-        self._rows: queue.SimpleQueue[tuple[int, Mapping[str, float]] | int] = queue.SimpleQueue()  # the last one is the exit code
-        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()  # to print; in the thread that writes
+        self._rows: queue.SimpleQueue[tuple[int, Mapping[str, float]] | int] = queue.SimpleQueue()  # the last item is the exit code
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()  # lines that `write` and `close` print
         self._thread: threading.Thread | None = None
         self._accepts_rows = True
         try:
@@ -89,14 +88,17 @@ class Sender:
         self._rows.put((step, dict(scalars)))
         if self._rows.qsize() > _MOST_QUEUED:
             self._accepts_rows = False
-            self._say(f"{self._service}: {_MOST_QUEUED:,} rows are waiting to be sent; the run continues, and sends no more")
+            self._say(f"{self._service}: {_MOST_QUEUED:,} rows are waiting to be sent; the run continues, but sends no more rows")
 
     def hurry(self) -> None:
-        """Limit the waiting of `close` to a few seconds."""
+        """Make `close` wait only a few seconds."""
         self._limit = min(self._limit, _SHORT)
 
     def close(self, code: int = 0) -> None:
-        """End the run in the service with this exit code, and wait until everything is sent, up to the limit; later values are dropped."""
+        """End the run in the service with the exit code `code`, and wait up to the limit until everything is sent.
+
+        Values that are written later are dropped.
+        """
         thread, self._thread, self._accepts_rows = self._thread, None, False
         if thread is None:
             return
@@ -106,7 +108,7 @@ class Sender:
         if thread.is_alive():
             _late.append(self._service)
             kept = _KEPT.get(self._service, "metrics.jsonl has all rows").format(folder=shown(self._folder))
-            self._say(f"{self._service}: not all was sent in {self._limit:g} s; {kept}")
+            self._say(f"{self._service}: some rows could not be sent within {self._limit:g} s; {kept}")
 
     def __enter__(self) -> "Sender":
         return self
@@ -117,7 +119,7 @@ class Sender:
         self.close(0 if kind is None else 1)
 
     def _id(self) -> str:
-        """Return the id of the run in the service, the same after it is resumed."""
+        """Return the id of the run in the service. A resumed run has the same id."""
         file, requested = self._folder / _ID, os.environ.get("WANDB_RUN_ID") if self._service == "wandb" else None
         with contextlib.suppress(OSError):
             stored = read_bytes(file, 2**10).decode("ascii", errors="replace").strip()
@@ -128,7 +130,7 @@ class Sender:
         return chosen
 
     def _send(self, about: About) -> None:
-        """Begin the run in the service, send the rows and end it, in the thread."""
+        """Begin the run in the service, send the rows and end the run. This function runs in the thread."""
         try:
             run = self._begin(about, self._lines.put)
             while not isinstance(row := self._rows.get(), int):
@@ -136,7 +138,7 @@ class Sender:
                 if step >= run.step:  # a resumed run repeats rows that the service already has
                     run.log(scalars, step=step, commit=True)
             run.finish(exit_code=row)
-        except BaseException as error:  # a library may also want to end the process
+        except BaseException as error:  # a library may also raise SystemExit
             self._accepts_rows = False
             self._lines.put(f"{first_line(error)}; the run continues without it")
 

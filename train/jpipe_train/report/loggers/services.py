@@ -1,7 +1,7 @@
 """Runs in logging services: Weights & Biases, trackio and MLflow.
 
-Each service has a function that begins a run there, or goes on with it: `begin(about, tell)` reports to the user with `tell`, and returns
-an object with `step`, the first step that the service does not have, and wandb's `log` and `finish`.
+Each service has a function `begin(about, tell)`, which begins a run in the service or continues it, and prints lines for the user with
+`tell`. It returns an object with `step`, the first step that the service does not have yet, and the methods `log` and `finish` of wandb.
 """
 
 import json
@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 
 from jpipe.files import shown
 
-CONNECT = 15.0  # seconds until wandb keeps the rows on disk instead; shorter than the run waits at its end
+CONNECT = 15.0  # seconds after which wandb gives up connecting and keeps the rows on disk; a run waits longer than this at its end
 
 
 class About(NamedTuple):
-    """What a service is told about a run.
+    """The information about a run that a service gets.
 
     Attributes:
-        id: by which a resumed run is found.
-        name: of the run.
-        config: of the run, as plain data.
-        folder: of the run.
+        id: the id with which the service finds a resumed run.
+        name: the name of the run.
+        config: the config of the run, as plain data.
+        folder: the folder for the service's files in the run folder.
         limit: seconds that the end of the run waits for the service.
     """
 
@@ -39,7 +39,7 @@ def begin_wandb(about: About, tell: Callable[[str], None]) -> Any:
     import wandb
 
     limits: dict[str, Any] = {} if "WANDB_INIT_TIMEOUT" in os.environ else {"init_timeout": CONNECT}
-    if "finish_timeout" in wandb.Settings.model_fields:  # in newer versions; what wandb does when Python ends keeps it, too
+    if "finish_timeout" in wandb.Settings.model_fields:  # in newer versions of wandb; its exit handler respects this limit, too
         limits["finish_timeout"] = about.limit
     options: dict[str, Any] = {"id": about.id, "name": os.environ.get("WANDB_NAME", about.name), "config": about.config}
     options |= {"project": os.environ.get("WANDB_PROJECT", "jpipe"), "dir": os.environ.get("WANDB_DIR", str(about.folder))}
@@ -52,10 +52,10 @@ def begin_wandb(about: About, tell: Callable[[str], None]) -> Any:
         wandb.teardown()  # otherwise the name of the run stays in use
         run = wandb.init(**options, mode="offline")
     if run.disabled:
-        raise RuntimeError("it is disabled, by WANDB_MODE, say")
+        raise RuntimeError("wandb is disabled, for example by WANDB_MODE")
     if run.offline:
         folder = shown(Path(run.dir).parent)
-        tell(f"{problem.rstrip('.')}; the rows are kept on disk, and wandb sync {folder} sends them")
+        tell(f"{problem.rstrip('.')}; the rows are kept on disk; wandb sync {folder} sends them")
     else:
         tell(str(run.url))
     return run
@@ -64,7 +64,7 @@ def begin_wandb(about: About, tell: Callable[[str], None]) -> Any:
 class Trackio:
     """A run in trackio's local database."""
 
-    step = 0  # trackio does not say which steps it has
+    step = 0  # trackio cannot report which steps it has
 
     def __init__(self, about: About, tell: Callable[[str], None]) -> None:
         import trackio
@@ -92,7 +92,7 @@ class Mlflow:
         found = self._client.search_runs([experiment], f"tags.jpipe_id = '{about.id}'")
         run = found[0] if found else self._client.create_run(experiment, run_name=about.name, tags={"jpipe_id": about.id})
         self._id = run.info.run_id
-        if found:  # parameters of a run cannot be changed
+        if found:  # the parameters of an existing run cannot be changed
             self._client.update_run(self._id, status="RUNNING")
         params = [] if found else [mlflow.entities.Param(key, text[:500]) for key, text in _flat(about.config)]
         for first in range(0, len(params), 100):  # the most that MLflow takes at once
@@ -110,11 +110,11 @@ class Mlflow:
 
 
 SERVICES: Mapping[str, Callable[[About, Callable[[str], None]], Any]] = {"wandb": begin_wandb, "trackio": Trackio, "mlflow": Mlflow}
-"""The services: names of Python packages, of keys in `log`, and of folders inside the folder of a run."""
+"""The services. Their names are also the names of Python packages, the values of `log`, and folders in the run folder."""
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the values of a config by dotted key."""
+    """Yield each dotted key of a config with its value as text."""
     for key, value in config.items():
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{prefix}{key}.")
@@ -123,5 +123,5 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its name."""
+    """Return the first line of the message of an error, or the name of its class if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -10,15 +10,15 @@ from types import TracebackType
 from jpipe.files import make_folder
 from jpipe_train.console import interrupt
 
-_START = 1  # start of a session: TensorBoard ignores this step and later ones in earlier files
-_FLUSH_SECONDS = 2.0  # a flush waits for the disk: not at every step
+_START = 1  # the start of a session: from its step on, TensorBoard ignores the values in earlier files
+_FLUSH_SECONDS = 2.0  # a flush waits for the disk, so not every step is flushed
 
 
 class TensorBoard:
-    """Writes scalars into a folder; use it in a `with`, or close it.
+    """Writes scalars into a folder. Use it in a `with` statement, or call `close`.
 
-    If it cannot write into the folder, for example because the disk is full, it reports that once and stops writing; the run continues. A
-    Ctrl-C during a write waits until the record is complete.
+    If the folder cannot be written, for example because the disk is full, this is reported once, no more is written, and the run continues.
+    Ctrl-C during a write takes effect after the record is complete.
 
     Args:
         folder: the folder; it is created if it does not exist.
@@ -27,7 +27,7 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None], flush_seconds: float = _FLUSH_SECONDS) -> None:
-        # TensorBoard's SummaryWriter writes in a thread, which dies of a full disk, so that the run would wait forever.
+        # SummaryWriter of tensorboardX writes in a thread. If the disk is full the thread dies, and the run would wait forever.
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.record_writer import RecordWriter
 
@@ -38,7 +38,8 @@ class TensorBoard:
         self._records: RecordWriter | None = None
         with self._surviving():
             make_folder(folder)
-            # Files are read in the order of their names: a resumed run comes later. Opening follows links, so names end randomly.
+            # TensorBoard reads files in the order of their names, so the name begins with the time. It ends with a random part, because
+            # opening a file follows a link that somebody has put there.
             name = f"events.out.tfevents.{time.time_ns()}.{secrets.token_hex(8)}"
             self._records = RecordWriter(str(folder.absolute() / name))
         self._write({"file_version": "brain.Event:2"})
@@ -81,6 +82,6 @@ class TensorBoard:
         except OSError as error:
             self._say(f"tensorboard: cannot write in '{self._folder}': {error.strerror or error}; the run continues without TensorBoard")
             if self._records:
-                with contextlib.suppress(OSError):  # it may fail again, but the file is closed
+                with contextlib.suppress(OSError):  # closing may fail again, but it closes the file
                     self._records.close()
                 self._records = None

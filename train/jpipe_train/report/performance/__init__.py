@@ -1,1 +1,1 @@
-"""The speed and the memory of a run: measured, watched, and compared with predictions."""
+"""Measure and watch the speed and the memory of a run, and compare them with predictions."""

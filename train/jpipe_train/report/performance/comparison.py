@@ -7,13 +7,13 @@ from typing import NamedTuple
 import jpipe
 
 WITHOUT_TEMPORARIES = "held memory"
-_MUCH_SLOWER = 1.5  # ratio to the prediction
-_SHORT = 2e-3  # seconds
-_MOST_RANKS = 8  # ranks with listed temporaries
+_MUCH_SLOWER = 1.5  # from this ratio to the prediction on, the report explains why steps take longer
+_SHORT = 2e-3  # seconds of a computation that is short compared with starting it
+_MOST_RANKS = 8  # the temporaries of at most this many ranks are listed
 
 
 class Comparison(NamedTuple):
-    """One quantity, predicted and measured, as text; `ratio` is measured / predicted. Unknown values are `–`."""
+    """The predicted and the measured value of a quantity as text. `ratio` is measured / predicted. Unknown values are `–`."""
 
     quantity: str
     predicted: str
@@ -24,12 +24,12 @@ class Comparison(NamedTuple):
 def compare(
     predicted: jpipe.programs.Window | None, measured: jpipe.programs.Window | None, temporary: Sequence[int | None] = ()
 ) -> list[Comparison]:
-    """Compare the step time, the bubble, and the held and peak memory of each rank, predicted and measured.
+    """Compare the predicted and the measured step time, bubble, and held and peak memory of each rank.
 
     Args:
         predicted: the prediction.
         measured: the measurement.
-        temporary: the result of `temporary_bytes`; the peak memory of a rank is only shown if its entry is known.
+        temporary: the result of `temporary_bytes`. The peak memory of a rank is shown only if its temporaries are known.
     """
     windows = predicted, measured
     ranks = max((len(window.memory) for window in windows if window), default=0)
@@ -49,13 +49,13 @@ def compare(
 
 
 def temporary_words(temporary: Sequence[int | None]) -> str:
-    """Describe the temporaries that the peak memory includes in a sentence, or return "" if none are known."""
+    """Return a sentence about the temporaries that the peak memory includes; "" if none are known."""
     known = [f"{bytes_text(size)} at rank {rank}" for rank, size in enumerate(temporary) if size is not None]
     if not known:
         return ""
     sizes = known[:_MOST_RANKS] + (["…"] if len(known) > _MOST_RANKS else [])
-    note = "; other ranks' are known in their processes only" if len(known) < len(temporary) else ""
-    return f"peak memory is held memory and the temporaries of the largest program, as compiled: {', '.join(sizes)}{note}"
+    note = "; the temporaries of other ranks are known only in their processes" if len(known) < len(temporary) else ""
+    return f"peak memory is the held memory plus the temporaries of the largest compiled program: {', '.join(sizes)}{note}"
 
 
 def as_predicted(plan: jpipe.Plan, measured: jpipe.programs.Window, costs: Sequence[jpipe.programs.StageCost]) -> jpipe.plan.Predicted:
@@ -64,7 +64,7 @@ def as_predicted(plan: jpipe.Plan, measured: jpipe.programs.Window, costs: Seque
     Args:
         plan: the plan of the run.
         measured: a window of the run.
-        costs: for each stage the sizes that a window does not include, see `temporary_of_ranks`.
+        costs: the costs of each stage. They include the temporaries, which a window does not; see `temporary_of_ranks`.
     """
     ranks = [[plan.rank_of[w] for w in plan.stage_workers[stages[0]]] for stages in plan.pipeline_ranks]
     sizes = [max(measured.held_bytes[rank] for rank in replicas) for replicas in ranks]
@@ -76,7 +76,7 @@ def as_predicted(plan: jpipe.Plan, measured: jpipe.programs.Window, costs: Seque
 def temporary_of_ranks(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> list[int]:
     """Return the bytes that each pipeline rank needs only while a program runs.
 
-    They are scratch memory, and the inputs of a program that begins with a forward.
+    These bytes are scratch memory, and the inputs and labels of a program that begins with a forward.
     """
     schedule = jpipe.schedules.SCHEDULES[plan.schedule]
     temporary = [cost.temporary for cost in costs]
@@ -86,7 +86,10 @@ def temporary_of_ranks(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCos
 
 
 def temporary_bytes(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], compiled: Collection[int]) -> tuple[int | None, ...]:
-    """Return the bytes that each rank, with replicas, needs only while a program runs; None if its stages are not compiled here."""
+    """Return for each rank the bytes that it needs only while a program runs; None if this process did not compile its stages.
+
+    Each replica is a rank of its own.
+    """
     temporary = temporary_of_ranks(plan, costs)
     return tuple(temporary[rank] if set(plan.pipeline_ranks[rank]) <= set(compiled) else None for rank, _ in plan.rank_positions)
 
@@ -110,13 +113,13 @@ def why_slower(predicted: jpipe.programs.Window | None, measured: jpipe.programs
     median = statistics.median(span.end - span.start for spans in measured.timeline for span in spans)
     if median < _SHORT:
         return (
-            f"Steps take longer than predicted: the computations are so short (median {time_text(median)}) that starting them from the "
-            "host takes longer than running them; with larger microbatches or a larger model the difference vanishes."
+            f"Steps take longer than predicted: the computations are so short (median {time_text(median)}) that the host takes longer to "
+            "start them than the devices to run them; with larger microbatches or a larger model the difference vanishes."
         )
     if processes > 1:
         return (
-            "Steps take longer than predicted: the prediction ignores transfers between processes, and that processes of one machine "
-            "share its cores; plan.extra_in_flight=1 hides transfers between stages by one more microbatch in flight."
+            "Steps take longer than predicted: the prediction ignores transfers between processes, and that processes on one machine "
+            "share its cores; with plan.extra_in_flight=1 one more microbatch is in flight, which hides transfers between stages."
         )
     return "Steps take longer than predicted: other programs used the cores at the same time."
 

@@ -7,29 +7,30 @@ from functools import cached_property
 import jpipe
 from jpipe_train.launch.gather import gather, share
 
-MOST_FORWARDS = 100_000  # limit for a prediction: some seconds
+MOST_FORWARDS = 100_000  # a prediction with this many forwards takes some seconds; larger ones are not computed
 
 
 class Measure:
-    """Traces windows of steps, and compares the last one with its prediction.
+    """Traces windows of steps, and compares the last window with its prediction.
 
-    A window has up to `batches` batches, when the pipeline is full, after each evaluation, and when one is requested. There is no
-    evaluation inside it. One batch before it and one after it are traced as well. The prediction simulates the schedule with the median
-    times of the window's own computations: it shows the effect of the order of computations, not the speed of the devices.
+    A window of at most `batches` batches is traced when the pipeline is full, after each evaluation, and when a window is requested. It
+    contains no evaluation. The batches directly before and after it are traced as well. The prediction simulates the schedule with the
+    median times of the window's own computations. So it shows the effect of the order of computations, not the speed of the devices.
 
     Args:
         pipe: the compiled pipeline.
-        costs: bytes of its stages, from `pipe.costs`.
-        steps: number of steps of the run.
-        every: steps between two evaluations.
-        batches: largest number of batches in a window; 0 measures nothing.
-        processes: the processes of the run, if there are several: all measure the same steps, each its own workers, and process 0 gets
-            the windows.
+        costs: the costs of the stages in bytes, from `pipe.costs`.
+        steps: the number of steps of the run.
+        every: the number of steps between two evaluations.
+        batches: the largest number of batches in a window; 0 measures nothing.
+        processes: the processes of the run, if there are several. All processes measure the same steps, each for its own workers, and
+            process 0 gets the windows.
         first: the first step of the run.
 
     Attributes:
-        measured: the last window; None before the first one.
-        data_waits: for each of several processes the mean seconds that it waited for the data of a step of the last trace; empty before.
+        measured: the last window; None before the first window.
+        data_waits: for each process, the mean seconds per step that it waited for data during the last trace. Empty before the first trace,
+            and in a run of one process.
     """
 
     def __init__(
@@ -46,26 +47,26 @@ class Measure:
         self._pipe, self._costs, self._steps, self._every, self._most = pipe, costs, steps, every, batches
         self._full = jpipe.programs.batches_until_full(pipe.plan)
         self._tracer: jpipe.Tracer | None = None
-        self._first = self._batches = 0  # first batch and number of batches of the window being traced
-        self._window = 0, 0  # the same for the last measured window
+        self._first = self._batches = 0  # first batch and number of batches of the window that is traced
+        self._window = 0, 0  # first batch and number of batches of the last measured window
         self._waits: list[float] = []  # seconds that this process waited for the data of each step of the current trace
-        self._requested: int | None = None  # the step at which a further window is to begin
+        self._requested: int | None = None  # the step at which an additional window begins
         self.measured: jpipe.programs.Window | None = None
         self.data_waits: Sequence[float] = ()
 
     def observer(self, step: int) -> jpipe.Tracer | None:
-        """Return the observer for `Pipeline.step` at `step`, if any; finish a window that ended with the previous step."""
+        """Return the observer for `Pipeline.step` at `step`, or None; finish a window that ended with the previous step."""
         if self._tracer is not None and step > self._first + self._batches:
             self.finish()
         if self._tracer is None and (batches := self._window_size(step)):
             self._first, self._batches = step + 1, batches
-            if self._processes is not None:  # all clocks start now, up to the latency of a message
+            if self._processes is not None:  # the clocks of all processes start now, except for the latency of a message
                 self._processes.barrier(f"the trace from step {step}")
             self._tracer, self._waits = jpipe.Tracer(self._pipe.plan), []
         return self._tracer
 
     def request(self, step: int) -> None:
-        """Trace a window from `step` on, if none is being traced and there is room; all processes request it alike."""
+        """Trace a window from `step` on, if none is being traced and enough steps are left. All processes must request it."""
         self._requested = step
 
     def waited(self, seconds: float) -> None:
@@ -109,7 +110,7 @@ class Measure:
 
     @cached_property
     def predicted(self) -> jpipe.programs.Window | None:
-        """The prediction of the measured window, computed at first access, which takes some time; None if it would take minutes."""
+        """The prediction of the measured window. Its first access computes it, which takes some time; None if it would take minutes."""
         plan = self._pipe.plan
         forwards = plan.depth * plan.microbatches * (2 * self._full + self._window[1] + 1)
         if self.measured is None or forwards > MOST_FORWARDS:
@@ -117,7 +118,7 @@ class Measure:
         return jpipe.programs.predict_window(plan, self._costs, *self._window, global_norm=self._pipe.uses_global_norm)
 
     def _window_size(self, step: int) -> int:
-        """Return the number of batches in the window of a trace that begins at `step`, or 0 if none begins."""
+        """Return the number of batches in the window of a trace that begins at `step`, or 0 if no trace begins."""
         due = step % self._every == 0 if self._window[1] else step >= self._start + self._full
         room = min(self._steps - step, self._every - step % self._every)  # steps until the end, or until the next evaluation
         return min(self._most, max(room - 2, 0)) if due or step == self._requested else 0

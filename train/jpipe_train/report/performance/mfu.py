@@ -1,8 +1,8 @@
-"""Model FLOPs utilization (MFU): the share of its devices' peak FLOP/s that a run uses for the model itself.
+"""Model FLOPs utilization (MFU): the share of the devices' peak FLOP/s that a run uses for the model itself.
 
-The convention of PaLM (Chowdhery et al. 2022, appendix B): the FLOPs of a step are three times those in the matrix products of a forward,
-one for the forward and two for the backward; what is computed again by recomputation does not count. MFU is these FLOPs, divided by the
-time of a step and by the peaks of all devices of the run together. Attention counts in full, causal or not.
+The convention is the one of PaLM (Chowdhery et al. 2022, appendix B). The FLOPs of a step are three times the FLOPs of the matrix products
+in a forward: one time for the forward and two times for the backward. Recomputation does not count. MFU is the FLOPs of a step, divided by
+the seconds of a step and by the sum of the peak FLOP/s of all devices. Attention counts in full, even if it is causal.
 """
 
 import os
@@ -18,7 +18,7 @@ from jpipe_planner.profile.flops import count_products
 from jpipe_train.assemble.build import layer_specs
 from jpipe_train.assemble.meshes import device_kinds
 
-_FAST = "float32, fast"  # JAX's default for float32: TensorFloat32 on GPUs that have it, bfloat16 on TPUs
+_FAST = "float32, fast"  # JAX's default for float32: TensorFloat32 on GPUs that support it, bfloat16 on TPUs
 _BY_DEFAULT = (None, "default", "bfloat16", "tensorfloat32", "BF16_BF16_F32", "TF32_TF32_F32")  # values of jax_default_matmul_precision
 _IN_FULL = ("highest", "float32", "F32_F32_F32")
 
@@ -32,8 +32,8 @@ def _tpu(peak: float) -> dict[str, float]:
 
 
 PEAKS: Sequence[tuple[str, Mapping[str, float]]] = (
-    # TFLOP/s per JAX device, without sparsity, by a pattern in its `device_kind`; the first match counts.
-    # From NVIDIA's data sheets; for Hopper and Ada they give twice as much, "with sparsity".
+    # TFLOP/s per JAX device, without sparsity. The first pattern that matches the `device_kind` counts.
+    # The numbers are from NVIDIA's data sheets. For Hopper and Ada these give twice the numbers, "with sparsity".
     (r"GB200", _gpu(2500, 1250, 80)),  # GB200 NVL72: 360, 180 and 5.76 PFLOP/s of 72, the first two with sparsity
     (r"B200", _gpu(2250, 1125, 75)),  # HGX B200: 36, 18 and 0.6 PFLOP/s of eight, the first two with sparsity
     (r"GH200|H200(?! NVL)", _gpu(989.4, 494.7, 66.9)),  # as H100 SXM
@@ -49,7 +49,7 @@ PEAKS: Sequence[tuple[str, Mapping[str, float]]] = (
     (r"V100-SXM", _gpu(125, None, 15.7, bfloat16=False)),
     (r"V100-PCIE", _gpu(112, None, 14, bfloat16=False)),
     (r"\bT4\b", _gpu(65, None, 8.1, bfloat16=False)),
-    # docs.cloud.google.com/tpu/docs: of each version, per chip. Of v2, v3 and v7 a device is one of two cores of a chip.
+    # docs.cloud.google.com/tpu/docs has the peak of a chip for each version. A device of v2, v3 or v7 is one of the two cores of a chip.
     (r"^TPU v2$", _tpu(45 / 2)),
     (r"^TPU v3$", _tpu(123 / 2)),
     (r"^TPU v4$", _tpu(275)),
@@ -61,7 +61,7 @@ PEAKS: Sequence[tuple[str, Mapping[str, float]]] = (
 
 
 def peak_of(kind: str, dtype: str) -> float | None:
-    """Return the peak FLOP/s of this `device_kind` for matrix products of this dtype, or None if unknown."""
+    """Return the peak FLOP/s of the `device_kind` `kind` for matrix products of this dtype, or None if it is unknown."""
     precision = jax.config.values["jax_default_matmul_precision"]
     names = [dtype]
     if dtype == "float32" and (precision in _IN_FULL or (os.environ.get("NVIDIA_TF32_OVERRIDE") == "0" and "TPU" not in kind)):
@@ -77,26 +77,26 @@ class Utilization:
     """The quantities from which the MFU of a run is computed.
 
     Attributes:
-        flops: model FLOPs of a step.
-        peak: peak FLOP/s of all devices together.
+        flops: the model FLOPs of a step.
+        peak: the sum of the peak FLOP/s of all devices.
     """
 
     flops: float
     peak: float
 
     def at(self, seconds: float) -> float:
-        """Return the MFU for this duration of a step."""
+        """Return the MFU if a step takes `seconds`."""
         return self.flops / (seconds * self.peak)
 
 
 def find(pipe: jpipe.Pipeline, batch: Any) -> Utilization | None:
-    """Return the FLOPs of a step and the peak FLOP/s of the devices, or None if a peak is unknown, as on CPUs.
+    """Return the FLOPs of a step and the peak FLOP/s of the devices, or None if a peak is unknown, for example on CPUs.
 
-    The peak is for the dtype of most of the FLOPs.
+    The peak belongs to the dtype with the most FLOPs.
 
     Args:
         pipe: the pipeline.
-        batch: a batch like the run's; only shapes and dtypes are used.
+        batch: a batch with the shapes and dtypes of the run; its values are not used.
     """
     kinds = device_kinds(pipe)
     if any(not any(re.search(pattern, kind) for pattern, _ in PEAKS) for kind in kinds):
@@ -109,10 +109,10 @@ def find(pipe: jpipe.Pipeline, batch: Any) -> Utilization | None:
 
 
 def forward_flops(pipe: jpipe.Pipeline, batch: Any) -> dict[str, float]:
-    """Return the FLOPs of the matrix products and convolutions in the forward of a batch and its loss, by dtype of the factors."""
+    """Return the FLOPs of the matrix products and convolutions in the forward and the loss of a batch; the keys are dtypes of factors."""
     microbatches = pipe.plan.microbatches
     specs = layer_specs(pipe.stack, pipe.plan, batch)
-    flops_by_spec: dict[int, dict[str, float]] = {}  # equal layers share a spec
+    flops_by_spec: dict[int, dict[str, float]] = {}  # the keys are ids of specs; equal layers share a spec
     total: dict[str, float] = {}
 
     def add(flops: Mapping[str, float]) -> None:

@@ -11,15 +11,15 @@ from jpipe_train.config.config import ProfileConfig
 from jpipe_train.console.terminal import first_line
 
 FOLDER = "profile"
-"""The folder inside the run's folder that has a folder for each process, such as `process-0`, which XProf reads."""
+"""The folder in the run folder with the profiles. It has one folder for each process, such as `process-0`, which XProf can read."""
 
 
 class Profiler:
-    """Starts and stops the profiler of this process; an error is reported in a line, and the run continues.
+    """Starts and stops the profiler of this process. An error is printed in one line, and the run continues.
 
     Args:
-        config: which steps; None for none.
-        folder: the folder of the run. A process that does not share it with process 0 writes on its own host, under the same name.
+        config: the steps to profile; None for none.
+        folder: the folder of the run. A process on a host without this folder creates it there under the same name.
         process: the number of this process.
         say: prints a line.
     """
@@ -28,13 +28,13 @@ class Profiler:
         self._steps = range(0) if config is None else range(config.first, config.first + config.steps)
         self._folder, self._process, self._say = folder, process, say
         self._is_on = False
-        self._first = self._next = 0  # of the steps that were profiled, and after them
+        self._first = self._next = 0  # the first profiled step, and the step after the last one
 
     def before(self, step: int, state: Any) -> None:
-        """Start the profiler before its first step, and stop it after its last; `step` is about to begin.
+        """Start the profiler before the first step to profile, and stop it after the last. Call this before each step.
 
         Args:
-            step: the step; a run that is resumed inside the range profiles the remaining steps.
+            step: the step that is about to begin. A run that resumes inside the range profiles the remaining steps.
             state: the state before the step, a pytree. If the profiler starts or stops here, this waits until the state is computed.
         """
         if self._is_on:
@@ -48,14 +48,14 @@ class Profiler:
                 self._start()
 
     def after(self, step: int, state: Any) -> None:
-        """Stop the profiler, if it is on, after the last step of the run; `step` is the step that would follow."""
+        """Stop the profiler, if it is on, after the last step of the run. The next step would be `step`."""
         if self._is_on:
             self._next = step
             jax.block_until_ready(state)
             self._stop()
 
     def close(self) -> None:
-        """Stop the profiler, if it is on, and write what it has."""
+        """Stop the profiler, if it is on, and write its data."""
         if self._is_on:
             self._stop()
 
@@ -63,7 +63,7 @@ class Profiler:
         self._is_on = True
         place = self._folder / FOLDER / f"process-{self._process}"
         try:
-            for folder in (place.parent, place, place / "plugins", place / "plugins" / "profile"):  # none of them may be a link
+            for folder in (place.parent, place, place / "plugins", place / "plugins" / "profile"):  # make_folder rejects links
                 make_folder(folder)
             jax.profiler.start_trace(place)
         except (OSError, RuntimeError, ValueError) as error:
@@ -84,4 +84,4 @@ class Profiler:
     def _give_up(self, error: Exception) -> None:
         self._is_on, self._steps = False, range(0)
         reason = getattr(error, "strerror", None) or first_line(error)
-        self._say(f"profile: cannot be written in '{shown(self._folder / FOLDER)}': {reason}; the run continues without it")
+        self._say(f"profile: cannot write in '{shown(self._folder / FOLDER)}': {reason}; the run continues without a profile")

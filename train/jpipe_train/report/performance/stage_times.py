@@ -1,4 +1,4 @@
-"""A table of the stages of a run: layers, parameters, and the times of their computations; and which ranks are slow."""
+"""Make a table of the stages of a run with their layers, parameters and computation times, and find slow ranks."""
 
 import statistics
 from collections import defaultdict
@@ -13,9 +13,9 @@ class Stage:
     """One stage.
 
     Attributes:
-        layers: the ids of its layers.
-        parameters: the number of its parameters.
-        positions: for each of its replicas the rank, and its index among the rank's stages.
+        layers: the ids of the stage's layers.
+        parameters: the number of parameters in one replica.
+        positions: for each replica, its rank, and its index among the stages of this rank.
     """
 
     layers: tuple[str, ...]
@@ -24,7 +24,7 @@ class Stage:
 
 
 def table(stages: Sequence[Stage], window: jpipe.programs.Window | None) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the header and the rows of the table; times are medians over the computations of a window, or `–`."""
+    """Return the header and the rows of the table. Times are medians over the computations in a window; unknown times are `–`."""
     used = {span.op for stage in stages for span in _spans(window, stage)} if window is not None else set[str]()
     kinds = [op for op in jpipe.ops.OPS if op in used]
     head = "stage", "layers", "parameters", *(f"{jpipe.ops.OPS[op].label}, ms" for op in kinds), *(() if window is None else ("busy",))
@@ -41,7 +41,7 @@ def table(stages: Sequence[Stage], window: jpipe.programs.Window | None) -> tupl
 
 
 def _spans(window: jpipe.programs.Window, stage: Stage) -> list[jpipe.programs.Span]:
-    """Return the spans of all replicas of a stage; the parts of a backward are one span."""
+    """Return the spans of all replicas of a stage. The parts of one backward are joined into one span."""
     rows = ([span for span in window.timeline[rank] if span.chunk == chunk] for rank, chunk in stage.positions)
     return [span for row in rows for span in jpipe.programs.whole_spans(row)]
 
@@ -54,15 +54,15 @@ def _layers(ids: Sequence[str]) -> str:
     return " ".join(ids) if len(ids) <= 3 else f"{ids[0]} … {ids[-1]} ({len(ids)})"
 
 
-_SLOW = 1.15  # ratio to the other ranks
+_SLOW = 1.15  # a rank is slow above this ratio to the median rank
 SHORT = 2e-3
-"""Seconds of a microbatch, below which starting its computations takes a large part of them."""
+"""If a microbatch takes fewer seconds than this, starting its computations takes a large part of the time."""
 
 
 def slow_ranks(plan: jpipe.Plan, window: jpipe.programs.Window) -> dict[int, float]:
-    """Return the ranks that take longer than the others for the same work, and how many times as long.
+    """Return a dict from ranks that take longer than the others for the same work to the factor by which they take longer.
 
-    The work of a stage is what its plan predicts. Without a prediction only the replicas of a stage are compared. Ranks that take
+    The plan's prediction says how much work a stage is. Without a prediction only the replicas of a stage are compared. Ranks that take
     less than `SHORT` for a microbatch are left out.
 
     Args:
@@ -83,7 +83,7 @@ def slow_ranks(plan: jpipe.Plan, window: jpipe.programs.Window) -> dict[int, flo
 
 
 def microbatch_seconds(plan: jpipe.Plan, window: jpipe.programs.Window) -> list[dict[int, float]]:
-    """Return for each rank the seconds that each of its stages computes for a microbatch; 0 means not measured."""
+    """Return for each rank a dict from its stages to the seconds that they compute for a microbatch; 0 means not measured."""
     return [
         {
             plan.workers[w][0]: _microbatch_seconds([span for span in row if span.chunk == chunk], window.seconds)
@@ -96,15 +96,15 @@ def microbatch_seconds(plan: jpipe.Plan, window: jpipe.programs.Window) -> list[
 def _microbatch_seconds(spans: Sequence[jpipe.programs.Span], end: float) -> float:
     """Return the seconds that a stage computes for a microbatch, from the medians of its computations; 0 means not measured.
 
-    Computations that the window, which ends at `end`, cuts off count only if there are no others. A short window may have more
-    backwards than forwards, or fewer, so only the shares of ops that do the same part of the work are counted.
+    The window ends at second `end`. Computations that are cut off by the window count only if there are no others. A short window may have
+    different numbers of forwards and backwards. So ops are weighted only by their shares among the ops that do the same part of the work.
     """
     whole, cut = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
     for span in jpipe.programs.whole_spans(spans):
         (whole if span.start > 0 and span.end < end else cut)[span.op].append(span.end - span.start)
     seconds = {op: statistics.median(times) for op, times in {**cut, **whole}.items()}
     shares: dict[str, float] = {}
-    for part in "FIW":  # each microbatch has each of them once
+    for part in "FIW":  # each microbatch has each of these parts once
         remaining = 1.0 - sum(share for op, share in shares.items() if part in jpipe.ops.OPS[op].parts)
         beginning = {op: len(whole[op]) + len(cut[op]) for op in seconds if jpipe.ops.OPS[op].parts[0] == part}
         shares |= {op: remaining * count / sum(beginning.values()) for op, count in beginning.items()}
@@ -114,7 +114,7 @@ def _microbatch_seconds(spans: Sequence[jpipe.programs.Span], end: float) -> flo
 
 
 def slow_words(slow: Mapping[int, float], devices: Sequence[Sequence[int]], processes: Sequence[int]) -> str:
-    """Name the slow ranks in a sentence, and how to plan with them; "" if none are slow.
+    """Return a sentence that names the slow ranks and how to plan with them; "" if no rank is slow.
 
     Args:
         slow: the result of `slow_ranks`.
@@ -129,6 +129,6 @@ def slow_words(slow: Mapping[int, float], devices: Sequence[Sequence[int]], proc
     entries = ", ".join(f"{{devices: {list(devices[rank])}, speed: {1 / factor:.2f}}}" for rank, factor in slow.items())
     what, verb = ("Rank", "computes") if len(slow) == 1 else ("Ranks", "compute")
     return (
-        f"{what} {ranks} {verb} {factors} times as long as the others for the same work: jpipe plan CONFIG --topology FILE plans for "
-        f"that, with differing: [{entries}] in FILE."
+        f"{what} {ranks} {verb} {factors} times as long as the others for the same work. To plan for these speeds, use jpipe plan CONFIG "
+        f"--topology FILE with differing: [{entries}] in FILE."
     )

@@ -1,4 +1,4 @@
-"""Watch the speed of a run: when its steps are slower than predicted, report which part causes it."""
+"""Watch the speed of a run. If its steps are slower than predicted, report which part of the system slows them down."""
 
 import functools
 import itertools
@@ -23,22 +23,20 @@ SLOW = 1.25
 """The smallest ratio of measured to expected seconds at which steps or computations count as slow."""
 
 MINUTE = 60.0
-"""Seconds for which steps have to be slow before a report, and the least number of seconds between two traces for it."""
-
+"""Steps must be slow for this many seconds before a report. Two traces to find the cause are at least this many seconds apart."""
 PAUSE = 600.0
-"""Least number of seconds between two reports."""
-
-_FEWEST = 3  # the least number of steps that count as a minute, however long they are
-_JOINED = 0.1  # the largest number of seconds of steps that are kept as one entry; a minute then has at most some 1,200 entries
+"""The least number of seconds between two reports."""
+_FEWEST = 3  # however long steps are, at least this many are judged
+_JOINED = 0.1  # short steps are joined into entries of at most this many seconds; a minute has at most about 1,200 entries
 
 
 class Step(NamedTuple):
     """The seconds of a step, or of several short consecutive steps.
 
     Attributes:
-        seconds: the seconds of all of them.
-        data: those in which the loop waited for their batches.
-        late: those by which it waited longer for a batch than a step should take.
+        seconds: the total seconds of these steps.
+        data: the seconds that the loop waited for their batches.
+        late: the part of `data` that exceeds the seconds that a whole step should take.
         number: the number of steps.
     """
 
@@ -48,7 +46,7 @@ class Step(NamedTuple):
     number: int = 1
 
     def joined(self, other: "Step") -> "Step":
-        """Return both as one entry."""
+        """Return this entry and `other` as one entry."""
         return Step(self.seconds + other.seconds, self.data + other.data, self.late + other.late, self.number + other.number)
 
 
@@ -57,11 +55,11 @@ class Expected:
     """The times with which the steps of a run are compared.
 
     Attributes:
-        planned: whether it is the plan's prediction; otherwise it is the first window that the run measured.
+        planned: whether the times are the plan's prediction; otherwise they are from the first window that the run measured.
         seconds: the seconds of a step.
-        stages: for each stage the seconds that it computes for a microbatch, as far as they are known.
-        links: for each link the seconds of a step in which a rank waits for it.
-        idle: the seconds of a step in which a rank is predicted to wait for anything, links included.
+        stages: for each stage, the seconds that it computes for a microbatch, as far as they are known.
+        links: for each link, the seconds per step that a rank waits for it.
+        idle: the predicted seconds per step in which a rank is idle for any reason, including waits for links.
     """
 
     planned: bool
@@ -76,14 +74,14 @@ class Expected:
 
 
 class Link(NamedTuple):
-    """Messages from one rank to another, sums over ranks, or moves between a rank and the memory of its host."""
+    """A connection: messages from one rank to another, sums over ranks, or moves between a rank and the memory of its host."""
 
     kind: str
     ranks: tuple[int, ...]
 
 
 class Verdict(NamedTuple):
-    """The part that slows steps down, such as "stage 2 on rank 2", and a sentence about it."""
+    """The part that slows steps down, such as "stage 2 on rank 2", and a description of the slowdown."""
 
     part: str
     words: str
@@ -101,8 +99,8 @@ def find_expected(plan: jpipe.Plan, first: jpipe.programs.Window | None) -> Expe
     """Return the times with which the steps of a run are compared, or None if nothing is known yet.
 
     Args:
-        plan: the plan of the run; its prediction comes first.
-        first: the first window that the run measured, if there was one.
+        plan: the plan of the run; its prediction is used if it has one.
+        first: the first window that the run measured, or None.
     """
     if (predicted := plan.predicted) is not None:
         known = {s: seconds for s, seconds in enumerate(predicted.stage_seconds) if seconds}
@@ -121,22 +119,22 @@ def judge(
     shared: bool = False,
     data_waits: Sequence[float] = (),
 ) -> Verdict | None:
-    """Return which part makes steps slower than expected; None if they are not.
+    """Return which part makes steps slower than expected; None if steps are not slower.
 
-    The longest step is ignored, because a single pause is not slowness. Each part gets the seconds by which it makes a step
-    longer: data, those that a process waits for its rows beyond the seconds that a whole step should take; a stage, those that its
-    computations take longer than expected; a link, those that a rank waits longer for it than expected. The host is to blame if they
-    explain less than half.
+    The longest step is ignored, because a single pause does not mean that steps are slow. For each part, the seconds are computed by which
+    it makes a step longer. For data, these are the seconds that a process waits for its rows beyond the seconds that a whole step should
+    take. For a stage, they are the seconds that its computations take longer than expected. For a link, they are the seconds that a rank
+    waits for it longer than expected. If no part explains half of the excess, the host is named.
 
     Args:
         plan: the plan of the run.
-        expected: what the steps are compared with.
-        steps: recent steps, at least two.
-        window: the last measured window, if there is one.
-        processes: the process of each rank if there are several.
-        shared: whether ranks share devices, so that they wait for each other; no straggler is named then.
-        data_waits: for each of several processes the seconds of a step in which it waited for data while the window was measured; for
-            process 0 they are in the steps.
+        expected: the times with which the steps are compared.
+        steps: at least two recent steps.
+        window: the last measured window, or None.
+        processes: the process of each rank, if there are several processes.
+        shared: whether ranks share devices, and so wait for each other. If so, no straggler is named.
+        data_waits: for each of several processes, the seconds per step that it waited for data while the window was measured. The entry of
+            process 0 is not used, because `steps` has its waits.
     """
     usual = functools.reduce(Step.joined, sorted(steps)[:-1])
     seconds, waited, late = (total / usual.number for total in usual[:3])
@@ -162,9 +160,9 @@ def judge(
 
 
 def stragglers(plan: jpipe.Plan, expected: Expected, window: jpipe.programs.Window) -> dict[int, float]:
-    """Return the ranks that compute at least a quarter longer than they should, and how many times as long.
+    """Return a dict from ranks that compute at least a quarter longer than they should to the factor by which they take longer.
 
-    A stage with replicas should take as long as their median, any other stage as long as expected.
+    A replica of a stage should take as long as the median of the replicas. A stage without replicas should take as long as expected.
     """
     rows = microbatch_seconds(plan, window)
     usual = _replicas(rows)
@@ -174,7 +172,7 @@ def stragglers(plan: jpipe.Plan, expected: Expected, window: jpipe.programs.Wind
 
 
 def waits(window: jpipe.programs.Window) -> dict[Link, float]:
-    """Return for each link how many seconds per batch its longest-waiting rank is idle while the link is busy."""
+    """Return for each link the seconds per batch in which a rank is idle while the link is busy; the rank that waits longest counts."""
     gaps = [_gaps(row) for row in window.timeline]
     found: dict[tuple[Link, int], list[tuple[float, float]]] = {}
     for transfer in window.transfers:
@@ -182,7 +180,7 @@ def waits(window: jpipe.programs.Window) -> dict[Link, float]:
         receivers = transfer.ranks[1:] if kind == "messages" else [rank for rank in transfer.ranks if rank >= 0]
         link = Link(kind, tuple(receivers) if kind == "moves" else transfer.ranks)
         for rank in receivers:
-            if transfer.arrival > transfer.start:  # false also for times that are not known
+            if transfer.arrival > transfer.start:  # false also for unknown times
                 found.setdefault((link, rank), []).append((transfer.start, transfer.arrival))
     seconds: dict[Link, float] = {}
     for (link, rank), busy in found.items():
@@ -192,13 +190,13 @@ def waits(window: jpipe.programs.Window) -> dict[Link, float]:
 
 
 def _gaps(row: Sequence[jpipe.programs.Span]) -> list[tuple[float, float]]:
-    """Return when a rank is idle between its computations and updates."""
+    """Return the (start, end) of the times in which a rank is idle between computations and updates."""
     busy = [(span.start, span.end) for span in row] + [(span.update_start, span.update_end) for span in row if span.updates]
     return [(end, start) for (_, end), (start, _) in itertools.pairwise(_union(busy))]
 
 
 def _union(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the same times as intervals that do not overlap."""
+    """Return the union of the intervals as intervals that do not overlap."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -209,12 +207,12 @@ def _union(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def _data_of(process: int, seconds: float, expected: Expected) -> _Blame:
-    """Return the seconds per step that a process waits for data, as a blame."""
+    """Return how much longer a step takes because a process waits for data `seconds` per step."""
     return _Blame(f"the data in process {process}", seconds - expected.seconds, f"its loop waits {time_text(seconds)} a step for its rows")
 
 
 def _stages(plan: jpipe.Plan, expected: Expected, window: jpipe.programs.Window, processes: Sequence[int]) -> list[_Blame]:
-    """Return the stages that take longer than expected or, without an expectation, longer than their replicas."""
+    """Return for each measured stage and rank how much longer a step takes because the stage is slower than expected or than replicas."""
     rows, blames = microbatch_seconds(plan, window), []
     others = _replicas(rows)
     for rank, (workers, row) in enumerate(zip(plan.rank_workers, rows, strict=True)):
@@ -232,7 +230,7 @@ def _stages(plan: jpipe.Plan, expected: Expected, window: jpipe.programs.Window,
 
 
 def _links(expected: Expected, window: jpipe.programs.Window, processes: Sequence[int]) -> list[_Blame]:
-    """Return the links that ranks wait for longer than expected."""
+    """Return for each link how much longer a step takes because a rank waits for the link longer than expected."""
     blames = []
     for link, seconds in waits(window).items():
         names = [_rank(rank, processes) for rank in link.ranks]
@@ -244,14 +242,14 @@ def _links(expected: Expected, window: jpipe.programs.Window, processes: Sequenc
 
 
 def _usual(rows: Sequence[Mapping[int, float]]) -> dict[int, float]:
-    """Return for each measured stage the median of its seconds over its ranks."""
+    """Return for each measured stage the median over its ranks of the seconds for a microbatch."""
     stages = sorted({s for row in rows for s in row})
     of_stages = {s: [row[s] for row in rows if row.get(s)] for s in stages}
     return {s: statistics.median_low(seconds) for s, seconds in of_stages.items() if seconds}
 
 
 def _replicas(rows: Sequence[Mapping[int, float]]) -> dict[int, float]:
-    """Return for each stage on several ranks the median of its seconds over them."""
+    """Return for each stage on several ranks the median over these ranks of the seconds for a microbatch."""
     return {s: seconds for s, seconds in _usual(rows).items() if sum(s in row for row in rows) > 1}
 
 
@@ -260,22 +258,23 @@ def _rank(rank: int, processes: Sequence[int]) -> str:
 
 
 class Watch:
-    """Times the steps of a run, and reports once when they are slower than expected for a minute.
+    """Times the steps of a run, and reports once if they are slower than expected for a minute.
 
-    It reports again only about another part, at most every ten minutes. The first steps, and those during and after evaluations,
-    snapshots and traces do not count. Only process 0 judges, by its own loop, and by the windows and the data of all processes.
+    A further report follows only about another part, and at most every ten minutes. The first steps do not count, and neither do steps
+    during and after evaluations, snapshots and traces. Only process 0 judges. It uses the times of its own loop, and the traces and data
+    waits of all processes.
 
     Args:
         pipe: the pipeline of the run.
-        measure: traces windows; `wants_trace` asks for one more if none is recent.
-        say: prints a line; None in processes that do not judge, and where batches differ in shape, so that no time is predicted.
+        measure: traces windows. If no window is recent, `wants_trace` asks for a new one.
+        say: prints a line. It is None in processes that do not judge, and if batches differ in shape, so that no time is expected.
         first: the first step of the run.
         can_trace: whether windows can be traced in this run.
         clock: returns the time in seconds.
 
     Attributes:
-        can_trace: as given.
-        remarks: what was reported, for the report of the run.
+        can_trace: whether windows can be traced in this run.
+        remarks: the reported lines, for the report of the run.
     """
 
     def __init__(
@@ -294,20 +293,20 @@ class Watch:
         self._shared = len({tuple(place.devices) for place in places}) < len(places)
         self._expected = find_expected(pipe.plan, None)
         self._steps = deque[Step]()  # the steps of the last minute
-        self._seconds, self._count = 0.0, 0  # of all of these together: seconds, and the number of steps
-        self._exceeds = False  # whether their mean was slow when the last entry began, or they were too few to tell
-        self._slow = 0.0  # seconds for which these have been slow
-        self._window: jpipe.programs.Window | None = None  # the last one
-        self._first: jpipe.programs.Window | None = None  # the one that the steps are compared with
-        self._last: float | None = None  # when the last step was finished
+        self._seconds, self._count = 0.0, 0  # the total seconds and the number of the steps of the last minute
+        self._exceeds = False  # whether these steps were slow when the last entry began, or were too few to tell
+        self._slow = 0.0  # seconds for which the steps have been slow
+        self._window: jpipe.programs.Window | None = None  # the last window
+        self._first: jpipe.programs.Window | None = None  # the window with which the steps are compared
+        self._last: float | None = None  # the time when the last step was finished
         self._data = 0.0  # seconds that the loop waited for the batch of this step
         self._paused = True  # whether the last step does not count
-        self._traced = self._measured = self._judged = -PAUSE  # when a step was last traced, a window finished, and a verdict found
+        self._traced = self._measured = self._judged = -PAUSE  # times of the last traced step, finished window, and verdict
         self._part = ""
         self.remarks: dict[str, str] = {}
 
     def load(self, batches: Batches, step: int) -> Any:
-        """Return the batch of a step. Record how long that takes, and later how long it takes to read the rows that are sliced."""
+        """Return the batch of a step. Record how long this takes and, later, how long it takes to read the rows of its slices."""
         self._data = 0.0
         batch = self._timed(functools.partial(operator.getitem, batches), step)
         counts = self._say is not None or self._measure.is_tracing
@@ -327,8 +326,8 @@ class Watch:
         """Record that the loop has finished a step, and report if the recent steps are slow.
 
         Args:
-            step: its number.
-            paused: whether the run did something else in addition, so that the step does not count; nor does the next one.
+            step: the number of the step.
+            paused: whether the run did other work during the step. Then neither this step nor the next one counts.
         """
         self._measure.waited(self._data)
         if self._say is None:
@@ -371,10 +370,10 @@ class Watch:
         return self._slow >= MINUTE and len(self._steps) >= _FEWEST and self._clock() - self._judged >= PAUSE
 
     def _add(self, step: Step, limit: float) -> None:
-        """Add a step to the last minute's, and count the seconds for which their mean has been above the limit.
+        """Add a step to the steps of the last minute, and count the seconds for which their mean has been above `limit`.
 
-        The first minute of a run counts, too: a run that is slow from its start is reported after one minute and not after two. Steps of a
-        millisecond are many in a minute, so they share entries, and all entries are read only when one begins.
+        The first minute of a run counts, too, so a run that is slow from its start is reported after one minute. A minute may have very
+        many short steps. So these share entries, and all entries are read only when a new entry begins.
         """
         steps = self._steps
         self._seconds, self._count = self._seconds + step.seconds, self._count + step.number
