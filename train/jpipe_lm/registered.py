@@ -1,4 +1,4 @@
-"""What this package adds to `jpipe_train`, as `pyproject.toml` lists it: kinds of models, formats of data, layouts of exports."""
+"""The kinds of models, formats of data and layouts of exports that this package adds to `jpipe_train`; `pyproject.toml` lists them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -29,33 +29,35 @@ _METRICS_OF_EXPERTS: Final[Mapping[str, Any]] = MappingProxyType(
 
 
 class Tuning(TuneConfig):
-    """The section `tune` for language models, with how adapters and quantized kernels begin."""
+    """The section `tune` for language models. It knows the parameters of adapters and of quantized kernels."""
 
     def check_names(self, names: Sequence[str]) -> None:
-        """Check that `train_only` names no quantized kernels, and that the model has the layers that get adapters.
+        """Check that `train_only` does not select quantized kernels, and that the model has the layers named in `lora.targets`.
 
         Raises:
-            InputError: it does not hold.
+            InputError: one of the two conditions is violated.
         """
         from jpipe_lm.models.lora import is_quantized, parts_of
 
         for pattern in self.train_only if self.quantize is not None else ():
             if any(is_quantized(name) and matches_any(name, [pattern]) for name in names):
-                raise InputError(f"tune.train_only: '{pattern}' names quantized kernels; name other parameters, or leave out tune.quantize")
+                raise InputError(
+                    f"tune.train_only: '{pattern}' selects quantized kernels; select other parameters, or remove tune.quantize"
+                )
         for target in self.lora.targets or () if self.lora is not None else ():
             if not any(f"/lora/{target}/" in name for name in names):
                 parts = {part for name in names for part in parts_of(name)}
                 has = [name for name in TARGETS if name in parts]
-                others = f"it has {', '.join(has)}" if has else "it has none of these layers"
+                others = f"the model has {', '.join(has)}" if has else "the model has no layers for adapters"
                 others += "; routed experts have no adapters" if any("/experts/" in name for name in names) else ""
-                raise InputError(f"tune.lora.targets: expected layers that the model has, found {target}, which it lacks; {others}")
+                raise InputError(f"tune.lora.targets: expected layers of the model, found {target}; {others}")
 
     def adds(self, name: str) -> bool:
-        """Return whether a parameter is of an adapter."""
+        """Return whether a parameter belongs to an adapter."""
         return is_of_adapter(name)
 
     def whole_names(self, names: list[str]) -> list[str]:
-        """Return the names of parameters, and of the whole kernels of quantized ones."""
+        """Return the names of parameters. For quantized kernels, also return the names of the kernels before quantization."""
         from jpipe_lm.checkpoint import adapters
 
         return adapters.whole_names(names)
@@ -65,7 +67,7 @@ class Tuning(TuneConfig):
         source: "jpipe_train.checkpoint.sources.source.Source",
         specs: "dict[str, jpipe_train.checkpoint.sources.source.Spec]",
     ) -> "jpipe_train.checkpoint.sources.source.Source":
-        """Return a source of whole weights as one in which adapters may be missing, and kernels are quantized."""
+        """Return a source that reads whole weights from `source` and quantizes kernels. Adapters may be missing in `source`."""
         from jpipe_lm.checkpoint import adapters
 
         return adapters.for_adapters(source, specs, self)
@@ -77,25 +79,25 @@ class LanguageModel(ModelConfig):
     tune_section: ClassVar[type[TuneSection]] = Tuning
 
     def build_layers(self, config: Config, inputs: Callable[[], Any] | None) -> "jpipe.LayerStack":
-        """Return the layers of the model; its logits are left to the loss if that computes them in chunks."""
+        """Return the layers of the model. The last layer leaves the logits to the loss if the loss computes them in chunks."""
         from jpipe_lm.models.layers import layers
 
         chunk = config.loss.chunk_for(self.vocab_size) if self.head == "language" else None
         return layers(self.model_copy(update={"compute_dtype": config.computes}), chunk, tune_of(config))
 
     def check_plan(self, plan: jpipe.Plan) -> None:
-        """Check that no device would have a part of a head, and that each has as many experts.
+        """Check that meshes do not split an attention head, and that all devices of a mesh get the same number of experts.
 
         The library itself checks the dimensions of parameters.
 
         Raises:
-            InputError: a mesh does not divide the heads or the experts.
+            InputError: a number of heads or experts is not a multiple of the size of its axis.
         """
         rules = mesh_rules(plan)
         for s, stage in enumerate(plan.stages):
             if not any(layer_id.startswith("block_") for layer_id in stage.layers):
                 continue
-            # Queries, keys and values share one kernel, with the rule of "heads".
+            # Queries, keys and values share one kernel, so the rule of "heads" also applies to the heads of keys and values.
             counts = [("heads", "heads", self.heads), ("kv_heads", "heads", self.kv_heads_used)]
             counts += [] if self.experts is None else [("experts.count", "expert", self.experts.count)]
             for key, logical, count in counts:
@@ -105,29 +107,29 @@ class LanguageModel(ModelConfig):
                     what = "heads" if logical == "heads" else "experts"
                     raise InputError(
                         f"model.{key}: expected a multiple of {degree}, the size of the axis '{axis}' of the mesh of stage {s}, found "
-                        f"{count}; change one of them, or leave {what} whole: plan.rules={{{logical}: null}}"
+                        f"{count}; change one of the two, or do not shard {what}: plan.rules={{{logical}: null}}"
                     )
 
     def remarks(self, config: Config) -> list[str]:
-        """Say who decides about router losses, if a loss of the user's does."""
+        """Return a remark about router losses if the user's own loss decides whether they count."""
         if config.loss.target is None or not self.has_router_loss:
             return []
         return [
-            f"loss.target: {config.loss.target} decides whether router losses count (model.experts: balance_loss, z_loss); it gets "
-            'them as outputs["experts"].loss()'
+            f"loss.target: {config.loss.target} decides whether router losses count (model.experts: balance_loss, z_loss); they are "
+            'outputs["experts"].loss()'
         ]
 
     def extra_metrics(self) -> Mapping[str, Any]:
-        """Return metrics of the experts."""
+        """Return the metrics of the experts, if the model has experts."""
         return {} if self.experts is None else _METRICS_OF_EXPERTS
 
     def input_limits(self) -> Mapping[str, Limit]:
-        """Return the legal values of tokens and sentence types."""
+        """Return the smallest and largest valid value of tokens and sentence types."""
         symbols = 0, self.vocab_size - 1, f"the built-in model has {self.vocab_size} symbols, model.vocab_size"
         return {"": symbols, "tokens": symbols, "types": (0, 1, "there are two sentences")}
 
     def knows(self, data: DataSection) -> bool:
-        """Return whether data are text: its tokens are known to be symbols of the model."""
+        """Return whether data are text. Tokens of text are always symbols of the model."""
         return isinstance(data, DataConfig)
 
 
@@ -135,13 +137,13 @@ class Text(DataConfig):
     """The formats of text, from `bytes` to `labels`."""
 
     def load_batches(self, config: Config) -> "jpipe_train.data.data.Data | None":
-        """Read documents and cut them into rows; None for texts with labels."""
+        """Read documents and cut them into rows. Return None for texts with labels."""
         from jpipe_lm.data import of_documents
 
         return None if self.format == "labels" else of_documents.load(config)
 
     def load_held_out(self, config: Config, path: str | None) -> "jpipe_train.data.data.Data | None":
-        """Read all documents that are held out, or those at `path`; None for texts with labels."""
+        """Read the held-out documents, or the documents at `path`. Return None for texts with labels."""
         from jpipe_lm.data import of_documents
 
         return None if self.format == "labels" else of_documents.load_held_out(config, path)
@@ -166,5 +168,5 @@ class Text(DataConfig):
             splits.check_tokenizers([source.path for source in self.sources])
 
     def amount_of_step(self, config: Config) -> tuple[int, str]:
-        """Return the tokens of a step, or the samples of texts with labels."""
+        """Return the number of tokens of a step; for texts with labels, the number of samples."""
         return (config.train.batch_size * config.model.seq_len, "tokens") if self.has_tokens else super().amount_of_step(config)

@@ -1,6 +1,6 @@
-"""The application: train a language model, or your own model, through a pipeline, from a YAML file or from Python.
+"""The application: train a language model, or your own model, through a pipeline. A run is described in a YAML file or in Python.
 
-`jpipe_train.fit` trains a `jpipe.Pipeline` that a Python program has made, with the loop, evaluation, checkpoints, logs and report of
+`jpipe_train.fit` trains a `jpipe.Pipeline` that a Python program has built, with the loop, evaluation, checkpoints, logs and report of
 `jpipe train`. Every name is imported when it is first used; `__init__.pyi` lists the names. `jpipe` never imports this package.
 """
 

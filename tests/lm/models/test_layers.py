@@ -110,7 +110,9 @@ def test_dropout_acts_where_it_is_asked_for():
 
 
 def test_a_sequence_longer_than_the_positions_is_refused():
-    with pytest.raises(jpipe.InputError, match="model: expected sequences of at most 8 positions, found 9; make them shorter, or raise"):
+    with pytest.raises(
+        jpipe.InputError, match="model: expected sequences of at most 8 positions, found 9; make the sequences shorter, or raise"
+    ):
         layers(ModelConfig(**SMALL)).specs(jax.ShapeDtypeStruct((1, 9), np.int32))
 
 

@@ -33,7 +33,7 @@ def test_kernels_of_other_sizes_have_smaller_blocks():
 
 
 def test_nf4_needs_pairs():
-    with pytest.raises(InputError, match="nf4 keeps inputs in pairs, found a kernel with 5; use int8"):
+    with pytest.raises(InputError, match="nf4 needs kernels with an even number of inputs, found 5; use int8"):
         quantize(jnp.ones((5, 2)), "nf4")
 
 

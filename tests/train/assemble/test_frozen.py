@@ -97,19 +97,19 @@ def test_frozen_parameters_stay_as_they_are_to_the_bit(case, tiny):
         ({"train_only": ["head/*", "block_0/qvk/kernel"]}, "tune.train_only: no .* matches 'block_0/qvk/kernel'; .* block_0/qkv/kernel"),
         (
             {"lora": {"targets": ["q_proj", "gate_proj"]}},
-            "tune.lora.targets: .*, found gate_proj, which it lacks; it has q_",
+            "tune.lora.targets: .*, found gate_proj; the model has q_",
         ),
         (
             {"lora": {"targets": ["gate_proj"]}},
-            "found gate_proj, which it lacks; it has q_proj, k_proj, v_proj, o_proj, up_proj, down_proj",
+            "found gate_proj; the model has q_proj, k_proj, v_proj, o_proj, up_proj, down_proj",
         ),
         (
             {"lora": {"targets": ["up_proj"]}},
-            "found up_proj, which it lacks; it has q_proj, k_proj, v_proj, o_proj; routed experts have no adapters",
+            "found up_proj; the model has q_proj, k_proj, v_proj, o_proj; routed experts have no adapters",
         ),
         (
             {"lora": {}, "quantize": "int8", "train_only": ["block_0"]},
-            "tune.train_only: 'block_0' names quantized kernels; name other parameters, or leave out tune.quantize",
+            "tune.train_only: 'block_0' selects quantized kernels; select other parameters, or remove tune.quantize",
         ),
         ({"freeze": ["*"]}, "tune.freeze: expected patterns that leave some parameters trained, found all frozen; remove some patterns"),
     ],

@@ -1,4 +1,4 @@
-"""The texts generated from several prompts: generated together, printed one after the other."""
+"""The texts generated from several prompts. They are generated together and printed one after the other."""
 
 import json
 import time
@@ -14,7 +14,7 @@ from jpipe.errors import short
 from jpipe_lm.generate.token_text import Conversion, Stops, Stream
 from jpipe_train.console.terminal import count
 
-_MIN_STEPS = 10  # with fewer steps no speed is printed
+_MIN_STEPS = 10  # no speed is printed after fewer steps
 End = Literal["end of text", "stop", "tokens", "positions", "interrupted"]
 
 
@@ -24,15 +24,15 @@ class Text:
 
     Attributes:
         prompt: the text of the prompt.
-        length: the number of its tokens.
+        length: the number of tokens of the prompt.
         most: the largest number of tokens to generate.
-        limit: the reason for `most`.
+        limit: the reason why the text ends after `most` tokens.
         stream: converts tokens to text.
         stops: ends the text before a stop string.
-        new: text that is not printed yet.
-        whole: all text.
-        tokens: the number of tokens so far.
-        end: why the text has ended; None if it has not.
+        new: the text that is not printed yet.
+        whole: the whole text.
+        tokens: the number of tokens generated so far.
+        end: the reason why the text has ended; None if it has not ended.
     """
 
     prompt: str
@@ -47,7 +47,7 @@ class Text:
     end: End | None = None
 
     def add(self, token: int, ends: Collection[int]) -> None:
-        """Add a token, which may end the text."""
+        """Add a token. The text ends if the token is in `ends`, completes a stop string, or is the last token allowed."""
         if token in ends:
             self.finish("end of text")
             return
@@ -57,7 +57,7 @@ class Text:
             self.finish(self.limit)
 
     def finish(self, why: End) -> None:
-        """End the text for a reason."""
+        """End the text, for the reason `why`."""
         self._append(self.stream.remainder())
         if self.end is None:
             self._write(self.stops.remainder())
@@ -80,9 +80,9 @@ class Texts:
     Attributes:
         each: the text of each prompt.
         words: converts tokens to text.
-        as_json: whether to write an object for each text at the end, in place of text as it is generated.
-        write: writes text, piece by piece.
-        say: prints a line about it.
+        as_json: whether to write a JSON object for each text at the end, instead of the text while it is generated.
+        write: writes pieces of text.
+        say: prints a line about the texts.
         with_speed: whether to print the speed at the end.
     """
 
@@ -97,11 +97,11 @@ class Texts:
 
     @property
     def are_done(self) -> bool:
-        """Whether all have ended."""
+        """Whether all texts have ended."""
         return all(text.end is not None for text in self.each)
 
     def add(self, tokens: Int[ndarray, " b"]) -> None:
-        """Add the next token of each text.
+        """Add the next token to each text that has not ended.
 
         Raises:
             InputError: the logits of the model are NaN.
@@ -119,7 +119,7 @@ class Texts:
             self._write_new()
 
     def finish(self) -> None:
-        """Write the remaining text; print why texts ended, if that is not obvious, and the speed."""
+        """Write the remaining text; then print which texts ended at the model's largest position, and print the speed."""
         for text in self.each:
             if text.end is None:
                 text.finish("interrupted")
@@ -139,7 +139,7 @@ class Texts:
             self.say(self._clock.describe(sum(text.tokens for text in self.each), any(text.end == "interrupted" for text in self.each)))
 
     def _write_new(self) -> None:
-        """Write the new text of the current prompt; if it has ended, also that for the following prompts."""
+        """Write the new text of the current prompt. If this text has ended, also write the new text of the following prompts."""
         while self._current < len(self.each):
             text = self.each[self._current]
             if text.new or text.end is not None:
@@ -152,25 +152,25 @@ class Texts:
                 self.head()
 
     def head(self) -> None:
-        """Print which text follows, if there are several."""
+        """If there are several texts, print the number and the beginning of the current prompt."""
         if len(self.each) > 1 and not self.as_json:
             self.say(f"prompt {self._current + 1}: {short(self.each[self._current].prompt)}")
 
 
 class _Clock:
-    """Measures the speed from the third step on, because the first two compile programs."""
+    """Measures the speed from the third step on, because programs are compiled during the first two steps."""
 
     def __init__(self) -> None:
         self._times = [time.perf_counter()]
         self._counts: list[int] = []
 
     def count(self, tokens: int) -> None:
-        """Record that this number of tokens was generated now."""
+        """Record a step that generated this number of tokens."""
         self._times.append(time.perf_counter())
         self._counts.append(tokens)
 
     def describe(self, tokens: int, interrupted: bool) -> str:
-        """Describe the number of tokens and the speed."""
+        """Return a line with the number of tokens, the time and the speed."""
         words = f"{'interrupted after ' if interrupted else ''}{count(tokens, 'token')} in {self._times[-1] - self._times[0]:.1f} s"
         later, seconds = sum(self._counts[2:]), self._times[-1] - self._times[min(2, len(self._counts))]
         return words + (f"; {later / seconds:,.0f} tokens/s once compiled" if len(self._counts) >= _MIN_STEPS and seconds > 0 else "")
@@ -184,15 +184,15 @@ def start_texts(
     words: Conversion,
     stops: Sequence[str] = (),
 ) -> list[Text]:
-    """Return a text for each prompt, without tokens.
+    """Return an empty text for each prompt.
 
     Args:
-        prompts: the texts of the prompts.
-        tokens: their tokens.
-        most: the largest number of tokens to generate for each.
-        positions: the largest number of tokens of a text with its prompt.
+        prompts: the prompts as strings.
+        tokens: the tokens of each prompt.
+        most: the largest number of tokens to generate for each prompt.
+        positions: the largest number of tokens of a prompt and its continuation together.
         words: converts tokens to text.
-        stops: strings before which a text ends.
+        stops: the stop strings. A text ends before the first stop string.
     """
 
     def start(prompt: str, prompt_tokens: Sequence[int]) -> Text:

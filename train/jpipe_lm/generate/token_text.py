@@ -1,4 +1,4 @@
-"""Convert text to tokens and back, even while tokens are being generated."""
+"""Convert text to tokens, and tokens to text, also while the tokens are generated."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from jaxtyping import Int
 
 from jpipe_lm.data.tokenizer import Tokenizer
 
-BYTES = "bytes"  # in place of a tokenizer.json: each byte is a token
-_UNKNOWN = "\ufffd"  # replaces what is not, or not yet, a character
+BYTES = "bytes"  # given instead of a tokenizer.json: each byte is a token
+_UNKNOWN = "\ufffd"  # replaces bytes that are not a character, or not yet a complete character
 
 
 @dataclass(frozen=True)
@@ -18,14 +18,14 @@ class Conversion:
 
     Attributes:
         encode: returns the tokens of a text.
-        decode: returns the text of tokens; invalid UTF-8 becomes replacement characters.
+        decode: returns the text of tokens. Invalid UTF-8 becomes replacement characters.
         symbols: shape (n,), all tokens in increasing order.
-        before: tokens that precede each text.
-        alone: tokens that an empty text begins with; empty if there are none.
-        ends: tokens that end a text.
-        takes_bytes: whether a text may have bytes that are not UTF-8, in the form of `surrogateescape`.
+        before: the tokens that are put before each text.
+        alone: the tokens of an empty prompt; empty if no token can begin a text.
+        ends: the tokens that end a text.
+        takes_bytes: whether a text may contain bytes that are not UTF-8, represented as by the error handler `surrogateescape`.
         tokenizer: the tokenizer; None if each byte is a token.
-        chat_template: the file of a chat template in place of the tokenizer's own.
+        chat_template: the file of a chat template that replaces the tokenizer's template.
     """
 
     encode: Callable[[str], list[int]]
@@ -44,7 +44,7 @@ class Conversion:
 
 
 def of_bytes() -> Conversion:
-    """Return a conversion with a token for each byte."""
+    """Return a conversion in which each byte is a token."""
 
     def encode(text: str) -> list[int]:
         return list(text.encode("utf-8", "surrogateescape"))
@@ -59,9 +59,9 @@ def of_tokenizer(
 
     Args:
         tokenizer: the tokenizer.
-        begins: tokens that an empty text begins with, unless the tokenizer has its own.
-        ends: additional tokens that end a text.
-        chat_template: as in `Conversion`.
+        begins: the tokens of an empty prompt, if the tokenizer has no begin tokens.
+        ends: tokens that end a text, in addition to the tokenizer's end token.
+        chat_template: see `Conversion`.
     """
     all_ends = {*ends, *(() if tokenizer.end is None else (tokenizer.end,))}
     alone = tokenizer.begin or tuple(begins)
@@ -78,16 +78,16 @@ def of_tokenizer(
 
 
 class Stream:
-    """Converts tokens to text as they are generated. A character with bytes in several tokens waits until it is complete.
+    """Converts tokens to text as they are generated. If the bytes of a character are in several tokens, it is returned with the last one.
 
     Args:
         decode: returns the text of tokens.
-        before: the preceding tokens; whether a space follows may depend on them.
+        before: the preceding tokens. Whether the text begins with a space may depend on them.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int]) -> None:
         self._decode = decode
-        self._tokens = list(before[-8:])  # eight are enough; a character cut at the beginning is cut in both texts below
+        self._tokens = list(before[-8:])  # eight are enough; if the first character is cut off, it is cut off in both decoded texts
         self._returned = len(self._text())  # number of characters already returned
         self._whole = len(self._tokens)  # number of tokens up to the last complete character
 
@@ -95,7 +95,7 @@ class Stream:
         """Add a token, and return the text that is now complete."""
         self._tokens.append(token)
         text = self._text()
-        complete = text.rstrip(_UNKNOWN)  # some tokenizers replace complete characters, too, if a later one is incomplete
+        complete = text.rstrip(_UNKNOWN)  # some tokenizers also replace complete characters if a later character is incomplete
         new = complete[self._returned :]
         self._returned += len(new)
         if complete == text:
@@ -104,7 +104,7 @@ class Stream:
         return new
 
     def remainder(self) -> str:
-        """Return the remaining text, once there are no more tokens."""
+        """Return the remaining text, after the last token."""
         return self._text()[self._returned :]
 
     def _text(self) -> str:
@@ -112,7 +112,7 @@ class Stream:
 
 
 class Stops:
-    """Ends a text before the first stop string in it, wherever tokens begin and end.
+    """Ends a text before the first stop string in it, even if the stop string begins or ends inside a token.
 
     Args:
         strings: the stop strings, none of them empty.
@@ -123,7 +123,7 @@ class Stops:
         self._held = ""
 
     def add(self, text: str) -> tuple[str, bool]:
-        """Add text; return the text that certainly precedes any stop string, and whether a stop string is complete."""
+        """Add text. Return the text that is certainly before any stop string, and whether the text has ended with a stop string."""
         self._held += text
         found = [(at + len(stop), at) for stop in self._strings if (at := self._held.find(stop)) >= 0]
         if found:
@@ -134,6 +134,6 @@ class Stops:
         return known, False
 
     def remainder(self) -> str:
-        """Return the remaining text, once there is no more."""
+        """Return the text that was held back, after the last text was added."""
         remainder, self._held = self._held, ""
         return remainder

@@ -24,10 +24,10 @@ def attend(
     segments: Int[Array, "b s"] | None,
     config: ModelConfig,
 ) -> Float[Array, "b s h d"]:
-    """Compute attention: causal for a decoder, to all positions for an encoder; within segments, if there are any.
+    """Compute attention: causal attention for a decoder, attention to all positions for BERT. Segments do not attend to each other.
 
     Raises:
-        InputError: the config asks for cuDNN's attention, which is not available or does not support these shapes.
+        InputError: the config selects cuDNN's attention, but cuDNN is not available or does not support these shapes.
     """
     is_causal, window = config.kind == "decoder", config.window
     masked = Masked(is_causal, window)
@@ -44,16 +44,16 @@ def attend(
         return _of_xla(q, k, v, **options)
     where = "model.attention: cudnn needs an NVIDIA GPU with cuDNN"
     if traced_platform() == "cpu":
-        raise InputError(f"{where}, found CPUs; set it to xla")
+        raise InputError(f"{where}, found CPUs; set model.attention to xla")
     try:
         return jax.nn.dot_product_attention(q, k, v, implementation="cudnn", **options)
     except (RuntimeError, NotImplementedError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(f"{where} that computes this attention; JAX says: {reason}; set it to xla") from error
+        raise InputError(f"{where} that supports this attention; JAX reports: {reason}; set model.attention to xla") from error
 
 
 def cached_positions(window: int | None, room: int) -> int:
-    """Return how many of a row's `room` positions a cache keeps: all, or as many of the last as a window has."""
+    """Return how many of a row's `room` positions a cache keeps: all positions or, with a window, only the last `window` positions."""
     return room if window is None else min(window, room)
 
 
@@ -66,21 +66,21 @@ def attend_cached(
     lengths: Int[Array, " b"],
     config: ModelConfig,
 ) -> tuple[Float[Array, "b s h d"], tuple[Float[Array, "b t k d"], Float[Array, "b t k d"]]]:
-    """Compute causal attention for further positions, given the keys and values of earlier ones.
+    """Compute causal attention for further positions, given the keys and values of earlier positions.
 
-    The cache is a ring: position p is in place p % t, where it replaces position p - t, which no window reaches any more.
+    The cache is a ring buffer: position p is in place p % t. There it replaces position p - t, which is outside all later windows.
 
     Args:
-        q: the queries of these positions.
-        k: their keys.
-        v: their values.
-        cache: keys and values of earlier positions, `cached_positions` of them.
-        at: the positions, one after the other in each row.
-        lengths: the number of positions of each row; later ones are not kept.
+        q: the queries of the further positions.
+        k: the keys of the further positions.
+        v: the values of the further positions.
+        cache: the keys and values of earlier positions; t is `cached_positions`.
+        at: the further positions, which are consecutive in each row.
+        lengths: the number of positions of each row. Later positions are not kept in the cache.
         config: the config of the block.
 
     Returns:
-        The outputs, and the cache with these positions.
+        The outputs, and the cache with the further positions.
     """
     places, count = cache[0].shape[1], at.shape[1]
     end = jnp.minimum(at[:, -1] + 1, lengths)
@@ -89,7 +89,7 @@ def attend_cached(
     following = cache[0].at[rows, into].set(k, mode="drop"), cache[1].at[rows, into].set(v, mode="drop")
     if count == 1 or places != config.window:
         keys, values, positions = *following, _positions_in(places, end)
-    else:  # further positions may replace what the first ones attend to
+    else:  # in the cache, the last of the further positions may replace positions that the first ones attend to
         before = _positions_in(places, jnp.minimum(at[:, 0], lengths))
         keys, values = (jnp.concatenate(parts, axis=1) for parts in zip(cache, (k, v), strict=True))
         positions = jnp.concatenate([before, at], axis=1)
@@ -98,20 +98,20 @@ def attend_cached(
 
 
 def _positions_in(places: int, end: Int[Array, " b"]) -> Int[Array, "b t"]:
-    """Return the position in each place of the ring when it has all positions before `end`; a negative one means an empty place."""
+    """Return the position in each place of the ring buffer after all positions before `end` were added; negative for an empty place."""
     last = end[:, None] - 1
     return last - (last - jnp.arange(places)[None]) % places
 
 
 def _masked(config: ModelConfig, q: Any, k: Any, v: Any, mask: Bool[Array, "#b 1 s t"]) -> Any:
-    """Compute attention for the pairs in a mask."""
+    """Compute attention for the pairs of positions where the mask is True."""
     if config.attention_soft_cap is not None:
         return _capped(q, k, v, mask, config)
     return _of_xla(q, k, v, mask=mask, scale=config.attention_scale)
 
 
 def _of_xla(q: Float[Array, "b s h d"], k: Float[Array, "b t k d"], v: Float[Array, "b t k d"], **options: Any) -> Float[Array, "b s h d"]:
-    """Call JAX's attention. For float16 on CPUs and TPUs use float32: they cannot sum float16 products in float32."""
+    """Call JAX's attention. On CPUs and TPUs, float16 is cast to float32, because these cannot sum float16 products in float32."""
     if q.dtype == jnp.float16 and traced_platform() in ("cpu", "tpu"):
         return _of_xla(*(x.astype(jnp.float32) for x in (q, k, v)), **options).astype(q.dtype)
     return jax.nn.dot_product_attention(q, k, v, implementation="xla", **options)
@@ -124,7 +124,7 @@ def _capped(
     mask: Bool[Array, "#b 1 s t"],
     config: ModelConfig,
 ) -> Float[Array, "b s h d"]:
-    """Compute attention with soft-capped scores, which JAX's attention does not have; the softmax is in float32."""
+    """Compute attention with soft-capped scores, which JAX's attention does not support. The softmax is computed in float32 at least."""
     (b, s, heads, size), kv_heads, wide = q.shape, k.shape[2], wider(q.dtype)
     grouped = q.reshape(b, s, kv_heads, heads // kv_heads, size)
     scores = jnp.einsum("bskgd,btkd->bkgst", grouped, k, preferred_element_type=wide)
@@ -136,5 +136,5 @@ def _capped(
 
 
 def same_segment(segments: Int[Array, "b s"], other: Int[Array, "b t"]) -> Bool[Array, "b 1 s t"]:
-    """Return whether pairs of positions are in the same segment."""
+    """Return for each pair of positions whether both are in the same segment."""
     return segments[:, None, :, None] == other[:, None, None, :]

@@ -1,4 +1,4 @@
-"""The first and the last layer of BERT, in Flax NNX; its blocks are in `jpipe_lm.models.transformer`.
+"""The first and the last layer of BERT, in Flax NNX. The blocks of BERT are in `jpipe_lm.models.transformer`.
 
 Reference: Devlin et al. 2018, "BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding".
 
@@ -18,7 +18,7 @@ from jpipe_lm.models.transformer import Stream
 
 
 class Embed(nnx.Module):
-    """The normalized sum of the embeddings of a symbol, of its position, and of the first or second sentence."""
+    """Adds the embeddings of the symbol, the position and the sentence type (0 or 1) of each token, and normalizes the sum."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -39,10 +39,10 @@ class Embed(nnx.Module):
 
 
 class Head(nnx.Module):
-    """Logits of the symbol at each position, {"tokens"}, and whether the second sentence of a row follows the first, {"next"}.
+    """Computes {"tokens": logits of the symbol at each position, "next": logits of whether the second sentence follows the first}.
 
-    "next" are two logits per row, computed from its first position. With a `chunk` the loss projects to the symbols, and computes logits
-    for that many positions at a time.
+    "next" has two logits for each row, computed from the first position of the row. With a `chunk`, the loss computes the logits of the
+    symbols, for that many positions at a time.
     """
 
     def __init__(self, config: ModelConfig, chunk: int | None, *, rngs: nnx.Rngs):

@@ -1,4 +1,4 @@
-"""Attention for one block of queries after another: memory grows with the length of a row, not with its square.
+"""Attention computed for one block of queries after another. Memory grows with the length of a row, not with the square of the length.
 
 Letters in shapes: b rows, s positions, h query heads, k key and value heads, d numbers per head, q queries of a block, t keys.
 """
@@ -15,27 +15,27 @@ from jaxtyping import Array, Bool, Float, Int
 from jpipe_train.losses.cross_entropy import wider
 
 LONG = 8192
-"""Rows with at least this many positions are computed in blocks, unless the user chooses otherwise."""
-_PAIRS = 2**25  # of a query and a key: one block holds their weights in all rows and heads
-_SHORTEST = 16  # queries of a block
+"""Attention of rows with at least this many positions is computed in blocks, unless the user chooses cudnn."""
+_PAIRS = 2**25  # the most pairs of a query and a key in a block, over all rows and heads; a block holds the weight of each pair
+_SHORTEST = 16  # the fewest queries of a block
 
 Core = Callable[[Any, Any, Any, Any], Any]  # (queries, keys, values, mask) -> outputs
 
 
 @dataclass(frozen=True)
 class Masked:
-    """The keys that a query attends to, apart from segments.
+    """The rule that says which keys a query attends to, without the rule for segments.
 
     Attributes:
-        is_causal: only keys at its own position and earlier ones.
-        window: if given, only this many of these.
+        is_causal: whether a query attends only to keys at its own position and at earlier positions.
+        window: if given, a query attends only to keys less than this many positions before it.
     """
 
     is_causal: bool
     window: int | None = None
 
     def pairs(self, queries: Int[Array, "*b q"], keys: Int[Array, "*b t"]) -> Bool[Array, "*b q t"]:
-        """Return which pairs of query and key positions attend."""
+        """Return for each pair of a query position and a key position whether the query attends to the key."""
         distance = queries[..., :, None] - keys[..., None, :]
         mask = distance >= 0 if self.is_causal else jnp.ones(distance.shape, bool)
         return mask if self.window is None else mask & (distance < self.window)
@@ -50,18 +50,18 @@ def attend_in_blocks(
     masked: Masked,
     size: int | None = None,
 ) -> Float[Array, "b s h d"]:
-    """Compute attention block by block; the backward recomputes each block.
+    """Compute attention block by block. The backward pass recomputes each block.
 
-    Keys outside the windows of all queries of a block are not read.
+    A block does not read keys that are outside the windows of all its queries.
 
     Args:
-        core: computes the attention of some queries to some keys under a mask that has True where a pair attends, (b or 1, 1, q, t).
-        q: queries.
-        k: keys.
-        v: values.
-        segments: queries attend to keys of their own segment.
-        masked: what else limits which keys a query attends to.
-        size: the number of queries of a block; None: as many as need moderate memory.
+        core: computes the attention of some queries to some keys. Its mask (b or 1, 1, q, t) is True where a query attends to a key.
+        q: the queries.
+        k: the keys.
+        v: the values.
+        segments: the segment of each position. Queries attend only to keys of their own segment.
+        masked: the rule that says which keys in its segment a query attends to.
+        size: the number of queries of a block; None chooses a number for which a block needs moderate memory.
     """
     rows, length, heads, _ = q.shape
     if size is None:
@@ -78,7 +78,7 @@ def attend_in_blocks(
 
 @dataclass(frozen=True)
 class _Blocks:
-    """The division of attention into `count` blocks of `size` queries; `core` and `masked` as in `attend_in_blocks`."""
+    """The division of attention into `count` blocks of `size` queries. For `core` and `masked` see `attend_in_blocks`."""
 
     core: Core
     masked: Masked
@@ -113,7 +113,7 @@ class _Blocks:
 
 
 def _whole(blocks: Any) -> Any:
-    """Join the positions of all blocks, (blocks, b, q, h, d), in one axis."""
+    """Join the positions of all blocks (blocks, b, q, h, d) along one axis."""
     count, rows, size, *other = blocks.shape
     return blocks.swapaxes(0, 1).reshape(rows, count * size, *other)
 
@@ -128,7 +128,7 @@ def _forward(blocks: _Blocks, q: Any, k: Any, v: Any, segments: Any) -> tuple[An
 
 
 def _backward(blocks: _Blocks, saved: Any, gradient: Any) -> tuple[Any, Any, Any, None]:
-    """Compute the gradients block by block; sum the gradients of keys and values in float32 at least."""
+    """Compute the gradients block by block. The gradients of keys and values are summed in float32 at least."""
     q, k, v, segments = saved
     wide = wider(k.dtype)
 

@@ -1,4 +1,4 @@
-"""The last layer of a model that judges whole texts: it scores classes, predicts a number, or scores several choices.
+"""The last layer of a model that classifies whole texts, predicts a number for a text, or scores several choices.
 
 Letters in shapes: b examples, k choices of each, s positions, w width.
 """
@@ -15,11 +15,11 @@ from jpipe_lm.models.transformer import Stream
 
 
 class Head(nnx.Module):
-    """Scores of each example, computed from one position of a row: the first for BERT, the last without padding for a decoder.
+    """Computes the scores of each example from one position of a row.
 
-    Outputs are logits (b, classes) for `classification`, numbers (b) for `regression`, and logits (b, k) for `multiple_choice`, one from
-    the row of each choice. BERT's position goes through its pooler and dropout, a decoder's through the last norm. With experts they are
-    `{"tokens": scores, "experts": routing}`, like a language model's.
+    For BERT this is the first position, after the pooler and dropout. For a decoder it is the last position that is not padding, after the
+    last norm. The outputs are logits (b, classes) for `classification`, numbers (b) for `regression`, and logits (b, k) for
+    `multiple_choice`, where each choice has its own row. With experts, the outputs are `{"tokens": scores, "experts": routing}`.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -51,7 +51,7 @@ class Head(nnx.Module):
 
 
 def last(x: Float[Array, "r s w"], segments: Int[Array, "r s"] | None) -> Float[Array, "r w"]:
-    """Return the values at the last position of each row that is not padding, or at the first if all are padding."""
+    """Return the values at the last position of each row that is not padding. A row of padding gives its first position."""
     if segments is None:
         return x[:, -1]
     at = jnp.max(jnp.where(segments > 0, jnp.arange(x.shape[1], dtype=jnp.int32)[None], 0), axis=1)

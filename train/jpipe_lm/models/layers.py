@@ -13,18 +13,19 @@ from jpipe_lm.models.lora import tuned
 
 
 def layers(config: ModelConfig, chunk: int | None = None, tune: TuneConfig | None = None) -> jpipe.LayerStack:
-    """Return the layers `embed`, `block_0` … `block_{depth-1}`, `head` as constructors; nothing is allocated here.
+    """Return constructors of the layers `embed`, `block_0` … `block_{depth-1}` and `head`. No parameters are allocated.
 
-    Inputs are tokens (b, s), or {"tokens": tokens, "segments": segments} where several documents share a row: segments count from 1, 0 is
-    padding, positions begin anew with each, and none attends to another. BERT also takes {"types": 0 or 1 for each token}. Outputs are
-    logits (b, s, v), of BERT {"tokens": logits, "next": logits (b, 2)}; for heads other than `language` see
-    `jpipe_lm.models.heads.Head`. For `multiple_choice` inputs are (b, k, s), for the k choices of an example.
+    Inputs are tokens (b, s). If several documents share a row, inputs are {"tokens": tokens, "segments": segments}: segments count from 1,
+    0 is padding, the positions of each segment begin at 0, and segments do not attend to each other. For BERT, inputs may also have
+    "types": 0 or 1 for each token. For `multiple_choice`, arrays have the shape (b, k, s), for the k choices of an example.
+    Outputs are logits (b, s, v), for BERT {"tokens": logits, "next": logits (b, 2)}. For heads other than `language` see
+    `jpipe_lm.models.heads.Head`.
 
     Args:
-        config: which model, one without a target.
-        chunk: leave the logits to the loss, which makes them for this many positions at a time: in their place outputs have an
-            `jpipe_train.losses.cross_entropy.Unprojected`.
-        tune: the section `tune`, for adapters; None: without.
+        config: the section `model`, for a built-in model.
+        chunk: if given, the loss computes the logits, for this many positions at a time. The outputs then have an
+            `jpipe_train.losses.cross_entropy.Unprojected` instead of logits.
+        tune: the section `tune`, for adapters; None for no adapters.
     """
     kind = bert if config.kind == "bert" else transformer
     configs = config.blocks

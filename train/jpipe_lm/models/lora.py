@@ -1,4 +1,4 @@
-"""Adapters of low rank beside frozen linear layers (Hu et al., *LoRA*, ICLR 2022), and frozen parameters in fewer bits.
+"""Low-rank adapters for frozen linear layers (Hu et al., *LoRA*, ICLR 2022), and quantized kernels of these layers.
 
 Letters in shapes: i inputs, o outputs, r rank.
 """
@@ -19,11 +19,11 @@ from jpipe_lm.models.quantized import Kind, multiply, quantize
 from jpipe_train.config.tune_section import matches_any
 
 _EMBEDDING, _TIED = "embed/token/embedding", "head/token/embedding"  # the places of a tied embedding; the first is its name
-_UNIFORM = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")  # as PEFT: up to 1 / sqrt(inputs)
+_UNIFORM = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")  # as in PEFT: from -1 / sqrt(inputs) to 1 / sqrt(inputs)
 
 
 class Adapter(nnx.Module):
-    """The product of A and B for one part of a linear layer."""
+    """Multiplies by the matrices A and B of an adapter, for one part of a linear layer."""
 
     def __init__(self, inputs: int, outputs: int, lora: LoraConfig, axes: tuple[Any, Any], *, rngs: nnx.Rngs):
         self.a = _param(_UNIFORM(rngs.params(), (inputs, lora.rank), jnp.float32), axes[0], None)
@@ -36,7 +36,7 @@ class Adapter(nnx.Module):
 
 
 class Quantized(nnx.Module):
-    """A kernel in fewer bits."""
+    """A quantized kernel."""
 
     def __init__(self, kernel: nnx.Param[Any], kind: Kind):
         codes, scale = quantize(kernel[...], kind)
@@ -48,7 +48,7 @@ class Quantized(nnx.Module):
 
 
 class Adapted(nnx.Module):
-    """A linear layer with an adapter for each of its parts; their outputs lie side by side."""
+    """A linear layer with adapters for its parts. The outputs of the parts are concatenated."""
 
     def __init__(self, base: nnx.Linear, widths: Mapping[str, int], tune: TuneConfig, *, rngs: nnx.Rngs):
         lora = tune.lora
@@ -72,10 +72,10 @@ class Adapted(nnx.Module):
 
 
 def tuned(layers: Mapping[str, Callable[..., nnx.Module]], config: ModelConfig, tune: TuneConfig) -> dict[str, Callable[..., nnx.Module]]:
-    """Return the constructors of layers with adapters; layers that share a constructor still share one.
+    """Return constructors of the layers with adapters. Layers with the same constructor share the new constructor, too.
 
     Args:
-        layers: the constructors of a built-in model, by layer id.
+        layers: the constructor of each layer of a built-in model, by layer id.
         config: the section `model`.
         tune: the section `tune`.
     """
@@ -85,7 +85,7 @@ def tuned(layers: Mapping[str, Callable[..., nnx.Module]], config: ModelConfig, 
     changed = {}
     for layer_id, make in layers.items():
         is_like_others = not any(fnmatchcase(layer_id, pattern.partition("/")[0]) for pattern in tune.train_only)
-        key = id(make) if is_like_others else layer_id  # the dtypes of a layer's parameters depend on patterns of its names
+        key = id(make) if is_like_others else layer_id  # patterns in train_only may change the dtypes of this layer's parameters
         changed[layer_id] = same.setdefault(key, _tuned(layer_id, make, config, tune))
     return changed
 
@@ -95,7 +95,7 @@ def widths_of(name: str, outputs: int, config: ModelConfig) -> dict[str, int]:
 
     Args:
         name: the name of the layer, such as "qkv".
-        outputs: the outputs of the whole layer.
+        outputs: the number of outputs of the whole layer.
         config: the section `model`.
     """
     size, kv_heads = config.head_size_used, config.kv_heads_used
@@ -122,19 +122,19 @@ def _tuned(layer_id: str, make: Callable[..., nnx.Module], config: ModelConfig, 
 
 
 def is_quantized(name: str) -> bool:
-    """Return whether a name such as "block_0/qkv/kernel/codes" names a kernel in fewer bits."""
+    """Return whether this is the name of an array of a quantized kernel, such as "block_0/qkv/kernel/codes"."""
     return name.endswith(("/kernel/codes", "/kernel/scale"))
 
 
 def parts_of(name: str) -> tuple[str, ...]:
-    """Return the names of the parts of the linear layer with this kernel, such as "block_0/qkv/kernel"; () for other names."""
+    """Return the names of the parts of a linear layer, given the name of its kernel, such as "block_0/qkv/kernel"; () for other names."""
     _, _, inner = name.replace("/experts/shared/", "/").partition("/")
     linear, _, kernel = inner.partition("/")
     return PARTS.get(linear, ()) if kernel.partition("/")[0] == "kernel" else ()
 
 
 def axes_of(kernel: nnx.Param[Any]) -> tuple[Any, Any]:
-    """Return the logical axes of the inputs and outputs of a kernel."""
+    """Return the logical axes of a kernel: the axis of its inputs and the axis of its outputs."""
     inputs, outputs = kernel.get_metadata().get("out_sharding") or (None, None)
     return inputs, outputs
 

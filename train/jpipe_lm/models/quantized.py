@@ -1,4 +1,4 @@
-"""Kernels quantized by qwix to 8-bit integers or to NF4, with two numbers in a byte."""
+"""Kernels quantized by qwix: to 8-bit integers, or to NF4 with two numbers in a byte."""
 
 import contextlib
 import math
@@ -13,28 +13,30 @@ from jaxtyping import Array, Float, Integer
 from jpipe import InputError
 
 Kind = Literal["int8", "nf4"]
-_BLOCK = 64  # numbers along the inputs that share a scale, at most
+_BLOCK = 64  # the largest number of inputs that share a scale
 
 
 def quantize(kernel: Float[Array, "i o"], kind: Kind) -> tuple[Integer[Array, "j o"], Float[Array, "k o"]]:
     """Quantize a kernel.
 
-    For each output, each block of 64 inputs has its own scale: its largest number gets the largest code. If 64 does not divide the number
-    of inputs, the size of a block is their greatest common divisor.
+    For each output, each block of 64 inputs has its own scale, so that the number with the largest magnitude gets the largest code. If the
+    number of inputs is not a multiple of 64, the size of a block is the greatest common divisor of 64 and this number.
 
     Args:
         kernel: the kernel of a linear layer, (inputs, outputs).
-        kind: the kind of the numbers.
+        kind: the kind of the codes.
 
     Returns:
-        The codes, of shape (inputs, outputs) or, for "nf4", (inputs / 2, outputs), and the scales of the blocks.
+        The codes, (inputs, outputs) or (inputs / 2, outputs) for "nf4", and the scales of the blocks.
 
     Raises:
-        InputError: qwix is not installed, or the kernel has an odd number of inputs, which "nf4" cannot pair.
+        InputError: qwix is not installed, or the kind is "nf4" and the kernel has an odd number of inputs.
     """
     inputs = kernel.shape[0]
     if kind == "nf4" and inputs % 2:
-        raise InputError(f"tune.quantize: nf4 keeps inputs in pairs, found a kernel with {inputs}; use int8, or leave it out")
+        raise InputError(
+            f"tune.quantize: nf4 needs kernels with an even number of inputs, found {inputs}; use int8, or remove tune.quantize"
+        )
     with _promotion():
         array = _qwix().quantize(kernel, kind, channelwise_axes=(1,), tiled_axes={0: math.gcd(inputs, _BLOCK)})
     if kind == "int8":
@@ -44,7 +46,7 @@ def quantize(kernel: Float[Array, "i o"], kind: Kind) -> tuple[Integer[Array, "j
 
 
 def dequantize(codes: Integer[Array, "j o"], scale: Float[Array, "k o"], kind: Kind) -> Float[Array, "i o"]:
-    """Return the kernel, in the dtype of the scales.
+    """Return the kernel in the dtype of the scales.
 
     Raises:
         InputError: qwix is not installed.
@@ -59,12 +61,13 @@ def dequantize(codes: Integer[Array, "j o"], scale: Float[Array, "k o"], kind: K
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def multiply(x: Float[Array, "*n i"], codes: Integer[Array, "j o"], scale: Float[Array, "k o"], kind: Kind) -> Float[Array, "*n o"]:
-    """Multiply by a quantized kernel, in the dtype of `x`; the kernel has no gradient.
+    """Multiply `x` by a quantized kernel, in the dtype of `x`. The kernel has no gradient.
 
     Args:
         x: the inputs of a linear layer.
-        codes, scale: as `quantize` returns them.
-        kind: the kind of the numbers.
+        codes: the codes that `quantize` returned.
+        scale: the scales that `quantize` returned.
+        kind: the kind of the codes.
     """
     return x @ _dequantized_after(x, codes, scale, kind)
 
@@ -83,8 +86,8 @@ multiply.defvjp(_forward, _backward)
 def _dequantized_after(x: Any, codes: Any, scale: Any, kind: Kind) -> Any:
     """Return the kernel in the dtype of `x`.
 
-    It depends on `x`, through a number that is zero unless `x` is NaN: otherwise XLA may dequantize all kernels of a stage at its start,
-    and keep them. A barrier does not prevent that on a CPU.
+    The kernel is made to depend on `x`: the codes get a number added that is zero unless `x` is NaN. Without this dependence, XLA may
+    dequantize all kernels of a stage when the stage begins, and keep them in memory. An optimization barrier does not prevent this on CPUs.
     """
     zero = jnp.isnan(x[(0,) * x.ndim]).astype(codes.dtype)
     return dequantize(codes + zero, scale, kind).astype(x.dtype)
@@ -92,7 +95,7 @@ def _dequantized_after(x: Any, codes: Any, scale: Any, kind: Kind) -> Any:
 
 @contextlib.contextmanager
 def _promotion() -> Iterator[None]:
-    """Allow implicit promotion for qwix, which mixes dtypes and ranks."""
+    """Allow implicit promotion of dtypes and ranks, because qwix relies on it."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -101,5 +104,5 @@ def _qwix() -> Any:
     try:
         import qwix
     except ImportError:
-        raise InputError("tune.quantize: qwix is not installed; install it with pip install qwix, or leave it out") from None
+        raise InputError("tune.quantize: qwix is not installed; install it with pip install qwix, or remove tune.quantize") from None
     return qwix

@@ -1,4 +1,4 @@
-"""Rotary position embeddings, and their scalings for texts longer than in the original training.
+"""Rotary position embeddings, and scalings for texts that are longer than the texts of the original training.
 
 Letters in shapes: b rows, s positions, h heads, d numbers per head.
 """
@@ -15,11 +15,11 @@ from jpipe_lm.config.model_config import ModelConfig
 from jpipe_train.losses.cross_entropy import wider
 
 Frequencies = Any  # NumPy array of float64, one number for each pair of components
-Scaling = Any  # `jpipe_lm.config.model.rope.RopeScaling`, which has checked that the keys of its kind are there
+Scaling = Any  # a `jpipe_lm.config.model.rope.RopeScaling`; its validation ensures that the keys of its kind are not None
 
 
 def positions_of(segments: Int[Array, "b s"]) -> Int[Array, "b s"]:
-    """Count positions from 0 in each segment."""
+    """Return the position of each token in its segment, counted from 0."""
     numbers = jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32)[None], segments.shape)
     is_first = segments[:, 1:] != segments[:, :-1]
     begins = jnp.concatenate([jnp.zeros_like(numbers[:, :1]), jnp.where(is_first, numbers[:, 1:], jnp.zeros_like(numbers[:, 1:]))], axis=1)
@@ -34,16 +34,16 @@ def lengths_of(segments: Int[Array, "b s"]) -> Int[Array, "b s"]:
 def rotated(
     x: Float[Array, "b s h d"], positions: Int[Array, "#b s"], lengths: Int[Array, "#b #s"], config: ModelConfig
 ) -> Float[Array, "b s h d"]:
-    """Apply rotary position embeddings: rotate each pair of components by an angle that grows with the position.
+    """Apply rotary position embeddings: rotate each pair of components by an angle that is proportional to the position.
 
-    A pair has one component from each half of the rotated part of a head; the rest of the head stays.
+    A pair has one component from each half of the rotated part of a head. The rest of the head is not changed.
 
     Reference: Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding".
 
     Args:
         x: queries or keys.
-        positions: the positions of each of them.
-        lengths: how many positions the text at each position has, which decides between the two scalings of LongRoPE.
+        positions: the positions of the queries or keys.
+        lengths: the length of the text that each position belongs to. LongRoPE chooses between its two scalings by this length.
         config: the config of the block.
     """
     wide, size = wider(x.dtype), config.rotary_size
@@ -60,7 +60,7 @@ def rotated(
 
 
 def frequencies(config: ModelConfig) -> tuple[Frequencies, Frequencies]:
-    """Return the angle by which each pair rotates per position: in texts within the original positions, and in longer ones."""
+    """Return the angle per position of each pair, for texts within the original positions and for longer texts."""
     size = config.rotary_size
     scaling: Scaling = config.rope_scaling
     unscaled = config.rope_base ** (-np.arange(0, size, 2, dtype=np.float64) / size)
@@ -74,7 +74,7 @@ def frequencies(config: ModelConfig) -> tuple[Frequencies, Frequencies]:
 
 
 def attention_factor(config: ModelConfig) -> float:
-    """Return the factor by which a scaling multiplies queries and keys."""
+    """Return the factor by which the scaling multiplies queries and keys."""
     scaling: Scaling = config.rope_scaling
     if scaling is None:
         return 1.0
@@ -89,26 +89,26 @@ def attention_factor(config: ModelConfig) -> float:
 
 
 def _linear(unscaled: Frequencies, scaling: Scaling, config: ModelConfig) -> Frequencies:
-    """Return the share of each frequency that is not scaled: none (position interpolation, Chen et al. 2023)."""
+    """Return the share of each frequency that is not scaled, which is zero for position interpolation (Chen et al. 2023)."""
     return np.zeros_like(unscaled)
 
 
 def _llama3(unscaled: Frequencies, scaling: Scaling, config: ModelConfig) -> Frequencies:
-    """Return the share of each frequency that is not scaled, by its turns within the original positions."""
+    """Return the share of each frequency that is not scaled. It depends on the number of turns within the original positions."""
     turns = scaling.original_positions * unscaled / (2 * math.pi)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     return np.clip((turns - low) / (high - low), 0, 1)
 
 
 def _yarn(unscaled: Frequencies, scaling: Scaling, config: ModelConfig) -> Frequencies:
-    """Return the share of each frequency that is not scaled, by the number of its pair.
+    """Return the share of each frequency that is not scaled. It depends on the index of the pair.
 
     Reference: Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language Models".
     """
     original, size = scaling.original_positions, config.rotary_size
 
     def pair(turns: float) -> float:
-        """Return the number of the pair that makes `turns` turns within the original positions."""
+        """Return the index of the pair that makes `turns` turns within the original positions, as a real number."""
         return size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.rope_base))
 
     first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)

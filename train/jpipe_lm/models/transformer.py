@@ -1,4 +1,4 @@
-"""The layers of the built-in decoders, such as GPT-2, Llama and Gemma, in Flax NNX; BERT shares the block.
+"""The layers of the built-in decoders, such as GPT-2, Llama and Gemma, in Flax NNX. BERT uses the same block.
 
 Letters in shapes: b rows, s positions, w width, v symbols.
 """
@@ -22,13 +22,13 @@ from jpipe_lm.models.metadata import named
 from jpipe_lm.models.rope import lengths_of, positions_of, rotated
 from jpipe_train.losses.cross_entropy import Unprojected, wider
 
-Stream = Any  # x, or {"x": x, "segments": segments, "experts": Routing}, the latter two where there are any
+Stream = Any  # x, or {"x": x, "segments": segments, "experts": Routing}, without segments or experts if there are none
 ACTIVATIONS: dict[str, Callable[[Any], Any]] = {"gelu": nnx.gelu, "gelu_exact": partial(nnx.gelu, approximate=False), "silu": nnx.silu}
-STD = 0.02  # of weights as in GPT-2 and BERT
+STD = 0.02  # the standard deviation of initial weights in GPT-2 and BERT
 
 
 class Embed(nnx.Module):
-    """Embed symbols; if position embeddings are learned, add them."""
+    """Embeds symbols. Learned position embeddings are added, if the model has them."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -59,10 +59,10 @@ class Embed(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One transformer block: x + attention(norm(x)), then x + mlp(norm(x)); BERT's norms come after the sums instead.
+    """One transformer block: x + attention(norm(x)), then x + mlp(norm(x)). In BERT the norms are applied after the sums instead.
 
     Args:
-        config: the config of the block, one of `ModelConfig.blocks`.
+        config: the config of the block, an element of `ModelConfig.blocks`.
         rngs: initializes the parameters.
     """
 
@@ -70,7 +70,7 @@ class Block(nnx.Module):
         self.config = config
         width, inner, size = config.width, config.mlp_width_used, config.head_size_used
         into = linear(config, rngs, has_bias(config.bias, "mlp"))
-        # The two projections back into the residual stream start smaller, so that its variance does not grow with depth (GPT-2).
+        # The two projections into the residual stream have smaller initial values, so that its variance does not grow with depth (GPT-2).
         scaled = nnx.initializers.variance_scaling(0.5 / config.depth, "fan_in", "normal")
         smaller = scaled if config.init == "scaled" else nnx.initializers.normal(STD / (2 * config.depth) ** 0.5)
         back = partial(into, kernel_init=smaller)
@@ -108,16 +108,16 @@ class Block(nnx.Module):
     def following(
         self, x: Float[Array, "b s w"], cache: tuple[Any, Any], at: Int[Array, "b s"], lengths: Int[Array, " b"]
     ) -> tuple[Float[Array, "b s w"], tuple[Any, Any]]:
-        """Apply a decoder's block to further positions, given the keys and values of earlier ones.
+        """Apply a decoder's block to further positions, given the keys and values of earlier positions.
 
         Args:
-            x: what flows into the block.
-            cache: keys and values as `attend_cached` has them.
-            at: the positions of x, one after the other in each row.
-            lengths: how many positions each row has, with all that are known.
+            x: the input of the block at the further positions.
+            cache: the keys and values of earlier positions; see `attend_cached`.
+            at: the further positions, which are consecutive in each row.
+            lengths: the number of known positions of each row, with the further positions.
 
         Returns:
-            x, and the cache with these positions.
+            The output of the block, and the cache with the further positions.
         """
         b, s, _ = x.shape
         q, k, v = self._heads(self.attention_norm(x), at, lengths[:, None])
@@ -132,7 +132,7 @@ class Block(nnx.Module):
     def _plus_mlp(
         self, x: Float[Array, "b s w"], segments: Int[Array, "b s"] | None = None, routing: Routing | None = None
     ) -> tuple[Float[Array, "b s w"], Routing | None]:
-        """Add the output of the MLP to the residual stream; return it with the routers' choices so far."""
+        """Add the output of the MLP to the residual stream. Return the sum, and the routers' choices so far."""
         out, routing = self._mlp(self.mlp_norm(x), segments, routing)
         return x + self.dropout(normed(self.mlp_post_norm, out) if self.config.post_norms else out), routing
 
@@ -143,7 +143,7 @@ class Block(nnx.Module):
         return self.project(attend(q, k, v, segments, self.config).reshape(b, s, -1))
 
     def _heads(self, x: Float[Array, "b s w"], at: Int[Array, "#b s"], lengths: Int[Array, "#b #s"]) -> Any:
-        """Compute queries, keys and values (b, s, heads, numbers), with norms and rotary positions applied."""
+        """Compute queries, keys and values (b, s, heads, numbers). Norms and rotary position embeddings are applied."""
         config = self.config
         heads, kv_heads, size = config.heads, config.kv_heads_used, config.head_size_used
         stacked = self.qkv(x)
@@ -160,7 +160,7 @@ class Block(nnx.Module):
     def _mlp(
         self, x: Float[Array, "b s w"], segments: Int[Array, "b s"] | None = None, routing: Routing | None = None
     ) -> tuple[Float[Array, "b s w"], Routing | None]:
-        """Compute the MLP or the experts; return the output with the routers' choices so far."""
+        """Compute the MLP or the experts. Return the output, and the routers' choices so far."""
         if self.config.experts is not None:
             y, choices = self.experts(x, None if segments is None else segments > 0)
             return y, None if routing is None else routing.followed_by(*choices)
@@ -170,9 +170,9 @@ class Block(nnx.Module):
 
 
 class Head(nnx.Module):
-    """Apply the last norm and project to logits, with the symbol embeddings if they are tied.
+    """Applies the last norm and projects to logits. If embeddings are tied, the projection uses the symbol embeddings.
 
-    With a `chunk` the loss projects, and computes logits for that many positions at a time.
+    With a `chunk`, the loss applies the projection, for that many positions at a time.
     """
 
     def __init__(self, config: ModelConfig, chunk: int | None, *, rngs: nnx.Rngs):
@@ -194,7 +194,7 @@ class Head(nnx.Module):
         return logits if routing is None else {"tokens": logits, "experts": routing}
 
 
-# Parts that BERT has, too -------------------------------------------------------------------------------------------------
+# Parts that BERT also uses ------------------------------------------------------------------------------------------------
 
 
 def dtype_of(config: ModelConfig) -> str:
@@ -203,23 +203,23 @@ def dtype_of(config: ModelConfig) -> str:
 
 
 def axes(inputs: str | None, outputs: str | None) -> dict[str, Any]:
-    """Return the arguments of a linear layer that name the logical axes of its kernel; the last one is also the bias's."""
+    """Return the arguments of a linear layer that name the logical axes of its kernel and bias. The axis of the bias is `outputs`."""
     return {"kernel_metadata": named(inputs, outputs), "bias_metadata": named(outputs)}
 
 
 def table(count: int, config: ModelConfig, init: Any, rngs: nnx.Rngs, rows: str | None = None) -> nnx.Embed:
-    """Create an embedding table of `count` vectors of the model's width; `rows` names the logical axis of its rows."""
+    """Create an embedding table of `count` vectors with the model's width. `rows` names the logical axis of the first dimension."""
     return nnx.Embed(count, config.width, embedding_init=init, rngs=rngs, embedding_metadata=named(rows, "embed"))
 
 
 def linear(config: ModelConfig, rngs: nnx.Rngs, bias: bool) -> Callable[..., nnx.Linear]:
-    """Return a constructor of linear layers as the config describes them."""
+    """Return a constructor of linear layers with the initialization and the dtype of the config."""
     options: dict[str, Any] = {} if config.init == "scaled" else {"kernel_init": nnx.initializers.normal(STD)}
     return partial(nnx.Linear, use_bias=bias, dtype=jnp.dtype(dtype_of(config)), rngs=rngs, **options)
 
 
 class RMSNormPlusOne(nnx.RMSNorm):
-    """RMSNorm with a scale of 1 plus its parameter, which begins at zero (Gemma)."""
+    """RMSNorm that multiplies by 1 plus its parameter. The parameter is initialized with zeros (Gemma)."""
 
     def __call__(self, x: Array, mask: Array | None = None) -> Array:
         """Normalize the last axis, in the norm's dtype."""
@@ -232,7 +232,7 @@ class RMSNormPlusOne(nnx.RMSNorm):
 
 
 def norm(config: ModelConfig, rngs: nnx.Rngs, size: int | None = None) -> nnx.LayerNorm | nnx.RMSNorm:
-    """Create a norm of the model's width, or of another size, which computes in float32 at least."""
+    """Create a norm over `size` numbers, by default over the model's width. It computes in float32 at least."""
     options: dict[str, Any] = {"epsilon": config.norm_epsilon, "dtype": wider(dtype_of(config)), "rngs": rngs}
     features = config.width if size is None else size
     if config.norm == "rms_plus_one":
@@ -241,62 +241,62 @@ def norm(config: ModelConfig, rngs: nnx.Rngs, size: int | None = None) -> nnx.La
 
 
 def dropout(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Dropout:
-    """Create the dropout layer; with a rate of zero it draws no random numbers."""
+    """Create a dropout layer. If the rate is zero, it draws no random numbers."""
     return nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
 
 
 def normed(layer: Callable[[Any], Any], x: Float[Array, "*n"]) -> Float[Array, "*n"]:
-    """Normalize, and cast back to the dtype of the activations."""
+    """Apply a norm, and cast the result back to the dtype of `x`."""
     return layer(x).astype(x.dtype)
 
 
 def look_up(embedding: nnx.Embed, numbers: Any, dtype: Any) -> Float[Array, "b s w"]:
     """Look up rows of an embedding table.
 
-    Only these rows are cast; gradients of a symbol at several positions are summed before the cast.
+    Only the rows that are looked up are cast. Gradients of a symbol at several positions are summed in the dtype of the table.
     """
     return jnp.take(embedding.embedding[...], numbers, axis=0).astype(dtype)
 
 
 def tied_embedding(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Embed:
-    """Create the head's copy of the symbol embeddings; the tied parameter replaces its initial values."""
+    """Create the head's copy of the symbol embeddings. The tied parameter of the layer `embed` replaces its initial values."""
     return table(config.vocab_size, config, nnx.initializers.zeros, rngs, "vocab")
 
 
 def projected(hidden: Any, kernel: Any, bias: Any, by_symbol: bool, chunk: int | None, dtype: str, soft_cap: float | None = None) -> Any:
-    """Project to logits, or with a `chunk` return the inputs of that projection."""
+    """Project to logits. With a `chunk`, return the inputs of the projection instead."""
     unprojected = Unprojected(hidden, kernel, bias, chunk or 1, by_symbol, dtype, soft_cap)
     return unprojected.logits() if chunk is None else unprojected
 
 
 def split_inputs(inputs: Any, config: ModelConfig) -> tuple[Any, Any]:
-    """Split inputs into tokens and segments, or None; the choices of an example (b, k, s) become rows (b·k, s).
+    """Return the tokens of inputs, and their segments or None. The choices of examples (b, k, s) become rows (b·k, s).
 
     Raises:
-        InputError: a sequence that is longer than the positions.
+        InputError: the sequences are longer than the model's positions.
     """
     inputs = inputs if isinstance(inputs, dict) else {"tokens": inputs}
     tokens, segments = in_rows(inputs["tokens"]), in_rows(inputs.get("segments"))
     if tokens.shape[1] > (longest := config.max_positions_used):
         raise InputError(
-            f"model: expected sequences of at most {longest} positions, found {tokens.shape[1]}; make them shorter, or raise "
+            f"model: expected sequences of at most {longest} positions, found {tokens.shape[1]}; make the sequences shorter, or raise "
             "model.max_positions"
         )
     return tokens, segments
 
 
 def in_rows(numbers: Any) -> Any:
-    """Reshape (…, s) to rows (b, s); None stays None."""
+    """Reshape an array (…, s) to rows (b, s). For None, return None."""
     return numbers if numbers is None or numbers.ndim == 2 else numbers.reshape(-1, numbers.shape[-1])
 
 
 def split_stream(stream: Stream) -> tuple[Any, Any]:
-    """Split the values that flow between layers into x and segments, or None."""
+    """Return x and the segments, or None, from the values that flow between layers."""
     return (stream["x"], stream.get("segments")) if isinstance(stream, dict) else (stream, None)
 
 
 def routing_of(stream: Stream) -> Routing | None:
-    """Return the routers' choices from the values that flow between layers; None without experts."""
+    """Return the routers' choices from the values that flow between layers; None if the model has no experts."""
     return stream.get("experts") if isinstance(stream, dict) else None
 
 
@@ -313,10 +313,10 @@ def positions(tokens: Any, segments: Int[Array, "b s"] | None) -> Int[Array, "#b
 
 
 def waves(size: float, key: Array, shape: tuple[int, int], dtype: DTypeLike, out_sharding: object = None) -> Float[Array, "s w"]:
-    """Initialize position embeddings with sines and cosines, as the first transformer encodes positions.
+    """Initialize position embeddings with sines and cosines, as in the original transformer (Vaswani et al. 2017).
 
-    They are half as large as the symbol vectors, which have deviation `size`, so that "the byte before" is learned soon; larger ones would
-    drown the symbols.
+    Their amplitude is half of `size`, the standard deviation of the symbol embeddings. Then attention to the previous position is learned
+    soon; larger position embeddings would hide the symbols.
     """
     count, width = shape
     angles = np.arange(count)[:, None] / 10_000 ** (np.arange(0, width, 2)[None] / width)

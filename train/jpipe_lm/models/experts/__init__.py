@@ -1,4 +1,4 @@
-"""Mixtures of experts, the choices of their routers, and the exchange of tokens between devices."""
+"""Mixtures of experts: routers, experts, and the exchange of tokens between devices."""
 
 from jpipe_lm.models.experts.mixture import Experts, on_stage
 from jpipe_lm.models.experts.routing import Routing, no_routing

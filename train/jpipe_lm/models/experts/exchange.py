@@ -1,4 +1,4 @@
-"""Send tokens to their chosen experts, and outputs back, on a mesh in which each device has some of the experts.
+"""Send tokens to the experts that they chose, and send the outputs back, on a mesh in which each device has some of the experts.
 
 Letters in shapes: n tokens of a device, k experts of a token, w width, d devices, r rows of a buffer.
 """
@@ -15,11 +15,11 @@ from jpipe.context import traced_platform
 from jpipe_train.losses.cross_entropy import wider
 
 Compute = Callable[[Any, Any, Any], Any]
-"""Computes tokens with the experts of this device, from (tokens, their weights, the numbers of the experts that they chose)."""
+"""Computes the experts of this device. The arguments are tokens, the weights of their experts, and the numbers of their experts."""
 
 
 def by_platform() -> Callable[..., Any]:
-    """Return `sent`, or `gathered` on CPUs, for which XLA does not compile `jax.lax.ragged_all_to_all`."""
+    """Return `sent`; on CPUs return `gathered`, because XLA does not compile `jax.lax.ragged_all_to_all` for CPUs."""
     return gathered if traced_platform() == "cpu" else sent
 
 
@@ -33,14 +33,16 @@ def gathered(
     rows: tuple[str, ...],
     count: int,
 ) -> Float[Array, "n w"]:
-    """Gather the tokens of all devices, compute those for this device's experts, and reduce-scatter the outputs.
+    """Gather the tokens of all devices, compute this device's experts for them, and reduce-scatter the outputs.
 
     Args:
         compute: computes the experts of this device.
-        x, weights, chosen: the tokens of this device, the weights of the experts that they chose, and their numbers.
+        x: the tokens of this device.
+        weights: the weights of the experts that each token chose.
+        chosen: the numbers of the experts that each token chose.
         over: the axis of the mesh over which experts and tokens are sharded.
-        rows: the axes over which tokens are sharded, `over` among them.
-        count: the experts of a device.
+        rows: the axes of the mesh over which tokens are sharded; they include `over`.
+        count: the number of experts of a device.
     """
     everything = (jax.lax.all_gather(array, over, tiled=True) for array in (x, weights, chosen))
     return jax.lax.psum_scatter(compute(*everything), over, tiled=True)
@@ -56,10 +58,11 @@ def sent(
     rows: tuple[str, ...],
     count: int,
 ) -> Float[Array, "n w"]:
-    """Send each token once to each device with experts that it chose, and sum the outputs that they return.
+    """Send each token once to each device that has experts which the token chose, and sum the outputs that these devices return.
 
-    First the devices gather the choices, a few numbers per token, so that each knows which tokens go from where to where. No token is
-    dropped: a device has room for the tokens of all devices, and to send each token to as many devices as it chooses experts, or to all.
+    First the devices gather the choices of all tokens, so that each device knows which tokens every device sends to every other device.
+    No token is dropped: each device has room to receive the tokens of all devices, and to send each of its tokens to `k` devices, or to all
+    devices if there are fewer.
 
     Args:
         compute, x, weights, chosen, over, rows, count: as in `gathered`.
@@ -81,22 +84,22 @@ def sent(
 
 
 def _rows_of(array: Any, numbers: Int[Array, " r"], otherwise: int) -> Any:
-    """Return rows of an array, and `otherwise` for numbers without a row."""
+    """Return the rows of an array with these numbers. Rows that do not exist are filled with `otherwise`."""
     return array.at[numbers].get(mode="fill", fill_value=otherwise)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def exchanged(over: str, rows: tuple[str, ...], most: tuple[int, int], x: Float[Array, "r w"], sizes: Int[Array, "d d"]) -> Any:
-    """Exchange rows with the devices of an axis.
+    """Exchange rows between the devices along an axis.
 
-    Its transpose is the exchange with `most` and `sizes` transposed; rows that are not sent have gradients of 0.
+    The gradient is the exchange with `most` reversed and `sizes` transposed. The gradients of rows that are not sent are 0.
 
     Args:
-        over: the axis.
-        rows: the axes over which x is sharded.
-        most: the rows that are sent and received at most.
-        x: the rows for each device, one device after the other; rows after them are not sent.
-        sizes: (from, to), how many rows each device sends to each.
+        over: the axis of the mesh.
+        rows: the axes of the mesh over which x is sharded.
+        most: the largest numbers of rows that a device sends and receives.
+        x: first the rows for each device, one device after the other, then rows that are not sent.
+        sizes: (from, to), the number of rows that each device sends to each device.
 
     Returns:
         The rows from each device, one device after the other, then zeros.

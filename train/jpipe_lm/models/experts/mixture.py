@@ -1,10 +1,10 @@
 """Mixtures of experts: a router chooses some of several MLPs for each token.
 
-No token is dropped: tokens are sorted by expert, and each expert's kernel is multiplied by its tokens.
+No token is dropped: tokens are sorted by expert, and the kernel of each expert is multiplied by the tokens that chose this expert.
 
 Reference: Shazeer et al. 2017, "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer".
 
-The letters in the shapes: b rows, s positions, w width, n tokens (of all rows), e experts, k experts of a token, m width of an expert.
+Letters in shapes: b rows, s positions, w width, n tokens (of all rows), e experts, k experts of a token, m width of an expert.
 """
 
 from collections.abc import Callable
@@ -25,18 +25,19 @@ from jpipe_lm.models.metadata import named
 from jpipe_train.losses.cross_entropy import wider
 
 Linear = Callable[..., nnx.Linear]
-"""A constructor of linear layers, from the sizes of inputs and outputs and the metadata of Flax."""
+"""Constructs a linear layer. The arguments are the sizes of inputs and outputs, and metadata for Flax."""
 
 
 class Experts(nnx.Module):
-    """The experts of a block and their router, and an MLP for all tokens if there is one.
+    """The experts of a block, their router and, if the config has one, an MLP for all tokens.
 
     Args:
         config: the config of the experts.
-        model: the config of the model, for its width, its dtype and whether its MLPs are gated.
+        model: the config of the model. It gives the width, the dtype and whether the MLPs are gated.
         activation: the activation of the MLPs.
-        into, back: make linear layers into an MLP and back, without biases.
-        rngs: for the initial values.
+        into: constructs the first linear layers of an MLP, without biases.
+        back: constructs the last linear layer of an MLP, without bias.
+        rngs: initializes the parameters.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Experts(nnx.Module):
             self.shared = Shared(config, model, activation, into, back)
 
     def __call__(self, x: Float[Array, "b s w"], counted: Bool[Array, "b s"] | None) -> tuple[Float[Array, "b s w"], tuple[Any, Any, Any]]:
-        """Return the outputs, and for each row the counts, probabilities and squares of `Routing` over the `counted` tokens."""
+        """Return the outputs, and for each row the counts, probabilities and squares of `Routing`. Only `counted` tokens are counted."""
         names = [name for name in ("expand", "gate", "contract") if getattr(self, name) is not None]
         kernels = {name: getattr(self, name).kernel[...].astype(self.dtype) for name in names}
         router = self.router.kernel[...].astype(wider(self.dtype))
@@ -64,7 +65,7 @@ class Experts(nnx.Module):
 
 
 class Kernels(nnx.Module):
-    """The kernels of a linear layer of each expert, (e, in, out), initialized like single layers."""
+    """The kernels (e, in, out) of one linear layer in each expert. Each kernel is initialized as in a single linear layer."""
 
     def __init__(self, linear: Linear, count: int, inputs: int, outputs: int, names: tuple[str, ...], *, rngs: nnx.Rngs):
         keys = jax.random.split(rngs.params(), count)
@@ -73,7 +74,7 @@ class Kernels(nnx.Module):
 
 
 class Shared(nnx.Module):
-    """An MLP for all tokens, times a number between 0 and 1 that is learned if it has a gate."""
+    """An MLP for all tokens. If the config has a `shared_gate`, its output is multiplied by a gate: a number from 0 to 1 for each token."""
 
     def __init__(self, config: ExpertsConfig, model: ModelConfig, activation: Callable[[Any], Any], into: Linear, back: Linear):
         assert config.shared_mlp_width is not None
@@ -93,15 +94,15 @@ class Shared(nnx.Module):
 
 
 def on_stage(config: ExpertsConfig, activation: Callable[[Any], Any]) -> Callable[..., tuple[Any, Any, Any, Any]]:
-    """Return the function that computes routed experts on one device, or on the mesh of the stage being traced.
+    """Return the function that computes routed experts on one device, or on the mesh of the stage that is traced.
 
-    On a mesh each device routes its own rows. If experts and rows are sharded over the same axis, `jpipe_lm.models.experts.exchange` sends
-    tokens to experts. If the rows are not sharded over the axis, the outputs are summed over it; they are also summed over the axis of
-    `mlp`.
+    On a mesh, each device routes its own rows. If experts and rows are sharded over the same axis, `jpipe_lm.models.experts.exchange` sends
+    tokens to experts. If the rows are not sharded over the axis of the experts, the outputs are summed over this axis. If `mlp` is sharded,
+    the outputs are also summed over the axis of `mlp`.
 
     Returns:
-        A function of (x, is_counted, the kernel of the router, kernels by name) that returns the outputs, and counts, probabilities and
-        squares as `Routing` has them for one block.
+        A function of (x, is_counted, the kernel of the router, kernels by name). It returns the outputs, and the counts, probabilities and
+        squares of one block that `Routing` describes.
     """
     stage = traced_mesh()
     if stage is None:
@@ -134,10 +135,11 @@ def _mixture(
     Args:
         config: the config of the experts.
         activation: the activation of the MLPs.
-        over: the axis of the mesh over which the experts are sharded, if any.
-        inner: the axis over which each of them is.
+        over: the axis of the mesh over which the experts are sharded, or None.
+        inner: the axis over which each expert is sharded, or None.
         rows: the axes over which the rows are sharded.
-        x, is_counted, router, kernels: as in `on_stage`; only this device's kernels.
+        x, is_counted, router: see the result of `on_stage`.
+        kernels: the kernels of this device's experts.
     """
     logits = jnp.einsum("bsw,we->bse", x.astype(router.dtype), router)
     probabilities = jax.nn.softmax(logits, axis=-1)
@@ -156,13 +158,13 @@ def _mixture(
         y = compute(*tokens)
     elif over in rows:
         y = exchange.by_platform()(compute, *tokens, over=over, rows=rows, count=count)
-    else:  # explicitly: JAX's own cast in the gather of rows would lose their gradients from other devices
+    else:  # pcast explicitly: with JAX's own cast in the gather of rows, gradients from other devices would be lost
         y = jax.lax.psum(compute(*(jax.lax.pcast(array, (over,), to="varying") for array in tokens)), over)
     return (y.reshape(x.shape), *_of_rows(logits, probabilities, chosen, is_counted))
 
 
 def _of_rows(logits: Any, probabilities: Any, chosen: Any, is_counted: Any) -> tuple[Any, Any, Any]:
-    """Return the counts, probabilities and squares of each row."""
+    """Return the counts, probabilities and squares of each row that `Routing` describes."""
     hits = jax.nn.one_hot(chosen, logits.shape[-1], dtype=jnp.bool_) & is_counted[..., None, None]
     share = is_counted.astype(logits.dtype)
     share = share / jnp.maximum(share.sum(1, keepdims=True), 1)
@@ -178,21 +180,22 @@ def computed(
     activation: Callable[[Any], Any],
     are_some: bool,
 ) -> Float[Array, "n w"]:
-    """Return for each token the weighted sum of the outputs of its chosen experts.
+    """Return for each token the weighted sum of the outputs of the experts that it chose.
 
-    Tokens are sorted by expert, multiplied by the kernels of their groups, and summed in the original order.
+    Tokens are sorted by expert, and each group of tokens is multiplied by the kernels of its expert. The sums are in the original order.
 
     Args:
         x: the tokens.
-        weights, chosen: of the experts of each token.
-        kernels: the kernels by name, (e, in, out).
+        weights: the weights of the experts that each token chose.
+        chosen: the numbers of the experts that each token chose.
+        kernels: the kernels (e, in, out) by name.
         activation: the activation of the MLPs.
-        are_some: whether there are more experts than kernels, with numbers below 0 or from e on: they count as zero.
+        are_some: whether `chosen` may have experts without kernels, with numbers below 0 or from e on. Their outputs count as zero.
     """
     (n, k), count = chosen.shape, kernels["contract"].shape[0]
     numbers = chosen.reshape(-1)
     if are_some:
-        numbers = jnp.where((numbers >= 0) & (numbers < count), numbers, count)  # last of all
+        numbers = jnp.where((numbers >= 0) & (numbers < count), numbers, count)  # sorted to the end
     order, sizes = jnp.argsort(numbers, stable=True), jnp.bincount(numbers, length=count)
     valid = (jnp.arange(n * k) < sizes.sum())[:, None] if are_some else None
     rows = _only(valid, x[order // k])
@@ -203,10 +206,10 @@ def computed(
 
 
 def _only(valid: Bool[Array, "r 1"] | None, rows: Float[Array, "r w"]) -> Float[Array, "r w"]:
-    """Replace rows outside all groups by zeros: there a grouped product and its gradient may have any value."""
+    """Replace rows outside all groups by zeros, because a grouped product and its gradient may have any values in these rows."""
     return rows if valid is None else jnp.where(valid, rows, jnp.zeros((), rows.dtype))
 
 
 def grouped(rows: Float[Array, "r i"], kernels: Float[Array, "e i o"], sizes: Int[Array, " e"]) -> Float[Array, "r o"]:
-    """Multiply each group of rows by its kernel; the groups are consecutive and have these sizes."""
+    """Multiply each group of rows by the kernel of the group. The groups are consecutive and have these sizes."""
     return jax.lax.ragged_dot(rows, kernels, sizes)
