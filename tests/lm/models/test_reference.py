@@ -126,7 +126,7 @@ def test_cudnn_is_refused_where_there_is_none(monkeypatch):
     x = jnp.zeros((1, 8, 16), jnp.bfloat16)
     with (
         jax.numpy_dtype_promotion("standard"),
-        pytest.raises(InputError, match="needs an NVIDIA GPU with cuDNN, found CPUs; set model.attention to xla"),
+        pytest.raises(InputError, match=r"needs an NVIDIA GPU with cuDNN, found CPUs; set model\.attention to xla"),
     ):
         block(x)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
