@@ -245,7 +245,7 @@ def test_missing_devices_are_refused(error, reason, refused, monkeypatch):
 
     monkeypatch.setattr(jax, "devices", devices)
     reason = reason.format(jax.config.values["jax_platforms"])
-    assert refused() == f"jpipe: JAX has no devices to use: {reason}; see its variable JAX_PLATFORMS\n"
+    assert refused() == f"jpipe: JAX has no devices to use: {reason}; check the environment variable JAX_PLATFORMS\n"
 
 
 def test_a_file_where_the_runs_belong_is_refused(refused, tmp_path, monkeypatch):

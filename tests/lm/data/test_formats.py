@@ -367,7 +367,7 @@ def test_a_resolved_config_is_a_valid_config(tiny, tokenizer):
             r"expected at least 1 row of examples for training and 1 for validation .* found \d+ and 0 in '.*'; give more text, raise",
         ),
         ("prompts", {"answer_key": "reply"}, {}, r"line 1: expected the key 'reply', found \['prompt', 'answer'\]"),
-        ("text", {"objective": "masked"}, {}, r"data\.objective: expected next, which model\.kind decoder learns, found masked"),
+        ("text", {"objective": "masked"}, {}, r"data\.objective: expected next for model\.kind decoder, found masked"),
         ("text", {}, {"model": {"kind": "bert"}}, r"data\.objective: expected masked for model\.kind bert, found next"),
         (
             "text",

@@ -93,7 +93,7 @@ def test_frozen_parameters_stay_as_they_are_to_the_bit(case, tiny):
 @pytest.mark.parametrize(
     ("tune", "message"),
     [
-        ({"freeze": ["blok_0"]}, "tune.freeze: no parameter or layer matches 'blok_0'; the nearest is block_0"),
+        ({"freeze": ["blok_0"]}, "tune.freeze: no parameter or layer matches 'blok_0'; the most similar name is block_0"),
         ({"train_only": ["head/*", "block_0/qvk/kernel"]}, "tune.train_only: no .* matches 'block_0/qvk/kernel'; .* block_0/qkv/kernel"),
         (
             {"lora": {"targets": ["q_proj", "gate_proj"]}},

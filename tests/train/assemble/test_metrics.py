@@ -69,8 +69,13 @@ def test_parts_of_averaged_weights_stay_apart():
     [
         ("f1_binary", (4, 3), np.zeros(4, np.int32), "f1_binary: expected logits of 2 classes, found 3; use f1_macro"),
         ("f1_macro", (4,), np.zeros(4, np.int32), "f1_macro: expected logits of classes and integer labels"),
-        ("pearson", (4, 3), np.zeros(4, np.int32), r"pearson: expected a number for each label.*found float32\[2, 3\], int32\[2\]"),
-        ("squared_error", (4,), np.zeros(4, np.int32), "squared_error: expected a number for each label"),
+        (
+            "pearson",
+            (4, 3),
+            np.zeros(4, np.int32),
+            r"pearson: expected one floating-point output for each.*found float32\[2, 3\], int32\[2\]",
+        ),
+        ("squared_error", (4,), np.zeros(4, np.int32), "squared_error: expected one floating-point output for each"),
     ],
 )
 def test_metrics_that_do_not_fit(metric, outputs, labels, message):

@@ -457,9 +457,12 @@ def test_a_loss_and_a_metric_may_take_a_random_key():
         ("number", "expected the train batches of 'own_parts:odd_data' to be indexable, train[t], found int; return a list"),
         ("generator", "to be indexable, train[t], found generator; return a list"),
         ("empty", "expected at least one validation batch from 'own_parts:odd_data', found none"),
-        ("few", "expected train to have batch t for every t < train.steps 40, found a list of 3; repeat them or lower train.steps"),
+        (
+            "few",
+            "expected train to have batch t for every t < train.steps 40, found a list of 3 batches; repeat them, or lower train.steps",
+        ),
         ("lists", "expected train[0] to be (inputs, labels) of NumPy arrays with 8 rows, found list; return a tuple of two"),
-        ("jax", "with 8 rows, found in it ArrayImpl; use np.asarray"),
+        ("jax", "with 8 rows, found ArrayImpl in it; convert it with np.asarray"),
         ("rows", "with 8 rows (train.batch_size), found 3 rows; fix it, or train.batch_size"),
     ],
 )
@@ -478,7 +481,7 @@ def test_data_that_runs_out_is_reported_with_the_step(capsys):
     assert err == f"jpipe: data.target: train[3] fails: IndexError: list index out of range ({line_of('return super()')}); fix it there\n"
     shutil.rmtree("run")
     code, _, err = run(capsys, "--allow-code", data={"target": "own_parts:fewer"})
-    expected = "expected train to have batch t for every t < train.steps 40, found a Few of 2; repeat them or lower train.steps"
+    expected = "expected train to have batch t for every t < train.steps 40, found a Few of 2 batches; repeat them, or lower train.steps"
     assert (code, err) == (2, f"jpipe: data.target: {expected}\n")
 
 

@@ -53,7 +53,9 @@ def config(tiny, monkeypatch) -> dict:
 @pytest.mark.parametrize("pattern", ["head/table/embedding", "!head/table/*"])
 def test_a_pattern_that_matches_only_a_tied_copy_is_refused(config, pattern):
     """The pattern would match but have no effect, because the parameter has the name of its first place."""
-    with pytest.raises(jpipe.InputError, match=f"optimizer.decay: no parameter matches '{re.escape(pattern)}'; the nearest are "):
+    with pytest.raises(
+        jpipe.InputError, match=f"optimizer.decay: no parameter matches '{re.escape(pattern)}'; the most similar names are "
+    ):
         build(changed(config, optimizer={"name": "adamw", "decay": ["embed/*", pattern]}), Reporter(1, 1, "bytes"))
 
 

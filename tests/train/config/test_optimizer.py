@@ -307,8 +307,8 @@ def test_hyperparameters_can_be_seen_in_the_state():
             {"name": "lbfgs", "arguments": {"memory_size": 0}},
             "optimizer: 'lbfgs' does not accept its arguments: ValueError: memory_size must be >= 1; fix it",
         ),
-        ({"decay": ["*/kernle"]}, "optimizer.decay: no parameter matches '*/kernle'; the nearest are head/kernel, "),
-        ({"decay": ["*", "!block_2/*"]}, "optimizer.decay: no parameter matches '!block_2/*'; the nearest are block_"),
+        ({"decay": ["*/kernle"]}, "optimizer.decay: no parameter matches '*/kernle'; the most similar names are head/kernel, "),
+        ({"decay": ["*", "!block_2/*"]}, "optimizer.decay: no parameter matches '!block_2/*'; the most similar names are block_"),
         (
             {"name": "adam", "decay": ["*"]},
             "optimizer.decay: 'adam' cannot choose what decays (it has none of the arguments mask and weight",

@@ -144,7 +144,7 @@ class TargetBatches:
             raise InputError(f"data.target: {expected}, found {type(batch).__name__}; return a tuple of two")
         for leaf in jax.tree.leaves(batch):
             if not isinstance(leaf, np.ndarray) or leaf.ndim == 0:
-                raise InputError(f"data.target: {expected}, found a {type(leaf).__name__} in it; convert it with np.asarray")
+                raise InputError(f"data.target: {expected}, found {type(leaf).__name__} in it; convert it with np.asarray")
             if len(leaf) != self.batch_size:
                 raise InputError(f"data.target: {expected} (train.batch_size), found {len(leaf)} rows; fix it, or train.batch_size")
         return batch

@@ -230,7 +230,7 @@ def test_rows_that_are_never_sent_are_dropped_eventually(tmp_path, messages, mon
         for step in range(2000):
             log.write(step, {"loss": 1.0, "a metric with a long name": 2.0})
         assert log._rows.qsize() <= 4
-    assert messages[0] == "wandb: 3 rows are waiting to be sent; the run continues, but sends no more"
+    assert messages[0] == "wandb: 3 rows are waiting to be sent; the run continues, but sends no more rows"
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no room\x07\nmore"), SystemExit("no room\x07"), KeyboardInterrupt("no room\x07")])

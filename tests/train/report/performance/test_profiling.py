@@ -58,7 +58,7 @@ def test_a_profile_that_cannot_be_written_is_reported_once(profiler, tmp_path):
         profiler.before(step, ())
     assert calls == []
     assert len(lines) == 1
-    assert lines[0].endswith("it is a symbolic link, which jpipe does not follow there; the run continues without it")
+    assert lines[0].endswith("it is a symbolic link, which jpipe does not follow there; the run continues without a profile")
 
 
 def test_the_keys_are_read_and_written_back(tmp_path):
