@@ -103,7 +103,10 @@ def test_the_attached_device_is_written_once(printed, tmp_path, monkeypatch):
         ),
         ("target v5e --here", "target: expected a name or --here, found both 'v5e' and --here; remove one of them"),
         ("target --out a.yaml", "target: --out has no effect without --here; did you mean jpipe target --here?"),
-        ("target --roofline tiny.yaml", "target: --roofline needs the name of a target; did you mean jpipe target h100-80gb --roofline CONFIG?"),
+        (
+            "target --roofline tiny.yaml",
+            "target: --roofline needs the name of a target; did you mean jpipe target h100-80gb --roofline CONFIG?",
+        ),
         ("target v5e --json", "target: --set, --allow-code and --json have no effect without --roofline; add --roofline CONFIG"),
         ("target v5 --roofline tiny.yaml", "target: unknown target 'v5'; did you mean 'v5e' or 'v5p'? (a file of your own has to end"),
         ("target v5e --roofline none.yaml", "none.yaml: cannot read"),
