@@ -39,7 +39,9 @@ def arrays(folder: Path, *, strict: bool = True) -> dict[str, np.ndarray]:
 def test_a_folder_without_config_or_without_weights_is_refused(tmp_path):
     whole = folders.copied("gpt2", tmp_path / "whole")
     (whole / "config.json").unlink()
-    refused(whole, f"{whole}/config.json: cannot read it: No such file or directory; give a folder such as transformers' save_pretrained")
+    refused(
+        whole, f"{whole}/config.json: cannot read the file: No such file or directory; give a folder such as transformers' save_pretrained"
+    )
     folder = folders.copied("gpt2", tmp_path / "folder")
     (folder / WHOLE).unlink()
     refused(folder, f"{folder}: expected {WHOLE} or {INDEX}, found neither; give a folder such as transformers' save_pretrained writes")

@@ -29,14 +29,14 @@ LONG = "kind: longrope, original_positions: 8, short_factors: [1, 2], long_facto
         ("seq_len: 9, max_positions: 8", "model: seq_len 9 is more than max_positions 8; change one of them"),
         ("preset: gpt2-tiny, seq_len: 33", "model: seq_len 33 is more than max_positions 32"),
         ("max_positions: 1000000000", "model: width 128 × max_positions 1000000000 makes a table of positions of more than"),
-        ("rope_base: 5.0", "model: rope_base has no effect with learned positions; leave it out, or set positions to rope"),
+        ("rope_base: 5.0", "model: rope_base has no effect with learned positions; remove rope_base, or set positions to rope"),
         (SCALING.replace("4, high", "1, high"), "model: rope_scaling has no effect with learned positions"),
         (f"positions: rope, {SCALING}", "model.rope_scaling: expected low_frequency_factor below high_frequency_factor, found 4 and 4"),
         (
             "positions: none, rope_share: 0.5",
-            "model: rope_share has no effect with none positions; leave it out, or set positions to rope",
+            "model: rope_share has no effect with none positions; remove rope_share, or set positions to rope",
         ),
-        ("window_layers: [true]", "model: window_layers has no effect without a window; leave it out, or set window"),
+        ("window_layers: [true]", "model: window_layers has no effect without a window; remove window_layers, or set window"),
         ("window: 0", "model.window: expected greater than or equal to 1, found 0"),
         ("bias: mlp", "model.bias"),
         (

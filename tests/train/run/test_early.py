@@ -60,7 +60,7 @@ def nothing_starts(monkeypatch, tmp_path):
         ({"data": {"validation_path": "missing.txt", "validation_fraction": 0.05}}, "data.validation_path: 'missing.txt' does not exist"),
         ({"data": {"sources": [{"path": "missing.txt"}]}}, "data.sources.0.path: 'missing.txt' does not exist"),
         ({"data": CHAT | {"chat_template": "missing.jinja"}, "model": MODEL}, "data.chat_template: cannot read '.*missing.jinja'"),
-        ({"data": CHAT | {"chat_template": "broken"}, "model": MODEL}, "chat template: 'broken': .*; correct it"),
+        ({"data": CHAT | {"chat_template": "broken"}, "model": MODEL}, "chat template: 'broken': .*; correct the template"),
         (
             {"data": CHAT | {"tokenizer": "broken"}, "model": MODEL},
             "expected a tokenizer.json .*, found one that fails",

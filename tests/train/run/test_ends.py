@@ -150,7 +150,7 @@ def test_lost_rows_end_the_run(damage, message, policy, saved, tmp_path, monkeyp
         assert "no checkpoint is left there" in str(stopped.value)
         elsewhere.rename(folder)
     else:
-        assert str(stopped.value).endswith("its newest checkpoint is of step 4, from which it resumes")
+        assert str(stopped.value).endswith("its newest checkpoint is of step 4; the run resumes from it")
     assert jpipe.checkpoints.steps(folder) == [2, 4]
     monkeypatch.undo()
     assert [row["step"] for row in rows_of(loop.main(changed(saved)).folder)] == list(range(7))
@@ -159,7 +159,7 @@ def test_lost_rows_end_the_run(damage, message, policy, saved, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("lost", "message"),
     [
-        ("metrics.jsonl", r"was moved or removed while the run was training; its newest checkpoint is of step 7, from which it resumes$"),
+        ("metrics.jsonl", r"was moved or removed while the run was training; its newest checkpoint is of step 7; the run resumes from it$"),
         ("checkpoints/7", r"the checkpoint of step 7 is not in the run folder any more; the last good one is of step 6$"),
     ],
 )

@@ -83,8 +83,8 @@ def test_only_earlier_comparisons_are_overwritten(runs, tmp_path, capsys, monkey
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["a"], "compare: expected at least two run folders, found 1; such as "),
-        (["a", "b", "./a"], "compare: expected each run once, found 'a' twice; leave one out"),
+        (["a"], "compare: expected at least two run folders, found 1; write, for example, "),
+        (["a", "b", "./a"], "compare: expected each run once, found 'a' twice; remove one of them"),
         (["a", "c"], "'c' is not a run folder: it has no config.yaml"),
         (["a", "b", "--out", "c.png"], "--out: expected the name of a page, such as compare.html, found 'c.png'; end it with .html"),
         (["a", "b", "--out", "no/c.html"], "--out: cannot write 'no/c.html': No such file or directory; choose another file"),

@@ -142,7 +142,7 @@ def test_names_of_strangers_do_not_control_the_terminal(tmp_path):
     lines = listed(tmp_path)
     assert all(line.isprintable() for line in lines)
     assert r"a\x1b[2J\nb  complete" in lines[1]
-    assert r"c\x1b[2J' is no run" in lines[2]
+    assert r"c\x1b[2J' is not a run folder" in lines[2]
     assert all(line.isprintable() for line in listed(tmp_path, as_json=True))
 
 

@@ -289,10 +289,12 @@ class ModelConfig(ModelSection):
         given = [name for name in fields if getattr(self, name) != fields[name].default]
         unused = [name for name in given if self.positions != "rope" and name in _OF_ROPE]
         if unused:
-            raise InputError(f"{unused[0]} has no effect with {self.positions} positions", change="leave it out, or set positions to rope")
+            raise InputError(
+                f"{unused[0]} has no effect with {self.positions} positions", change=f"remove {unused[0]}, or set positions to rope"
+            )
         unused = [name for name in given if self.window is None and name in _OF_WINDOWS]
         if unused:
-            raise InputError(f"{unused[0]} has no effect without a window", change="leave it out, or set window")
+            raise InputError(f"{unused[0]} has no effect without a window", change=f"remove {unused[0]}, or set window")
         return self
 
     @model_validator(mode="after")
