@@ -138,27 +138,27 @@ class Text(DataConfig):
 
     def load_batches(self, config: Config) -> "jpipe_train.data.data.Data | None":
         """Read documents and cut them into rows. Return None for texts with labels."""
-        from jpipe_lm.data import of_documents
+        from jpipe_lm.data import document_rows
 
-        return None if self.format == "labels" else of_documents.load(config)
+        return None if self.format == "labels" else document_rows.load(config)
 
     def load_held_out(self, config: Config, path: str | None) -> "jpipe_train.data.data.Data | None":
         """Read the held-out documents, or the documents at `path`. Return None for texts with labels."""
-        from jpipe_lm.data import of_documents
+        from jpipe_lm.data import document_rows
 
-        return None if self.format == "labels" else of_documents.load_held_out(config, path)
+        return None if self.format == "labels" else document_rows.load_held_out(config, path)
 
     def read_examples(self, config: Config, path: str | None = None) -> "jpipe_train.data.data.Examples":
         """Read texts with labels."""
-        from jpipe_lm.data.labelled import reading
+        from jpipe_lm.data.labelled import read_labelled
 
-        return reading.read(config, path)
+        return read_labelled.read(config, path)
 
     def check_files(self, config: Config, path: str | None = None) -> None:
         """Check the files, the tokenizer and the chat template, without reading any data."""
-        from jpipe_lm.data import of_documents
+        from jpipe_lm.data import document_rows
 
-        of_documents.check_files(config, path)
+        document_rows.check_files(config, path)
 
     def check_sources(self) -> None:
         """Check that all folders of tokens have the same tokenizer."""

@@ -13,8 +13,8 @@ from safetensors.numpy import load_file
 import jpipe.checkpoints
 from jpipe import InputError
 from jpipe_lm.checkpoint.adapters import merged
-from jpipe_lm.checkpoint.huggingface import adapters as of_modules
-from jpipe_lm.checkpoint.huggingface import peft, writing
+from jpipe_lm.checkpoint.huggingface import read_adapters as of_modules
+from jpipe_lm.checkpoint.huggingface import write_adapters, write_weights
 from jpipe_lm.checkpoint.huggingface.names import layout
 from jpipe_lm.config import huggingface
 from jpipe_lm.config.model_config import ModelConfig
@@ -92,7 +92,7 @@ def test_the_base_is_as_it_was_in_the_folder(kind, trained, begun):
 def test_merged_weights_compute_what_adapters_compute(kind, begun, tmp_path):
     result, tokens = begun[kind], folders.computed("llama")["tokens"]
     expected = logits(result.config, result.arrays, tokens, result.config.tune)
-    writing.write_huggingface(ExportRequest(str(result.folder), str(tmp_path / "merged")), print)
+    write_weights.write_huggingface(ExportRequest(str(result.folder), str(tmp_path / "merged")), print)
     _, arrays = folders.read(tmp_path / "merged")
     folders.close(logits(result.config, arrays, tokens), expected)
     for name, array in merged(result.arrays, result.config.model, result.config.tune).items():
@@ -122,7 +122,7 @@ def test_a_run_that_is_resumed_under_another_plan_gives_the_same_weights(overrid
 
 
 def test_the_folder_for_peft_has_its_names_and_shapes(begun, tmp_path):
-    peft.write_peft(ExportRequest(str(begun["float32"].folder), str(tmp_path / "peft")), print)
+    write_adapters.write_peft(ExportRequest(str(begun["float32"].folder), str(tmp_path / "peft")), print)
     described = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert described["target_modules"] == ["down_proj", "q_proj", "up_proj", "v_proj"]
     assert (described["r"], described["lora_alpha"], described["peft_type"], described["task_type"]) == (2, 8.0, "LORA", "CAUSAL_LM")
@@ -140,7 +140,7 @@ def test_a_run_without_adapters_has_no_folder_for_peft(begun, tmp_path):
     with pytest.raises(
         InputError, match=r"--layout: expected a run with adapters \(tune.lora\) for peft, found none in .*; give huggingface"
     ):
-        peft.write_peft(ExportRequest(str(plain), str(tmp_path / "peft")), print)
+        write_adapters.write_peft(ExportRequest(str(plain), str(tmp_path / "peft")), print)
 
 
 @pytest.mark.parametrize(

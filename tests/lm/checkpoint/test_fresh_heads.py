@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 from jpipe import InputError
 from jpipe_lm.checkpoint import huggingface as folder_of
-from jpipe_lm.checkpoint.huggingface import writing
+from jpipe_lm.checkpoint.huggingface import write_weights
 from jpipe_lm.config import huggingface
 from jpipe_lm.config.model_config import ModelConfig
 from jpipe_train.assemble.build import build
@@ -133,7 +133,7 @@ def test_a_section_agrees_with_the_labels_of_a_folder(section, expected, tmp_pat
 def test_fresh_weights_are_written_and_read_again(model, architecture, tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text(f"model: {model}\ndata: {{format: labels, path: a, tokenizer: b}}\n")
-    writing.write_huggingface(ExportRequest(str(path), str(tmp_path / "out")), print)
+    write_weights.write_huggingface(ExportRequest(str(path), str(tmp_path / "out")), print)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == [architecture]
     keys, section = huggingface.read(tmp_path / "out").keys, config_file.load(path).model
     assert {key: keys[key] for key in ("head", "labels") if key in keys}.items() <= section.model_dump().items()

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 from safetensors.numpy import load_file
 
-from jpipe_lm.checkpoint.huggingface import tensors_file, writing
+from jpipe_lm.checkpoint.huggingface import tensors_file, write_weights
 from jpipe_lm.checkpoint.huggingface.folder import Folder
 from jpipe_lm.config import huggingface as config_json
 from jpipe_lm.models.layers import layers
@@ -72,7 +72,7 @@ def test_an_export_equals_the_imported_folder_bit_for_bit(name, limit, tmp_path,
     config = folders.config(tmp_path, name, file=begin)
     stack, arrays = folders.read(begin)
     run, out = folders.written(config, arrays, stack), tmp_path / "out"
-    monkeypatch.setattr(writing, "LIMIT", limit)
+    monkeypatch.setattr(write_weights, "LIMIT", limit)
     assert cli.main(["export", str(run), str(out), "--layout", "huggingface"]) == 0
     expected = load_file(GOLDEN / name / "model.safetensors")
     size = sum(tensor.nbytes for tensor in expected.values())
@@ -97,7 +97,7 @@ def test_an_export_equals_the_imported_folder_bit_for_bit(name, limit, tmp_path,
 def test_the_average_of_the_weights_is_written(tmp_path):
     stack, arrays = folders.read(GOLDEN / "gpt2")
     run = folders.written(folders.config(tmp_path, "gpt2"), arrays, stack, above=0.5)
-    writing.write_huggingface(ExportRequest(str(run), str(tmp_path / "out"), step=7, weights="ema"), print)
+    write_weights.write_huggingface(ExportRequest(str(run), str(tmp_path / "out"), step=7, weights="ema"), print)
     check_folder(
         tmp_path / "out", "gpt2", {key: w + np.float32(0.5) for key, w in load_file(GOLDEN / "gpt2" / "model.safetensors").items()}
     )
@@ -147,7 +147,7 @@ def test_processes_read_their_layers_and_write_them_bit_for_bit(tmp_path):
     command = [sys.executable, "-m", "jpipe_train.cli", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    writing.write_huggingface(ExportRequest(str(tmp_path / "run"), str(tmp_path / "out")), print)
+    write_weights.write_huggingface(ExportRequest(str(tmp_path / "run"), str(tmp_path / "out")), print)
     check_folder(tmp_path / "out", "gpt2", load_file(GOLDEN / "gpt2" / "model.safetensors"))
 
 
@@ -173,7 +173,7 @@ def test_each_process_reads_the_tensors_of_its_own_layers(name, expected, tmp_pa
 def test_fresh_weights_equal_the_initial_weights_of_the_run(tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text("model: {preset: gpt2-tiny, depth: 1}\nseed: 5\n")
-    writing.write_huggingface(ExportRequest(str(config), str(tmp_path / "out")), print)
+    write_weights.write_huggingface(ExportRequest(str(config), str(tmp_path / "out")), print)
     stack, arrays = folders.read(tmp_path / "out")
     settings = config_file.load(config)
     ours = layers(settings.model)
@@ -199,13 +199,15 @@ def test_an_export_has_the_tokenizer_and_the_end_of_text_of_the_run(tmp_path, ca
     of_tokens = [f"data={{format: tokens, path: {tokens}}}"]
     of_text = [f"data={{format: text, tokenizer: {tokenizer}}}"]
     out = tmp_path / "out"
-    writing.write_huggingface(ExportRequest(str(tmp_path / "config.yaml"), str(out), overrides=tuple(of_tokens)), print)
+    write_weights.write_huggingface(ExportRequest(str(tmp_path / "config.yaml"), str(out), overrides=tuple(of_tokens)), print)
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
     assert (out / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
     assert json.loads((out / "config.json").read_text())["eos_token_id"] == 0
     capsys.readouterr()
     tokenizer.unlink()
-    writing.write_huggingface(ExportRequest(str(tmp_path / "config.yaml"), str(tmp_path / "without"), overrides=tuple(of_text)), print)
+    write_weights.write_huggingface(
+        ExportRequest(str(tmp_path / "config.yaml"), str(tmp_path / "without"), overrides=tuple(of_text)), print
+    )
     output = capsys.readouterr().out
     assert f"without: without the tokenizer of the run, '{tokenizer}', which cannot be read: No such file or directory\n" in output
     assert not (tmp_path / "without" / "tokenizer.json").exists()
@@ -267,7 +269,7 @@ def test_an_impossible_export_is_refused_and_nothing_is_written(run, tmp_path, m
     refused(["run", "out"], "--out: cannot write 'out': No space left on device; choose another folder\n", capsys, code=1)
     monkeypatch.setattr(tensors_file, "_write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
-        writing.write_huggingface(ExportRequest("run", "out"), print)
+        write_weights.write_huggingface(ExportRequest("run", "out"), print)
     assert sorted(tmp_path.rglob("*")) == before
 
 

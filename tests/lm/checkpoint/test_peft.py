@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jpipe import InputError
-from jpipe_lm.checkpoint.huggingface import adapters, peft, writing
+from jpipe_lm.checkpoint.huggingface import read_adapters, write_adapters, write_weights
 from jpipe_lm.checkpoint.huggingface.names import layout
 from jpipe_lm.config import huggingface
 from jpipe_lm.generate import model_source
@@ -34,7 +34,7 @@ def ours(tmp_path_factory) -> tuple[Path, Config, dict[str, np.ndarray]]:
     """Return the folder of a run and its folder for PEFT, its config, and its arrays by name."""
     folder = tmp_path_factory.mktemp("ours")
     config, _, arrays = written(folder, "llama", "tune.lora={rank: 2, alpha: 6, targets: [q_proj, v_proj, down_proj], dropout: 0.25}")
-    peft.write_peft(ExportRequest(str(folder / "run"), str(folder / "peft")), print)
+    write_adapters.write_peft(ExportRequest(str(folder / "run"), str(folder / "peft")), print)
     return folder, config, arrays
 
 
@@ -53,7 +53,7 @@ def test_a_run_begins_with_the_adapters_that_another_one_exported(name, override
     folder, config, arrays = ours if overrides is None else (tmp_path / "other", None, None)
     if overrides is not None:
         config, _, arrays = written(folder, name, *overrides)
-        peft.write_peft(ExportRequest(str(folder / "run"), str(folder / "peft")), print)
+        write_adapters.write_peft(ExportRequest(str(folder / "run"), str(folder / "peft")), print)
     again = [f"warm_start.adapters={folder / 'peft'}"]
     if config.tune.train_only:
         again += [*TO_CLASSES, f"tune.train_only={json.dumps(config.tune.train_only)}"]
@@ -69,7 +69,7 @@ def test_a_run_begins_with_the_adapters_that_another_one_exported(name, override
         np.testing.assert_array_equal(array, arrays[key], err_msg=key)
     if overrides is None:
         origin = model_source.find(str(folders.GOLDEN / name), None, "newest", "bytes", None, print, str(folder / "peft"))
-        expected = writing.of_run(str(folder / "run"), None, print, "newest").read("block_1")
+        expected = write_weights.of_run(str(folder / "run"), None, print, "newest").read("block_1")
         for path, array in origin.read("block_1").items():
             np.testing.assert_allclose(array, expected[f"block_1/{path}"], rtol=1e-6, atol=1e-6)
 
@@ -170,7 +170,7 @@ def test_folders_that_jpipe_cannot_follow_are_refused(case, ours, tmp_path):
     def read() -> None:
         folders.config(tmp_path, "llama", f"warm_start.adapters={folder}")
         base, source = huggingface.read(folders.GOLDEN / "llama"), folders.folder_of.source(folders.GOLDEN / "llama")
-        adapters.with_adapters(source, folder, base, "language")
+        read_adapters.with_adapters(source, folder, base, "language")
 
     with pytest.raises(InputError, match=message):
         read()
@@ -193,7 +193,7 @@ def test_modules_are_saved_whole_as_peft_matches_them(ours, tmp_path):
     norms = {f"base_model.model.{name}.weight": np.full(16, number, np.float32) for number, name in enumerate(names)}
     changed({"modules_to_save": ["norm", "layers.0"], "bias": None, "init_lora_weights": None}, lambda tensors: tensors | norms)(folder)
     base, source = huggingface.read(folders.GOLDEN / "llama"), folders.folder_of.source(folders.GOLDEN / "llama")
-    found = adapters.with_adapters(source, folder, base, "language")
+    found = read_adapters.with_adapters(source, folder, base, "language")
     read = {
         name: array
         for part in found.read({"head": ["head/norm/scale"], "block_0": ["block_0/attention_norm/scale"]})
@@ -206,8 +206,8 @@ def test_the_a_of_a_part_whose_b_is_zero_is_read(tmp_path):
     """Two of three parts of `c_attn` have learned nothing yet."""
     _, _, arrays = written(tmp_path, "gpt2", "tune.lora={rank: 2, targets: [q_proj, k_proj, v_proj]}")
     names = [f"block_0/qkv/lora/{part}_proj" for part in "qkv"]
-    parts = tuple(adapters.LinearPart(name, arrays[f"{name}/b"].shape[1], True) for name in names)
-    module = adapters.Module("attn.c_attn", parts, arrays[f"{names[0]}/a"].shape[0], True)
+    parts = tuple(read_adapters.LinearPart(name, arrays[f"{name}/b"].shape[1], True) for name in names)
+    module = read_adapters.Module("attn.c_attn", parts, arrays[f"{names[0]}/a"].shape[0], True)
     expected = {f"{name}/{key}": np.asarray(arrays[f"{name}/{key}"]) for name in names for key in "ab"}
     expected |= {f"{name}/b": np.zeros_like(expected[f"{name}/b"]) for name in (names[0], names[2])}
     found = module.divided(*module.joined(expected), 2, "adapters")
@@ -278,13 +278,13 @@ def test_adapters_of_peft_compute_and_learn_the_same(name, theirs, tmp_path):
     near(logits, golden["logits"], "logits")
     near(loss, golden["loss"], "loss")
     named = {f"{layer_id}/{path}": leaf for layer_id, tree in after.items() for path, leaf in by_path(tree).items()}
-    modules = [m for row in layout(huggingface.read(theirs / name)) for m in adapters.modules_of(row, named, config.model)]
+    modules = [m for row in layout(huggingface.read(theirs / name)) for m in read_adapters.modules_of(row, named, config.model)]
     assert {f"after/{tensor}" for module in modules for tensor in module.tensors} == {key for key in golden if key.startswith("after/")}
     for module in modules if name != "gpt2" else ():
         for tensor, array in zip(module.tensors, module.joined(named), strict=True):
             near(array, golden[f"after/{tensor}"], f"{tensor} after a step")
     if name != "qwen2-moe":
-        writing.write_huggingface(ExportRequest(str(folders.written(config, arrays, stack)), str(tmp_path / "merged")), print)
+        write_weights.write_huggingface(ExportRequest(str(folders.written(config, arrays, stack)), str(tmp_path / "merged")), print)
         save_file({key: golden[key] for key in ("tokens", "labels")}, tmp_path / "merged" / "batch.safetensors")
         torch.run("-m", test_transformers.PROGRAM, "load", tmp_path / "merged")
         near(load_file(tmp_path / "merged" / "results.safetensors")["logits"], golden["logits"], "logits of the merged folder")
@@ -313,7 +313,7 @@ def test_peft_computes_the_same_logits(name, kind, overrides, tmp_path):
     if name == "bert":
         overrides = (overrides[0].replace("rank: 2", "rank: 2, targets: [q_proj, up_proj]"), *TO_CLASSES)
     _, stack, arrays = written(tmp_path, name, *overrides)
-    peft.write_peft(ExportRequest(str(tmp_path / "run"), str(tmp_path / "peft")), print)
+    write_adapters.write_peft(ExportRequest(str(tmp_path / "run"), str(tmp_path / "peft")), print)
     tokens = np.arange(1, 1 + folders.ROWS * folders.LENGTH, dtype=np.int32).reshape(folders.ROWS, -1)
     save_file({"tokens": tokens}, tmp_path / "peft" / "batch.safetensors")
     torch.run("-m", PROGRAM, "load", kind, folders.GOLDEN / name, tmp_path / "peft", needs="peft")

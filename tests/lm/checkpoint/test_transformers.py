@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jpipe_lm.checkpoint.huggingface import writing
+from jpipe_lm.checkpoint.huggingface import write_weights
 from jpipe_train.checkpoint.export_request import ExportRequest
 from tests import torch
 from tests.lm.checkpoint import folders
@@ -56,7 +56,7 @@ def test_logits_of_masked_models_and_of_short_floats(name, theirs):
 @pytest.mark.exhaustive
 def test_folders_of_jpipe_compute_and_learn_the_same_in_transformers(tmp_path, monkeypatch):
     """The weights are fresh, in shards, with a tokenizer, and include the config of `make train`."""
-    monkeypatch.setattr(writing, "LIMIT", 10_000)
+    monkeypatch.setattr(write_weights, "LIMIT", 10_000)
     tokenizer = tmp_path / "tokenizer.json"
     make_tokenizer(tokenizer)
     scaling = "{factor: 4.0, low_frequency_factor: 1.0, high_frequency_factor: 4.0, original_positions: 8}"
@@ -70,7 +70,7 @@ def test_folders_of_jpipe_compute_and_learn_the_same_in_transformers(tmp_path, m
         config = tmp_path / f"{name}.yaml"
         objective = "masked" if name.startswith("bert") else "next"
         config.write_text(f"model: {model}\ndata: {{format: text, objective: {objective}, tokenizer: {tokenizer}}}\nseed: 3\n")
-        writing.write_huggingface(ExportRequest(str(config), str(tmp_path / name)), print)
+        write_weights.write_huggingface(ExportRequest(str(config), str(tmp_path / name)), print)
         arrays = load_file(folders.GOLDEN / ("bert" if name.startswith("bert") else "gpt2") / "golden.safetensors")
         save_file({key: arrays[key] for key in BATCH if key in arrays}, tmp_path / name / "batch.safetensors")
     printed = run("load", *(tmp_path / name for name in models))
@@ -99,7 +99,7 @@ def test_folders_of_each_family_are_written_back(of_families, tmp_path):
         config = folders.config(tmp_path / name, "llama", file=of_families / name)
         stack, arrays = folders.read(of_families / name)
         out = tmp_path / name / "out"
-        writing.write_huggingface(ExportRequest(str(folders.written(config, arrays, stack)), str(out)), print)
+        write_weights.write_huggingface(ExportRequest(str(folders.written(config, arrays, stack)), str(out)), print)
         assert json.loads((out / "config.json").read_text())["architectures"] == [architecture]
         tensors, expected = (load_file(folder / "model.safetensors") for folder in (out, of_families / name))
         assert tensors.keys() == expected.keys()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jpipe_lm.checkpoint.huggingface import writing
+from jpipe_lm.checkpoint.huggingface import write_weights
 from jpipe_lm.config import huggingface
 from jpipe_train.checkpoint.export_request import ExportRequest
 from tests import torch
@@ -57,7 +57,7 @@ def test_folders_are_written_back_and_load_in_transformers(theirs, tmp_path):
         config = folders.config(tmp_path / name, "llama", *overrides, file=theirs / name)
         stack, arrays = folders.read(theirs / name)
         out, golden = tmp_path / name / "out", load_file(theirs / name / "golden.safetensors")
-        writing.write_huggingface(ExportRequest(str(folders.written(config, arrays, stack, rows=2)), str(out)), print)
+        write_weights.write_huggingface(ExportRequest(str(folders.written(config, arrays, stack, rows=2)), str(out)), print)
         described = json.loads((out / "config.json").read_text())
         assert (described["architectures"], described["pad_token_id"]) == ([architecture], 0)
         tensors, expected = (load_file(folder / "model.safetensors") for folder in (out, theirs / name))

@@ -21,7 +21,7 @@ import pytest
 
 from jpipe import InputError
 from jpipe_lm.data import splits
-from jpipe_lm.data.chat import reading
+from jpipe_lm.data.chat import read_chat
 from jpipe_lm.data.chat.conversations import conversation
 from jpipe_lm.data.document_files import Files
 from jpipe_train import cli
@@ -225,7 +225,7 @@ def test_values_of_every_type_are_those_of_json_or_an_error_that_names_them(plac
         except pa.ArrowNotImplementedError:  # Parquet has no such type
             with pa.ipc.new_file(str(file), table.schema) as writer:
                 writer.write_table(table)
-        found = [row.value for row in records([file], wrong, reading.COLUMNS, conversation, lambda value: value.key, 0.0)]
+        found = [row.value for row in records([file], wrong, read_chat.COLUMNS, conversation, lambda value: value.key, 0.0)]
         if expected is not None:
             wrong.check()
             assert json.loads(found[0].key) == json.loads(conversation(row(expected)).key), kind

@@ -11,8 +11,8 @@ from safetensors.numpy import load_file
 from jpipe_lm.config import huggingface
 from jpipe_lm.config.model_config import ModelConfig
 from jpipe_lm.generate import decoder, model_source
+from jpipe_lm.generate.continue_prompts import sequences
 from jpipe_lm.generate.decoder import Decoder, bytes_of, scratch_of
-from jpipe_lm.generate.generate import sequences
 from jpipe_lm.generate.placement import place
 from jpipe_lm.generate.sampling import Sampling
 from jpipe_lm.models.layers import layers

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jpipe.context import StageMesh, tracing_for, tracing_on
-from jpipe_lm.config.model.experts import ExpertsConfig
+from jpipe_lm.config.model.experts_section import ExpertsConfig
 from jpipe_lm.models.experts import on_stage
 from jpipe_lm.models.experts.exchange import sent
 

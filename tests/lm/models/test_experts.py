@@ -15,7 +15,7 @@ from rich.console import Console
 
 import jpipe
 from jpipe.context import StageMesh, tracing_on
-from jpipe_lm.config.model.experts import ExpertsConfig
+from jpipe_lm.config.model.experts_section import ExpertsConfig
 from jpipe_lm.config.model_config import ModelConfig
 from jpipe_lm.models import transformer
 from jpipe_lm.models.experts import no_routing, on_stage

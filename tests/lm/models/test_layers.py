@@ -12,7 +12,7 @@ from flax import nnx
 
 import jpipe
 from jpipe_lm.config.model.presets import PRESETS
-from jpipe_lm.config.model.rope import RopeScaling
+from jpipe_lm.config.model.rope_section import RopeScaling
 from jpipe_lm.config.model_config import ModelConfig
 from jpipe_lm.models import transformer
 from jpipe_lm.models.attention import attend

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jpipe
-from jpipe_lm.config.model.experts import ExpertsConfig
+from jpipe_lm.config.model.experts_section import ExpertsConfig
 from jpipe_lm.config.model_config import ModelConfig
 from jpipe_lm.config.tune_config import LoraConfig, TuneConfig, is_of_adapter
 from jpipe_lm.models.layers import layers

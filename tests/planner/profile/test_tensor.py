@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import jpipe
-from jpipe_lm.config.model.experts import ExpertsConfig
+from jpipe_lm.config.model.experts_section import ExpertsConfig
 from jpipe_lm.config.model_config import ModelConfig
 from jpipe_lm.models.layers import layers
 from jpipe_planner.machine.device import Device

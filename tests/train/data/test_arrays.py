@@ -25,7 +25,7 @@ from jpipe_train.assemble import model
 from jpipe_train.assemble.labels import check_labels
 from jpipe_train.config.config import Config
 from jpipe_train.data import data
-from jpipe_train.data.arrays import reading
+from jpipe_train.data.arrays import read_arrays
 from jpipe_train.data.files import streams
 from jpipe_train.data.position import Position
 from tests.lm.data.conftest import same
@@ -135,7 +135,7 @@ def test_rows_of_numpys_files_stay_there(tiny, tmp_path):
 def test_rows_in_memory_are_the_same_in_blocks_of_any_size(tiny, tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_bytes(lines(ROWS))
     first = data.load(configured(tiny, tmp_path / "a.jsonl"))
-    monkeypatch.setattr("jpipe_train.data.arrays.rows._BLOCK", 5 * 3 * 4)  # bytes of five rows of inputs
+    monkeypatch.setattr("jpipe_train.data.arrays.array_rows._BLOCK", 5 * 3 * 4)  # bytes of five rows of inputs
     other = data.load(configured(tiny, tmp_path / "a.jsonl"))
     assert first.digest() == other.digest()
     assert all(same(first.train[t], other.train[t]) for t in range(20))
@@ -616,6 +616,6 @@ def test_targets_beside_wrong_inputs_decide_no_shape(tiny, tmp_path):
 
 def test_a_row_in_memory_keeps_no_other_rows(tiny, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines(ROWS))
-    arrays = reading.read(configured(tiny, tmp_path / "a.jsonl"))
+    arrays = read_arrays.read(configured(tiny, tmp_path / "a.jsonl"))
     for side in (arrays.train, arrays.validation):
         assert all(array.stored[0].base is None for array in side.arrays)

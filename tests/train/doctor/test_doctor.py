@@ -14,7 +14,7 @@ from jpipe import InputError
 from jpipe.processes import Address
 from jpipe_train import cli
 from jpipe_train.doctor import doctor, facts
-from jpipe_train.doctor.request import Request
+from jpipe_train.doctor.doctor_request import Request
 from jpipe_train.launch.distributed import Membership
 from tests.train.doctor.recorded import recorded
 

@@ -22,7 +22,7 @@ import jpipe_train
 from examples import mlp
 from jpipe_train import cli
 from jpipe_train.checkpoint.best import best_step
-from jpipe_train.data.arrays.rows import RowsOfArrays
+from jpipe_train.data.arrays.array_rows import RowsOfArrays
 from jpipe_train.losses import cross_entropy
 from jpipe_train.run import fit_data, loop
 from jpipe_train.run.callbacks import Callbacks

@@ -18,7 +18,7 @@ from jpipe import InputError
 from jpipe_train.cli import main
 from jpipe_train.runs import sweeping
 from jpipe_train.runs.grid import combinations
-from jpipe_train.runs.request import Request
+from jpipe_train.runs.sweep_request import Request
 from tests.train.runs.folders import rows_of, write_run
 
 RATES = "optimizer.learning_rate=1e-3,3e-3"

@@ -9,10 +9,10 @@ from pydantic import Field, field_validator, model_validator
 from jpipe import InputError
 from jpipe.errors import nearest
 from jpipe_lm.config.data_config import BYTES, DataConfig
-from jpipe_lm.config.model import heads
-from jpipe_lm.config.model.experts import ExpertsConfig, replace_all_mlps
+from jpipe_lm.config.model import heads_section
+from jpipe_lm.config.model.experts_section import ExpertsConfig, replace_all_mlps
 from jpipe_lm.config.model.presets import PRESETS
-from jpipe_lm.config.model.rope import RopeScaling
+from jpipe_lm.config.model.rope_section import RopeScaling
 from jpipe_lm.config.tune_config import TuneConfig
 from jpipe_train.config.model_section import ModelSection
 from jpipe_train.config.section import Count
@@ -52,8 +52,8 @@ class ModelConfig(ModelSection):
 
     preset: str | None = None
     kind: Literal["decoder", "bert"] = "decoder"
-    head: heads.Head = "language"
-    labels: heads.Labels = None
+    head: heads_section.Head = "language"
+    labels: heads_section.Labels = None
     vocab_size: Annotated[int, Field(ge=2, le=_MOST_SYMBOLS)] = 256
     depth: Annotated[int, Field(ge=1, le=1000)] = 4
     width: Annotated[int, Field(ge=1, le=10**6)] = 128
@@ -230,7 +230,7 @@ class ModelConfig(ModelSection):
 
     @model_validator(mode="after")
     def _labels_fit_the_head(self) -> "ModelConfig":
-        heads.check(self.head, self.labels)
+        heads_section.check(self.head, self.labels)
         return self
 
     @model_validator(mode="after")

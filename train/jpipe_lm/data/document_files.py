@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from jpipe_lm.data import texts
-from jpipe_lm.data.chat import reading, template
+from jpipe_lm.data.chat import read_chat, template
 from jpipe_lm.data.chat.renderer import TRAINING_TIME, Renderer
 from jpipe_lm.data.files import token_rows
 from jpipe_lm.data.tokenizer import LARGEST_VOCABULARY, Tokenizer
@@ -90,7 +90,7 @@ def read(
     if files.form == "chat":
         chosen = template.find(tokenizer, files.chat_template, setting_of(where, "chat_template"))
         with Renderer(chosen, TRAINING_TIME) as renderer:
-            for text, i, found in reading.read(paths, renderer, tokenizer, share, where):
+            for text, i, found in read_chat.read(paths, renderer, tokenizer, share, where):
                 yield Tokens(found.tokens, text.held_out, text.place, 0 if i else text.size, found.answers, number=i + 1)
         return
     begin, end = (np.asarray(ids, np.uint32) for ids in (tokenizer.begin, () if tokenizer.end is None else (tokenizer.end,)))

@@ -16,7 +16,7 @@ from jpipe.errors import shortened
 from jpipe.files import create, new_folder, unused, write_atomically, writing
 from jpipe_lm.data import document_files, texts
 from jpipe_lm.data import tokenizer as tokenizers
-from jpipe_lm.data.chat import reading, template
+from jpipe_lm.data.chat import read_chat, template
 from jpipe_lm.data.chat.conversations import conversation
 from jpipe_lm.data.chat.renderer import TRAINING_TIME, Renderer
 from jpipe_lm.data.chat.tokens import end_of_turn
@@ -263,7 +263,7 @@ def _texts(files: Files, found: _Found) -> Iterator[texts.Piece]:
         yield from texts.pieces(found.names, found.paths, "prompts" if files.form == "prompts" else "text", 0.0, files.keys, "SOURCE")
         return
     wrong = WrongLines("SOURCE", "or remove it")
-    for row in records(found.paths, wrong, reading.COLUMNS, _content, str.encode, 0.0):
+    for row in records(found.paths, wrong, read_chat.COLUMNS, _content, str.encode, 0.0):
         yield texts.Piece(row.value, "text", True, row.held_out, row.place, row.size)
     wrong.check()
 

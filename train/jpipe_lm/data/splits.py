@@ -18,7 +18,7 @@ from jpipe_lm.config.data_config import BYTES, DataConfig
 from jpipe_lm.config.sections import data_of
 from jpipe_lm.data import texts
 from jpipe_lm.data import tokenizer as tokenizers
-from jpipe_lm.data.chat import reading, template
+from jpipe_lm.data.chat import read_chat, template
 from jpipe_lm.data.chat.renderer import TRAINING_TIME, Failure, NoTemplate, Renderer
 from jpipe_lm.data.document_files import Answers, Assembler, Files
 from jpipe_lm.data.document_files import read as read_documents
@@ -116,7 +116,7 @@ def check_files(config: Config, other: str | None = None) -> int | None:
             try:
                 renderer.start()
             except NoTemplate as error:
-                raise reading.no_template(error) from None
+                raise read_chat.no_template(error) from None
             except Failure:  # reported with the first conversation
                 pass
     return tokenizer.vocab_size

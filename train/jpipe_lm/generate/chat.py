@@ -13,9 +13,9 @@ from jpipe_lm.data.chat.renderer import Failure, Renderer
 from jpipe_lm.data.chat.tokens import end_of_turn
 from jpipe_lm.data.tokenizer import Tokenizer
 from jpipe_lm.generate import model_source
-from jpipe_lm.generate.generate import agree_on, check_options, check_text, check_tokens, ignore, start
+from jpipe_lm.generate.continue_prompts import agree_on, check_options, check_text, check_tokens, ignore, start
 from jpipe_lm.generate.request import Request
-from jpipe_lm.generate.texts import Text, Texts, start_texts
+from jpipe_lm.generate.several_prompts import Text, Texts, start_texts
 from jpipe_lm.generate.token_text import Conversion
 from jpipe_train.console import interrupt
 from jpipe_train.console.terminal import count
@@ -99,7 +99,7 @@ def main(
         Whether the user's messages ended the conversation; False if Ctrl-C did.
 
     Raises:
-        InputError: see `jpipe_lm.generate.generate.main`; or there is no chat template, or it cannot render the conversation.
+        InputError: see `jpipe_lm.generate.continue_prompts.main`; or there is no chat template, or it cannot render the conversation.
         PeerLost: another process died, hung or stopped.
     """
     if not team.is_first:

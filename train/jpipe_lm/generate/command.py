@@ -9,7 +9,7 @@ import jax
 
 from jpipe import InputError
 from jpipe_lm.generate import chat
-from jpipe_lm.generate.generate import main
+from jpipe_lm.generate.continue_prompts import main
 from jpipe_lm.generate.request import Request
 from jpipe_train.console import interrupt
 from jpipe_train.console.exit_codes import failed

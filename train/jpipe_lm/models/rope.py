@@ -15,7 +15,7 @@ from jpipe_lm.config.model_config import ModelConfig
 from jpipe_train.losses.cross_entropy import wider
 
 Frequencies = Any  # NumPy array of float64, one number for each pair of components
-Scaling = Any  # a `jpipe_lm.config.model.rope.RopeScaling`; its validation ensures that the keys of its kind are not None
+Scaling = Any  # a `jpipe_lm.config.model.rope_section.RopeScaling`; its validation ensures that the keys of its kind are not None
 
 
 def positions_of(segments: Int[Array, "b s"]) -> Int[Array, "b s"]:

@@ -12,7 +12,7 @@ from jpipe_train.checkpoint.best import Best
 from jpipe_train.checkpoint.run_folder import FolderChanged
 from jpipe_train.config.config import CheckpointConfig
 from jpipe_train.console.exit_codes import reported_by_system
-from jpipe_train.launch.local import progress
+from jpipe_train.launch.local import reported_progress
 from jpipe_train.launch.team import Team
 
 Observer = Callable[[jpipe.runtime.Event], None]
@@ -209,7 +209,7 @@ class Checkpoints:
         if not self._team.is_first:
             return
         self.written.append(snapshot.batch)
-        progress.report(snapshot.batch, self._steps)
+        reported_progress.report(snapshot.batch, self._steps)
         try:
             best = () if self._best is None else self._best.in_folder(self._folder)
             checkpoints.prune(self._folder, self._config.keep, self._config.keep_every, self._config.keep_hours, best)

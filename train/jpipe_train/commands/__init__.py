@@ -1,4 +1,4 @@
-"""The commands of `jpipe`, one module each."""
+"""The commands of `jpipe`."""
 
 import functools
 import logging
@@ -10,27 +10,25 @@ import tyro
 
 import jpipe
 from jpipe_train import registry
-from jpipe_train.commands import completion, configs, evaluate, export, launch, plan, simulate, train
+from jpipe_train.commands import model_commands, plan_commands, run_commands, setup_commands
 from jpipe_train.commands.group import Group
-from jpipe_train.commands.machine import doctor, target
-from jpipe_train.commands.runs import compare, listing, sweep
 from jpipe_train.console.exit_codes import failed
 from jpipe_train.console.terminal import LINES, fail, printable
 
 COMMANDS: Mapping[str, Any] = {
-    "train": train.train,
-    "plan": plan.plan,
-    "export": export.export,
-    "evaluate": evaluate.evaluate,
-    "launch": launch.launch,
-    "runs": listing.runs,
-    "compare": compare.compare,
-    "sweep": sweep.sweep,
-    "simulate": simulate.simulate,
-    "target": target.target,
-    "doctor": doctor.doctor,
-    "configs": configs.configs,
-    "completion": completion.completion,
+    "train": model_commands.train,
+    "plan": plan_commands.plan,
+    "export": model_commands.export,
+    "evaluate": model_commands.evaluate,
+    "launch": setup_commands.launch,
+    "runs": run_commands.runs,
+    "compare": run_commands.compare,
+    "sweep": run_commands.sweep,
+    "simulate": plan_commands.simulate,
+    "target": plan_commands.target,
+    "doctor": setup_commands.doctor,
+    "configs": setup_commands.configs,
+    "completion": setup_commands.completion,
 }
 """The function of each command of this package, in the order of `jpipe --help`. The commands of other packages follow."""
 ABOUT = """Pipeline-parallel training for JAX and Flax. Three commands do most of the work:

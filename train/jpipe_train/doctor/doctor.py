@@ -17,8 +17,8 @@ from jpipe_train.config import config_file
 from jpipe_train.config.config import Config
 from jpipe_train.doctor import facts
 from jpipe_train.doctor.checks import Finding, judge, table
+from jpipe_train.doctor.doctor_request import Request
 from jpipe_train.doctor.facts import Facts, temporary_name
-from jpipe_train.doctor.request import Request
 from jpipe_train.launch.distributed import Membership
 from jpipe_train.launch.team import Team, joined
 

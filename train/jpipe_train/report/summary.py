@@ -23,7 +23,7 @@ from jpipe_train.config.run_settings import RunSettings
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count, duration, first_line
 from jpipe_train.data.data import Data
-from jpipe_train.launch.local import progress
+from jpipe_train.launch.local import reported_progress
 from jpipe_train.report import report
 from jpipe_train.report.performance import comparison
 from jpipe_train.report.performance.measure import Measure
@@ -170,7 +170,7 @@ def print_summary(summary: Summary, settings: RunSettings, reporter: Reporter) -
     if summary.planned:
         reporter.table(("", "planned", "measured", "ratio"), summary.planned)
     if summary.stopped_by is not None and summary.folder is not None:
-        words = progress.goes_on(shown(summary.folder), summary.steps, in_python=settings.in_python)
+        words = reported_progress.goes_on(shown(summary.folder), summary.steps, in_python=settings.in_python)
         reporter.say(f"stopped by {name_of(summary.stopped_by)}; {words}")
         return
     for name, words in summary.remarks.items():

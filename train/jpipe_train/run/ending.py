@@ -18,7 +18,7 @@ from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import first_line, shortened
 from jpipe_train.data import data
 from jpipe_train.data.rows import Batch
-from jpipe_train.launch.local import progress
+from jpipe_train.launch.local import reported_progress
 from jpipe_train.report.metrics_log import MetricsLog, NonFiniteLoss
 from jpipe_train.report.performance import comparison
 from jpipe_train.report.summary import Summary, name_of, print_summary
@@ -95,10 +95,10 @@ def _nonfinite_words(batch: Batch) -> str:
 def left_words(folder: RunFolder, settings: RunSettings) -> str:
     """Return the end of a message about a failed run: what is saved and how to continue, unless `jpipe launch` prints this itself."""
     words = f"; the steps logged so far are in {shown(folder.path)}"
-    if progress.VARIABLE in os.environ:
+    if reported_progress.VARIABLE in os.environ:
         return words
     saves = settings.checkpoint.every is not None
-    return f"{words}; {progress.goes_on(shown(folder.path), _newest(folder), saves=saves, in_python=settings.in_python)}"
+    return f"{words}; {reported_progress.goes_on(shown(folder.path), _newest(folder), saves=saves, in_python=settings.in_python)}"
 
 
 def _newest(folder: RunFolder) -> int | None:

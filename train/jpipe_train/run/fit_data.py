@@ -14,7 +14,7 @@ from jpipe_train.checkpoint.resume import Resumed
 from jpipe_train.config.section import MOST_ROWS, as_python
 from jpipe_train.console.terminal import count
 from jpipe_train.data import position
-from jpipe_train.data.arrays.rows import RowsOfArrays
+from jpipe_train.data.arrays.array_rows import RowsOfArrays
 from jpipe_train.data.data import Batches, Data
 from jpipe_train.data.order import shuffled
 from jpipe_train.data.position import Ordered, Position

@@ -14,7 +14,7 @@ from jpipe_train.console.exit_codes import failed
 from jpipe_train.console.options import Process
 from jpipe_train.console.terminal import fail, printable
 from jpipe_train.doctor import doctor as examination
-from jpipe_train.doctor.request import Request as Examination
+from jpipe_train.doctor.doctor_request import Request as Examination
 from jpipe_train.launch import distributed, team
 from jpipe_train.report.loggers import sender
 from jpipe_train.report.metrics_log import RunStopped

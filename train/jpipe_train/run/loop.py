@@ -37,8 +37,8 @@ from jpipe_train.report import logs
 from jpipe_train.report.metrics_log import MetricsLog, NonFiniteLoss, RunStopped
 from jpipe_train.report.performance import comparison, mfu
 from jpipe_train.report.performance.measure import Measure
-from jpipe_train.report.performance.profiling import Profiler
 from jpipe_train.report.performance.watch import Watch
+from jpipe_train.report.performance.xprof import Profiler
 from jpipe_train.report.summary import Summary, epochs_words, slow_of, stages_of, write_report
 from jpipe_train.run import stopping
 from jpipe_train.run.callbacks import Callbacks

@@ -20,7 +20,7 @@ from jpipe_train.console import interrupt
 from jpipe_train.console.progress import Reporter
 from jpipe_train.data import data
 from jpipe_train.data.position import Ordered
-from jpipe_train.launch.local import progress
+from jpipe_train.launch.local import reported_progress
 from jpipe_train.launch.team import Team
 
 
@@ -72,7 +72,7 @@ def make_folder(settings: RunSettings, plan: jpipe.Plan, resume: Resume, resumed
 
     with interrupt.delayed():
         folder = RunFolder(settings, plan, resumes=resumed is not None, anew=resume == "auto", prepare=prepare)
-    progress.begin(shown(folder.path), None if resumed is None else resumed.step, saves=settings.checkpoint.every is not None)
+    reported_progress.begin(shown(folder.path), None if resumed is None else resumed.step, saves=settings.checkpoint.every is not None)
     if folder.begun_anew:
         reporter.say(f"the run in '{shown(folder.path)}' ended before its first checkpoint, so it starts again")
     return folder

@@ -20,8 +20,8 @@ from jpipe_train.data.data import Batches, HeldOut
 from jpipe_train.data.position import Ordered
 from jpipe_train.report.metrics_log import Evaluated, MetricsLog, RunStopped, Validation, mean_loss
 from jpipe_train.report.performance.measure import Measure
-from jpipe_train.report.performance.profiling import Profiler
 from jpipe_train.report.performance.watch import Watch
+from jpipe_train.report.performance.xprof import Profiler
 from jpipe_train.report.summary import Summary, name_of
 from jpipe_train.run.callbacks import Callbacks
 from jpipe_train.run.stopping import Stopping

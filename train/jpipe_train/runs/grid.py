@@ -11,7 +11,7 @@ from typing import Any
 
 from jpipe import InputError
 from jpipe_planner.machine.plain_yaml import parse
-from jpipe_train.runs.request import Request
+from jpipe_train.runs.sweep_request import Request
 
 MOST_RUNS = 10_000
 """The largest number of runs in a sweep; a larger grid is probably a typing error."""

@@ -26,7 +26,7 @@ from jpipe_train.runs import comparing, differences
 from jpipe_train.runs.grid import Combination, combinations
 from jpipe_train.runs.listing import SWEEP
 from jpipe_train.runs.reading import Run, read, saved_steps
-from jpipe_train.runs.request import Request
+from jpipe_train.runs.sweep_request import Request
 
 _FREE = frozenset({"train.steps", "train.epochs", "log", "compile_cache"})  # a later call may change these keys and still continue a run
 _TICK = 0.05  # seconds between two checks of the process

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jpipe_lm.checkpoint.huggingface import writing
+from jpipe_lm.checkpoint.huggingface import write_weights
 from jpipe_train import cli
 from jpipe_train.config import config_file
 from jpipe_train.data import data
@@ -42,14 +42,14 @@ def test_a_copied_config_brings_its_data(tmp_path, monkeypatch, capsys):
 def test_the_template_and_the_end_of_a_turn_are_exported(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     config = config_file.load("examples/chat.yaml")
-    assert writing._copy_tokenizer(config, tmp_path, pytest.fail) == " and the tokenizer"
+    assert write_weights._copy_tokenizer(config, tmp_path, pytest.fail) == " and the tokenizer"
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert settings["chat_template"] == Path("examples/chat/chat_template.jinja").read_text()
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
-    assert writing._end_of_text(config) == 2
+    assert write_weights._end_of_text(config) == 2
     (tmp_path / "own.jinja").write_text(template("mistral", marked=True))
     own = config_file.load("examples/chat.yaml", [f"data.chat_template={tmp_path / 'own.jinja'}"])
-    assert writing._end_of_text(own) == 0  # <|endoftext|>: bos_token is unknown, and eos_token the end of a text
+    assert write_weights._end_of_text(own) == 0  # <|endoftext|>: bos_token is unknown, and eos_token the end of a text
 
 
 @pytest.mark.exhaustive

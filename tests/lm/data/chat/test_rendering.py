@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from jpipe_lm.data.chat import rendering
+from jpipe_lm.data.chat import render_in_child
 from jpipe_lm.data.chat.renderer import TRAINING_TIME, Ended, Failure, Limits, Renderer
 from jpipe_lm.data.chat.template import Template
 
@@ -67,7 +67,7 @@ def test_a_hostile_template_becomes_a_message(source, message):
 )
 def test_a_template_does_not_reach_the_internals_of_python(expression):
     """Where Jinja gives nothing, nothing is shown."""
-    render, _ = rendering.compiled("{{ " + expression + " }}", {"bos_token": "<s>"}, 10**6)
+    render, _ = render_in_child.compiled("{{ " + expression + " }}", {"bos_token": "<s>"}, 10**6)
     try:
         text = render(None)(MESSAGES, False)[0]
     except Exception as error:
@@ -78,8 +78,8 @@ def test_a_template_does_not_reach_the_internals_of_python(expression):
 def test_the_process_opens_no_file_and_has_no_secrets(tmp_path, monkeypatch):
     """A template cannot run code, so a function does it here, as a template would that had escaped."""
     monkeypatch.setenv("JPIPE_SECRET", "secret")
-    source = rendering.__file__
-    program = tmp_path / "rendering.py"
+    source = render_in_child.__file__
+    program = tmp_path / "render_in_child.py"
     escaped = """
 def _raise(what):
     import os
@@ -181,7 +181,7 @@ def test_an_answer_that_later_messages_change_is_learned_as_it_was_at_its_end(so
     """Jinja itself says what the model gets before each answer, and what it should write."""
 
     def rendered(messages: list, asks: bool) -> str:
-        return rendering.environment().from_string(source).render(messages=messages, add_generation_prompt=asks)
+        return render_in_child.environment().from_string(source).render(messages=messages, add_generation_prompt=asks)
 
     expected = {
         (before := rendered(TURNS[:i], True), rendered(TURNS[: i + 1], False).removeprefix(before).rstrip())

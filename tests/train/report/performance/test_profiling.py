@@ -6,7 +6,7 @@ import pytest
 from jpipe import InputError
 from jpipe_train.config import config_file
 from jpipe_train.config.config import ProfileConfig, TrainConfig
-from jpipe_train.report.performance.profiling import Profiler
+from jpipe_train.report.performance.xprof import Profiler
 from jpipe_train.run import loop
 from tests.train.conftest import changed
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jpipe_lm.config.huggingface import ARCHITECTURES, Description, whole_section
-from jpipe_lm.config.model.experts import ExpertsConfig
+from jpipe_lm.config.model.experts_section import ExpertsConfig
 from jpipe_lm.config.model_config import ModelConfig, has_bias
 
 Shape = tuple[int, ...]

@@ -1,7 +1,6 @@
 """Convert the `config.json` of a folder in Hugging Face's layout to keys of the section `model` and back, without JAX."""
 
-from jpipe_lm.config.huggingface.families import ARCHITECTURES, FAMILIES
-from jpipe_lm.config.huggingface.peft import (
+from jpipe_lm.config.huggingface.adapter_config import (
     ADAPTER_CONFIG,
     Adapters,
     fill_lora,
@@ -11,7 +10,8 @@ from jpipe_lm.config.huggingface.peft import (
     module_parts,
     read_adapters,
 )
-from jpipe_lm.config.huggingface.reading import (
+from jpipe_lm.config.huggingface.families import ARCHITECTURES, FAMILIES
+from jpipe_lm.config.huggingface.read_config import (
     CONFIG,
     MOST_BYTES,
     Description,
@@ -23,7 +23,7 @@ from jpipe_lm.config.huggingface.reading import (
     read,
     whole_section,
 )
-from jpipe_lm.config.huggingface.writing import to_json_keys
+from jpipe_lm.config.huggingface.write_config import to_json_keys
 
 __all__ = [
     "ADAPTER_CONFIG",

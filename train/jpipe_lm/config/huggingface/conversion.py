@@ -6,7 +6,7 @@ from typing import Any
 import pydantic
 from pydantic import BaseModel, ConfigDict
 
-from jpipe_lm.config.huggingface.experts import canonical_experts
+from jpipe_lm.config.huggingface.experts_config import canonical_experts
 from jpipe_lm.config.huggingface.families import COMMON, FAMILIES, Family
 from jpipe_lm.config.huggingface.parts import KeyGroup, Keys, shortened
 from jpipe_lm.config.model_config import OF_THE_RUN, ModelConfig

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from jpipe_lm.config.huggingface.experts import experts
+from jpipe_lm.config.huggingface.experts_config import experts
 from jpipe_lm.config.huggingface.parts import (
     Depth,
     KeyGroup,
@@ -30,7 +30,7 @@ from jpipe_lm.config.huggingface.parts import (
     without_windows,
     written,
 )
-from jpipe_lm.config.huggingface.rope import rope, rope_by_layer
+from jpipe_lm.config.huggingface.rope_config import rope, rope_by_layer
 
 
 @dataclass(frozen=True)

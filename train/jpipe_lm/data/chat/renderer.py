@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 from jpipe_lm.data.chat.template import Template
 from jpipe_train.console.terminal import printable
 
-_PROGRAM = Path(__file__).with_name("rendering.py")
+_PROGRAM = Path(__file__).with_name("render_in_child.py")
 _ENVIRONMENT = "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "TZ"
 """The environment variables that the process gets. Python needs them, and they contain no secrets."""
 _BLOCK = 2**16

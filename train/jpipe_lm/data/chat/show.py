@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from jpipe import InputError
 from jpipe_lm.config.data_config import DataConfig
 from jpipe_lm.data import tokenizer as tokenizers
-from jpipe_lm.data.chat import reading, template
+from jpipe_lm.data.chat import read_chat, template
 from jpipe_lm.data.chat.renderer import TRAINING_TIME, Renderer
 from jpipe_lm.data.chat.tokens import Tokenized
 from jpipe_train.config.config import Config
@@ -37,7 +37,7 @@ def lines(config: Config, most: int, *, bold: bool) -> Iterator[str]:
     with sources.readable(), Renderer(template.find(tokenizer, data.chat_template), TRAINING_TIME) as renderer:
         _, files = sources.find_files(sources.with_validation(data.first_path, "data.path")[0])
         shown = 0
-        for row, i, text in reading.read(files, renderer, tokenizer, 0.0, "data.path"):
+        for row, i, text in read_chat.read(files, renderer, tokenizer, 0.0, "data.path"):
             shown += i == 0
             if shown > most:
                 break

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jpipe_lm.config.model.experts import ExpertsConfig
+from jpipe_lm.config.model.experts_section import ExpertsConfig
 from jpipe_train.losses.cross_entropy import wider
 
 

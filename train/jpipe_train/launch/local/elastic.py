@@ -10,9 +10,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jpipe_train.launch.local import launch, progress
+from jpipe_train.launch.local import launch, reported_progress
 from jpipe_train.launch.local.process_group import BAD_INPUT, say
-from jpipe_train.launch.local.progress import Progress
+from jpipe_train.launch.local.reported_progress import Progress
 from jpipe_train.launch.local.slots import Limits, Slots
 
 _GPUS = "CUDA_VISIBLE_DEVICES"
@@ -105,7 +105,7 @@ class _Job:
     @property
     def progress(self) -> Progress | None:
         """The newest checkpoint that the processes have reported."""
-        return progress.read(self._processes.progress)
+        return reported_progress.read(self._processes.progress)
 
     def is_unfinished(self, before: Progress | None) -> bool:
         """Return whether a run that has succeeded was only saved; `before` is the progress when it began."""
@@ -118,7 +118,7 @@ class _Job:
         while (seconds := self._slots.wait(time.monotonic())) != 0:
             short = f"{len(self._slots.startable(time.monotonic()))} of at least {self._limits.minimum} processes can be started"
             if seconds is None:
-                words = progress.how_it_goes_on(self._processes.progress)
+                words = reported_progress.how_it_goes_on(self._processes.progress)
                 resumes = f"; {words}" if words else ""
                 say(f"{short}, and no more within {self._limits.shortage_limit:g} s (--shortage-limit); giving up{resumes}")
                 return False

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from jpipe_train.console import interrupt
-from jpipe_train.launch.local import progress
+from jpipe_train.launch.local import reported_progress
 from jpipe_train.launch.local.process_group import BAD_INPUT, ProcessGroup, say
-from jpipe_train.launch.local.progress import VARIABLE
+from jpipe_train.launch.local.reported_progress import VARIABLE
 
 MOST_PROCESSES = 256  # more is a typo: JAX needs some hundred megabytes in each
 GRACE = 30.0  # seconds from the signal that asks the processes to end, at which they save, to the one that kills them
@@ -107,7 +107,7 @@ def main(
             used_up = f"--max-restarts {max_restarts} is used up" if restarts else ""
             code, _ = job.run(range(num_processes), again=again or used_up)
             if code in (0, BAD_INPUT) or not again:
-                words = "" if code in (0, BAD_INPUT) or job.signals else progress.how_it_goes_on(job.progress)
+                words = "" if code in (0, BAD_INPUT) or job.signals else reported_progress.how_it_goes_on(job.progress)
                 if words:
                     say(words + ("; dmesg says whether memory ran out" if code == 128 + signal.SIGKILL else ""))
                 return code

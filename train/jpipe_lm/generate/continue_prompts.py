@@ -20,8 +20,8 @@ from jpipe_lm.generate.decoder import Decoder, bytes_of, scratch_of
 from jpipe_lm.generate.placement import place
 from jpipe_lm.generate.request import Request
 from jpipe_lm.generate.sampling import Sampling, choose
+from jpipe_lm.generate.several_prompts import Texts, start_texts
 from jpipe_lm.generate.shared import share_of
-from jpipe_lm.generate.texts import Texts, start_texts
 from jpipe_lm.generate.token_text import Conversion
 from jpipe_lm.models.transformer import dtype_of
 from jpipe_train.assemble import compile_cache

@@ -13,11 +13,11 @@ from jpipe.errors import MISSING, Problem, explain, problems_of, short
 from jpipe.files import expanded, read_text, shown
 from jpipe_lm.config.huggingface import labels
 from jpipe_lm.config.huggingface.conversion import keys_of, names_of, schema
-from jpipe_lm.config.huggingface.experts import OF_THE_LOSS
+from jpipe_lm.config.huggingface.experts_config import OF_THE_LOSS
 from jpipe_lm.config.huggingface.families import ARCHITECTURES, IGNORED
 from jpipe_lm.config.huggingface.parts import HINT, in_json
-from jpipe_lm.config.model.experts import replace_all_mlps
-from jpipe_lm.config.model.rope import RopeScaling
+from jpipe_lm.config.model.experts_section import replace_all_mlps
+from jpipe_lm.config.model.rope_section import RopeScaling
 from jpipe_lm.config.model_config import LOWER, ModelConfig
 
 CONFIG = "config.json"

@@ -12,10 +12,10 @@ from jpipe import InputError
 from jpipe_train.config.config import Config
 from jpipe_train.data import sources
 from jpipe_train.data.arrays import numpy_files
+from jpipe_train.data.arrays.array_rows import Chosen, Memory, RowsOfArrays, Stored
+from jpipe_train.data.arrays.arrays_section import ArraysConfig
 from jpipe_train.data.arrays.blocks import arrays_of
 from jpipe_train.data.arrays.numbers import Key, array_of, first_not_integer, fitted, result_type
-from jpipe_train.data.arrays.rows import Chosen, Memory, RowsOfArrays, Stored
-from jpipe_train.data.arrays.section import ArraysConfig
 from jpipe_train.data.data import Examples
 from jpipe_train.data.files import kinds
 from jpipe_train.data.files.arrow import Column

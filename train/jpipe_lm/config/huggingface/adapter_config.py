@@ -11,7 +11,7 @@ from jpipe import InputError
 from jpipe.errors import short
 from jpipe.files import expanded, shown
 from jpipe_lm.config.huggingface.families import ARCHITECTURES
-from jpipe_lm.config.huggingface.reading import MOST_BYTES, Description, inside, load_json, validated
+from jpipe_lm.config.huggingface.read_config import MOST_BYTES, Description, inside, load_json, validated
 from jpipe_lm.config.tune_config import PARTS, TARGETS
 
 ADAPTER_CONFIG = "adapter_config.json"

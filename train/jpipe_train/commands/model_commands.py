@@ -1,4 +1,4 @@
-"""`jpipe export RUN`: write the weights of a run for inference."""
+"""Commands that train a model and use what was trained: `train`, `evaluate` and `export`."""
 
 import os
 
@@ -6,8 +6,25 @@ import jpipe
 from jpipe_train import registry
 from jpipe_train.checkpoint.export_request import ExportRequest
 from jpipe_train.console import interrupt
-from jpipe_train.console.options import Fields
+from jpipe_train.console.options import ALONE, Fields, Process
 from jpipe_train.console.terminal import printable
+from jpipe_train.run.requests import EvaluateRequest, TrainRequest
+
+
+def train(request: Fields[TrainRequest], process: Fields[Process] = ALONE) -> int:
+    """Train the model that a YAML config describes, through a pipeline. With several processes, start each with this command."""
+    with interrupt.importing():
+        from jpipe_train.run import job
+
+    return job.train(request, process)
+
+
+def evaluate(request: Fields[EvaluateRequest], process: Fields[Process] = ALONE) -> int:
+    """Compute the loss, perplexity and metrics of a run over a whole data set, with the run's pipeline. The run is not changed."""
+    with interrupt.importing():
+        from jpipe_train.run import job
+
+    return job.evaluate(request, process)
 
 
 def export(request: Fields[ExportRequest]) -> int:

@@ -8,7 +8,7 @@ import pydantic
 from jpipe import InputError
 from jpipe_lm.config.huggingface import labels
 from jpipe_lm.config.huggingface.conversion import canonical, json_of, keys_of, schema
-from jpipe_lm.config.huggingface.experts import without_losses
+from jpipe_lm.config.huggingface.experts_config import without_losses
 from jpipe_lm.config.huggingface.families import ARCHITECTURES, FAMILIES, Family
 from jpipe_lm.config.huggingface.parts import Keys
 from jpipe_lm.config.model_config import ModelConfig

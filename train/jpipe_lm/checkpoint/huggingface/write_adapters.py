@@ -9,10 +9,10 @@ from safetensors.numpy import save
 
 from jpipe import InputError
 from jpipe.files import new_folder, unused, write_atomically
-from jpipe_lm.checkpoint.huggingface.adapters import BEFORE, Module, modules_of
 from jpipe_lm.checkpoint.huggingface.folder import ADAPTER_WEIGHTS
 from jpipe_lm.checkpoint.huggingface.names import Row
-from jpipe_lm.checkpoint.huggingface.writing import Model, of_run
+from jpipe_lm.checkpoint.huggingface.read_adapters import BEFORE, Module, modules_of
+from jpipe_lm.checkpoint.huggingface.write_weights import Model, of_run
 from jpipe_lm.config.huggingface import ADAPTER_CONFIG
 from jpipe_lm.config.sections import model_of, tune_of
 from jpipe_lm.config.tune_config import LoraConfig

@@ -53,9 +53,9 @@ class ArraysConfig(DataSection):
 
     def read_examples(self, config: "jpipe_train.config.config.Config", path: str | None = None) -> "jpipe_train.data.data.Examples":
         """Read the rows of the arrays."""
-        from jpipe_train.data.arrays import reading
+        from jpipe_train.data.arrays import read_arrays
 
-        return reading.read(config, path)
+        return read_arrays.read(config, path)
 
     def check_files(self, config: "jpipe_train.config.config.Config", path: str | None = None) -> None:
         """Check the files, without reading them."""

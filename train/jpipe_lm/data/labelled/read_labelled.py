@@ -9,7 +9,7 @@ import numpy as np
 
 from jpipe import InputError
 from jpipe_lm.config.sections import data_of, model_of
-from jpipe_lm.data import of_documents, splits
+from jpipe_lm.data import document_rows, splits
 from jpipe_lm.data import tokenizer as tokenizers
 from jpipe_lm.data.labelled import fields
 from jpipe_lm.data.labelled.fields import Example
@@ -38,7 +38,7 @@ def read(config: Config, path: str | None = None) -> Examples:
     data = data_of(config)
     splits.check_beside_weights(config)
     tokenizer = tokenizers.load(str(data.tokenizer), "data.tokenizer")
-    of_documents.check_vocabulary(config, tokenizer.vocab_size)
+    document_rows.check_vocabulary(config, tokenizer.vocab_size)
     rows = _Rows(config, tokenizer)
     parts = sources.parts_of(data) if path is None else [sources.DataPath(path, 1.0, "data.path")]
     for file, share, where in parts:

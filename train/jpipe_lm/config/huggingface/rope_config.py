@@ -8,7 +8,7 @@ from typing import Any, Final
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from jpipe_lm.config.huggingface.parts import FULL, WINDOW, KeyGroup, Keys, Number, Size, agreed
-from jpipe_lm.config.model.rope import NEEDED, OPTIONAL
+from jpipe_lm.config.model.rope_section import NEEDED, OPTIONAL
 
 NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {

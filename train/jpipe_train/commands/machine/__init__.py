@@ -1,1 +1,0 @@
-"""Commands about machines: their devices, and checks before a job starts on them."""

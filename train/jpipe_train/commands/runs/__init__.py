@@ -1,1 +1,0 @@
-"""The commands that work on several runs, one module each."""
