@@ -130,5 +130,8 @@ def test_cudnn_is_refused_where_there_is_none(monkeypatch):
     ):
         block(x)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    with jax.numpy_dtype_promotion("standard"), pytest.raises(InputError, match=r"JAX reports: cuDNN is not detected\.; set model\.attention to xla"):
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        pytest.raises(InputError, match=r"JAX reports: cuDNN is not detected\.; set model\.attention to xla"),
+    ):
         block(x)
