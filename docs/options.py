@@ -60,7 +60,7 @@ def _limits(key: str) -> Iterator[str]:
             other = exclusion.other if key == exclusion.option else exclusion.option
             field = ScheduleOptions.model_fields.get(other)
             beside, value = ("with", f"{other}: {field.default}") if field and isinstance(field.default, str) else ("not with", other)
-            others.setdefault("without a flush " * exclusion.without_flush + beside, []).append(f"`{value}`")
+            others.setdefault("under a schedule that does not flush, " * exclusion.without_flush + beside, []).append(f"`{value}`")
     yield from (f"{beside} {', '.join(keys)}" for beside, keys in others.items())
 
 

@@ -108,7 +108,8 @@ def overlaid(plain: Plain, above: Plain) -> Plain:
 def _by_names(flat: Flat, plain: Plain) -> tuple[dict[Names, Any], dict[Names, Any]]:
     """Return two dicts of leaves by the names on their paths: the leaves that have a spec, and the remaining leaves.
 
-    A key may also be several names joined by "/". A parameter "a/b" and a parameter "b" inside of "a" are different.
+    A key of `plain` may join several names of a path by "/". Equal paths are matched first, so a tree may have a parameter "a/b" and also a
+    parameter "b" inside of "a".
     """
     wanted, unmatched = [_names(path) for path, _ in flat], _paths(plain)
     leaves = {names: unmatched.pop(names) for names in wanted if names in unmatched}

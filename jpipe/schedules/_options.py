@@ -25,13 +25,13 @@ class ScheduleOptions(pydantic.BaseModel):
     To add an option, add a field and its description here, and its name to the `options` of the schedules that read it.
 
     Attributes:
-        extra_in_flight: additional microbatches in flight between neighbouring stages, which hide the latency of slow links. 0, the
-            default, means n_s = d - s.
+        extra_in_flight: additional microbatches in flight between neighbouring stages, which hide the latency of slow links. With 0, the
+            default, and no replicas, stage s of d stages has n_s = d - s microbatches in flight.
         max_in_flight: the largest number of microbatches in flight on a replica of any stage. If it is below n_s, stages wait, but they
             hold fewer activations and weight versions (docs/explanation/memory.md). None: no limit.
         vertical_sync: every stage reads the weight version that the first stage read for the microbatch. False by default.
-        update_every: "batch", the default: all stages update after each batch. "replicas": stage s updates after r_s microbatches, as in
-            the original PipeDream.
+        update_every: "batch", the default: all stages update after each batch. "replicas": a stage updates after as many microbatches as
+            it has replicas, as in the original PipeDream.
         flush_first: the number of batches at the start of a run that end with a flush, so that they read the newest weights. 0 by default.
         split_backward: "joint", the default: each backward is one computation. "early": compute each backward in two halves, and send the
             input gradient after the first half, to hide slow links (docs/explanation/zero-bubble.md).

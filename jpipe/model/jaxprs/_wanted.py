@@ -25,8 +25,8 @@ def without_effects(function: Callable[..., Tree], is_dummy: Sequence[bool] | No
 
     Args:
         function: a function of pytrees of arrays.
-        is_dummy: for each argument whether its values are dummies. A side effect stays if it depends on no dummy. By default no side effect
-            stays.
+        is_dummy: for each argument whether its values are dummies. A side effect stays if it depends on no dummy. By default only the side
+            effects that a result needs stay.
     """
 
     def quiet(*arguments: Tree) -> Tree:

@@ -280,8 +280,9 @@ class TracedModel:
         """Return the place in the whole model of each array of the layers.
 
         Returns:
-            For "params" and for "state", by "layer id/path", the path in the whole model, and the index and axes in a stacked array. An
-            array that several layers have is listed only for one of them.
+            One dict for "params" and one for "state", from "layer id/path" to (path in the whole model, index, axes). Index and axes say
+            which slice of a stacked array it is; both are `()` for a whole array. An array that several layers have is listed for only one
+            of these layers.
         """
         places: dict[str, dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]]] = {"params": {}, "state": {}}
         for k, part in enumerate(self.parts):

@@ -24,7 +24,7 @@ Fields = dict[str, Tree]
 Fingerprint = tuple[tuple[str, str], ...]
 """Everything that determines the content of the states of a pipeline, by name."""
 
-CONSUMED = "state: step or drain has already consumed it and deleted its arrays; use the state that this call returned"
+CONSUMED = "state: step or drain has already consumed it and deleted its arrays; use the state that that call returned"
 """The message for a state that is used a second time."""
 
 

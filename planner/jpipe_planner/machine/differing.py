@@ -87,10 +87,10 @@ class Differing(Data):
         return figures.model_copy(update=update)
 
     def relative_speed(self, usual: Device, place: str = "") -> float:
-        """Return their speed relative to the usual device.
+        """Return the speed of these devices relative to the usual device.
 
         Raises:
-            InputError: it is not given, and does not follow from the figures of both devices.
+            InputError: the speed is not given, and does not follow from the figures of both devices.
         """
         if self.speed is not None or self.target is None:
             return self.speed or 1.0
@@ -101,9 +101,10 @@ class Differing(Data):
             if dtype in target.flops
         ]
         if not ratios or max(ratios) > _EQUAL * min(ratios):
-            found = f"{min(ratios):.3g} to {max(ratios):.3g} times, by dtype" if ratios else "no flops of the same dtype"
-            expected = f"how many times as fast as {usual.name} it computes, which flops do not say"
-            raise InputError(where=f"{place}speed", expected=expected, found=found, change="add it")
+            why = "the ratio of their flops is not the same for all dtypes" if ratios else "their flops have no dtype in common"
+            found = f"ratios from {min(ratios):.3g} to {max(ratios):.3g}" if ratios else "no speed"
+            expected = f"the speed relative to {usual.name}, because {why}"
+            raise InputError(where=f"{place}speed", expected=expected, found=found, change="set speed")
         return min(ratios)
 
     def check(self, place: str, usual: Device, sizes: Sequence[int], level_number: Callable[[str, str], int]) -> None:

@@ -377,7 +377,10 @@ _TPU_SETTINGS = {
 
 @functools.cache
 def _devices_elsewhere(target_json: str, count: int, processes: int) -> tuple["jax.Device", ...]:
-    """Return devices that are not here. They are the same objects in each call, so equal programs have equal places."""
+    """Return devices that this machine does not have.
+
+    Equal arguments give the same device objects, so equal programs for these devices also have equal shardings.
+    """
     import jax
     from jax.experimental import topologies
 
@@ -386,13 +389,14 @@ def _devices_elsewhere(target_json: str, count: int, processes: int) -> tuple["j
         for name, value in _TPU_SETTINGS.items():
             os.environ.setdefault(name, value)
         devices: Any = topologies.get_topology_desc(platform="tpu", **target.tpu_topology(count)).devices
-        if processes == 1:  # the first ones, whatever their processes
+        if processes == 1:  # the first devices, even if they belong to several processes
             return tuple(devices[:count])
         each = [[device for device in devices if device.process_index == p][: count // processes] for p in range(processes)]
         return tuple(device for part in each for device in part)
     layout = f"1x{processes}x{count // processes}"
     devices = topologies.get_topology_desc("", "cuda", target_config=target.config_text(), topology=layout).devices
-    # Only when a program is compiled XLA looks for the programs of CUDA that it calls, which may not know the device.
+    # XLA looks for the CUDA tools that it calls (ptxas, nvlink) only when it compiles, and these tools may not know the device. So a small
+    # program is compiled here, to get such an error now.
     like = jax.ShapeDtypeStruct((8, 8), "float32", sharding=jax.sharding.SingleDeviceSharding(devices[0]))
     jax.jit(lambda x: jax.lax.log(x + x.T)).lower(like).compile()
     return tuple(devices)

@@ -253,7 +253,10 @@ class Array:
 
 
 def sharded_params(layer_id: str, spec: jpipe.model.LayerSpec) -> Any:
-    """Return the parameters of a layer as `Array`s, with the dims that their axes and `jpipe.plan.RULES` shard over the axis "model"."""
+    """Return the parameters of a layer as `Array`s.
+
+    Each `Array` marks the dim that the logical axes of its parameter and `jpipe.plan.RULES` shard over the mesh axis "model".
+    """
 
     def array(path: Any, leaf: Any) -> Array:
         axes = spec.axes.get("/".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path), ())

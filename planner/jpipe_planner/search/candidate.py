@@ -178,7 +178,10 @@ class Candidate:
 
     @property
     def rank(self) -> tuple[object, ...]:
-        """The sort key: plans that fit first, then faster ones; newer weights, fewer ranks and chunks, no offload, less memory."""
+        """The sort key. First come plans that fit, then faster plans.
+
+        Of equally fast plans, plans with newer weights, fewer ranks, fewer chunks, no offload and less memory come first, in this order.
+        """
         lacks = self.over[1] if self.over else 0
         ties = (
             _Staleness(self),

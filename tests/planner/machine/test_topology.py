@@ -262,8 +262,8 @@ def test_devices_and_ports_may_differ():
         (
             "speed: 0.5",
             "target: h200",
-            "differing.0.speed: expected how many times as fast as A100 it computes, which flops do not say, found no flops of the same "
-            "dtype; add it",
+            "differing.0.speed: expected the speed relative to A100, because their flops have no dtype in common, found no speed; "
+            "set speed",
         ),
         (
             "memory: 40 GB",

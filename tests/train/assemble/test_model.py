@@ -452,8 +452,8 @@ def test_a_loss_and_a_metric_may_take_a_random_key():
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("none", "expected 'own_parts:odd_data' to return (train, validation), found NoneType; return two"),
-        ("three", "to return (train, validation), found tuple; return two"),
+        ("none", "expected 'own_parts:odd_data' to return (train, validation), found NoneType; return a pair: training"),
+        ("three", "to return (train, validation), found tuple of length 3; return a pair: training"),
         ("number", "expected the train batches of 'own_parts:odd_data' to be indexable, train[t], found int; return a list"),
         ("generator", "to be indexable, train[t], found generator; return a list"),
         ("empty", "expected at least one validation batch from 'own_parts:odd_data', found none"),

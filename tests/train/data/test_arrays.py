@@ -355,7 +355,11 @@ WRONG = {
         {},
         "expected arrays with the same number of rows, found 90 in .*, inputs, 7 in .*, targets",
     ),
-    "several names": (archive(inputs=X, targets=Y), {"inputs_key": ["inputs"]}, "expected one name in a key, found a list; name one"),
+    "several names": (
+        archive(inputs=X, targets=Y),
+        {"inputs_key": ["inputs"]},
+        "data.inputs_key and data.targets_key must each name one array, found a list; replace the list by a name",
+    ),
     "a number": (
         archive(inputs=np.float32(3), targets=Y),
         {},

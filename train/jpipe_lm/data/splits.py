@@ -298,12 +298,13 @@ def check_tokenizers(paths: Sequence[str]) -> None:
 
 
 def _check_same_tokenizer(index: token_files.Index, other: token_files.Index, path: str, where: str) -> None:
-    """Check that tokens have the same kind and tokenizer as the tokens at `path`."""
-    if (other.vocab_size, other.kind, other.tokenizer_sha256) != (index.vocab_size, index.kind, index.tokenizer_sha256):
+    """Check that the tokens of `other` have the kind and tokenizer of the tokens at `path`, which `index` describes."""
+    is_same = (other.vocab_size, other.tokenizer_sha256) == (index.vocab_size, index.tokenizer_sha256)
+    if not is_same or other.kind != index.kind:
         raise InputError(
             where=where,
             expected=f"{index.kind} of the same tokenizer as in '{path}'",
-            found=f"{other.kind} of another tokenizer",
+            found=f"{other.kind} of {'the same' if is_same else 'another'} tokenizer",
             change="prepare the folder with the same --tokenizer and --format",
         )
 

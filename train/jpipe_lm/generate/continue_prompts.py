@@ -260,8 +260,8 @@ def _sampling(request: Request) -> Sampling:
     temperature = request.temperature if request.temperature is not None else 1.0 if draws else 0.0
     if not (math.isfinite(temperature) and 0 <= temperature <= _LARGEST):
         raise InputError(
-            f"--temperature: expected a number from 0 (always the likeliest token) to {_LARGEST:,.0f}, found {temperature}; 1 samples with "
-            "the model's own probabilities"
+            f"--temperature: expected a number from 0 (always the likeliest token) to {_LARGEST:,.0f}, found {temperature}; "
+            "--temperature 1 samples with the model's own probabilities"
         )
     if request.top_k is not None and request.top_k < 1:
         raise InputError(

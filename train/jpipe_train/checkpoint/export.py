@@ -44,7 +44,8 @@ def write_file(request: ExportRequest, report: Callable[[str], None]) -> None:
     """Write the parameters and layer state of a checkpoint into a safetensors file.
 
     Raises:
-        InputError: as `open_run`, the checkpoint has no average, or the file cannot be written.
+        InputError: as in `open_run`; or the moving average of the weights is requested and the checkpoint has none; or a safetensors file
+            cannot hold the model, or cannot be written.
     """
     path, saved = _new_file(request.path), open_run(request, report)
     arrays = saved.read()

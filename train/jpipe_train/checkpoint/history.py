@@ -175,13 +175,13 @@ def table(parts: Sequence[RunPart]) -> tuple[tuple[str, ...], list[tuple[str, ..
 
 
 def changes_of_plan(parts: Sequence[RunPart]) -> list[tuple[int, str]]:
-    """Return the steps at which a run continued with another plan or on other devices, each with the change: `(40, "3 stages")`."""
+    """Return each step at which a run continued with another plan or another number of devices, and the change: `(40, "3 stages")`."""
     trained = [part for part in parts if part.end > part.first]
     changes = []
     for before, now in itertools.pairwise(trained):
         pieces = before.plan.split(", ")
         new = [piece for piece in now.plan.split(", ") if piece not in pieces]
-        if len(now.plan.split(", ")) < len(pieces) and not new:  # such as replicas that are no more
+        if len(now.plan.split(", ")) < len(pieces) and not new:  # only removed parts, such as replicas
             new = [now.plan]
         if not new and now.devices != before.devices:
             new = [count(now.devices, "device")]

@@ -172,7 +172,11 @@ def checked(result: Any, target: str, batch_size: int) -> tuple[TargetBatches, T
         InputError: the result has another form.
     """
     if not isinstance(result, Sequence) or len(result) != 2:
-        raise InputError(f"data.target: expected '{target}' to return (train, validation), found {type(result).__name__}; return two")
+        found = type(result).__name__ + (f" of length {len(result)}" if isinstance(result, Sequence) else "")
+        raise InputError(
+            f"data.target: expected '{target}' to return (train, validation), found {found}; return a pair: training batches and "
+            "validation batches"
+        )
     for name, batches in zip(("train", "validation"), result, strict=True):
         if not hasattr(batches, "__getitem__") or (name == "validation" and not hasattr(batches, "__len__")):
             raise InputError(

@@ -7,7 +7,7 @@ import jpipe
 
 
 def share(processes: jpipe.processes.Processes, name: str, number: float, what: str | None = None) -> list[float]:
-    """Return the numbers of all processes, by process; all processes call it.
+    """Return the numbers of all processes, in the order of the processes. All processes must call this function.
 
     Args:
         processes: the processes of the run.
@@ -22,7 +22,7 @@ def share(processes: jpipe.processes.Processes, name: str, number: float, what: 
 
 
 def gather(processes: jpipe.processes.Processes, pipe: jpipe.Pipeline, name: str, trace: jpipe.runtime.Trace) -> jpipe.runtime.Trace | None:
-    """Return the trace of all ranks in process 0, and None in the other processes; all processes call it.
+    """Return the trace of all ranks in process 0 and None in the other processes. All processes must call this function.
 
     Args:
         processes: the processes of the run.

@@ -167,7 +167,10 @@ def _check(request: Request) -> None:
         if value is not None and value > MOST_ROWS:
             raise InputError(f"--{option}: expected at most {MOST_ROWS:,}, found {value:,}; is it a typo?")
     if request.rows is not None and (request.profile is None or Path(request.profile).suffix != ".txt"):
-        raise InputError("--rows: is for a graph.txt named by --profile, which does not say it; leave it out")
+        raise InputError(
+            "--rows: is only for a --profile that is a graph.txt, because that file does not say how many rows a microbatch has; "
+            "remove --rows"
+        )
     if request.max_delay is not None and not 0 <= request.max_delay < math.inf:
         raise InputError(where="--max-delay", expected="0 or more updates", found=f"{request.max_delay:g}")
     _ = request.degrees  # raises InputError for a text that names no mesh

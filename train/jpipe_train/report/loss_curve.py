@@ -185,7 +185,8 @@ def finite(rows: Sequence[Mapping[str, int | float]], name: str) -> tuple[Int64[
 def running_mean(values: Float64[np.ndarray, " n"], width: int) -> Float64[np.ndarray, " n"]:
     """Return the running mean over about `width` values.
 
-    At the beginning, where a loss falls fast, the mean covers fewer values. At the end it covers earlier values.
+    At the beginning, where a loss falls fast, the mean covers fewer values. Towards the end each mean still covers the `width` // 2 values
+    before its own value, but fewer values after it.
     """
     sums = np.concatenate([[0.0], np.cumsum(values)])
     indices = np.arange(len(values))

@@ -112,9 +112,10 @@ def find(names: Sequence[str], files: Sequence[Path], keys: Sequence[Key], where
     wanted = [key.removesuffix(".npy") for key in keys if isinstance(key, str)]
     if len(wanted) < len(keys):
         raise InputError(
-            f"'{next(iter(found.values()))}' is a NumPy file: expected one name in a key, found a list",
+            f"'{next(iter(found.values()))}' is a NumPy file, so data.inputs_key and data.targets_key must each name one array, "
+            "found a list",
             where=where,
-            change="name one array",
+            change="replace the list by a name",
         )
     archives = [file for file in found.values() if _kind(file) == kinds.NPZ]
     if archives and len(found) > 1:
