@@ -31,7 +31,7 @@ from jpipe.stages._batch import Batch
 
 __all__ = ["Checkpoint", "at", "layers_to_read", "load", "newest", "prune", "read", "save", "stand_ins", "steps"]
 
-_PATIENCE = 5.0  # seconds without any progress until the processes are named that have not called `save`
+_PATIENCE = 5.0  # after so many seconds without any progress, the processes that have not called `save` are named
 
 
 def save(
@@ -46,15 +46,15 @@ def save(
 ) -> None:
     """Write a checkpoint, such as the folder `checkpoints/40` for a snapshot at batch 40; it is on disk when this returns.
 
-    In a run of several processes all call this. Each writes its layers; then process 0 compares the copies of parameters that stages and
-    replicas share, bit for bit, and completes the checkpoint. The other processes do not wait for that.
+    In a run of several processes, all must call this. Each process writes its layers. Then process 0 checks that the copies of parameters
+    that stages and replicas share are equal bit for bit, and completes the checkpoint. The other processes do not wait for process 0.
 
     Args:
         folder: the folder of the run, which all processes share.
         snapshot: a complete snapshot from `Pipeline.snapshot`.
-        facts: facts of any JSON types, for `Checkpoint.facts`.
-        rows: a function that returns the metrics so far, for `Checkpoint.rows`; process 0 calls it once the parts are written.
-        keep: the number of newest checkpoints to keep; older ones are removed. None keeps all. `prune` has other rules.
+        facts: anything of JSON types; `Checkpoint.facts` returns it.
+        rows: a function that returns the metrics so far; `Checkpoint.rows` returns them. Process 0 calls it when the parts are written.
+        keep: the number of newest checkpoints to keep; older ones are removed. None keeps all. `prune` has further options.
         limit: seconds that process 0 waits for the other processes.
         processes: the processes of the run; by default from `jpipe.join_processes`.
 
@@ -62,7 +62,7 @@ def save(
         OSError: writing failed, for example on a full disk; this checkpoint is removed.
         TimeoutError: another process did not write its part.
         PeerLost: another process had not called this when the run counted as hanging (`wait` of `join_processes`). After five seconds
-            without progress in any process, process 0 names it on standard error.
+            without progress in any process, process 0 prints the number of that process on standard error.
         jpipe.runtime.CopiesDiffer: in process 0, the copies of a shared parameter differ; this checkpoint is removed.
         InputError: `folder` cannot be used, `snapshot` is not complete, `keep` is below 1, or another process has finished.
     """
@@ -98,23 +98,24 @@ def load(
     *,
     buckets: Sequence[Batch] = (),
 ) -> State | None:
-    """Restore the state of a run before a batch, and compile everything; the run continues as if it had not ended.
+    """Restore the state of a run from a checkpoint, and compile all programs. The run then continues as if it had not ended.
 
     `Pipeline.restore` describes what is restored under another plan.
 
     Args:
-        pipe: the pipeline that continues, perhaps under another plan than the run's.
-        folder: the folder of the run, also of a run of `jpipe train`.
+        pipe: the pipeline that continues the run; its plan may differ from the plan of the run.
+        folder: the folder of the run; this can be a run of `jpipe train`.
         key: the random key of the run, as passed to `Pipeline.init`.
         batch: as in `Pipeline.init`; only shapes and dtypes are used.
-        step: the step of the checkpoint (the number of batches that its weights have seen); None: the newest complete one.
+        step: the step of the checkpoint (the number of batches that its weights have seen); None: the newest complete checkpoint.
         buckets: as in `Pipeline.init`.
 
     Returns:
         The state; its `batch` is the step. None if `step` is None and there is no complete checkpoint.
 
     Raises:
-        InputError: the checkpoint is damaged, or of another model or optimizer; or there is no such step, or no complete checkpoint.
+        InputError: the checkpoint is damaged or belongs to another model or optimizer; there is no checkpoint of `step`; or the run has
+            checkpoints, but all of them are damaged.
 
     Example:
         >>> state = load(pipe, "runs/mine", key, batches[0]) or pipe.init(key, batches[0])  # doctest: +SKIP
@@ -135,7 +136,7 @@ def read(pipe: Pipeline, folder: Path, step: int) -> dict[str, Plain]:
     """Read the layers of this process's workers and verify their hashes, for `Pipeline.restore`.
 
     Args:
-        pipe: the pipeline that continues.
+        pipe: the pipeline that continues the run.
         folder: the folder of the run.
         step: the step of the checkpoint.
 
@@ -161,7 +162,7 @@ def _stand_ins(pipe: Pipeline, checkpoint: Checkpoint) -> dict[str, Plain]:
 
 
 def layers_to_read(pipe: Pipeline) -> list[str]:
-    """Return the layers of this process's workers, and the layers with the first places of the shared parameters that they use."""
+    """Return the layers of this process's workers, and for each shared parameter that these use the first layer that has it."""
     ids, ties = _local_layers(pipe), pipe.stack.ties
     return list(dict.fromkeys((*ids, *(ties.first[name][0] for name in ties.names(ids)))))
 
@@ -173,7 +174,7 @@ def _local_layers(pipe: Pipeline) -> list[str]:
 
 
 def _local_names(pipe: Pipeline, checkpoint: Checkpoint) -> list[str]:
-    """Return the names in a checkpoint of the layers of this process's workers."""
+    """Return the names that the layers of this process's workers have in a checkpoint."""
     local, everything = pipe.stack.ties.entries(_local_layers(pipe)), pipe.stack.ties.entries(pipe.stack.ids)
     names, where, step = checkpoint.layers, checkpoint.folder, checkpoint.step
     if missing := [layer_id for layer_id in everything if layer_id not in names]:
@@ -197,7 +198,7 @@ def _check(snapshot: Any, keep: int | None) -> None:
 
 
 def _await_calls(processes: Processes, step: int) -> None:
-    """Wait until all other processes have called `save`; name those that have not, because they probably never will."""
+    """Wait until all other processes have called `save`. After a while, name the processes that have not: they probably never will."""
     absent, patience = list(range(1, processes.count)), time.monotonic() + _PATIENCE
     while absent:
         with processes.waiting(f"the call of checkpoints.save for step {step}", absent):
@@ -231,7 +232,7 @@ def _complete(
     """Complete a checkpoint, or remove it if the disk is full or copies of shared parameters differ."""
     step, count, end = snapshot.batch, 1 if processes is None else processes.count, time.monotonic() + limit
     reports: dict[int, list[Any]] = {}
-    if processes is not None:  # a part of an earlier attempt may exist, so each process reports when it has written its own
+    if processes is not None:  # a part of an earlier attempt may exist, so each process reports when it has written its new part
         names = {k: _ended(step, k) for k in range(1, count)}
         while time.monotonic() < end and not all(map(processes.has_message, names.values())):
             time.sleep(0.02)
@@ -255,7 +256,7 @@ def _complete(
 
 
 def _check_copies(snapshot: Snapshot, copies: Iterable[Copy]) -> None:
-    """Check that the copies of each shared parameter equal the first stage's."""
+    """Check that all copies of each shared parameter equal the copy at the first stage that has it."""
     first: dict[int, Copy] = {}
     for copy in sorted(copies):
         other = first.setdefault(copy.parameter, copy)

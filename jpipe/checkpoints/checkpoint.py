@@ -17,7 +17,7 @@ def run_folder(folder: str | Path) -> Path:
     """Return the folder of a run as an absolute path.
 
     Raises:
-        InputError: it is no path, or one that no folder can have, such as a URL: checkpoints are read and written on this machine.
+        InputError: `folder` is not a path, or is a path that no folder can have, such as a URL. Checkpoints are in local folders.
     """
     if not isinstance(folder, str | Path):
         raise InputError(where="folder", expected="the path of a run's folder", found=type(folder).__name__)
@@ -27,19 +27,19 @@ def run_folder(folder: str | Path) -> Path:
 class Checkpoint:
     """A complete checkpoint of a run, to be read.
 
-    Its records are read when they are first needed, and then kept. Each process can read other layers than the others, by itself.
+    Its records are read when they are first needed, and then kept. Each process can read any layers without the other processes.
 
     Args:
         folder: the folder of the run.
-        step: the batches that the weights have seen.
+        step: the number of batches that the weights have seen.
 
     Attributes:
         folder, step: as given.
         path: the folder of the checkpoint.
 
     Raises:
-        Damaged: in whatever is read: a file that is needed is missing, cut off or changed.
-        InputError: the same: the checkpoint is of another format, or a file may not be read.
+        Damaged: raised by any method or attribute that reads a file: the file is missing, cut off or changed.
+        InputError: raised in the same places: the checkpoint has another format, or a file may not be read.
     """
 
     def __init__(self, folder: str | Path, step: int) -> None:
@@ -50,7 +50,7 @@ class Checkpoint:
 
     @property
     def facts(self) -> Any:
-        """What the run said of itself, as passed to `save`."""
+        """The facts of the run that were passed to `save`."""
         return self._marker.facts
 
     @property
@@ -68,13 +68,13 @@ class Checkpoint:
         return read_rows(self.path, self._marker)
 
     def verify(self, *, contents: bool = True) -> None:
-        """Check every file against its size and, with `contents`, its hash; `read` does not compare hashes again."""
+        """Check the size of every file and, with `contents`, its hash. After that `read` does not compare hashes again."""
         verify_files(self._item, files_in(self.path, self._parts), contents=contents)
         self.rows()
         self._is_verified |= contents
 
     def has_all_files(self) -> bool:
-        """Return whether the checkpoint is complete and its files have their sizes; the contents of large files are not read."""
+        """Return whether the checkpoint is complete and all files have the recorded sizes. The contents of large files are not read."""
         try:
             self.verify(contents=False)
         except InputError:
@@ -82,19 +82,20 @@ class Checkpoint:
         return True
 
     def specs(self) -> dict[str, Tree]:
-        """Return shapes and dtypes of all layers, as `read` returns the arrays; no array is read, and no hash of one is compared."""
+        """Return the shapes and dtypes of all layers, as `read` returns the arrays. No array is read, so no hash of one is compared."""
         verify_files(self._item, files_in(self.path, self._parts), contents=False)
         with _damaged(self._item):
             return with_optimizers({layer: self._specs[layer] for layer in self.layers})
 
     def read(self, names: Iterable[str] | None = None) -> dict[str, Tree]:
-        """Read layers, whichever processes wrote them, after verifying the hashes of their files.
+        """Read layers after verifying the hashes of their files. Any process can have written them.
 
         Args:
-            names: the names of the layers; None: all.
+            names: the names of the layers; None for all.
 
         Returns:
-            `{name: nested dicts of NumPy arrays}`, in the order of `names`; each layer with its optimizer state, whichever replica kept it.
+            `{name: nested dicts of NumPy arrays}`, in the order of `names`. Each layer includes its optimizer state, which any replica may
+            have kept.
 
         Raises:
             InputError: there is no such layer.
@@ -103,7 +104,7 @@ class Checkpoint:
         wanted = list(known if names is None else names)
         if unknown := [layer for layer in wanted if layer not in known]:
             raise InputError(f"{self.path}: expected the layer '{unknown[0]}', found {', '.join(known)}; is it a checkpoint of this model?")
-        # The wanted layers, and what other replicas have of them.
+        # The wanted layers, and the entries that other replicas have written for them.
         chosen = set(wanted)
         needed = {name for name in known if name in chosen or layer_of(name, chosen) is not None}
         parts = [part for part in self._parts if needed.intersection(part.layers)]
@@ -128,7 +129,7 @@ class Checkpoint:
 
 @contextlib.contextmanager
 def _damaged(item: Path) -> Iterator[None]:
-    """Raise all errors of reading an item as `Damaged`: if its hashes are right, it was not written by jpipe."""
+    """Convert every error of reading an item to `Damaged`. If an item has the right hashes and still fails, jpipe did not write it."""
     try:
         yield
     except Exception as error:

@@ -1,7 +1,7 @@
 """The folders of a run's checkpoints: how they are listed, chosen, kept, renamed and removed.
 
-A checkpoint after 40 batches is the folder `checkpoints/40` of the run, as `ocp.CheckpointManager` names it. Until it is complete its files
-are in `checkpoints/40.orbax-checkpoint-tmp`, which Orbax takes for unfinished, too.
+A checkpoint after 40 batches is the folder `checkpoints/40` of the run, the name that `ocp.CheckpointManager` uses. Until it is complete,
+its files are in `checkpoints/40.orbax-checkpoint-tmp`, which Orbax also treats as unfinished.
 """
 
 import contextlib
@@ -24,10 +24,10 @@ from jpipe.files import make_folder, shown, to_disk
 __all__ = ["at", "begin", "newest", "prune", "steps"]
 
 STEP_METADATA = "_CHECKPOINT_METADATA"
-"""A file of a step that tells Orbax what is in it."""
+"""The file in the folder of a step that tells Orbax what the step contains."""
 
 COMPLETE = "complete"
-"""The folder inside an unfinished checkpoint that becomes the complete one by a change of its name."""
+"""The folder inside an unfinished checkpoint that is renamed to become the complete checkpoint."""
 
 _UNFINISHED = ".orbax-checkpoint-tmp"
 _OF_FORMAT_1 = re.compile(r"0\d{7}")  # the name of a folder, such as 00000040
@@ -39,13 +39,13 @@ def steps(folder: str | Path) -> list[int]:
 
 
 def step_folders(folder: Path) -> list[tuple[int, Path]]:
-    """Return step and folder of all checkpoints of a run, unfinished ones too, ascending.
+    """Return the step and the folder of each checkpoint of a run, ascending, unfinished checkpoints included.
 
     Raises:
         InputError: the folder of the checkpoints is a file or a link, or all of them are of format 1.
     """
     parent = folder / "checkpoints"
-    if parent.is_symlink():  # its target may be anybody's, and old checkpoints are removed
+    if parent.is_symlink():  # its target may belong to somebody else, and old checkpoints are removed
         raise InputError(f"{parent}: expected a folder, found a symbolic link; move the checkpoints here, or choose another run.dir")
     try:
         names = os.listdir(parent)
@@ -61,15 +61,15 @@ def step_folders(folder: Path) -> list[tuple[int, Path]]:
 
 
 def at(folder: str | Path, step: int, where: str = "step") -> Checkpoint:
-    """Return the complete checkpoint of a step; nothing of it is read.
+    """Return the complete checkpoint of a step, without reading any file of it.
 
     Args:
-        folder: the run's.
-        step: the batches that the weights have seen.
-        where: what names the step, for messages.
+        folder: the folder of the run.
+        step: the number of batches that the weights have seen.
+        where: the argument or option that gives the step, for messages.
 
     Raises:
-        InputError: there is none.
+        InputError: the run has no complete checkpoint of this step.
     """
     if step not in (known := steps(folder)):
         expected = f"one of {', '.join(map(str, known)) or 'none at all'}, the checkpoints in '{shown(run_folder(folder))}'"
@@ -81,12 +81,12 @@ def newest(folder: str | Path, report: Callable[[Damaged], None], before: int | 
     """Return the newest checkpoint of a run that is undamaged and can be read, if any.
 
     Args:
-        folder: the run's.
-        report: gets an error for each newer one that is damaged or unfinished; they are left in place.
-        before: only consider checkpoints of earlier steps than this; None: all.
+        folder: the folder of the run.
+        report: gets an error for each newer checkpoint that is damaged or unfinished; these are left in place.
+        before: consider only checkpoints of earlier steps than this; None: consider all.
 
     Raises:
-        InputError: the newest is of another format.
+        InputError: the newest checkpoint has another format.
     """
     for step, path in reversed(step_folders(run_folder(folder))):
         if before is not None and step >= before:
@@ -110,10 +110,10 @@ def unfinished_folder(folder: Path, step: int) -> Path:
 
 
 def publish(folder: Path, step: int) -> None:
-    """Give the finished checkpoint of a step its name, in place of an earlier one of that step.
+    """Give the finished checkpoint of a step its final name. An earlier checkpoint of that step is removed.
 
     Raises:
-        OSError: an earlier one is in the way and cannot be removed, or the system fails.
+        OSError: the earlier checkpoint cannot be removed, or the operating system reports an error.
     """
     unfinished = unfinished_folder(folder, step)
     path = unfinished.with_name(str(step))
@@ -127,18 +127,19 @@ def publish(folder: Path, step: int) -> None:
 def begin(folder: Path, step: int | None) -> list[str]:
     """Make room for the checkpoints that a run will write after `step`; process 0 calls this before any process writes.
 
-    Otherwise a part of an earlier attempt could be taken for a part of the next one. An unfinished checkpoint is removed. A later one that
-    was complete is kept under another name, such as `40.old`: it is damaged, or the user went back.
+    Without this, a part that an earlier attempt has written could be mistaken for a part of the next checkpoint. Unfinished checkpoints are
+    removed. Complete checkpoints of later steps are renamed, for example to `40.old`: they are damaged, or the user went back to `step`.
 
     Args:
-        folder: the run's.
-        step: the checkpoint that the run resumes from; None: it starts from nothing, and there must not be a complete one.
+        folder: the folder of the run.
+        step: the step of the checkpoint that the run resumes from; None: the run starts from nothing, and the folder must not have a
+            complete checkpoint.
 
     Returns:
-        The new names of later checkpoints that were complete.
+        The new names of the complete checkpoints of later steps.
 
     Raises:
-        InputError: the folder cannot be written, or holds what a run from nothing would remove.
+        InputError: the folder cannot be written, or a run that starts from nothing would have to remove something from it.
     """
     parent = folder / "checkpoints"
     try:
@@ -171,7 +172,7 @@ def check_keep(keep: Any) -> None:
     """Check that `keep` is a number of checkpoints to keep.
 
     Raises:
-        InputError: it is not.
+        InputError: `keep` is not an integer of at least 1.
     """
     if not is_int(keep) or keep < 1:
         raise InputError(where="keep", expected="a number of checkpoints, 1 or more", found=repr(keep))
@@ -180,21 +181,22 @@ def check_keep(keep: Any) -> None:
 def prune(
     folder: str | Path, keep: int, keep_every: int | None = None, keep_hours: float | None = None, also: Collection[int] = ()
 ) -> None:
-    """Remove old checkpoints and unfinished ones that will not be finished; process 0 calls this after a save.
+    """Remove old checkpoints, and unfinished checkpoints that will not be finished; process 0 calls this after a save.
 
-    The newest `keep` stay, and of the older ones those that `keep_every`, `keep_hours` or `also` asks for. If files of the newest one are
-    missing or cut off (contents are not read), nothing is removed. An older one of that kind is neither removed nor counted.
+    The newest `keep` checkpoints stay, and older checkpoints that `keep_every`, `keep_hours` or `also` selects. If files of the newest
+    checkpoint are missing or cut off (contents are not read), nothing is removed. Older checkpoints with such files are neither removed nor
+    counted.
 
     Args:
-        folder: the run's.
-        keep: at least 1.
-        keep_every: also keep a checkpoint if its step is a multiple of this.
-        keep_hours: also keep one for each period of this length, by the time of the marker file.
-        also: further steps to keep, such as the best ones.
+        folder: the folder of the run.
+        keep: the number of newest checkpoints to keep, at least 1.
+        keep_every: also keep each checkpoint of a step that is a multiple of this.
+        keep_hours: also keep one checkpoint for each period of so many hours, by the time of the marker file.
+        also: further steps to keep, such as the steps of the best checkpoints.
 
     Raises:
         OSError: something cannot be removed.
-        InputError: `folder` is no folder, or `keep` is below 1.
+        InputError: `folder` is not a folder, or `keep` is below 1.
     """
     check_keep(keep)
     folder = run_folder(folder)
@@ -211,10 +213,10 @@ def prune(
 def remove(path: Path) -> None:
     """Remove the folder of a checkpoint, complete or not.
 
-    The marker goes first: if the process dies here, the remaining files are unfinished, not damaged.
+    The marker is removed first: if the process dies before the end, the rest counts as an unfinished checkpoint, not as a damaged one.
 
     Raises:
-        OSError: it cannot be removed, or holds something that jpipe has not written, and so is not removed.
+        OSError: the folder cannot be removed; or it holds something that jpipe has not written, and is therefore left as it is.
     """
     if path.is_symlink():
         path.unlink()
@@ -226,7 +228,7 @@ def remove(path: Path) -> None:
 
 
 def remove_part(path: Path, process: int) -> None:
-    """Remove what a process wrote into an unfinished checkpoint; files that cannot be removed hinder only the next attempt."""
+    """Remove what a process wrote into an unfinished checkpoint. Errors are ignored: a file that stays hinders only the next attempt."""
     for part in (path / f"process-{process}", *path.glob(f"process-{process}.*")):
         if not _OURS.fullmatch(part.name):
             continue
@@ -236,7 +238,7 @@ def remove_part(path: Path, process: int) -> None:
 
 
 def _steps_to_keep(folder: Path, complete: list[int], keep: int, keep_every: int | None, keep_hours: float | None) -> set[int]:
-    """Return the steps that `prune` keeps, among those that are complete."""
+    """Return the steps of the complete checkpoints that `prune` keeps."""
     whole = itertools.islice((step for step in reversed(complete) if Checkpoint(folder, step).has_all_files()), keep)
     oldest = min(whole)  # the newest is whole
     to_keep = {step for step in complete if step >= oldest}
@@ -260,7 +262,7 @@ def _set_aside(path: Path) -> Path:
     """Give a checkpoint a new name that no checkpoint has.
 
     Raises:
-        OSError: it cannot be renamed, or holds something that jpipe has not written.
+        OSError: the checkpoint cannot be renamed, or holds something that jpipe has not written.
     """
     if problem := _not_ours(path):
         raise OSError(errno.EPERM, problem, str(path))
@@ -272,7 +274,7 @@ _OURS = re.compile(
     rf"checkpoint\.json|metrics\.jsonl|({ITEM}|process-\d+)(\.orbax-checkpoint-tmp.*)?|process-\d+\.json|{STEP_METADATA}|{COMPLETE}"
     r"|\.jpipe-\w+\.tmp|\.(checkpoint\.json|metrics\.jsonl|process-\d+\.json)\.unfinished"
 )
-"""The names in the folder of a checkpoint, unfinished files included."""
+"""The names that jpipe gives to files in the folder of a checkpoint, unfinished files included."""
 
 
 _OURS_INSIDE = re.compile(r"[_.].*|structure\.json|commit_success\.txt|array_metadatas/.*|(ocdbt\.process_\d+/)?(manifest\.ocdbt|d/).*")
@@ -280,7 +282,7 @@ _OURS_INSIDE = re.compile(r"[_.].*|structure\.json|commit_success\.txt|array_met
 
 
 def _not_ours(path: Path) -> str | None:
-    """Return why a folder must not be removed, because it is not as jpipe writes checkpoints, or None. A link counts as itself."""
+    """Return the reason not to remove `path` (not a folder, or it has files that jpipe does not write), or None. Links can be removed."""
     if path.is_symlink():
         return None
     if not path.is_dir():

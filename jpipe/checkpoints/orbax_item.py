@@ -1,6 +1,6 @@
 """Writing of Orbax items in parts, one for each process, and reading of their arrays with TensorStore.
 
-Orbax's handlers write exports, the metadata of items, and their joined indices. They write no arrays of other processes than 0, and parse
+Orbax's handlers write exports, the metadata of items, and the joined indices of items. But they write arrays of process 0 only, and parse
 the metadata of a whole item whenever a layer is read. So TensorStore writes the arrays of parts, and reads all arrays.
 """
 
@@ -33,16 +33,16 @@ ITEM = "default"
 """The folder of the item inside a step's folder, where `ocp.CheckpointManager` looks for it."""
 
 STRUCTURE = "structure.json"
-"""The file of a part that holds its nested dicts, with 0 in place of each array."""
+"""The file of a part that describes its nested dicts, with 0 in place of each array."""
 
 
 def write_part(path: Path, layers: Mapping[str, Tree], process: int) -> list[Path]:
     """Write the layers of one process as a part of an item, without waiting for other processes.
 
-    The arrays are read again and compared, so that files that vanish meanwhile, or that a disk has lost, are noticed.
+    After writing, the arrays are read again and compared, to notice files that have vanished or that a disk has lost.
 
     Args:
-        path: a new folder in an existing one.
+        path: a new folder; its parent exists.
         layers: `{layer id: nested dicts of arrays}`. The arrays are copied to the host here.
         process: the index of the process.
 
@@ -52,7 +52,7 @@ def write_part(path: Path, layers: Mapping[str, Tree], process: int) -> list[Pat
     Raises:
         OSError: the disk is full, for example, or the files do not hold what was written.
     """
-    tree = escape_names(jax.tree.map(np.asarray, jax.device_get(dict(layers))))  # starts all copies before it waits for the first
+    tree = escape_names(jax.tree.map(np.asarray, jax.device_get(dict(layers))))  # starts all copies before it waits for one
     arrays = {".".join(key.key for key in keys): array for keys, array in jax.tree_util.tree_flatten_with_path(tree)[0]}
     headers = {name: json.dumps(_zarr_header(array)).encode() for name, array in arrays.items()}  # raises for unsupported dtypes
     path.mkdir()
@@ -68,11 +68,11 @@ def write_part(path: Path, layers: Mapping[str, Tree], process: int) -> list[Pat
 
 
 def join_parts(path: Path, parts: Sequence[Path]) -> None:
-    """Write an Orbax item from the parts of all processes; their arrays are moved into it, not copied.
+    """Write an Orbax item from the parts of all processes. The files of their arrays are moved into the item, not copied.
 
     Args:
-        path: the item, a new folder in an existing one of the same file system.
-        parts: the folders of `write_part`.
+        path: the item, a new folder; its parent exists and is in the same file system as the parts.
+        parts: the folders that `write_part` has written.
 
     Raises:
         OSError: the disk is full, for example, or files of a part have vanished.
@@ -87,7 +87,7 @@ def join_parts(path: Path, parts: Sequence[Path]) -> None:
     stores = [store for part in parts for store in part.glob("ocdbt.process_*")]
     with _system_errors(path), _without_tracebacks():
         tree = jax.tree.map(lambda leaf: np.zeros(0), structure)  # the stores already hold the arrays
-        # The second handler is never used; Orbax warns where there is none.
+        # The second handler is never used, but Orbax warns if it is missing.
         kinds = (np.ndarray, _MoveStores(stores)), (jax.Array, ocp.type_handlers.ArrayHandler())
         types = ocp.type_handlers.create_type_handler_registry(*kinds)
         handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=_alone(), type_handler_registry=types)
@@ -101,10 +101,10 @@ def step_metadata() -> str:
 
 
 def item_specs(path: Path) -> dict[str, Tree]:
-    """Return shapes and dtypes of an item of jpipe's, by layer id; no array is read.
+    """Return the shapes and dtypes of an item that `join_parts` has written, by layer id; no array is read.
 
     Raises:
-        Exception: of any kind, if it is not an item that `join_parts` has written.
+        Exception: of any kind, if `join_parts` has not written the item.
     """
     metadata = _read_metadata(path)
     if metadata["use_zarr3"] is not False or metadata["use_ocdbt"] is not True:
@@ -123,29 +123,31 @@ def item_specs(path: Path) -> dict[str, Tree]:
 
 
 def read_item(path: Path, specs: Mapping[str, Tree]) -> dict[str, Tree]:
-    """Read some layers of an item of jpipe's, without waiting for other processes.
+    """Read some layers of an item that `join_parts` has written, without waiting for other processes.
 
     Args:
         path: the item.
-        specs: of these layers, from `item_specs`, which finds arrays that declare more bytes than the item's files hold.
+        specs: the shapes and dtypes of these layers, from `item_specs`, which rejects arrays that declare more bytes than the item's files
+            have.
 
     Returns:
-        `{layer id: nested dicts of NumPy arrays}`, which may be read-only.
+        `{layer id: nested dicts of NumPy arrays}`; the arrays may be read-only.
 
     Raises:
-        Exception: of any kind, if it is not an item that `join_parts` has written.
+        Exception: of any kind, if `join_parts` has not written the item.
     """
     return unescape_names(read_tree(path, escape_names(dict(specs))))
 
 
 def tree_specs(path: Path) -> Tree:
-    """Return shapes and dtypes of the tree of any Orbax item, without reading an array.
+    """Return the shapes and dtypes of the tree of any Orbax item, without reading an array.
 
     Returns:
-        Nested dicts, also for lists, with `jax.ShapeDtypeStruct`s as leaves; leaves that are no arrays, such as strings, are `...`.
+        Nested dicts (lists become dicts, too) with `jax.ShapeDtypeStruct`s as leaves; a leaf that is not an array, such as a string, is
+        `...`.
 
     Raises:
-        Exception: of any kind, if it is not an Orbax item or its names are nested too deeply.
+        Exception: of any kind, if `path` is not an Orbax item or its dicts are nested too deeply.
     """
     metadata, tree = _read_metadata(path), Tree()
     leaves = {tuple(str(part["key"]) for part in e["key_metadata"]): e["value_metadata"] for e in metadata["tree_metadata"].values()}
@@ -163,10 +165,10 @@ def read_tree(path: Path, specs: Tree) -> Tree:
 
     Args:
         path: the item.
-        specs: its tree as `tree_specs` returns it, or a part of it; leaves that are not needed may be `...`.
+        specs: the result of `tree_specs`, or a part of it; `...` in place of a leaf means that this leaf is not read.
 
     Returns:
-        The tree with NumPy arrays as leaves, and with `...` where `specs` has it.
+        The tree of `specs` with NumPy arrays as leaves, and with `...` at the places where `specs` has `...`.
 
     Raises:
         Exception: of any kind, if an array cannot be read.
@@ -179,7 +181,7 @@ def read_tree(path: Path, specs: Tree) -> Tree:
 
 
 def write_tree(path: Path, tree: Any) -> None:
-    """Write a tree as an Orbax item that `ocp.StandardCheckpointer` restores, in place of the empty folder `path`.
+    """Write a tree as an Orbax item that `ocp.StandardCheckpointer` can restore. The item replaces the empty folder `path`.
 
     Raises:
         OSError: the disk is full, for example.
@@ -191,10 +193,10 @@ def write_tree(path: Path, tree: Any) -> None:
 
 
 def escape_names(tree: Any) -> Any:
-    """Escape the keys of nested dicts, so that none has the dot with which Orbax joins them: `block.0` becomes `block%2E0`.
+    """Escape the dots in the keys of nested dicts, because Orbax joins keys by dots: `block.0` becomes `block%2E0`.
 
     Raises:
-        TypeError: there is something else than dicts and arrays.
+        TypeError: the tree has something else than dicts and arrays.
     """
     if isinstance(tree, dict):
         return {quote(key, safe=" ").replace(".", "%2E"): escape_names(value) for key, value in tree.items()}
@@ -207,7 +209,7 @@ def unescape_names(tree: Any) -> Any:
     """Invert `escape_names`.
 
     Raises:
-        ValueError: two keys become the same.
+        ValueError: two keys of a dict become equal.
     """
     if not isinstance(tree, dict):
         return tree
@@ -219,7 +221,7 @@ def unescape_names(tree: Any) -> Any:
 
 @contextlib.contextmanager
 def _system_errors(path: Path) -> Iterator[None]:
-    """Raise the errors of Orbax and TensorStore, which are of many kinds, as `OSError`."""
+    """Convert the errors of Orbax and TensorStore, which have many types, to `OSError`."""
     try:
         yield
     except OSError:
@@ -234,7 +236,7 @@ def _system_errors(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_tracebacks() -> Iterator[None]:
-    """Keep Orbax from logging the tracebacks of exceptions that it raises as well."""
+    """Keep Orbax from logging tracebacks of exceptions: it raises these exceptions, too."""
 
     def is_wanted(record: logging.LogRecord) -> bool:
         return not (record.exc_info and "orbax" in record.pathname)
@@ -248,10 +250,10 @@ def _without_tracebacks() -> Iterator[None]:
 
 
 def _compare(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Read the arrays of a store again, one at a time, and compare them with what was written.
+    """Read the arrays of a store again, one at a time, and compare them with the arrays that were written.
 
     Raises:
-        OSError: they differ or cannot be read.
+        OSError: an array differs or cannot be read.
     """
     try:
         store = ts.KvStore.open(_store_spec(path)).result()
@@ -262,7 +264,7 @@ def _compare(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
         raise OSError(errno.EIO, "its files are not what was written", str(path))
 
 
-_DEEPEST = 64  # dicts in dicts; far more would overflow the stack of code that walks the tree
+_DEEPEST = 64  # nested dicts; far more would overflow the stack of recursive code
 _ARRAYS = frozenset({"jax.Array", "np.ndarray", "scalar"})  # Orbax's names of the types of leaves that it stores as arrays
 _MOST_METADATA = 2**26  # bytes of `_METADATA`, about 200 for each array
 _MOST_INDEX = 2**26  # bytes of the index of a store that are kept while arrays are opened and read
@@ -270,7 +272,7 @@ _INLINE = 1024  # bytes of an array that OCDBT may keep in its compressed index;
 
 
 def _read_metadata(path: Path) -> dict[str, Any]:
-    """Read an item's metadata and check that no name leads out of its folder or is nested too deeply for code that walks the tree."""
+    """Read an item's metadata. Check that no name leads out of the item's folder, and that the tree is not too deep for recursive code."""
     metadata = json.loads(files.read_bytes(path / "_METADATA", _MOST_METADATA))
     entries = metadata["tree_metadata"].values()
     if metadata.get("use_ocdbt") is None:  # written by an old Orbax
@@ -287,7 +289,7 @@ def _open_arrays(path: Path, metadata: Mapping[str, Any], names: Iterable[str]) 
     """Open arrays of an item, all at once.
 
     Raises:
-        ValueError: one is missing or cannot be opened.
+        ValueError: an array is missing or cannot be opened.
     """
     base = {"driver": "file", "path": f"{path.absolute()}/"}
     context, opening = ts.Context({"cache_pool": {"total_bytes_limit": _MOST_INDEX}}), {}  # all read the index once
@@ -297,7 +299,7 @@ def _open_arrays(path: Path, metadata: Mapping[str, Any], names: Iterable[str]) 
         )
         spec: dict[str, Any] = {"driver": "zarr3" if metadata.get("use_zarr3") else "zarr", "kvstore": store}
         if metadata.get("store_array_data_equal_to_fill_value"):
-            spec["fill_missing_data_reads"] = False  # what is missing was lost
+            spec["fill_missing_data_reads"] = False  # a missing chunk was lost, so it is an error
         opening[name] = ts.open(spec, read=True, open=True, context=context)
     arrays = {}
     for name, future in opening.items():
@@ -319,8 +321,8 @@ def _spec(name: str, array: Any) -> jax.ShapeDtypeStruct:
 class _MoveStores(ocp.type_handlers.NumpyHandler):  # type: ignore[misc] # Orbax has no types
     """Moves the stores that processes have written into the item, where Orbax merges their indices.
 
-    Orbax's own handler leaves out, silently, the arrays of any process but 0. One transaction for all arrays of a process costs a third of
-    Orbax's way.
+    Orbax's own handler silently leaves out the arrays of all processes but process 0. The single transaction here, for all arrays of a
+    process, costs a third of the transactions of Orbax.
     """
 
     def __init__(self, stores: Sequence[Path]) -> None:
@@ -340,7 +342,7 @@ def _store_spec(path: Path) -> dict[str, Any]:
 
 
 def _write_store(path: Path, arrays: Mapping[str, np.ndarray], headers: Mapping[str, bytes]) -> None:
-    """Write arrays as Orbax reads them: Zarr arrays of version 2, uncompressed and in one piece, in an OCDBT store."""
+    """Write arrays in the format that Orbax reads: an OCDBT store with Zarr arrays of version 2, each uncompressed and in one chunk."""
     with ts.Transaction() as transaction:
         store = ts.KvStore.open(_store_spec(path), transaction=transaction).result()
         for name, array in arrays.items():
@@ -357,7 +359,7 @@ def _zarr_header(array: np.ndarray) -> dict[str, Any]:
         "zarr_format": 2,
         "shape": array.shape,
         "chunks": [max(size, 1) for size in array.shape],
-        "dtype": array.dtype.str if array.dtype.isbuiltin == 1 else ts.dtype(array.dtype).name,  # bfloat16 and similar go by name
+        "dtype": array.dtype.str if array.dtype.isbuiltin == 1 else ts.dtype(array.dtype).name,  # bfloat16 and similar only have a name
         "order": "C",
         "fill_value": None,
         "filters": None,
@@ -371,7 +373,7 @@ def _alone() -> ocp.options.MultiprocessingOptions:
     return ocp.options.MultiprocessingOptions(process, {process}, f"process-{process}")
 
 
-# TensorStore passes the error of the system on as text only; older versions wrote `OS error 28`.
+# TensorStore reports the error of the operating system only as text; older versions wrote `OS error 28`.
 _OS_ERROR = re.compile(r"(?:os_error_code='|OS error )(\d+)")
 
-_NO_LAYER = "%-"  # no layer has this name, for `escape_names` never returns it
+_NO_LAYER = "%-"  # not the name of any layer, because `escape_names` never returns it

@@ -1,4 +1,4 @@
-"""The JSON files of a checkpoint, and the comparison of its other files with the sizes and hashes in them.
+"""The JSON files of a checkpoint. They record the sizes and hashes of its other files, which are compared here.
 
 `jpipe.checkpoints.writing` shows the folder.
 """
@@ -27,15 +27,15 @@ FORMAT_1, FORMAT = "jpipe-checkpoint/1", "jpipe-checkpoint/2"
 MARKER = "checkpoint.json"
 ROWS = "metrics.jsonl"
 _FAMILY = "jpipe-checkpoint/"
-_MOST_JSON = 2**23  # bytes of a marker or of `process-0.json`: plans and configs have limits below that, 10,000 files take 2 MB
+_MOST_JSON = 2**23  # bytes of a marker or of `process-0.json`: plans and configs have lower limits, and 10,000 files take 2 MB
 _MOST_ROWS = 2**30  # bytes of `metrics.jsonl`: five million logged steps
 
 
 class Damaged(InputError):
-    """A checkpoint that is not what was written.
+    """A checkpoint does not have the content that was written.
 
     Attributes:
-        path: the path of the file or folder.
+        path: the path of the damaged file or folder.
     """
 
     def __init__(self, path: Path, what: str) -> None:
@@ -48,7 +48,7 @@ class _Strict(pydantic.BaseModel):
 
 
 class File(_Strict):
-    """Size and hash of a file as it was written."""
+    """The size and the SHA-256 hash of a file when it was written."""
 
     size: int
     sha256: str
@@ -58,8 +58,8 @@ class ProcessRecord(_Strict):
     """The content of `process-0.json`: what one process has written.
 
     Attributes:
-        layers: their ids.
-        files: by their paths inside the folder of the step.
+        layers: the ids of the layers that it has written.
+        files: the size and hash of each file that it has written, by the path inside the folder of the step.
     """
 
     layers: list[str]
@@ -67,17 +67,18 @@ class ProcessRecord(_Strict):
 
 
 class Marker(_Strict):
-    """The content of `checkpoint.json`, with which a checkpoint is complete.
+    """The content of `checkpoint.json`, the file that makes a checkpoint complete.
 
     Attributes:
         format: `FORMAT`.
-        step: batches that the weights have seen.
+        step: the number of batches that the weights have seen.
         processes: the number of processes that wrote a part.
-        items: the SHA-256 of each `process-0.json`, by its name.
-        index: the files of the item that no single process has written, by their paths inside the folder of the step.
-        rows: the SHA-256 of `metrics.jsonl`.
-        facts: what the run says of itself, of any JSON types.
-        sha256: the SHA-256 hash of the other fields, however they are laid out; this rule holds for later formats, too.
+        items: the SHA-256 hash of the record of each process, by the name of its file, such as `process-0.json`.
+        index: the files of the item that belong to no single process, by their paths inside the folder of the step.
+        rows: the SHA-256 hash of `metrics.jsonl`.
+        facts: the facts of the run that were passed to `save`, of any JSON types.
+        sha256: the SHA-256 hash of the other fields; it does not depend on the layout of the JSON text. This rule holds for later formats,
+            too.
     """
 
     format: str
@@ -101,8 +102,8 @@ def read_marker(folder: Path, step: int) -> Marker:
     """Read the marker in the folder of a step.
 
     Raises:
-        Damaged: it is missing, was changed, or belongs to another step.
-        InputError: it is of another format.
+        Damaged: the marker is missing, was changed, or belongs to another step.
+        InputError: the checkpoint has another format.
     """
     _reject_link(folder)
     path = folder / MARKER
@@ -131,10 +132,10 @@ def of_other_format(path: Path, found: str) -> InputError:
 
 
 def read_parts(folder: Path, marker: Marker) -> list[ProcessRecord]:
-    """Read what each process has written, each with the files that reading its layers needs.
+    """Read the record of each process: its layers, and the files that are needed to read these.
 
     Raises:
-        Damaged: a file that says so is missing or was changed, or names a file outside of the folder.
+        Damaged: a record is missing or was changed, or names a file outside of the folder.
     """
     _reject_link(folder / ITEM)
     parts = []
@@ -150,10 +151,10 @@ def read_parts(folder: Path, marker: Marker) -> list[ProcessRecord]:
 
 
 def read_rows(folder: Path, marker: Marker) -> bytes:
-    """Read the rows of the run as they were when the checkpoint was completed.
+    """Read the rows that the run had when the checkpoint was completed.
 
     Raises:
-        Damaged: their file is missing or was changed.
+        Damaged: the file of the rows is missing or was changed.
     """
     return _read_whole(folder / ROWS, marker.rows, _MOST_ROWS)
 
@@ -162,15 +163,15 @@ def verify_files(item: Path, files: Mapping[Path, File], contents: bool = True) 
     """Check the files of an Orbax item against their sizes and hashes.
 
     Args:
-        item: its folder.
-        files: sizes and hashes of those in it, and beside it.
-        contents: whether to compare hashes, for which the files are read.
+        item: the folder of the item.
+        files: the sizes and hashes of files in it and beside it, by path.
+        contents: whether to compare hashes, too; for this the files are read.
 
     Raises:
-        Damaged: one is missing, cut off or changed, or something in an item is neither a file nor a folder, such as a FIFO.
-        InputError: one may not be read.
+        Damaged: a file is missing, cut off or changed, or the item has something that is neither a file nor a folder, such as a FIFO.
+        InputError: a file may not be read.
     """
-    for path in item.rglob("*"):  # also those that are not named: Orbax and TensorStore open what they find
+    for path in item.rglob("*"):  # also files without a record: Orbax and TensorStore open whatever is there
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             raise Damaged(path, "is no regular file, was not written by jpipe")
     for path, file in files.items():
@@ -188,15 +189,15 @@ def verify_files(item: Path, files: Mapping[Path, File], contents: bool = True) 
 
 
 def files_in(folder: Path, parts: Iterable[ProcessRecord]) -> dict[Path, File]:
-    """Return sizes and hashes of the files of parts, which are in the folder of a step."""
+    """Return the sizes and hashes of the files of these parts, by path; `folder` is the folder of the step."""
     return {folder / name: file for part in parts for name, file in part.files.items()}
 
 
 def describe(path: Path) -> File:
-    """Return size and hash of a file.
+    """Return the size and hash of a file.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     with open_to_read(path) as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
@@ -204,7 +205,7 @@ def describe(path: Path) -> File:
 
 
 def _reject_link(folder: Path) -> None:
-    """Raise `Damaged` for a symbolic link, for others can change its target even after the hashes are compared."""
+    """Raise `Damaged` if `folder` is a symbolic link: its target could be replaced after the hashes are compared."""
     if folder.is_symlink():
         raise Damaged(folder, "is a symbolic link, not a folder that jpipe has written")
 
@@ -220,13 +221,13 @@ def _read(path: Path, most: int) -> bytes:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Raise `Damaged` where the disk has lost a file, and `InputError` where it cannot be read now."""
+    """Raise `Damaged` if the disk has lost the file, and `InputError` if the file cannot be read at present."""
     try:
         yield
     except FileNotFoundError:
         raise Damaged(path, "is missing") from None
     except OSError as error:
-        if error.errno in (errno.EIO, errno.ENAMETOOLONG):  # no file has such a name, and so jpipe wrote none
+        if error.errno in (errno.EIO, errno.ENAMETOOLONG):  # a lost sector, or a name too long for any file that jpipe wrote
             raise Damaged(path, f"cannot be read ({error.strerror})") from None
         raise InputError(f"{path}: cannot be read: {error.strerror}; make it readable, and try again") from None
 

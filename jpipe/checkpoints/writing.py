@@ -2,11 +2,10 @@
 
 A checkpoint of the run in folder RUN, after 40 batches and by two processes, is the folder RUN/checkpoints/40:
 
-    default/                          one Orbax item with the layers of all processes (jpipe/checkpoints/orbax_item.py)
-    _CHECKPOINT_METADATA              tells Orbax how to restore it
-    process-0.json  process-1.json    the layers of each process, and the size and SHA-256 of each of its files
-    metrics.jsonl                     the run's rows up to then
-    checkpoint.json                   the marker, written last: the hashes of the other files and of itself, and the run's facts
+    default/                          one Orbax item with the layers of all processes (jpipe/checkpoints/orbax_item.py) _CHECKPOINT_METADATA
+    tells Orbax how to restore the item process-0.json  process-1.json    the layers of each process, and the size and SHA-256 hash of each
+    of its files metrics.jsonl                     the run's rows up to this batch checkpoint.json                   the marker, written
+    last: the hashes of the other files and of itself, and the run's facts
 
 The processes write their parts into RUN/checkpoints/40.orbax-checkpoint-tmp; process 0 joins them and renames the folder at the end.
 """
@@ -30,14 +29,14 @@ from jpipe.files import make_folder, to_disk, write_atomically
 
 
 def write_layers(folder: Path, step: int, layers: Mapping[str, Tree], process: int) -> None:
-    """Write one process's part of a checkpoint, or leave nothing of it.
+    """Write one process's part of a checkpoint. If writing fails, nothing is left of the part.
 
     Args:
-        folder: the run's.
-        step: batches that the weights have seen.
-        layers: `{layer id: nested dicts of arrays}` of this process, on its devices or as NumPy arrays. On CPUs JAX may share its own
-            memory: arrays that are donated later have to be copied before.
-        process: its index.
+        folder: the folder of the run.
+        step: the number of batches that the weights have seen.
+        layers: `{layer id: nested dicts of arrays}` of this process, on its devices or as NumPy arrays. On CPUs the copies for writing may
+            share the memory of JAX's arrays, so the caller must copy arrays that are donated later.
+        process: the index of this process.
 
     Raises:
         OSError: the disk is full, for example.
@@ -51,7 +50,7 @@ def write_layers(folder: Path, step: int, layers: Mapping[str, Tree], process: i
         written = write_part(path, layers, process)
         files = {f"{ITEM}/{file.relative_to(path).as_posix()}": describe(file) for file in written}
         folders = [inner for inner in path.rglob("*") if inner.is_dir()]
-        for inner in (*written, *folders, path, place, place.parent, folder):  # TensorStore leaves that to the system, for half a minute
+        for inner in (*written, *folders, path, place, place.parent, folder):  # the system would do so later: TensorStore does not sync
             to_disk(inner)
         part = ProcessRecord(layers=list(layers), files=files)
         write_atomically(place / f"process-{process}.json", part.model_dump_json(indent=1))
@@ -61,16 +60,16 @@ def write_layers(folder: Path, step: int, layers: Mapping[str, Tree], process: i
 
 
 def await_parts(folder: Path, step: int, processes: Collection[int], limit: float) -> None:
-    """Wait until the parts of these processes are in the folder, which all processes share; process 0 calls this.
+    """Wait until these processes have written their parts into the shared folder; process 0 calls this.
 
     Args:
-        folder: the run's.
+        folder: the folder of the run.
         step: as in `write_layers`.
         processes: the indices of the processes.
         limit: seconds to wait.
 
     Raises:
-        TimeoutError: some parts did not come; it names them.
+        TimeoutError: parts are missing after this time; the message names their processes.
     """
     place, end = unfinished_folder(folder, step), time.monotonic() + limit
     while missing := [name for process in processes if not (place / (name := f"process-{process}.json")).exists()]:
@@ -83,11 +82,11 @@ def complete(folder: Path, step: int, processes: int, facts: Any, rows: bytes = 
     """Join the parts of all processes, write the marker and give the checkpoint its name; process 0 calls this.
 
     Args:
-        folder: the run's.
+        folder: the folder of the run.
         step: as in `write_layers`.
         processes: the number of processes that have written a part.
-        facts: facts of any JSON types, for `Checkpoint.facts`.
-        rows: the rows of the run's metrics so far; some may be of later steps.
+        facts: anything of JSON types; `Checkpoint.facts` returns it.
+        rows: the rows of the run's metrics so far; they may include rows of later steps.
 
     Raises:
         OSError: the disk is full, for example, or files that were written have vanished.
@@ -95,7 +94,7 @@ def complete(folder: Path, step: int, processes: int, facts: Any, rows: bytes = 
     place, names = unfinished_folder(folder, step), [f"process-{process}.json" for process in range(processes)]
     parts = [_read_part(place, name) for name in names]
     new = place / COMPLETE
-    shutil.rmtree(new, ignore_errors=True)  # of an earlier attempt
+    shutil.rmtree(new, ignore_errors=True)  # left by an earlier attempt
     make_folder(new)
     join_parts(new / ITEM, [place / name.removesuffix(".json") for name in names])
     write_atomically(new / STEP_METADATA, step_metadata())
@@ -118,7 +117,7 @@ def _read_part(place: Path, name: str) -> ProcessRecord:
     """Read the record of a part that a process has just written.
 
     Raises:
-        OSError: it has been changed, or files in it are missing or cut off.
+        OSError: the record has been changed, or files of the part are missing or cut off.
     """
     path = place / name.removesuffix(".json")
     try:
@@ -133,7 +132,7 @@ def _read_part(place: Path, name: str) -> ProcessRecord:
 
 @contextlib.contextmanager
 def _vanished() -> Iterator[None]:
-    """Raise `Damaged` as `OSError`: while a checkpoint is written, somebody else has changed it."""
+    """Convert `Damaged` to `OSError`: if a checkpoint is damaged while it is written, somebody else has changed it."""
     try:
         yield
     except Damaged as damaged:

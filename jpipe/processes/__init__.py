@@ -1,4 +1,4 @@
-"""The processes of a run: which take part, how they communicate, and connections that carry arrays. `__init__.pyi` lists the names."""
+"""The processes of a run: how they join and communicate, and connections that carry arrays between them. `__init__.pyi` lists the names."""
 
 import lazy_loader
 

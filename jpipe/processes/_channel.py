@@ -1,8 +1,8 @@
-"""The channel between the processes of a run: a star of connections, lines of JSON, one thread per process.
+"""The channel between the processes of a run. Each process connects to process 0, has one thread, and sends messages as lines of JSON.
 
-Process 0 listens, the other processes connect. What a process posts goes to process 0, where the `Coordinator` answers to all. The
-channel's thread keeps listening and sending heartbeats while the main thread is stuck in a collective, which by itself never raises. No
-arrays pass here. Who connects proves that it belongs to the run (`jpipe.processes.handshake`).
+Process 0 listens, the other processes connect. A process posts its messages to process 0, where the `Coordinator` answers to all processes.
+A main thread can be stuck in a collective, which never raises by itself; the channel's thread still listens and sends heartbeats. The
+channel carries no arrays. Each end proves that it belongs to the run (`jpipe.processes.handshake`).
 """
 
 import asyncio
@@ -19,19 +19,19 @@ from dataclasses import asdict, dataclass
 from jpipe.processes._coordinator import Beat, Coordinator, Message
 from jpipe.processes._rendezvous import Host, Rendezvous, connect
 
-LONGEST_LINE = 2**26  # bytes; configs, plans and traces travel in one
+LONGEST_LINE = 2**26  # bytes; a line may hold a config, a plan or a trace
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The time limits of a run before a silent or awaited process counts as lost; in all less than a minute.
+    """How long a process may be silent, or may let others wait, before it counts as lost; in all less than a minute.
 
-    Where all processes meet (`agree`, `barrier`, `close`) they wait ten minutes, because one may compile that long; a death is
-    noticed at once there, too.
+    In `agree`, `barrier` and `close`, processes wait ten minutes for each other, because one of them may compile for so long. The death of
+    a process is noticed at once there, too.
 
     Attributes:
-        silence: seconds without a heartbeat of a process; a main thread may hold Python's lock that long.
-        wait: seconds that one wait inside `Processes.waiting` may last while no process progresses.
+        silence: seconds that a process may send no heartbeat; a main thread may hold Python's lock for so long.
+        wait: seconds that one wait inside `Processes.waiting` may last while no process makes progress.
         grace: seconds from the loss of the run until a process that has not ended by itself is ended.
     """
 
@@ -52,17 +52,17 @@ class Channel:
         index: the index of this process.
         count: the number of processes.
         limits: how long a process may be silent.
-        take: handles the messages of process 0 to all, and `{"lost": how, "at once": …}` for a process that has lost its connection, at
-            once if it is process 0; called by the channel's thread.
-        beat: returns the heartbeat of this process; called once per beat by the channel's thread.
+        take: a function that handles the messages of process 0 to all processes. It also gets `{"lost": how, "at once": …}` if a connection
+            is lost; "at once" says whether process 0 is lost. The channel's thread calls it.
+        beat: a function that returns the heartbeat of this process. The channel's thread calls it once per beat.
     """
 
     def __init__(self, index: int, count: int, limits: Limits, take: Callable[[Message], None], beat: Callable[[], Beat]) -> None:
         self._index, self._count, self._limits, self._take, self._beat = index, count, limits, take, beat
-        self.coordinator = Coordinator(count)  # of process 0 alone
-        self._peers: dict[int, asyncio.StreamWriter] = {}  # in process 0: all other processes; elsewhere: process 0
-        self._talks: set[asyncio.Task[None]] = set()  # one for each of them
-        self._silent: dict[int, int] = {}  # beats since the last message of each of them
+        self.coordinator = Coordinator(count)  # used in process 0 only
+        self._peers: dict[int, asyncio.StreamWriter] = {}  # in process 0: for all other processes; elsewhere: for process 0
+        self._talks: set[asyncio.Task[None]] = set()  # one for each of these connections
+        self._silent: dict[int, int] = {}  # by process, the beats since its last message
         self._ready: Future[None] = Future()  # messages posted earlier would be lost
         self._parting = False
         self._closing = asyncio.Event()
@@ -74,11 +74,13 @@ class Channel:
         Args:
             rendezvous: where process 0 listens.
             limit: seconds to wait for the other processes.
-            secret: that all processes share. Without one, anybody who knows the address and the token of `rendezvous` can connect.
+            secret: the secret that all processes share. Without a secret, anybody who knows the address and the token of `rendezvous` can
+                connect.
 
         Raises:
-            InputError: process 0 cannot listen or cannot be reached, has another secret, or processes do not fit together.
-            NotConnected: processes did not connect (the message names them).
+            InputError: process 0 cannot listen, cannot be reached or has another secret; or processes have equal numbers or different
+                counts.
+            NotConnected: processes did not connect in time; the message names them.
             OSError: the thread cannot start.
         """
         listener = None
@@ -87,7 +89,7 @@ class Channel:
         else:
             rendezvous.find(limit)
         talk = self._run(rendezvous, listener, limit, secret)
-        # With a factory of its own the loop does not become the event loop of the caller's thread.
+        # With a loop factory, the loop does not become the event loop of the caller's thread.
         runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self._loop = runner.get_loop()
 
@@ -105,19 +107,19 @@ class Channel:
         self._ready.result()
 
     def post(self, message: Message) -> None:
-        """Send a message to process 0, from any thread of the caller."""
+        """Send a message to process 0. Any thread may call this."""
         if self._thread is None:
             self._send(message)
         else:
             self._loop.call_soon_threadsafe(self._send, message)
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
-        """Call a function later in the channel's thread, which calls this; do nothing in a run of one process."""
+        """Call a function later in the channel's thread. Only this thread calls `later`. In a run of one process it does nothing."""
         if self._thread is not None:
             self._loop.call_later(seconds, action)
 
     def part(self) -> None:
-        """From now on all processes may disconnect; the channel's thread calls this when all have finished."""
+        """Treat disconnections as no loss from now on; the channel's thread calls this when all processes have finished."""
         self._parting = True
 
     def hang_up(self) -> None:
@@ -127,23 +129,23 @@ class Channel:
             self._thread.join()
 
     def be_last(self, limit: float = math.inf) -> None:
-        """Return when all connections to process 0 are closed, at once elsewhere; or after some seconds."""
+        """In process 0, wait until all other processes have disconnected, for `limit` seconds at most. Elsewhere return at once."""
         end = time.monotonic() + limit
         while self._index == 0 and self._peers and time.monotonic() < end:
             time.sleep(0.005)
 
     async def _run(self, rendezvous: Rendezvous, listener: socket.socket | None, limit: float, secret: bytes | None) -> None:
-        """Connect with process 0, or in process 0 with all others, which call at `listener`; then send heartbeats until the end."""
+        """Connect to process 0, or in process 0 accept all other processes at `listener`; then send heartbeats until the end."""
         callers = [] if listener is None else await Host(rendezvous, secret).gathered(listener, limit)
         links = {caller.index: caller.link for caller in callers}
         if listener is None:
             links[0] = await connect(rendezvous, limit, secret)
-            await asyncio.get_running_loop().shutdown_default_executor()  # its thread has waited for process 0 to listen
+            await asyncio.get_running_loop().shutdown_default_executor()  # it has one thread, for the calls of `socket.create_connection`
         for peer, link in links.items():
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else a line waits 40 ms for the acknowledgement before
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # otherwise a line waits 40 ms for an acknowledgement
             reader, self._peers[peer] = await asyncio.open_connection(sock=link, limit=LONGEST_LINE)
             self._talks.add(asyncio.create_task(self._listen(reader, peer)))
-        for caller in callers:  # only now: what one of them posts goes to all
+        for caller in callers:  # only now, because the answer to a message goes to all
             caller.answer("go")
         self._ready.set_result(None)
         await self._keep_beating()
@@ -152,7 +154,7 @@ class Channel:
         await asyncio.gather(*self._talks)
 
     async def _keep_beating(self) -> None:
-        """Send heartbeats and count missed ones; ignore the time in which this process was suspended."""
+        """Send heartbeats, and count the missing heartbeats of others. Time in which this process was suspended does not count."""
         while not self._closing.is_set():
             self._send({"beat": asdict(self._beat())})
             if self._index == 0:
@@ -165,8 +167,8 @@ class Channel:
                 await asyncio.wait_for(self._closing.wait(), self._limits.beat)
 
     async def _listen(self, reader: asyncio.StreamReader, peer: int) -> None:
-        """Handle what a process says until its connection ends."""
-        with contextlib.suppress(OSError, ValueError):  # a reset, a line without end: an end like any other
+        """Handle the messages of a process until its connection ends."""
+        with contextlib.suppress(OSError, ValueError):  # a reset, or a line without an end, also ends a connection
             while (line := await reader.readline()).endswith(b"\n"):
                 self._silent[peer] = 0
                 if self._index == 0:

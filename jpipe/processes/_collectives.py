@@ -1,12 +1,12 @@
 """Collectives over one device each of several processes, and the packing of trees for them.
 
-JAX sees each array as one replicated over the devices, with copies that happen to differ: this works for any rank, and each process passes
-and receives its own copy as it is.
+To JAX, each array is replicated over the devices, although the copies differ. This works for arrays of any number of axes, and each process
+passes and receives its own copy unchanged.
 
-On CPUs a collective blocks a thread until all peers have called it. It must be the calling thread: in a thread of the pool that all
-computations share, which on one core has a single thread, two processes could wait for each other forever. XLA runs a program in the
-calling thread if its inputs are ready and it has few steps and little arithmetic: hence every input is waited for, and a program is a
-single collective. Packing before it and unpacking after it are computations of their own.
+On CPUs a collective blocks a thread until all peers have called it. This must be the calling thread: all computations share a pool of
+threads, a single one if there is one core, and two processes with a blocked pool could wait for each other forever. XLA runs a program in
+the calling thread if its inputs are ready and it has few steps and little arithmetic. So inputs are awaited before the call, and each
+program is a single collective. Packing and unpacking are programs of their own.
 """
 
 import re
@@ -23,14 +23,14 @@ Spec = jax.ShapeDtypeStruct
 Kind = tuple[Any, tuple[tuple[tuple[int, ...], Any], ...]]  # structure, then shape and dtype of each leaf
 
 AXIS = "process"
-_TOGETHER = 1 << 22  # bytes; a collective of gloo costs 0.2 ms and more whatever it carries: leaves share one up to this size
+_TOGETHER = 1 << 22  # bytes; any collective of gloo takes 0.2 ms or more, so leaves up to this size in all share one
 
 
 class Group:
     """One device in each of several processes, including this one.
 
     Attributes:
-        programs: that have been compiled for it.
+        programs: the programs that have been compiled for the group.
     """
 
     def __init__(self, devices: Sequence[jax.Device]) -> None:
@@ -49,8 +49,8 @@ class Group:
         """Compile one collective over the axis `AXIS` of the arrays of all devices.
 
         Args:
-            function: `arrays -> results`.
-            spec: the spec of each of the arrays.
+            function: the collective, from `arrays` to `results`.
+            spec: the specs of the arrays.
         """
         mapped = jax.shard_map(function, mesh=self._mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
         program = jax.jit(mapped).lower(*(Spec(s.shape, s.dtype, sharding=self._sharding) for s in spec)).compile()
@@ -59,11 +59,11 @@ class Group:
         return Collective(self, program)
 
     def plain(self, dtype: Any) -> Any:
-        """Return the dtype in which arrays are sent: XLA on CPUs would widen bfloat16 and the like (NumPy's kind V) to twice the bytes."""
+        """Return the dtype in which arrays are sent: XLA on CPUs would double the bytes of bfloat16 and similar dtypes (NumPy's kind V)."""
         return np.dtype(f"uint{8 * dtype.itemsize}") if self.blocks and dtype.kind == "V" else dtype
 
     def local_spec(self, shape: tuple[int, ...], dtype: Any) -> Spec:
-        """Return the spec of an array on this process's device, in the dtype in which it is sent."""
+        """Return the spec of an array on this process's device, in the dtype that is sent."""
         return Spec(shape, self.plain(dtype), sharding=SingleDeviceSharding(self.device))
 
     def zeros(self, spec: Spec) -> jax.Array:
@@ -71,7 +71,7 @@ class Group:
         return jnp.zeros(spec.shape, spec.dtype, device=self.device)
 
     def shared(self, array: jax.Array) -> jax.Array:
-        """Return an array over all devices with `array` itself, not a copy, as the shard of this process."""
+        """Return an array over all devices; the shard of this process is `array` itself, not a copy."""
         return jax.make_array_from_single_device_arrays(array.shape, self._sharding, [array])
 
 
@@ -79,7 +79,7 @@ class Collective:
     """A compiled program that all devices of a group run together.
 
     Attributes:
-        done: the number of collectives that have run in this process: a long wait is no hang while it grows.
+        done: the number of collectives that have run in this process. While it grows, a long wait does not count as a hang.
     """
 
     done = 0
@@ -93,16 +93,16 @@ class Collective:
         return self.run(*(self._group.shared(array) for array in arrays))
 
     def run(self, *arrays: jax.Array) -> Tree:
-        """Run the program on arrays over all devices and return the shards here of its results."""
+        """Run the program on arrays over all devices, and return this process's shards of the results."""
         results = self._program(*arrays)
         if self._group.blocks:
-            jax.block_until_ready(results)  # a failure is raised here and nowhere later
+            jax.block_until_ready(results)  # so a failure is raised here, not later
         Collective.done += 1
         return jax.tree.map(lambda result: result.addressable_data(0), results)
 
 
 def _steps(program: jax.stages.Compiled) -> list[str]:
-    """Return the HLO operations of a compiled program, without those that only name memory."""
+    """Return the HLO operations of a compiled program, except operations that only name memory."""
     text = program.as_text() or ""
     operations = re.findall(r" = .*? ([a-z-]+)\(", re.sub(r"/\*.*?\*/", "", text[text.index("ENTRY") :]))
     return [name for name in operations if name not in ("parameter", "bitcast", "tuple", "get-tuple-element")]
@@ -115,7 +115,7 @@ def kind_of(tree: Tree) -> Kind:
 
 
 def known(tree: Tree, programs: Mapping[Kind, Any]) -> Kind:
-    """Return the kind of a tree, which must have been compiled."""
+    """Return the kind of a tree, after checking that this kind has been compiled."""
     kind = kind_of(tree)
     assert kind in programs, f"not compiled for {_described(kind)}, but for {'; '.join(map(_described, programs)) or 'nothing'}"
     return kind
@@ -130,13 +130,13 @@ class Packing:
     """The packing of a tree for sending: large leaves as they are, small leaves of a dtype concatenated, empty leaves left out.
 
     Args:
-        group: the devices between which it is sent.
+        group: the devices that send trees to each other.
         kind: the kind of the tree.
 
     Attributes:
-        leaves: the leaves of the tree, on the device of this process.
-        arrays: that are sent.
-        dtypes: the dtypes of the numbers in each of them.
+        leaves: the specs of the leaves of the tree, on the device of this process.
+        arrays: the specs of the arrays that are sent.
+        dtypes: for each of these arrays, the dtype of the numbers that it carries.
     """
 
     def __init__(self, group: Group, kind: Kind) -> None:
@@ -148,19 +148,19 @@ class Packing:
         self._empty = {i: group.zeros(leaf) for i, leaf in enumerate(leaves) if leaf.size == 0}
         apart = [[self.leaves[i] for i in positions] for positions in self._together]
         together = [group.local_spec(array.shape, array.dtype) for array in jax.eval_shape(self._joined, apart)]
-        # Compiled ahead, and not run: the devices may be ones that are only compiled for.
+        # Compiled, not run: the devices may be a description, for which programs are only compiled.
         self._join = jax.jit(self._joined).lower(apart).compile() if apart else self._joined
         self._split = jax.jit(self._pieces).lower(together).compile() if apart else self._pieces
         self.arrays = [*(self.leaves[i] for i in self._alone), *together]
         self.dtypes = [leaves[i].dtype for i in (*self._alone, *(i for i, *_ in self._together))]
 
     def pack(self, leaves: Sequence[jax.Array], *, traced: bool = False) -> list[jax.Array]:
-        """Pack a tree into arrays to send, by a compiled program, or `traced` inside another program."""
+        """Pack a tree into arrays to send: by a compiled program, or if `traced` as a part of the program that is being traced."""
         alone, join = [leaves[i] for i in self._alone], self._joined if traced else self._join
         return [*alone, *join([[leaves[i] for i in positions] for positions in self._together])] if self._together else alone
 
     def unpack(self, arrays: Sequence[jax.Array], *, traced: bool = False) -> list[jax.Array]:
-        """Unpack received arrays into leaves, by a compiled program, or `traced` inside another program."""
+        """Unpack received arrays into leaves: by a compiled program, or if `traced` as a part of the program that is being traced."""
         split = self._pieces if traced else self._split
         leaves = self._empty | dict(zip(self._alone, arrays, strict=False))
         if self._together:
@@ -169,7 +169,7 @@ class Packing:
         return [leaves[i] for i in range(len(self.leaves))]
 
     def _joined(self, groups: list[list[jax.Array]]) -> list[jax.Array]:
-        # Viewed as the sent dtype before they are joined: XLA would widen and narrow bfloat16, which changes the bits of NaN.
+        # Leaves are viewed as the sent dtype before they are joined: XLA would convert bfloat16 and back, which changes the bits of NaN.
         return [jnp.concatenate([leaf.view(plain).ravel() for leaf in group]) for group, plain in zip(groups, self._plain, strict=True)]
 
     def _pieces(self, arrays: Sequence[jax.Array]) -> list[list[jax.Array]]:
@@ -182,7 +182,7 @@ class Packing:
 
 
 def _grouped(leaves: Sequence[jax.Array | Spec]) -> list[list[int]]:
-    """Return the positions of leaves that share a collective: of one dtype, in order, not too large, not empty."""
+    """Return groups of leaves, by position, that share a collective: leaves of one dtype, in order, not too large, not empty."""
     groups: dict[Any, list[list[int]]] = {}
     room: dict[Any, int] = {}
     for i, leaf in enumerate(leaves):

@@ -1,7 +1,7 @@
 """Connections that send arrays between devices of different processes, and sums over such devices.
 
-The same programs run on gloo (CPUs) and NCCL (GPUs). They are compiled ahead of time, one for each kind of tree (structure, shapes,
-dtypes), so that no process waits in a collective for another's compiler.
+The same programs run on gloo (CPUs) and NCCL (GPUs). They are compiled ahead of time, one for each kind of tree (structure, shapes and
+dtypes), so that no process waits in a collective while another one compiles.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,19 +15,20 @@ from jax.sharding import SingleDeviceSharding
 from jpipe.errors import InputError
 from jpipe.processes._collectives import AXIS, Collective, Group, Kind, Packing, Spec, Tree, kind_of, known
 
-Rows = list[jax.Array]  # one for each device or from each
-_Step = Callable[[Tree], Tree]  # of a sum
+Rows = list[jax.Array]  # an array for each device, or from each device
+_Step = Callable[[Tree], Tree]  # a step of a sum
 
 _BYTE = Spec((), jnp.uint8)
-_MOST_TPUS = 3  # of one chip in each of four hosts of a v5e 4x4, libtpu 0.0.50 aborts while it compiles an all-gather
+_MOST_TPUS = 3  # with one chip in each of four hosts of a v5e 4x4, libtpu 0.0.50 aborts while it compiles an all-gather
 
 
 class Connection:
     """A one-way connection between two devices of different processes.
 
-    Both processes create the connection and compile the same specs before any message; then the receiver takes the messages in the
-    order in which they are sent. Different connections work from different threads at once: a blocked one delays no other, and no
-    computation. A connection is for one thread at a time, and two devices have one per direction: gloo would mix the messages of two.
+    Both processes create the connection and compile the same specs before any message. The receiver must take the messages in the order in
+    which they are sent. Several threads may use different connections at once: a blocked connection delays no other connection and no
+    computation. Only one thread at a time may use a connection. Create only one connection from a device to another device, because gloo
+    would mix the messages of two.
 
     Args:
         source: the device that sends.
@@ -42,14 +43,14 @@ class Connection:
 
     @property
     def programs(self) -> list[jax.stages.Compiled]:
-        """The compiled collectives, in which nothing is packed or added."""
+        """The compiled collectives; packing and adding are other programs."""
         return self._group.programs[1:]  # the first one only connects
 
     def compile(self, spec: Tree) -> None:
         """Compile the transfer of one kind of message.
 
         Args:
-            spec: the message as a tree of `jax.ShapeDtypeStruct`, of any dtypes but typed random keys.
+            spec: the message as a tree of `jax.ShapeDtypeStruct`, of any dtypes except typed random keys.
         """
         kind = kind_of(spec)
         if kind not in self._programs:
@@ -57,19 +58,19 @@ class Connection:
             self._programs[kind] = _Moves(packing, [self._group.compile(_onward, array) for array in packing.arrays], [])
 
     def connect(self) -> None:
-        """Open the connection. Both processes call it, within 30 s of each other, and all processes connect in one order.
+        """Open the connection. Both processes call this within 30 s of each other; all processes must open connections in the same order.
 
-        Without it the first message does so, and gloo fails if the peer does not call for that message within 30 s.
+        Without this call, the first message opens the connection, and gloo fails if the peer does not ask for the message within 30 s.
         """
         for moves in () if self._sends else self._programs.values():
             self._placeholders(moves)
         self._byte(self._group.zeros(_BYTE))
 
     def send(self, tree: Tree) -> None:
-        """Send a message, in the process of `source`. On CPUs this returns when the receiver has it.
+        """Send a message; the process of `source` calls this. On CPUs it returns when the receiver has the message.
 
         Args:
-            tree: arrays on `source`, of a kind that was compiled. They are not copied and not consumed.
+            tree: arrays on `source`, with the structure, shapes and dtypes of a compiled spec. They are not copied and stay valid.
         """
         assert self._sends, "this process has the receiving end of the link"
         packing, programs, _ = self._programs[known(tree, self._programs)]
@@ -77,13 +78,13 @@ class Connection:
             program(array)
 
     def receive(self, spec: Tree) -> Tree:
-        """Receive the next message, in the process of `to`. On CPUs this returns when it has arrived.
+        """Receive the next message; the process of `to` calls this. On CPUs it returns when the message has arrived.
 
         Args:
-            spec: the kind of the message, one that was compiled.
+            spec: the spec of the message, which must have been compiled.
 
         Returns:
-            The message, committed to `to`, bit for bit as it was sent.
+            The message, committed to the device `to`, with the same bits as the sent message.
         """
         assert not self._sends, "this process has the sending end of the link"
         kind = known(spec, self._programs)
@@ -92,7 +93,7 @@ class Connection:
         return jax.tree.unflatten(kind[0], moves.packing.unpack(arrays))
 
     def _placeholders(self, moves: "_Moves") -> Rows:
-        """Return the receiver's inputs, allocated at the first call: devices that are only compiled for hold no arrays."""
+        """Return the receiver's inputs, allocated at the first call, because a description of a device can hold no arrays."""
         if not moves.placeholders:
             moves.placeholders.extend(self._group.shared(self._group.zeros(array)) for array in moves.packing.arrays)
             jax.block_until_ready(moves.placeholders)
@@ -100,9 +101,9 @@ class Connection:
 
 
 class DevicePutConnection:
-    """A one-way connection by JAX's own `device_put`, where the backend supports it across processes (not CPUs).
+    """A one-way connection by JAX's own `device_put`, for backends that support this between processes (not CPUs).
 
-    Both processes call it for each message, in one order. Nothing is packed or compiled. Otherwise it is used as `Connection`.
+    Both processes call it for each message, in the same order. Nothing is packed or compiled. Otherwise it is used like `Connection`.
 
     Args:
         source: the device that sends.
@@ -114,22 +115,22 @@ class DevicePutConnection:
         self._sends = source.process_index == jax.process_index()
 
     def works(self) -> bool:
-        """Return whether a test number arrives; both processes call it."""
+        """Send a test number, and return whether it arrives; both processes call this."""
         number = jnp.float32(42)
         try:
             if self._sends:
                 self.send(jax.device_put(number, self._source))
                 return True
             return float(self.receive(Spec((), jnp.float32))) == float(number)
-        except (RuntimeError, ValueError, NotImplementedError):  # of backends without support
+        except (RuntimeError, ValueError, NotImplementedError):  # raised by backends without support
             return False
 
     def send(self, tree: Tree) -> None:
-        """Send as `Connection.send`; JAX keeps the arrays until they are sent."""
+        """Send as `Connection.send` does; JAX keeps the arrays until they are sent."""
         jax.device_put(tree, self._to)
 
     def receive(self, spec: Tree) -> Tree:
-        """Receive as `Connection.receive`; specs need not be compiled."""
+        """Receive as `Connection.receive` does; the spec need not be compiled."""
         return jax.tree.map(self._received, spec)
 
     def _received(self, spec: Spec) -> jax.Array:
@@ -143,8 +144,8 @@ class _Moves(NamedTuple):
     Attributes:
         packing: the packing of its leaves.
         programs: one for each array that is sent.
-        placeholders: the receiver's inputs, kept after the first message: creating them for each one would cost as much memory traffic as
-            the message; empty before.
+        placeholders: the receiver's inputs, empty before the first message. They are kept, because creating them for each message would
+            take as much memory traffic as the message.
     """
 
     packing: Packing
@@ -153,20 +154,19 @@ class _Moves(NamedTuple):
 
 
 class Reduction:
-    """A sum over one device each of several processes, or a gathering of what it would add.
+    """A sum over several processes with one device each, or a gathering of the parts without adding them.
 
-    The parts are added in the order of the devices, ((p0 + p1) + p2) + …: every process gets the bits of one process that adds in this
-    order. Each process adds up one share of the tree, and sends the sum to all: it sends 2 (n - 1) / n of the tree, as in a ring. It is not
-    `psum`: gloo adds in another order, XLA uses another thread, and a kilobyte takes 4 ms where a process has one core.
+    The parts are added in the order of the devices, ((p0 + p1) + p2) + …, so every process gets the same bits as one process that adds in
+    this order. Each process adds up one share of the tree and sends this sum to all; it sends 2 (n - 1) / n of the tree, as in a ring.
+    JAX's `psum` is not used: gloo adds in another order, XLA uses another thread, and a kilobyte takes 4 ms if a process has one core.
 
-    Links may be busy at the same time, in other threads; of two reductions over the same devices, in whatever order, one is over
-    before the other starts.
+    Other threads may use connections at the same time. Two reductions over the same devices, in any order, must not overlap in time.
 
     Args:
         devices: the devices in the order in which their parts are added.
 
     Raises:
-        InputError: more TPUs than libtpu is known to compile collectives for.
+        InputError: there are more TPUs than the known limit for which libtpu compiles collectives.
     """
 
     def __init__(self, devices: Sequence[jax.Device]) -> None:
@@ -182,21 +182,21 @@ class Reduction:
 
     @property
     def programs(self) -> list[jax.stages.Compiled]:
-        """The compiled collectives, in which nothing is packed or added."""
+        """The compiled collectives; packing and adding are other programs."""
         return self._group.programs[1:]  # the first one only connects
 
     def compile(self, spec: Tree) -> None:
-        """Compile the transfer programs for trees of one structure.
+        """Compile the programs that sum trees with the structure, shapes and dtypes of `spec`.
 
         Args:
-            spec: a tree of `jax.ShapeDtypeStruct`, of numbers.
+            spec: a tree of `jax.ShapeDtypeStruct` of numbers.
         """
         kind = kind_of(spec)
         if kind not in self._programs:
             self._programs[kind] = self._steps(Packing(self._group, kind))
 
     def compile_gather(self, spec: Tree) -> None:
-        """Compile the transfer programs with which all processes get the trees of all, which are not added."""
+        """Compile the transfer programs by which every process gets the trees of all processes, without adding them."""
         kind = kind_of(spec)
         if kind not in self._gathers:
             packing, count = Packing(self._group, kind), self._group.size
@@ -213,31 +213,31 @@ class Reduction:
         self._connect([[self._group.zeros(_BYTE)] * self._group.size])
 
     def __call__(self, tree: Tree) -> Tree:
-        """Sum the trees of all processes; each calls this. On CPUs this returns when the sum is complete.
+        """Sum the trees of all processes; each process calls this. On CPUs it returns when the sum is complete.
 
         Args:
-            tree: arrays on this process's device, of a kind that was compiled. They are not consumed.
+            tree: arrays on this process's device, with the structure, shapes and dtypes of a compiled spec. They stay valid.
 
         Returns:
-            The sum, committed to the same device.
+            The sum, committed to the device of this process.
         """
         return jax.tree.unflatten(jax.tree.structure(tree), _run(self._programs, tree))
 
     def gather(self, tree: Tree) -> list[Tree]:
-        """Return the trees of all processes in the order of the devices. Each process calls this, as for a sum.
+        """Return the trees of all processes in the order of the devices. Each process calls this.
 
         Args:
-            tree: a tree of a kind that was compiled with `compile_gather`.
+            tree: a tree with the structure, shapes and dtypes of a spec that `compile_gather` has compiled.
         """
         return [jax.tree.unflatten(jax.tree.structure(tree), leaves) for leaves in _run(self._gathers, tree)]
 
     def _compiled_exchange(self, arrays: list[Spec]) -> _Step:
-        """Return a step that takes a row of n arrays for each of these, sends one to each process, and returns a row of what came."""
+        """Return a step: for each of these arrays it takes a row of n arrays, sends one to each process, and returns the received row."""
         programs = [self._group.compile(_exchanged, *[array] * self._group.size) for array in arrays]
         return lambda rows: [program(*row) for program, row in zip(programs, rows, strict=True)]
 
     def _steps(self, packing: Packing) -> list[_Step]:
-        """Return the steps of a sum: each process adds up one share, and then sends it to all."""
+        """Return the steps of a sum: each process adds up one share, and then sends the result to all processes."""
         n = self._group.size
         shares = [self._group.local_spec((-(-array.size // n),), array.dtype) for array in packing.arrays]
 
@@ -259,7 +259,7 @@ class Reduction:
 
 
 def _run(programs: Mapping[Kind, list[_Step]], tree: Tree) -> Any:
-    """Run the steps for a tree of a compiled kind, each with the result of the step before."""
+    """Run the steps for a tree of a compiled kind; each step gets the result of the step before."""
     moved = jax.tree.leaves(tree)
     for step in programs[known(tree, programs)]:
         moved = step(moved)
@@ -280,6 +280,6 @@ def _exchanged(*row: jax.Array) -> Rows:
 
 
 def _sums(packing: Packing, parts: list[Any]) -> Rows:
-    """Add the parts of each sent array, in order, in its own dtype."""
+    """For each sent array, add its parts in order, in the dtype of its numbers."""
     numbers = [[part.view(dtype) for part in each] for each, dtype in zip(parts, packing.dtypes, strict=True)]
     return [reduce(jnp.add, each).view(array.dtype) for each, array in zip(numbers, packing.arrays, strict=True)]

@@ -1,4 +1,4 @@
-"""The decisions of process 0 for all processes: whether they agree, when all have met, who is lost. No sockets, no threads."""
+"""What process 0 decides for all processes: whether facts agree, whether all have met, and which process is lost. No sockets or threads."""
 
 import math
 from collections import Counter
@@ -10,11 +10,11 @@ Message = dict[str, Any]
 
 
 END = "the end"
-"""Where all processes meet last."""
+"""The name of the last meeting of all processes, at the end of the run."""
 
 
 class _Comparison(NamedTuple):
-    """The facts stated at a comparison so far, and what to change where they differ."""
+    """The facts that processes have stated at a comparison so far, and the advice to the user if facts differ."""
 
     facts: dict[int, dict[str, str]]
     hint: str
@@ -25,11 +25,11 @@ class Beat:
     """The heartbeat of a process: what it waits for and how it progresses.
 
     Attributes:
-        at: where its main thread is; "" while there is progress.
+        at: the calls of its main thread; "" while there is progress.
         what: the description of its longest wait.
-        on: the processes waited for, where they are known.
+        on: the processes for which it waits, if they are known.
         seconds: the duration of that wait.
-        limit: the seconds that it may last.
+        limit: the seconds that the wait may last.
         still: seconds since this process last exchanged an array, began an instruction or ended a wait.
     """
 
@@ -51,7 +51,7 @@ class Coordinator:
     def __init__(self, count: int) -> None:
         self._count = count
         self._meetings: dict[str, dict[int, dict[str, str]]] = {}
-        self._comparisons: dict[str, _Comparison] = {}  # those that some processes have not reached
+        self._comparisons: dict[str, _Comparison] = {}  # comparisons that some processes have not reached
         self._beats: dict[int, Beat] = {}
 
     def answer(self, sender: int, message: Message) -> Message | None:
@@ -85,14 +85,14 @@ class Coordinator:
                 return {"lost": f"process {sender} stopped: {reason}"}
             case {"beat": beat}:
                 latest = self._beats[sender] = Beat(**beat | {"on": tuple(beat["on"])})  # JSON has lists only
-                if latest.seconds > latest.limit and self.still() > latest.limit:  # not while large arrays are sent over slow links
+                if latest.seconds > latest.limit and self.still() > latest.limit:  # no loss while large arrays pass slow links
                     culprit = self._culprit(sender)
                     if not self._may_wait(culprit, latest):
                         return {"lost": self._blame(sender, culprit)}
         return None
 
     def _finished_early(self) -> str | None:
-        """Return the message for a process that has finished while another waits for it elsewhere."""
+        """Return a message if a process has finished while others wait for it at a meeting; otherwise None."""
         for place, present in self._meetings.items():
             for process in self.finished():
                 if place != END and process not in present:
@@ -107,14 +107,14 @@ class Coordinator:
         return min((beat.still for beat in list(self._beats.values())), default=0.0)
 
     def finished(self) -> set[int]:
-        """Return the processes that wait at the end for the remaining ones."""
+        """Return the processes that have come to the last meeting, `END`."""
         return set(self._meetings.get(END, ()))
 
     def _culprit(self, waiter: int) -> int:
         """Return the process that hangs when `waiter` has waited too long.
 
-        Follow the waits from one process to the next: it is the first that does not wait that long itself, or the last if all wait for each
-        other.
+        The waits are followed from process to process. The culprit is the first process that has waited for less than half of this time, or
+        the last process if all wait for each other.
         """
         seconds, reached = self._beats[waiter].seconds / 2, [waiter]
         for process in reached:  # the list grows in the loop
@@ -126,7 +126,7 @@ class Coordinator:
         return reached[-1]
 
     def _may_wait(self, culprit: int, overdue: Beat) -> bool:
-        """Return whether a process has said that its work may take longer than others may wait."""
+        """Return whether a process is still within the limit of work that it has announced to take longer than others may wait."""
         beat = self._beats.get(culprit, overdue)
         return bool(beat.what) and beat.limit > overdue.limit and beat.seconds < beat.limit and not [*self._awaited(culprit)]
 
@@ -166,11 +166,11 @@ def _differences(facts: Mapping[int, Mapping[str, str]]) -> list[str]:
 def _outliers(facts: Mapping[int, Mapping[str, str]]) -> str:
     """Return the first fact in which some processes differ from most others, and these processes; empty if there is none.
 
-    An empty fact is one that its process does not know.
+    A process that does not know a fact states an empty text.
     """
     for name in dict.fromkeys(name for values in facts.values() for name in values):
         known = {process: values[name] for process, values in sorted(facts.items()) if values.get(name)}
-        usual, _ = Counter(known.values()).most_common(1)[0] if known else ("", 0)  # of equally many, the first process's
+        usual, _ = Counter(known.values()).most_common(1)[0] if known else ("", 0)  # in a tie, the fact of the first process
         differing = [process for process, fact in known.items() if fact != usual]
         if differing:
             fact = known[differing[0]]

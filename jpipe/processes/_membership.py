@@ -1,6 +1,6 @@
-"""The processes of one run: they agree before they start, broadcast numbers, and notice who died, hangs or stopped.
+"""The processes of one run: they compare facts before they start, broadcast bytes, and notice which process died, hangs or stopped.
 
-Nothing here knows of pipelines, and no arrays pass.
+This module does not depend on pipelines, and sends no arrays.
 """
 
 import base64
@@ -18,31 +18,30 @@ from jpipe.processes._coordinator import END, Message
 from jpipe.processes._rendezvous import JaxStore, Rendezvous
 from jpipe.processes._waits import Wait, Waits
 
-_MAX_UNREAD = 65536  # unread messages; beyond that the oldest are dropped
-_BLAME_SECONDS = 20.0  # after a failure: by then it is known whether the death of another process caused it
+_MAX_UNREAD = 65536  # unread messages; if there are more, the oldest are dropped
+_BLAME_SECONDS = 20.0  # after so long it is known whether another process's death caused a failure
 
 
 class Processes:
-    """All processes of a run, as one of them sees them; created by `join`. After a loss no process continues.
+    """All processes of a run, from the view of one process; created by `join`. If a process is lost, the run is lost: all processes end.
 
-    A process that is stuck when the run is lost, in a collective say, is ended after `Limits.grace` with exit code 1 and the message
-    of `PeerLost` on standard error. When process 0 dies this is done at once: JAX aborts the other processes 50 ms after its coordinator
-    ended.
+    If a process is stuck, for example in a collective, when the run is lost, it is ended after `Limits.grace` with exit code 1 and the
+    message of `PeerLost` on standard error. If process 0 dies, the others are ended at once, because JAX aborts them 50 ms later.
 
     Attributes:
         index: the index of this process.
-        count: the number of processes. A single one waits for nothing and is not watched.
+        count: the number of processes. A single process waits for nothing and is not watched.
     """
 
     def __init__(self, index: int, count: int, limits: Limits, progress: Callable[[], int] = lambda: 0) -> None:
         self.index, self.count, self._limits = index, count, limits
         self._waits = Waits(limits.beat, progress)
-        self._changed = threading.Condition()  # guards the three below
+        self._changed = threading.Condition()  # guards the next three attributes
         self._arrived: dict[tuple[str, str], Any] = {}  # unread messages by name, and answers by the place of a meeting
-        self._lost: InputError | PeerLost | None = None  # how the run was lost: all waits raise it
-        self._failed: BaseException | None = None  # of a thread that nobody awaits
+        self._lost: InputError | PeerLost | None = None  # how the run was lost; all waits raise it
+        self._failed: BaseException | None = None  # the error of a thread that nobody awaits
         self._closed = False
-        self._has_left = False  # whether the caller knows how the run ended, and says so itself
+        self._has_left = False  # whether the caller knows how the run ended, and reports it
         self._channel = Channel(index, count, limits, self._take, self._waits.beat)
 
     @classmethod
@@ -55,17 +54,18 @@ class Processes:
         progress: Callable[[], int] = lambda: 0,
         secret: bytes | None = None,
     ) -> "Processes":
-        """Join the processes of this run; all call it, best before anything else, and return when all have.
+        """Join the processes of this run. All processes call this, best before anything else; it returns when all have called it.
 
         Args:
             limit: seconds to wait for the other processes.
             limits: how long silence and waits may last; the same in all processes.
-            rendezvous: where the processes find each other; by default the store of `jax.distributed`, which is initialized.
-            progress: returns a number that grows while this process exchanges data with others: waits may then last longer.
-            secret: that all processes share, to recognize each other by.
+            rendezvous: where the processes find each other; by default the store of `jax.distributed`, which must be initialized.
+            progress: a function that returns a number which grows while this process exchanges data with others. While it grows, waits may
+                last longer.
+            secret: the secret by which the processes of the run recognize each other.
 
         Raises:
-            InputError: process 0 cannot be reached, or has another secret; processes did not join in time, and are named.
+            InputError: process 0 cannot be reached or has another secret, or processes did not join in time; the message names them.
         """
         rendezvous = JaxStore() if rendezvous is None else rendezvous
         processes = cls(rendezvous.index, rendezvous.count, Limits() if limits is None else limits, progress)
@@ -74,14 +74,14 @@ class Processes:
         return processes
 
     def agree(self, facts: Mapping[str, str], limit: float = 600.0) -> None:
-        """Check that all processes state the same facts; all call it.
+        """Check that all processes state the same facts; all processes call this.
 
         Args:
-            facts: what has to be the same, by name: the text of the config, the plan, versions.
+            facts: texts that must be the same in all processes, by name, such as the config, the plan and versions.
             limit: seconds to wait for the other processes.
 
         Raises:
-            InputError: in every process, if any fact differs: names it, the processes, and where the texts part.
+            InputError: a fact differs. Every process raises it; the message names the fact and the processes, and quotes the difference.
             PeerLost: the run is lost, or a process did not come in time.
         """
         differences = self._meet("agreement", dict(facts), "all processes to agree", limit)
@@ -101,15 +101,15 @@ class Processes:
         self._meet(f"barrier {name}", {}, f"all processes to reach '{name}'", limit)
 
     def compare(self, name: str, facts: Mapping[str, str], hint: str) -> None:
-        """Compare facts with the other processes', without waiting for them; all call it, sooner or later.
+        """Compare facts between all processes, without waiting for them; all processes must call this at some time.
 
-        Where a fact differs, the run is lost: every wait of every process raises `InputError`, which names the processes that differ from
-        most others.
+        If a fact differs, the run is lost: every wait of every process raises `InputError`, which names the processes that differ from most
+        others.
 
         Args:
             name: the name of the comparison, the same in all processes and unique in a run.
-            facts: what has to be the same, by name. A process that does not know a fact leaves it empty.
-            hint: what to change where a fact differs.
+            facts: texts that must be the same in all processes, by name. A process that does not know a fact passes an empty text.
+            hint: the advice in the message if a fact differs.
         """
         self._channel.post({"compare": name, "facts": dict(facts), "hint": hint})
 
@@ -117,8 +117,8 @@ class Processes:
         """Send bytes to all processes, including this one, without waiting.
 
         Args:
-            name: under which to ask for them; broadcast once in a run, by one process.
-            data: at most 48 MiB.
+            name: the name for `receive`. Only one process may broadcast under this name, once in a run.
+            data: the bytes, at most 48 MiB.
         """
         self._waits.moved()
         text = base64.b64encode(data).decode()
@@ -126,12 +126,12 @@ class Processes:
         self._channel.post({"broadcast": name, "data": text})
 
     def receive(self, name: str, on: int | None = None, what: object = None) -> bytes:
-        """Wait for bytes that a process broadcasts. They can be read once; the last 65,536 unread ones are kept.
+        """Wait for the bytes that a process broadcasts under a name. They can be read once. At most 65,536 unread messages are kept.
 
         Args:
-            name: under which they are broadcast.
-            on: the process that broadcasts them, where known: to be named if they do not come.
-            what: a description of them; by default their name.
+            name: the name under which the bytes are broadcast.
+            on: the process that broadcasts them, if known; it is named if they do not arrive.
+            what: a description of the bytes for messages; by default `name`.
 
         Raises:
             PeerLost: the run is lost.
@@ -140,20 +140,20 @@ class Processes:
             return self._await("message", name)
 
     def has_message(self, name: str) -> bool:
-        """Return whether unread bytes have come from a process, without waiting.
+        """Return whether unread bytes have arrived under a name, without waiting.
 
         Args:
-            name: under which they are broadcast; where none are read, several processes may do so, and more than once.
+            name: the name under which the bytes are broadcast. If nobody reads them, several processes may use this name, repeatedly.
         """
         return ("message", name) in self._arrived
 
     def gather(self, name: str, data: bytes, what: object = None) -> list[bytes]:
-        """Return what each process passes, by process; all call it.
+        """Return the bytes that each process passes, in the order of the processes; all processes call this.
 
         Args:
-            name: of these bytes, the same in all processes and unique in a run.
-            data: of this process.
-            what: a description of them; by default their name.
+            name: the name of these bytes, the same in all processes and unique in a run.
+            data: the bytes of this process.
+            what: a description of the bytes for messages; by default `name`.
 
         Raises:
             PeerLost: the run is lost.
@@ -163,25 +163,25 @@ class Processes:
 
     @contextlib.contextmanager
     def waiting(self, what: object, on: int | Sequence[int] | None = None, limit: float | None = None) -> Iterator[None]:
-        """Record that this thread waits, so that a wait without end is detected. Costs about a microsecond, and no message.
+        """Record that this thread waits, so that a wait without end is detected. It takes about a microsecond and sends no message.
 
-        Use it around long work of this process alone, such as writing a file, with a longer `limit`: the other processes wait for it that
-        long.
+        Also use it, with a longer `limit`, around long work of this process alone, such as writing a file: the other processes then wait
+        for this process until that limit.
 
         Args:
             what: a description of the wait, converted to text when needed.
-            on: the process or processes waited for, where they are known.
+            on: the process or processes for which the thread waits, if they are known.
             limit: seconds after which the run is lost; by default `Limits.wait`.
 
         Raises:
-            PeerLost: what was waited for failed because the run is lost: some collectives raise when a process of theirs dies.
+            PeerLost: the block in the context failed because the run is lost; some collectives raise when one of their processes dies.
         """
         awaited = () if on is None else (on,) if isinstance(on, int) else tuple(on)
         outer = self._waits.begin(Wait(what, awaited, self._limits.wait if limit is None else limit))
         try:
             yield
             self._waits.moved()
-        except Exception as error:  # the channel learns of a death behind it at about the same time
+        except Exception as error:  # if a death caused it, the channel learns of the death at about the same time
             if self.count > 1 and self._is_lost_within(1.0):
                 self._check_lost(error)
             raise
@@ -189,7 +189,7 @@ class Processes:
             self._waits.end(outer)
 
     def check(self) -> None:
-        """Return unless the run is lost, or a thread has failed (see `fail`); for loops that wait in Python.
+        """Raise an error if the run is lost or a thread has failed (see `fail`). Call this in loops that wait in Python.
 
         Raises:
             PeerLost: the run is lost.
@@ -200,17 +200,17 @@ class Processes:
             raise self._failed
 
     def still(self) -> float:
-        """Return the seconds since the last progress in any process, as process 0 knows: an array, a finished wait, an instruction."""
+        """In process 0, return the seconds since the last progress in any process: an array, a finished wait or an instruction."""
         return self._channel.coordinator.still()
 
     def finished(self) -> set[int]:
-        """Return the processes that have called `close`, as process 0 knows; they send nothing more."""
+        """In process 0, return the processes that have called `close`; they send no further messages."""
         return self._channel.coordinator.finished()
 
     def fail(self, error: BaseException) -> None:
-        """Report that an unawaited thread of this process failed: the waits of all other threads raise the first such error.
+        """Report the error of a thread that nobody waits for: the waits of all other threads of this process raise the first such error.
 
-        Returns when they do so, or when the run is lost: the cause is mostly a death that is known soon.
+        First it waits some seconds whether the run is lost, because the cause is often the death of another process; then waits raise that.
 
         Args:
             error: the error of the thread.
@@ -221,27 +221,27 @@ class Processes:
                 self._changed.notify_all()
 
     def stop(self, reason: str) -> None:
-        """Give up and end this process: all other processes raise `PeerLost` with its reason.
+        """Announce that this process gives up and ends. All other processes raise `PeerLost` with the reason.
 
         Args:
             reason: completes "process 0 stopped: ".
         """
         self._has_left = True
         self._channel.post({"stop": reason})
-        self._is_lost_within(self._limits.grace)  # what comes back has gone to all
+        self._is_lost_within(self._limits.grace)  # when process 0's answer is back, it has gone to all
 
     def close(self, leave: Callable[[], None] = lambda: None, limit: float = 10.0) -> None:
-        """Leave the run when all processes have arrived; later the end of a process is no loss. Calling it again does nothing.
+        """Wait until all processes call this, and leave the run. After that the end of a process is no loss. A second call does nothing.
 
-        Process 0 goes last. After a loss: the caller has reported how the run ended, and ends by itself. JAX waits at its exit for
-        processes that never come, so this one is still ended, now without a message, when `Limits.grace` is over.
+        Process 0 leaves last. Call it after a loss, too, once the loss is reported: if the process has not ended by itself when
+        `Limits.grace` is over, because JAX waits at its exit for lost processes, the process is ended without a message.
 
         Args:
-            leave: what else ends the connections of this process with the others.
-            limit: seconds that process 0 waits for the others to do so.
+            leave: a function that ends further connections of this process with the others.
+            limit: seconds that process 0 waits for the others to disconnect.
 
         Raises:
-            PeerLost: a process was lost before all were here.
+            PeerLost: a process was lost before all had called this.
         """
         error: Exception | None = None
         if self._lost is None and not self._has_left:
@@ -261,13 +261,13 @@ class Processes:
             raise error
 
     def end(self) -> None:
-        """Leave the run when Python exits, or report the exception to the other processes; for `atexit`. After `close` it does nothing.
+        """For `atexit`: leave the run, or report the uncaught exception to the other processes. After `close` it does nothing.
 
-        After a loss the process ends here with exit code 1: what JAX does at its exit would wait for those that are lost.
+        After a loss it ends the process with exit code 1, because the exit functions of JAX would wait for the lost processes.
         """
         if self._has_left and self._lost is None:
             return
-        error, reported = getattr(sys, "last_value", None), self._has_left  # Python leaves there what nobody caught, once it is printed
+        error, reported = getattr(sys, "last_value", None), self._has_left  # the uncaught exception, which Python has printed
         try:
             if error is not None:
                 raise error
@@ -292,7 +292,7 @@ class Processes:
             return self._await("answer", place)
 
     def _await(self, kind: str, name: str) -> Any:
-        """Wait for something that arrives, and remove it; raise as `check`."""
+        """Wait until a message or an answer has arrived, remove it and return it; raise errors as `check` does."""
         key = kind, name
         with self._changed:
             self._changed.wait_for(lambda: key in self._arrived or self._lost is not None or self._failed is not None)
@@ -302,7 +302,7 @@ class Processes:
 
     def _check_lost(self, cause: Exception | None) -> None:
         if self._lost is not None:
-            raise type(self._lost)(*self._lost.args) from cause  # a new one, for several threads raise it
+            raise type(self._lost)(*self._lost.args) from cause  # a new exception, because several threads raise it
 
     def _is_lost_within(self, seconds: float) -> bool:
         with self._changed:
@@ -311,7 +311,7 @@ class Processes:
     # Called by the channel's thread.
 
     def _take(self, message: Message) -> None:
-        """Handle a message of process 0 to all, or an event of this process."""
+        """Handle a message from process 0 to all processes, or the loss of a connection."""
         match message:
             case {"met": place, "differences": differences}:
                 if place == END:
@@ -327,15 +327,15 @@ class Processes:
     def _put(self, kind: str, name: str, value: Any) -> None:
         with self._changed:
             self._arrived[kind, name] = value
-            if len(self._arrived) > _MAX_UNREAD:  # but never an answer: somebody waits for it
+            if len(self._arrived) > _MAX_UNREAD:  # but no answer, because somebody waits for it
                 del self._arrived[next(key for key in self._arrived if key[0] == "message")]
             self._changed.notify_all()
 
     def _lose(self, lost: InputError | PeerLost, *, at_once: bool = False) -> None:
-        if at_once:  # before a thread of the caller learns of it
+        if at_once:  # before any thread of the caller notices the loss
             self._end(lost)
         if self._lost is None:
-            # Process 0 goes last, for JAX aborts the other processes when its coordinator ends.
+            # Process 0 ends last, because JAX aborts the other processes when its coordinator ends.
             self._channel.later(self._limits.grace + (self.index == 0), lambda: self._end(lost))
             with self._changed:
                 self._lost = lost
@@ -347,7 +347,7 @@ class Processes:
         return _printable(f"{how}; process {self.index} stops" + (f" while waiting for {wait}" if wait is not None else ""))
 
     def _end(self, lost: Exception) -> None:
-        """End this process whatever its threads are stuck in: a pending collective never raises, and JAX's exit waits for the lost."""
+        """End this process at once: its threads may be stuck in collectives, and JAX's exit would wait for lost processes."""
         if not self._has_left:
             os.write(2, f"jpipe: {lost}\n".encode())
         os._exit(1)

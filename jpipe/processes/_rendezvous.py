@@ -1,4 +1,4 @@
-"""Where the processes of a run find each other: at an address that all are told, or at one that process 0 leaves in a store."""
+"""How the processes of a run find each other: at an address that all are given, or at one that process 0 leaves in a store."""
 
 import asyncio
 import contextlib
@@ -19,21 +19,21 @@ from jpipe.processes import handshake, jax_internals
 from jpipe.processes.addresses import is_loopback, listen_everywhere
 from jpipe.processes.handshake import Caller
 
-ANSWER_LIMIT = 5.0  # seconds that process 0 may take to answer after its own limit
+ANSWER_LIMIT = 5.0  # seconds that process 0's answer may take after its limit has passed
 _RETRY = 0.2
 _PATIENCE = 10.0  # seconds in which a caller must finish its proof
-_MOST = 256  # unproved callers at a time; for one more the oldest is dropped
+_MOST = 256  # callers at a time without a proof; if one more comes, the oldest is dropped
 _LOOK = 0.01  # seconds until a listener that cannot accept tries again
 
 
 class NotConnected(InputError):
     """Processes have not connected, perhaps because some were late."""
 
-    may_pass = True  # if all are restarted
+    may_pass = True  # if all processes are restarted
 
 
 class Address(NamedTuple):
-    """Where process 0 listens: its `host` and `port`, written `host:port`, with an IPv6 host in brackets."""
+    """The `host` and the `port` where process 0 listens. The text form is `host:port`, with an IPv6 host in brackets."""
 
     host: str
     port: int
@@ -57,32 +57,33 @@ class Address(NamedTuple):
 
 
 class Rendezvous:
-    """Where the processes of a run find each other: at an address that all are told.
+    """The address of process 0, which all processes are given, to find each other there.
 
     Args:
-        address: of process 0.
+        address: the address of process 0.
         index: the number of this process.
         count: the number of processes.
         listen: the address on which process 0 listens; by default the port of `address`, on every network of its host.
 
     Attributes:
-        token: part of the key for proofs; only who can read it can prove to belong to the run, if there is no secret.
+        token: a part of the key for proofs. In a run without a secret, every process that can read the token can prove to belong to the
+            run.
     """
 
     token = ""
     retries = True
-    """Whether process 0 may begin to listen later than another process looks for it."""
+    """Whether another process tries to connect again if process 0 does not listen yet."""
     longer = "--connect-limit waits longer"
-    """How a user lets the processes wait longer for each other."""
+    """What a user can do to let the processes wait longer for each other."""
 
     def __init__(self, address: Address, index: int, count: int, listen: Address | None = None) -> None:
         self.address, self.index, self.count, self._listen = address, index, count, listen
 
     def open(self) -> socket.socket:
-        """Listen, in process 0.
+        """Listen; process 0 calls this.
 
         Raises:
-            InputError: the port is in use, or its host has no such address.
+            InputError: the port is in use, or the host of process 0 does not have the address.
         """
         host, port = self._listen or ("::", self.address.port)
         try:
@@ -96,21 +97,21 @@ class Rendezvous:
             ) from None
 
     def find(self, seconds: float) -> None:
-        """Learn `address` and `token`, in another process than the first.
+        """Wait until `address` and `token` are known; the other processes call this.
 
         Raises:
-            InputError: process 0 did not leave them in time.
+            InputError: process 0 did not publish them in time.
         """
 
 
 class JaxStore(Rendezvous):
     """The key-value store of `jax.distributed`, in which process 0 leaves the address where it listens, and a token.
 
-    The host is the coordinator's: the one address of process 0 that all other processes have just reached. All processes join equally
-    often.
+    The host in the address is the host of JAX's coordinator, which all other processes have already reached. All processes must create
+    equally many stores, because these are numbered.
 
     Args:
-        state: of `jax.distributed`.
+        state: the state of `jax.distributed`.
     """
 
     retries = False
@@ -157,10 +158,10 @@ class JaxStore(Rendezvous):
 
 
 async def connect(at: Rendezvous, limit: float, secret: bytes | None) -> socket.socket:
-    """Connect to process 0 from any other process, and return when it lets this one continue, because all have connected.
+    """Connect to process 0, and return when all processes have connected; processes other than process 0 call this.
 
     Raises:
-        InputError: nobody listens there, or another program does, or process 0 has another secret, does not answer, or refuses.
+        InputError: no program or another program listens at the address; or process 0 has another secret, does not answer, or refuses.
     """
     deadline, key, reason = time.monotonic() + limit, handshake.key(secret, at.token), "no answer"
     while (remaining := deadline - time.monotonic()) > 0:
@@ -194,7 +195,7 @@ async def connect(at: Rendezvous, limit: float, secret: bytes | None) -> socket.
 
 
 def _problem(error: Exception, at: Rendezvous, limit: float) -> str:
-    """Describe why the program at the address of process 0 does not let this process continue."""
+    """Return the message for a failed handshake with the program at the address of process 0."""
     if isinstance(error, TimeoutError):
         return (
             f"process {at.index} had no answer from {at.address} within {limit + ANSWER_LIMIT:g} s; if process 0 runs there, it still "
@@ -209,11 +210,11 @@ def _problem(error: Exception, at: Rendezvous, limit: float) -> str:
 
 
 class Host:
-    """Process 0 before all have connected: it knows who is there, and drops and counts strangers, without harm to anybody else.
+    """Process 0 while the other processes connect. It drops and counts connections of strangers, which do not disturb the processes.
 
     Args:
-        at: where the processes find each other.
-        secret: that all processes share. Without one anybody can pose as one of the other processes.
+        at: the address of process 0.
+        secret: the secret that all processes share. Without a secret anybody can pose as one of the other processes.
     """
 
     def __init__(self, at: Rendezvous, secret: bytes | None) -> None:
@@ -221,15 +222,15 @@ class Host:
         self._unproved: dict[asyncio.Task[None], None] = {}  # in the order of arrival
         self._dropped: Counter[str] = Counter()
         self._present: dict[int, Caller] = {}
-        self._mistake = ""  # of the user, for which all end
+        self._mistake = ""  # a mistake of the user, which ends all processes
         self._changed = asyncio.Event()
 
     async def gathered(self, listener: socket.socket, limit: float) -> list[Caller]:
-        """Wait until all other processes have connected, close the listener, and return them; they wait for an answer.
+        """Wait until all other processes have connected, close the listener, and return these processes; each waits for an answer.
 
         Raises:
-            InputError: some did not connect; with a secret also: two have the same number, or counts differ. All that have connected are
-                told why.
+            InputError: some processes did not connect; or, with a secret, two have the same number, or counts of processes differ. The
+                processes that have connected get the same message.
         """
         tasks: set[asyncio.Task[None]] = set()
         tasks.add(asyncio.create_task(self._accept(listener, tasks)))
@@ -260,7 +261,7 @@ class Host:
         while True:
             try:
                 link, _ = await asyncio.get_running_loop().sock_accept(listener)
-            except OSError:  # it is gone already, or this process has too many files open
+            except OSError:  # the caller is gone already, or this process has too many open files
                 self._drop_oldest()
                 await asyncio.sleep(_LOOK)
                 continue
@@ -271,7 +272,7 @@ class Host:
             self._unproved[task] = None
             tasks.add(task)
             task.add_done_callback(tasks.discard)
-            await asyncio.sleep(0)  # it begins before it may be cancelled
+            await asyncio.sleep(0)  # so that the task begins before it can be cancelled
 
     def _drop_oldest(self) -> None:
         if self._unproved:
@@ -280,7 +281,7 @@ class Host:
             oldest.cancel("beyond the most at a time")
 
     async def _receive(self, link: socket.socket) -> None:
-        """Drop a stranger, or count a process as present until it leaves: it may be started again."""
+        """Drop a stranger, or count a process as present until it disconnects, since it may be restarted."""
         reason = ""
         try:
             async with asyncio.timeout(_PATIENCE):
@@ -305,13 +306,13 @@ class Host:
             self._present[caller.index] = caller
             self._changed.set()
             with contextlib.suppress(OSError):
-                await asyncio.get_running_loop().sock_recv(link, 1)  # the end, or data that no process of a run sends
+                await asyncio.get_running_loop().sock_recv(link, 1)  # returns if the other end closes; processes of a run send nothing
             del self._present[caller.index]
         self._changed.set()
         link.close()
 
     def _mistake_of(self, caller: Caller) -> str:
-        """Return what is wrong with the numbers of a process, or an empty string."""
+        """Return a message if the index or the count of a process is wrong; otherwise an empty string."""
         count = self._at.count
         if caller.count != count:
             return f"--num-processes: process {caller.index} was started with {caller.count}, process 0 with {count}; give all the same"
@@ -337,5 +338,5 @@ class Host:
 
 
 def _status(error: RuntimeError) -> str:
-    """Return the first word of an error of JAX's."""
+    """Return the first words of an error of JAX, which name its kind."""
     return (str(error).splitlines() or [""])[0].partition(":")[0]

@@ -1,4 +1,4 @@
-"""What each heartbeat reports: the current waits of this process's threads, and without progress where the main thread is."""
+"""What each heartbeat reports: the longest wait of this process's threads and, if there is no progress, the calls of the main thread."""
 
 import faulthandler
 import os
@@ -10,14 +10,14 @@ from collections.abc import Callable
 from jpipe.processes._coordinator import Beat, named
 
 LOOK_AFTER = 5
-"""Beats without progress after which heartbeats say where the main thread is. A process is blamed after ten or more."""
+"""After so many beats without progress, heartbeats report the calls of the main thread. A process is blamed after ten or more."""
 
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 _CALL = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
 class Wait:
-    """A wait of a thread. Its length is counted in beats, so that the time during which this process is stopped does not count."""
+    """A wait of a thread. Its duration is counted in beats, so that time in which this process is stopped does not count."""
 
     __slots__ = ("beats", "limit", "on", "what")
 
@@ -32,16 +32,16 @@ class Waits:
     """The waits of this process's threads, one per thread, and whether there is progress.
 
     Args:
-        seconds: between two beats.
-        progress: returns a number that grows while this process exchanges data with others.
+        seconds: the time between two beats.
+        progress: a function that returns a number which grows while this process exchanges data with others.
     """
 
     def __init__(self, seconds: float, progress: Callable[[], int]) -> None:
         self._seconds, self._progress = seconds, progress
         self._of_threads: dict[int, Wait] = {}
-        self._moves = 0  # messages sent and waits that are over
-        self._seen, self._still = 0, 0  # progress at the last beat, and beats since it grew
-        self._place = ""  # where the main thread was when it was looked at last, if there has been no progress since
+        self._moves = 0  # the number of messages sent and waits ended
+        self._seen, self._still = 0, 0  # the progress at the last beat, and the beats since the progress grew
+        self._place = ""  # the calls of the main thread when they were last read; "" if there has been progress since
 
     def __len__(self) -> int:
         return len(self._of_threads)
@@ -68,10 +68,10 @@ class Waits:
         return max(list(self._of_threads.values()), key=lambda wait: wait.beats, default=None)
 
     def beat(self) -> Beat:
-        """Count one more beat, and report what the longest wait is for; for one thread only.
+        """Count one more beat, and return a report of the longest wait; only one thread may call this.
 
-        Where the main thread is, a beat says only without progress. To read its stack is not quite safe, so this is done after
-        `LOOK_AFTER` beats, after twice as many, and so on; the beats in between repeat what was read.
+        The report has the calls of the main thread only if there is no progress. Reading them is not quite safe, so they are read after
+        `LOOK_AFTER` beats, after twice as many, and so on; the beats in between repeat the last reading.
         """
         for wait in list(self._of_threads.values()):
             wait.beats += 1
@@ -89,18 +89,18 @@ class Waits:
 
 
 def main_thread_calls() -> list[str]:
-    """Return `file.py:12 (function)` for each call of the main thread, innermost first; empty if unknown, as with more than 100 threads.
+    """Return `file.py:12 (function)` for each call of the main thread, innermost first; nothing if there are more than 100 threads.
 
-    Python prints them while no other thread runs. Call it rarely, because no way to read them is quite safe. In a day of tests, which
-    called it every second, `faulthandler` ended three processes by SIGSEGV on Python 3.13.0. Reading them as objects
-    (`sys._current_frames`) ended one start of four processes in some hundreds on Python 3.11.
+    Python's `faulthandler` prints the calls while no other thread runs. Call this rarely, because no way to read the calls is quite safe.
+    In tests that called this every second for a day, `faulthandler` ended three processes by SIGSEGV on Python 3.13.0. On Python 3.11,
+    reading the calls as objects (`sys._current_frames`) ended one in some hundreds of runs with four processes.
     """
     try:
         with tempfile.TemporaryFile() as file:
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
             lines = file.read().decode(errors="replace").splitlines()
-    except OSError:  # no space for the file
+    except OSError:  # the disk has no space for the file
         return []
     calls, is_main = [], False
     for line in lines:

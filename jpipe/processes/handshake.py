@@ -7,8 +7,8 @@ The end that connects speaks first, in lines of text:
     caller:    PROOF
     listener:  PROOF ANSWER, or the word `unknown`
 
-A proof is an HMAC over its author, the first two lines, and the answer if there is one. So it is good for one connection only, and in one
-direction. What follows on the connection is neither signed nor encrypted.
+A proof is an HMAC of its author (caller or listener), the first two lines, and the answer if there is one. So a proof is valid for one
+connection and one direction only. Everything that follows on the connection is neither signed nor encrypted.
 
 Nothing here needs JAX.
 """
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 VARIABLE = "JPIPE_SECRET"
-SHORTEST = 16  # bytes of a secret: guesses can be tested against an intercepted proof
+SHORTEST = 16  # bytes of a secret; a shorter one could be guessed, because guesses can be tested on an intercepted proof
 
 _LONGEST = 4096  # bytes of an answer
 _HELLO = re.compile(rb"jpipe (\d{1,9}) (\d{1,9}) ([0-9a-f]{32})\n")
@@ -52,7 +52,7 @@ _UNKNOWN = b"unknown\n"
 
 
 class OtherSecret(Exception):
-    """The listener does not accept the proof: it has another secret."""
+    """The listener does not accept the proof, because it has another secret."""
 
 
 class OtherProgram(Exception):
@@ -60,17 +60,17 @@ class OtherProgram(Exception):
 
 
 class Refused(Exception):
-    """A stranger called, who is dropped for this reason."""
+    """A stranger has connected, and is dropped for this reason."""
 
 
 def find_secret(file: str | None = None) -> bytes | None:
-    """Return the secret of this run, from `file` or else from the variable `JPIPE_SECRET`, or None.
+    """Return the secret of this run from `file`, or without a file from the variable `JPIPE_SECRET`; None if there is neither.
 
     Args:
         file: a regular file that only its owner may read.
 
     Raises:
-        InputError: a secret of less than 16 bytes, a file that others may read or that cannot be read.
+        InputError: the secret has less than 16 bytes, the file cannot be read, or other users may read it.
     """
     if file is None and VARIABLE not in os.environ:
         return None
@@ -82,33 +82,33 @@ def find_secret(file: str | None = None) -> bytes | None:
 
 
 def key(secret: bytes | None, token: str = "") -> bytes:
-    """Return the key for proofs: without a secret anybody with the token can make one.
+    """Return the key for proofs. Without a secret, anybody who knows the token can compute it.
 
     Args:
         secret: the secret of the run.
-        token: the token of a part of the run, so that proofs of one part are not valid in another.
+        token: the token of a connection of the run, so that proofs for one token are not valid for another.
     """
     return hmac.digest(secret or b"", f"jpipe {token}".encode(), "sha256")
 
 
 class _Proofs(NamedTuple):
-    """What makes the proofs on one connection: the key, and the hello and the nonce of the listener, which both ends know."""
+    """Makes the proofs for one connection, from the key, the first line of the caller and the nonce of the listener."""
 
     key: bytes
     hello: bytes
     nonce: bytes
 
     def of(self, role: str, text: str = "") -> bytes:
-        """Return the proof of the `caller`, or of the `listener` with its answer."""
+        """Return the proof of the `caller`, or the proof of the `listener` for its answer `text`."""
         return hmac.new(self.key, b" ".join((role.encode(), self.hello, self.nonce, text.encode())), hashlib.sha256).hexdigest().encode()
 
 
 async def call(link: socket.socket, key: bytes, index: int, count: int) -> str:
-    """Introduce this process to the listener and return its answer, or "" where the other end closes the connection before.
+    """Introduce this process to the listener, and return its answer; "" if the other end closes the connection before it answers.
 
     Args:
-        link: just connected, does not block; nothing that follows the answer is read from it.
-        key: as the listener has it.
+        link: a new connection that does not block; nothing that follows the answer is read from it.
+        key: the key for proofs, the same as the listener's.
         index: the index of this process.
         count: the number of processes, as the caller knows it.
 
@@ -154,17 +154,17 @@ class Caller:
     _proofs: _Proofs
 
     def answer(self, text: str) -> None:
-        """Send the one answer, a line; a caller that has just left is noticed soon enough."""
+        """Send the only answer, one line. Errors are ignored: if the caller has just disconnected, this is noticed soon."""
         with contextlib.suppress(OSError):
             self.link.sendall(self._proofs.of("listener", text) + f" {text}\n".encode())
 
 
 async def hear(link: socket.socket, key: bytes) -> Caller:
-    """Return who has just connected, once it has proved to know the secret; a stranger is told nothing.
+    """Return the caller at a new connection after it has proved to know the secret. A stranger learns nothing about the run.
 
     Args:
         link: the connection, which does not block.
-        key: as the caller has it.
+        key: the key for proofs, the same as the caller's.
 
     Raises:
         Refused: the caller is a stranger.
@@ -185,7 +185,7 @@ async def hear(link: socket.socket, key: bytes) -> Caller:
 
 
 async def _line(link: socket.socket, longest: int) -> bytes:
-    """Read a line with its end, and no byte more, or the beginning of one that is too long; nothing if the other end closes."""
+    """Read one line with its end, and no further byte; only the beginning of a line that is too long; b"" if the other end closes."""
     line = b""
     while not line.endswith(b"\n") and len(line) <= longest:
         if not (byte := await asyncio.get_running_loop().sock_recv(link, 1)):

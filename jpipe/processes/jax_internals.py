@@ -1,6 +1,6 @@
-"""JAX functionality without a public name in 0.10 and 0.12: the only module that imports private modules of JAX.
+"""Functions of JAX that have no public name in versions 0.10 to 0.12. Only this module imports private modules of JAX.
 
-JAX is imported late: the channel between the processes needs none of it.
+JAX is imported inside functions, because the channel between the processes does not need JAX.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ __all__ = [
 def distributed_state() -> Any:
     """Return the state of `jax.distributed`, with `process_id`, `num_processes`, `coordinator_address` and `client`, its key-value store.
 
-    `jax.process_index` and `jax.process_count` return two of them, but start the devices, which wait for all processes.
+    `jax.process_index` and `jax.process_count` return two of these values, but start the devices, which waits for all processes.
     """
     from jax._src import distributed
 
@@ -26,15 +26,15 @@ def distributed_state() -> Any:
 def detect_cluster(
     coordinator: str | None, num_processes: int | None, process_id: int | None, limit: int
 ) -> tuple[str | None, int | None, int | None, Sequence[int] | None]:
-    """Return what JAX detects of the cluster around this process: values for the arguments that are None, and this process's devices.
+    """Return the values that JAX detects in a cluster for the arguments that are None, and the devices of this process.
 
-    `jax.distributed.initialize` does this too, but connects at once, and may then end the process.
+    `jax.distributed.initialize` also detects them, but connects at once, and may then end the process.
 
     Args:
         coordinator: `host:port` of process 0.
-        num_processes: their number.
+        num_processes: the number of processes.
         process_id: the number of this process.
-        limit: seconds that a cluster's own tools may take.
+        limit: seconds that the tools of the cluster may take.
     """
     from jax._src.clusters import ClusterEnv
 
@@ -44,10 +44,10 @@ def detect_cluster(
 
 
 def keep_gloo_at(host: str) -> None:
-    """Make gloo, which carries arrays between CPUs, listen at `host` instead of at the address of this host's own name.
+    """Make gloo, which sends arrays between CPUs, listen at `host` instead of at the address to which this host's name resolves.
 
-    `jax_cpu_collectives_implementation` selects gloo, but no setting its address. Where a version of JAX has other private names,
-    gloo listens as before. Call it before JAX starts a device.
+    JAX's setting `jax_cpu_collectives_implementation` selects gloo, but no setting gives gloo an address. If a version of JAX has other
+    private names, this function has no effect. Call it before JAX starts a device.
     """
     from jax.extend import backend
 

@@ -1,4 +1,4 @@
-"""What updates do with the norm of their gradients, from the arguments of a pipeline: clip, skip batches, adapt the loss scale."""
+"""The options for the norm of gradients: clip the gradients, skip batches that are not finite, adapt the loss scale."""
 
 import math
 from collections.abc import Mapping
@@ -15,10 +15,10 @@ class Norms:
     """What updates do with the norm of their gradients.
 
     Attributes:
-        largest: the norm to which gradients are clipped, if they are.
-        of_stage: whether that is the norm of the gradients of each stage, and not of all.
+        largest: the norm to which gradients are clipped; None if gradients are not clipped.
+        of_stage: whether each stage clips its gradients by the norm of this stage alone; otherwise by the norm of all stages.
         skips: whether an update changes nothing if any gradient of any stage is NaN or infinite.
-        counts: for each stage the number of entries (see `Ties`) that it counts.
+        counts: for each stage the number of entries (see `Ties`) for which it sums squares.
     """
 
     largest: float | None
@@ -34,10 +34,10 @@ class Norms:
 
 @dataclass(frozen=True, kw_only=True)
 class NormCosts:
-    """The field of the cost of a stage with updates that use the norm of all stages.
+    """The additional costs of a stage if updates use the norm of all stages.
 
     Attributes:
-        squares: the sums of squares of its gradients.
+        squares: the bytes of the sums of squares of the stage's gradients.
     """
 
     squares: int = 0
@@ -45,14 +45,14 @@ class NormCosts:
 
 _OF_ALL = {"clip_global_norm": ", or clip_stage_norm, which clips each stage by its own norm"}
 _OF_ALL |= dict.fromkeys(("skip_nonfinite", "precision: loss_scale: dynamic"), "")
-"""Options with which updates use the norm of all stages, and what may be done besides where they cannot."""
+"""The options that need the norm of all stages; for each, the end of the advice if a schedule cannot compute it."""
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
     """Check the values of clipping and of skipping.
 
     Raises:
-        InputError: they are no norms, or no bool.
+        InputError: a norm is not a finite number above 0, or `skip_nonfinite` is not a bool.
     """
     for option in ("clip_global_norm", "clip_stage_norm"):
         if (norm := arguments[option]) is not None and (not is_number(norm) or not 0 < norm < math.inf):
@@ -62,7 +62,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def of_arguments(arguments: Mapping[str, Any], entries: Any) -> Norms | None:
-    """Return what the arguments of a pipeline say, for stages with these entries; None if updates use no norm."""
+    """Return what the arguments of a pipeline request, for stages with these entries; None if updates use no norm."""
     of_all, *skips = map(arguments.get, _OF_ALL)
     of_stage = arguments.get("clip_stage_norm")
     largest = of_all if of_stage is None else of_stage

@@ -1,7 +1,7 @@
-"""The norm of the gradients of all stages: the sums of squares and messages that bring it to all workers, verified and priced.
+"""The norm of the gradients of all stages: the instructions that compute it and bring it to all workers, their verification and price.
 
-At a flush the messages are separate. Otherwise they travel along a `Route`: the sums of squares of a batch to stage 0 along with input
-gradients, and its norm back along with activations.
+At a flush, the messages are separate. Otherwise they travel along a `Route`: the sums of squares of a batch travel to stage 0 along with
+input gradients, and the norm travels back along with activations.
 """
 
 from collections import defaultdict
@@ -22,7 +22,7 @@ from jpipe.programs.prediction._prices import Change, Prices
 
 @dataclass(frozen=True, slots=True)
 class SumSquares(Instruction):
-    """Sum the squares of the mean gradient of `batch`, layer by layer, and add later stages' squares; at stage 0 compute the norm."""
+    """Sum the squares of the mean gradient of `batch`, layer by layer, and append the sums of later stages; stage 0 computes the norm."""
 
     worker: int
     batch: int
@@ -32,15 +32,15 @@ class SumSquares(Instruction):
 
 
 class _Lowering(LoweringHooks):
-    """The norms of a run."""
+    """Writes the instructions that compute the norms of a run and bring them to the workers."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._plan, self._route = run, run.plan, run.route
-        self._due: defaultdict[int, list[int]] = defaultdict(list)  # by worker the batches that it sums the squares of next
-        self._drained = -1  # the last batch with a norm that a drain has brought to all workers
+        self._due: defaultdict[int, list[int]] = defaultdict(list)  # by worker, the batches for which the worker sums squares next
+        self._drained = -1  # the last batch for which a drain has brought the norm to all workers
 
     def after_backward(self, worker: Worker, k: int) -> None:
-        """Note the batch that sends its squares with the input gradient of a microbatch."""
+        """Note the batch, if any, that sends its sums of squares along with the input gradient of microbatch k."""
         if self._route is not None and (batch := self._route.to_first_with(k)) is not None and batch >= self._run.first_free:
             self._due[worker.number].append(batch)
 
@@ -73,7 +73,7 @@ class _Lowering(LoweringHooks):
             self._run.listing.transfer(time, worker.number, to, last_microbatch(self._plan, batch), "norm")
 
     def needed(self, worker: Worker, batch: int) -> list[tuple[str, int, int]]:
-        """Return what the first stage needs for an update; later ones get the norm with their input."""
+        """Return what an update at the first stage waits for: the norm. Later stages get the norm together with their input."""
         return [("norm", 0, batch)] if worker.stage == 0 else []
 
     def before_update(self, time: int, worker: int, batch: int, retires: int | None) -> None:
@@ -106,7 +106,7 @@ def _summed(plan: Plan, batch: int, workers: Sequence[int]) -> list[Instruction]
 
 
 def _alone(plan: Plan, batch: int, workers: Sequence[int]) -> list[Instruction]:
-    """Return separate messages that bring the norm of one of several parallel pipelines to its workers."""
+    """Return separate messages that bring to the workers of one of several parallel pipelines the norm of this pipeline."""
     written = _summed(plan, batch, workers)
     for source, to in pairwise(workers):
         written += transfer(source, to, last_microbatch(plan, batch), "norm")
@@ -114,7 +114,7 @@ def _alone(plan: Plan, batch: int, workers: Sequence[int]) -> list[Instruction]:
 
 
 def _distributed(plan: Plan, batch: int, holders: Collection[int]) -> list[Instruction]:
-    """Return the messages that bring the norm from workers that have it, at least one of stage 0, to all others."""
+    """Return the messages from the workers that have the norm, `holders`, to all other workers; a worker of stage 0 must have it."""
     k, written, source = last_microbatch(plan, batch), list[Instruction](), -1
     for workers in plan.stage_workers:
         for worker in sorted(workers, key=lambda w: w not in holders):
@@ -129,7 +129,7 @@ def _distributed(plan: Plan, batch: int, holders: Collection[int]) -> list[Instr
 
 
 class _Verification(VerifyHooks):
-    """The norms that one worker has, by the last microbatch of their batch."""
+    """Tracks which norms one worker has. A norm is identified by the last microbatch of its batch."""
 
     def __init__(self, verifier: Verifier) -> None:
         self._verifier, self._plan = verifier, verifier.plan
@@ -182,7 +182,7 @@ def _squares(prices: Prices, s: int) -> int:
 
 
 def _price(prices: Prices, source: int, to: int) -> tuple[int, int, int]:
-    """Return the bytes of sums of squares, which are too few to take time beyond the latency."""
+    """Return the bytes of sums of squares: they are so few that sending them takes only the latency of the link."""
     size = _squares(prices, prices.plan.workers[source][0])
     return size, 0, size
 

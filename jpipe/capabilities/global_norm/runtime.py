@@ -1,4 +1,4 @@
-"""How updates use norms: the sums of squares of a stage, the norm made of them, and what updates do with it."""
+"""How updates use norms: a stage sums squares, the first stage computes the norm, and updates clip or skip by it."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -30,12 +30,12 @@ Tree = Any
 
 
 class GlobalNorm(NamedTuple):
-    """What an update has to know of the gradients of all stages, as scalars.
+    """What an update needs to know about the gradients of all stages, as scalars.
 
     Attributes:
         norm: the square root of the sum of the squares of the mean gradients. With `clip_stage_norm` an update gets the norm of its stage
             alone, see `with_stage_norm`.
-        nonfinite: the number of their entries that are NaN or infinite; None if updates do not use it.
+        nonfinite: the number of elements of these gradients that are NaN or infinite; None if updates do not use this count.
     """
 
     norm: Any
@@ -52,7 +52,7 @@ def norms_of(f: StageFunctions) -> Norms:
 
 
 def sum_squares(f: StageFunctions, accumulators: Tree) -> GlobalNorm:
-    """Sum the squares of each layer's mean gradient, as `norm`, and count its entries that are not finite."""
+    """For each layer's mean gradient, sum the squares (field `norm`) and count the elements that are not finite (field `nonfinite`)."""
     weight = divisor(accumulators["weight"])
     means = {layer_id: mean(gradient, weight) for layer_id, gradient in accumulators["gradients"].items()}
     leaves = [[leaf.astype(loss_dtype()) for leaf in jax.tree.leaves(means[entry])] for entry in f.counted]
@@ -63,7 +63,7 @@ def sum_squares(f: StageFunctions, accumulators: Tree) -> GlobalNorm:
 
 
 def norm_of(squares: tuple[GlobalNorm, ...]) -> GlobalNorm:
-    """Return the norm from `sum_squares` of each stage, added layer by layer, so that it does not depend on the cut."""
+    """Return the norm from the `sum_squares` of all stages. They are added layer by layer, so the cut into stages changes no bit."""
     total = jnp.zeros((), squares[0].norm.dtype)
     for layer in jnp.concatenate([stage.norm for stage in squares]):
         total += layer
@@ -71,18 +71,18 @@ def norm_of(squares: tuple[GlobalNorm, ...]) -> GlobalNorm:
 
 
 def with_stage_norm(f: StageFunctions, accumulators: Tree, norm: GlobalNorm | None) -> GlobalNorm:
-    """Return what an update gets with `clip_stage_norm`: the norm of the stage's mean gradient, and `norm.nonfinite` of all stages.
+    """Return what an update gets with `clip_stage_norm`: the norm of the stage's mean gradient, and `nonfinite` for all stages.
 
     Args:
         f: the functions of the stage.
-        accumulators: the sums over the batch, with all trained parameters of the stage, also those that other replicas update.
+        accumulators: the sums over the batch for all trained parameters of the stage, including parameters that other replicas update.
         norm: the norm of all stages, if updates use it.
     """
     return GlobalNorm(norm_of((sum_squares(f, accumulators),)).norm, None if norm is None else norm.nonfinite)
 
 
 def next_scale(f: StageFunctions, scale: LossScale, norm: GlobalNorm) -> LossScale:
-    """Return the dynamic loss scale of the version that an update makes, from the version before."""
+    """Return the dynamic loss scale for the version that an update makes; `scale` belongs to the version before."""
     assert f.precision.dynamic_scale is not None
     return f.precision.dynamic_scale.after(scale, norm.nonfinite == 0)
 
@@ -125,7 +125,7 @@ def _squares(a: Arrays, counts: Iterable[int]) -> tuple[GlobalNorm, ...]:
 
 
 def spec(a: Arrays) -> GlobalNorm | None:
-    """Return the specs of what an update gets: the norm of its stage with `clip_stage_norm`, otherwise of all stages."""
+    """Return the specs of what an update gets: with `clip_stage_norm` the norm of its stage, otherwise the norm of all stages."""
     norms = norms_of(a.functions)
     return GlobalNorm(_number(a), _number(a) if norms.of_all else None) if norms.of_stage else _norm(a)
 
@@ -152,7 +152,7 @@ def used_calls(f: StageFunctions, i: Instruction) -> tuple[str, ...]:
 
 
 def run_sum_squares(worker: Worker, i: SumSquares) -> None:
-    """Sum the squares of the gradients of a batch, and of those that later stages have sent."""
+    """Sum the squares of the gradients of a batch, and append the sums that later stages have sent; the first stage computes the norm."""
     update = i.batch + worker.version_shift
     later = arrived(worker.state.updates.get(update, {}).get("squares", ()))
     squares = worker.calls["sum_squares"](worker.complete(update)), *later
@@ -163,14 +163,14 @@ def run_sum_squares(worker: Worker, i: SumSquares) -> None:
 
 
 def send_squares(worker: Worker, i: Send, update: int) -> Tree:
-    """Return the sums of squares, which the worker needs no more."""
+    """Return the sums of squares to send, and free them."""
     squares = worker.state.updates[update]["squares"]
     worker.change_update(update, squares=None)
     return squares
 
 
 def norm_for_update(worker: Worker, update: int, accumulators: Tree) -> GlobalNorm | None:
-    """Return the norm that an update gets; the norm of all stages stays until the next update, since it may have to be sent on."""
+    """Return the norm that an update gets. Keep the norm of all stages until the next update, because it may have to be sent on."""
     norms, norm = norms_of(worker.functions), None
     if norms.of_all:
         if update - 1 in worker.state.updates:
@@ -195,10 +195,11 @@ def norm_for_update(worker: Worker, update: int, accumulators: Tree) -> GlobalNo
 def report(
     exchange: MetricsExchange, f: StageFunctions, updated: Sequence[Sequence[int]], results: RunResults, metrics: Metrics
 ) -> list[dict[int, Any]] | None:
-    """Put the norms and what comes with them into the metrics.
+    """Put the norms, the counts of elements that are not finite, and the loss scales into the metrics.
 
     Returns:
-        For each pipeline how many entries of its gradient are not finite, by batch, if it skips such updates.
+        If updates that are not finite are skipped: for each pipeline, how many elements of its gradient are not finite, by batch. Otherwise
+        None.
     """
     norms, of_pipelines = norms_of(f), list[dict[int, Any]]()
     for pipeline, worker in enumerate(exchange.reporting) if norms.of_all else ():
@@ -219,7 +220,7 @@ def report(
 
 
 def waits_for(plan: Plan, instructions: Iterable[Compute | Update]) -> dict[Computation, list[Computation]]:
-    """Return for each update the computations at the first stage that it waits for: these give the last gradients."""
+    """Return for each update the computations at the first stage that compute the last gradients in its norm; it waits for them."""
     waits: dict[Computation, list[Computation]] = {}
     for i in instructions:
         if isinstance(i, Update):

@@ -1,1 +1,1 @@
-"""Shared optimizer: replicas of a stage share its optimizer state, and each updates some of the layers (`Plan.shard_optimizer`)."""
+"""Shared optimizer: each replica of a stage keeps the optimizer state of some layers and updates these (`Plan.shard_optimizer`)."""

@@ -1,4 +1,4 @@
-"""Whether the replicas of a stage share its optimizer state (ZeRO stage 1): each updates some of the layers. The numbers are the same."""
+"""The option to divide a stage's optimizer state among its replicas (ZeRO stage 1): each updates some layers. No number changes."""
 
 from typing import TYPE_CHECKING
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 def check(plan: "jpipe.Plan") -> None:
-    """Check that replicas can send each other what they have updated.
+    """Check that a stage has replicas, which can send each other what they have updated.
 
     Raises:
-        ValueError: there are none.
+        ValueError: no stage has replicas.
     """
     if max(plan.replicas) == 1:
         raise InputError(

@@ -1,4 +1,4 @@
-"""Messages with which replicas send each other what they have updated: where they go into a program, and how they are verified."""
+"""The messages by which replicas send each other the weights that they have updated: their lowering, verification and price."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -20,14 +20,14 @@ from jpipe.programs.prediction._prices import Prices
 
 
 class _Lowering(LoweringHooks):
-    """The messages of a run: replicas send each other what they have updated as soon as all of them have made an update."""
+    """Writes the messages of a run: once all replicas have made an update, they send each other the weights that they have updated."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._plan = run, run.plan
         self._made: dict[tuple[int, int], list[int]] = {}  # when each replica has made an update, by stage and update
 
     def settle(self, worker: Worker) -> bool:
-        """Make a pending update half a batch after its gradients: the other half is for the weights.
+        """Make a pending update half a batch after its gradients, so that the other half is left for the messages with the weights.
 
         Returns:
             Whether the worker can continue; False if that update waits for its sum.
@@ -46,7 +46,7 @@ class _Lowering(LoweringHooks):
         return True
 
     def after_update(self, time: int, worker: int, batch: int, retires: int | None) -> None:
-        """Write the messages with which replicas send each other what they have updated, once all have."""
+        """Once all replicas have made the update, write the messages by which they send each other the updated weights."""
         run, (s, _) = self._run, self._plan.workers[worker]
         if run.replicas[s] == 1:
             return
@@ -60,7 +60,7 @@ class _Lowering(LoweringHooks):
         run.available.announce("weights", s, batch, last)
 
     def version_ready(self, worker: Worker, version: int) -> int | None:
-        """Return when a version has the weights from the other replicas, or None."""
+        """Return the time from which a version has the weights of the other replicas, or None if this is not known yet."""
         s = worker.stage
         if self._run.replicas[s] == 1 or version <= self._run.start:
             return 0
@@ -68,12 +68,12 @@ class _Lowering(LoweringHooks):
 
 
 def lower_weights(plan: Plan, stages: Collection[int], batch: int, *, workers: Collection[int]) -> Program:
-    """Write the programs by which the replicas of stages send each other their shares of the weights after `batch` batches.
+    """Return a program by which the replicas of stages send each other their shares of the weights after `batch` batches.
 
     Args:
         plan: a plan with replicas that share the optimizer state.
-        stages: the stages to write for.
-        batch: number of batches.
+        stages: the stages with these replicas.
+        batch: the number of batches that the weights have seen.
         workers: the workers to write instructions for.
     """
     pairs = chain.from_iterable(permutations(plan.stage_workers[s], 2) for s in stages)
@@ -89,8 +89,8 @@ class _Verification(VerifyHooks):
 
     def __init__(self, verifier: Verifier) -> None:
         self._verifier, self._plan = verifier, verifier.plan
-        self._others = set(verifier.plan.stage_workers[verifier.stage]) - {verifier.number}  # that update the other weights
-        self._missing: dict[int, set[int]] = {}  # by version the replicas that it lacks the weights of
+        self._others = set(verifier.plan.stage_workers[verifier.stage]) - {verifier.number}  # the replicas that update the other weights
+        self._missing: dict[int, set[int]] = {}  # by version, the replicas that have not sent their weights yet
         self.sends, self.receives = {"weights": self._updated_with}, {"weights": self._receive}
 
     def _receive(self, i: Receive) -> None:
@@ -100,7 +100,7 @@ class _Verification(VerifyHooks):
         missing.remove(i.source)
 
     def _updated_with(self, i: Send | Receive) -> int:
-        """Return the version of the weights in a message; the worker itself has updated its part."""
+        """Return the version of the weights in a message, and check that the worker has this version: it has updated its own part."""
         version = i.microbatch // self._plan.microbatches_per_update(self._verifier.stage) + 1
         if version not in self._verifier.versions:
             self._verifier.fail(f"{i} before version {version} is there, alive are {sorted(self._verifier.versions)}")
@@ -110,7 +110,7 @@ class _Verification(VerifyHooks):
         self._missing[i.batch + 1] = set(self._others)
 
     def whole(self, version: int, where: object) -> None:
-        """Check that a version has the weights of all replicas that update some of them."""
+        """Check that all other replicas have sent the weights of a version that they update."""
         if missing := self._missing.get(version):
             self._verifier.fail(f"{where}: version {version} lacks the weights that workers {sorted(missing)} have updated")
 
@@ -122,7 +122,7 @@ class _Verification(VerifyHooks):
 
 
 def stage_cost(plan: Plan, stage: Stage, cost: StageCost, layers: Mapping[str, LayerCost]) -> StageCost:
-    """Return the cost of a stage with replicas that share its optimizer state; shared parameters count with each of their layers."""
+    """Return the cost of a stage that divides its optimizer state among its replicas. Shared parameters count with each of their layers."""
     if stage.replicas == 1:
         return cost
     layers_of_stage = [layers[layer_id] for layer_id in stage.layers]
@@ -139,11 +139,11 @@ def stage_cost(plan: Plan, stage: Stage, cost: StageCost, layers: Mapping[str, L
 
 
 def deal(sizes: Sequence[tuple[int, int]], replicas: int) -> list[int]:
-    """Return the replica of each part of a stage's optimizer state: the largest part first, each to the least loaded replica.
+    """Assign the parts of a stage's optimizer state to its replicas: from the largest part on, each goes to the least loaded replica.
 
     Args:
-        sizes: bytes of optimizer state, and of weights, which decide where the former are equal.
-        replicas: how many there are.
+        sizes: for each part the bytes of optimizer state and of weights; the latter decide between parts with equal optimizer state.
+        replicas: the number of replicas.
 
     Returns:
         The replica of each part.
@@ -156,14 +156,14 @@ def deal(sizes: Sequence[tuple[int, int]], replicas: int) -> list[int]:
 
 
 def _price(prices: Prices, source: int, to: int) -> tuple[int, int, int]:
-    """Return the bytes of what a replica has updated: it keeps them, too."""
+    """Return the bytes that a message with updated weights frees at the sender (none: it keeps them), carries, and adds at the receiver."""
     s, replica = prices.plan.workers[source]
     size = prices.share(s, [replica])
     return 0, size, size
 
 
 def _version(worker: prediction.Worker, k: int) -> int:
-    """Return the version that the update with microbatch k makes."""
+    """Return the version that the update after microbatch k makes."""
     return k // worker.all.plan.microbatches_per_update(worker.stage) + 1
 
 

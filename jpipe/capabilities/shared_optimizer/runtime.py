@@ -1,4 +1,4 @@
-"""How replicas share optimizer state: which layers each of them updates, and how they send each other what they have updated."""
+"""How replicas divide optimizer state: which layers each replica updates, and how it sends these weights to the others."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -18,10 +18,10 @@ Tree = Any
 
 
 def shares(plan: Plan, f: StageFunctions) -> tuple[Share | None, ...]:
-    """Return the share of each replica of a stage, or Nones where each updates everything.
+    """Return the share of each replica of a stage; for a stage without replicas one None.
 
-    The bytes of optimizer state on each device are as even as whole entries let them be. Layers that share parameters with each other
-    stay together, with these, so that one replica has all of their masters.
+    The bytes of optimizer state on each device are as even as they can be if no layer is divided. All layers that share parameters, and
+    these parameters, go to the same replica, so that it has all of their masters.
     """
     if f.stage.replicas == 1:
         return (None,)
@@ -41,32 +41,32 @@ def shares(plan: Plan, f: StageFunctions) -> tuple[Share | None, ...]:
 
 
 def send(worker: Worker, i: Send, update: int) -> Tree:
-    """Return what the worker has updated."""
+    """Return the weights that the worker has updated, to send them."""
     share = worker.compiled.arrays.share
     assert share is not None
     return share.outgoing(worker.functions.trained.part(worker.state.weights.read(update + 1)))
 
 
 def receive(worker: Worker, i: Receive, update: int, tree: Tree) -> None:
-    """Keep what another replica has updated."""
+    """Put the weights that another replica has updated into the worker's version."""
     weights = worker.state.weights
     params = weights.read(update + 1) | worker.functions.trained.joined(arrived(tree), worker.frozen)
     worker.state.weights = weights.with_params(update + 1, params)
 
 
 def received(state: WorkerState, i: Receive, update: int) -> Tree:
-    """Return the weights with what another replica has updated."""
+    """Return the weights of the version, which include the weights that another replica has updated."""
     return state.weights.read(update + 1)
 
 
 def specs_of_message(source: Arrays, to: Arrays) -> tuple[Tree, Tree]:
-    """Return the specs of what a replica sends to another one, at both ends."""
+    """Return the specs of a message between two replicas, at the sender and at the receiver."""
     assert source.share is not None
     return source.share.outgoing(source.trained), source.share.outgoing(to.trained)
 
 
 def completes_read(plan: Plan, functions: Sequence[StageFunctions], batch: int, workers: Collection[int]) -> Program | None:
-    """Return a program that completes weights that follow from optimizer state: each replica has the entries that it updates."""
+    """Return a program that completes predicted weights. These follow from optimizer state, so each replica can compute only its share."""
     predicting = [s for s, f in enumerate(functions) if f.predicts]
     return lower_weights(plan, predicting, batch, workers=workers) if predicting else None
 
