@@ -172,7 +172,7 @@ def test_top5_needs_five_classes(tmp_path):
     from jpipe_train.config.config import EvalConfig
 
     metric = metrics(EvalConfig(metrics={"top5": "top5"}))["top5"]
-    with pytest.raises(InputError, match=r"eval.metrics: top5: expected logits of at least 5 classes, found 4; leave it out"):
+    with pytest.raises(InputError, match=r"eval.metrics: top5: expected logits of at least 5 classes, found 4; remove top5"):
         metric(jnp.zeros((2, 4)), jnp.zeros(2, jnp.int32))
     logits = jax.random.normal(jax.random.key(0), (64, 9))
     labels = jax.random.randint(jax.random.key(1), (64,), -1, 9, jnp.int32)

@@ -324,7 +324,7 @@ def test_a_folder_that_not_all_processes_see_is_refused(saved, tmp_path):
     (tmp_path / "checkpoints").mkdir()
     config = Config.model_validate(saved)
     check_shared(settings_of(config), tmp_path, Team(None), limit=0.0)
-    with pytest.raises(InputError, match=rf"process 0 finds no '{tmp_path}/none/checkpoints', .*; choose a folder that all"):
+    with pytest.raises(InputError, match=rf"process 0 does not find '{tmp_path}/none/checkpoints', .*; choose a folder that all"):
         check_shared(settings_of(config), tmp_path / "none", Team(None), limit=0.0)
     check_shared(settings_of(changed(saved, checkpoint={"every": None})), tmp_path / "none", Team(None), limit=0.0)
 

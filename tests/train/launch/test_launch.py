@@ -133,7 +133,7 @@ time.sleep({LIMIT})
 
 
 BEGUN = """
-from jpipe_train.launch.local import progress
+from jpipe_train.launch.local import reported_progress as progress
 if me == 0: progress.begin("runs/a b", {resumed}, saves={saves})
 """
 AGAIN = "the same command with --set run.dir='runs/a b'"
