@@ -1,4 +1,4 @@
-"""Programs of a plan: instructions, their lowering, simulation and timeline. Nothing here imports JAX."""
+"""The programs of a plan: instructions, their lowering, simulation and timeline. No module in this folder imports JAX."""
 
 from jpipe.programs._costs import HostLink, LayerCost, Network, Overlap, SharedCost, StageCost, sum_layer_costs, unit_costs, uses_by_costs
 from jpipe.programs._execution_order import ProgramError

@@ -1,4 +1,4 @@
-"""Costs of computations in seconds and bytes, the input of `simulate`: written by hand, summed over layers, or measured."""
+"""Costs of computations in seconds and bytes, for `simulate`. They can be written by hand, summed over layers, or measured."""
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -15,12 +15,12 @@ from jpipe.schedules import SCHEDULES
 
 
 class KeptByBoth(NamedTuple):
-    """Arrays that one stage sends to the next and keeps itself.
+    """Arrays that a stage receives from the previous stage while the previous stage keeps them, too.
 
     Attributes:
         size: the size in bytes.
-        sender: the computation after which the previous stage frees them: "I", a backward or its first half, or "W", its second half.
-        receiver: the computation after which the stage itself frees them: "F", "I" or "W".
+        sender: the computation after which the previous stage frees them: "I" (a backward or its first half) or "W" (its second half).
+        receiver: the computation after which this stage frees them: "F", "I" or "W".
     """
 
     size: int
@@ -35,28 +35,28 @@ class StageCost(Costs):
     Attributes:
         forward: time of a forward.
         backward: time of a backward, including the forward if it recomputes.
-        backward_input: time of the half of a backward that makes the input gradient, including the forward if it recomputes.
-        backward_weight: time of the other half, which makes the gradients of the weights.
+        backward_input: time of the half of a backward that computes the input gradient, including the forward if it recomputes.
+        backward_weight: time of the other half, which computes the gradients of the weights.
         update: time of one update.
         inputs: the stage input.
         labels: the labels of the last stage; 0 at other stages.
         outputs: the outputs that the forward sends on.
-        residuals: what stays from forward to backward, including kept inputs, outputs and layer state.
-        kept_outputs: the part of `outputs` that is in the residuals.
-        stash: what stays from one half of a backward to the other.
-        message: the output gradient that arrives, with the microbatch's weight; at the last stage (sum, weight) of the loss.
-        gradient: the input gradient that leaves, with the weight.
-        weights: one version.
-        frozen: the part of `weights` that no update changes: all versions share it.
-        optimizer: optimizer state; if replicas share it, the largest share.
+        residuals: the arrays kept from a forward for its backward, including kept inputs, outputs and layer state.
+        kept_outputs: the part of `outputs` that is also in `residuals`.
+        stash: the arrays kept from the first half of a backward for the second half.
+        message: the received output gradient, with the microbatch's weight; at the last stage (sum, weight) of the loss.
+        gradient: the input gradient to send, with the microbatch's weight.
+        weights: one version of the weights.
+        frozen: the part of `weights` that no update changes and all versions share.
+        optimizer: optimizer state; if replicas divide it, the largest share.
         state: layer state (batch statistics).
         accumulators: accumulated gradients.
-        temporary: the largest scratch memory of a program.
-        passed: the arrays of the stage input that the previous stage keeps, too. If both are on one rank, they count once.
-        updated: with `Plan.shard_optimizer`, the bytes of one version that each replica updates and sends to the other replicas.
-        kept: what capabilities keep in addition to the optimizer state, such as the errors of compressed sums, or agreed weights.
-        gathered: for each piece of a sum (see `pieces_of`) what a replica sends to each other replica, if each computes the sum itself;
-            empty: gradients and then their sums go around a ring.
+        temporary: scratch memory, the maximum over the stage's programs.
+        passed: the arrays of the stage input that the previous stage keeps, too. If both stages are on one rank, they count once.
+        updated: with `Plan.shard_optimizer`, for each replica the bytes of one version that it updates and sends to the other replicas.
+        kept: arrays that capabilities keep in addition to the optimizer state, such as the errors of compressed sums, or agreed weights.
+        gathered: if each replica computes sums itself: for each piece of a sum (see `pieces_of`) the bytes that a replica sends to each
+            other replica. If empty, gradients and then their sums go around a ring.
     """
 
     forward: float = 1.0
@@ -85,7 +85,7 @@ class StageCost(Costs):
 
     @property
     def trained(self) -> int:
-        """Bytes of a version that updates change."""
+        """The bytes of a version that updates change."""
         return self.weights - self.frozen
 
     def seconds(self, op: str) -> float:
@@ -95,7 +95,7 @@ class StageCost(Costs):
 
 
 def pieces_of(plan: Plan, stage: Stage, cost: StageCost) -> list[float]:
-    """Return the bytes of the pieces in which the replicas of a stage sum its gradients: a single piece, unless a capability cuts them."""
+    """Return the bytes of each piece in which the replicas of a stage sum its gradients: one piece, unless a capability divides them."""
     cut = (pieces(stage, cost) for pieces in hooks("pieces", programs_of(plan)))
     return next((sizes for sizes in cut if sizes), [cost.accumulators])
 
@@ -107,25 +107,26 @@ class LayerCost:
     Attributes:
         forward: time of a forward.
         backward: time of a backward without recomputation.
-        outputs: the output, which is also the size of its gradient.
+        outputs: the output; its gradient has the same size.
         weights: the parameters.
         accumulators: accumulated gradients; None: as many bytes as `weights` without `frozen`.
         frozen: the part of `weights` that no update changes.
-        backward_weight: the part of `backward` that makes the gradients of the weights; None: half of it.
-        stash: what stays from one half of a backward to the other, by policy; without an entry the residuals of "none" and the output.
+        backward_weight: the part of `backward` that computes the gradients of the weights; None: half of `backward`.
+        stash: the arrays kept from the first half of a backward for the second, by recomputation policy; for a policy without an entry, the
+            residuals of "none" and the output.
         optimizer: optimizer state.
         state: layer state (batch statistics).
-        residuals: what stays from forward to backward if the layer is a stage by itself, by recomputation policy (without an entry for
-            `full`, the stage input).
-        shared: the part of `residuals` that stays only once, or not at all, if the next layer is in the same stage, by policy (without an
-            entry, nothing).
+        residuals: the arrays kept from forward to backward in a stage of this layer alone, by recomputation policy. Without an entry for
+            `full` it is the stage input.
+        shared: the part of `residuals` that is kept only once, or not at all, if the next layer is in the same stage, by recomputation
+            policy; for a policy without an entry, nothing.
         update: time of one update.
-        temporary: the largest scratch memory of its programs, without recomputation.
-        temporary_more: the scratch memory that a stage with this and the next layer needs in addition to the larger of both.
+        temporary: scratch memory, the maximum over the layer's programs, without recomputation.
+        temporary_more: the scratch memory that a stage of this layer and the next needs in addition to the larger `temporary` of both.
         remaking: the scratch memory of a backward that computes all residuals of the layer itself, as with recomputation; None: not known.
-        remaking_next: the additional scratch memory of such a backward if the next layer is the last one of the stage.
-        remaking_more: the same if several more layers of the stage follow.
-        ahead: the prediction of `delay_correction`, which stages with late gradients hold.
+        remaking_next: the additional scratch memory of such a backward if one more layer of the stage follows.
+        remaking_more: the additional scratch memory of such a backward if several more layers of the stage follow.
+        ahead: the predicted weights of `delay_correction`, which only stages with late gradients hold.
     """
 
     forward: float
@@ -150,12 +151,12 @@ class LayerCost:
 
     @property
     def for_weights(self) -> float:
-        """Time of the backward for weights."""
+        """The time in which a backward computes the gradients of the weights."""
         return self.backward / 2 if self.backward_weight is None else self.backward_weight
 
     @property
     def summed(self) -> int:
-        """Bytes of accumulated gradients, which replicas sum."""
+        """The bytes of accumulated gradients, which replicas sum."""
         return self.trained if self.accumulators is None else self.accumulators
 
     @property
@@ -191,9 +192,9 @@ class Link:
 
     Attributes:
         bandwidth: bytes per second.
-        latency: seconds from the end of sending to the arrival; it does not keep the link busy.
-        ports: what a message occupies while it is sent and other links may share, such as the network card of a host; (): the direction
-            from one rank to the other.
+        latency: seconds from the end of sending to the arrival. The link is free during this time.
+        ports: what a message occupies while it is sent, such as the network card of a host; other links may share ports. (): the link has
+            one port for each direction, which it shares with no other link.
     """
 
     bandwidth: float = float("inf")
@@ -212,14 +213,14 @@ def _is_amount(value: Any) -> bool:
 
 
 def check_costs(plan: Plan, costs: Sequence[StageCost]) -> None:
-    """Check that all times and sizes are finite numbers of at least 0, and that there is one for each part that a stage sums by itself.
+    """Check that times and sizes are finite numbers of at least 0, and that fields for the pieces of a sum have a number for each piece.
 
     Args:
         plan: the plan.
-        costs: one for each of its stages.
+        costs: the cost of each stage of the plan.
 
     Raises:
-        InputError: names the stage and the field.
+        InputError: a cost is wrong; the message names the stage and the field.
     """
     per_piece = {name for used in programs_of(plan) for name in used.per_piece}
     for s, (stage, cost) in enumerate(zip(plan.stages, costs, strict=True)):
@@ -238,21 +239,21 @@ def check_costs(plan: Plan, costs: Sequence[StageCost]) -> None:
 
 
 Network = Callable[[int, int], Link]
-"""The link from one rank to another, by their numbers."""
+"""A function that returns the link from one rank to another, given their numbers."""
 
 HostLink = Callable[[int], Link]
-"""The link from the device of a rank, by its number, to the memory of its host."""
+"""A function that returns the link from a rank's device to the memory of its host, given the number of the rank."""
 
 Overlap = Literal["none", "transfers", "transfers and sums"]
-"""What goes on beside the computations of a rank: nothing, transfers between ranks, or these and sums of gradients over replicas."""
+"""What can overlap with the computations of a rank: nothing, transfers between ranks, or these and sums of gradients over replicas."""
 
 OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
 
 
 def unit_costs(plan: Plan) -> tuple[StageCost, ...]:
-    """Return unit costs, for text timelines: a forward takes 1, a backward 2, each of its halves 1; nothing has a size.
+    """Return unit costs, for text timelines: a forward takes 1, a backward 2, each half of a backward 1. All sizes are 0.
 
-    A backward that recomputes takes 3, its first half 2.
+    A backward that recomputes takes 3, and its first half takes 2.
 
     Returns:
         One cost for each stage of the plan.
@@ -262,10 +263,10 @@ def unit_costs(plan: Plan) -> tuple[StageCost, ...]:
 
 
 def uses_by_costs(costs: Sequence[StageCost]) -> dict[str, Any]:
-    """Return what programs of stages with these costs do beside their plan, for `lower`, such as to sum gradients of shared parameters.
+    """Return the argument `uses` of `lower` for stages with these costs, such as the request to sum gradients of shared parameters.
 
     Args:
-        costs: one for each stage.
+        costs: the cost of each stage.
     """
     used = {name: hooks.used(costs) for name, hooks in programs().items() if hooks.used is not None}
     return {name: value for name, value in used.items() if value}
@@ -274,20 +275,20 @@ def uses_by_costs(costs: Sequence[StageCost]) -> dict[str, Any]:
 def sum_layer_costs(
     plan: Plan, layers: Mapping[str, LayerCost], *, inputs: int = 0, labels: int = 0, shared: Sequence[SharedCost] = ()
 ) -> tuple[StageCost, ...]:
-    """Return the costs of the stages of a plan from their layers' costs.
+    """Return the costs of the stages of a plan, summed from the costs of their layers.
 
     Args:
         plan: the cut, and the recomputation of each stage.
         layers: the cost of each layer of the plan, by layer id.
         inputs, labels: bytes of one microbatch's inputs and labels.
-        shared: the parameters that several layers share; a stage with several of these layers has it once.
+        shared: the parameters that several layers share; a stage with several of these layers holds the parameter once.
 
     Returns:
-        One cost for each stage. Residuals count as temporary if a stage recomputes them, or if it is the last one and its forward and
-        backward are one program (as the schedule's order says). Compressed messages count as if of float32.
+        One cost for each stage. Residuals count as temporary memory if a stage recomputes them, or if it is the last stage and its order
+        has forward and backward as one program. Compressed messages count as if they compressed float32.
 
     Raises:
-        InputError: a layer without a cost, or without residual bytes for its stage's recomputation policy.
+        InputError: a layer has no cost, or no residual bytes for the recomputation policy of its stage.
     """
     for layer_id in plan.layers:
         if layer_id not in layers:
@@ -304,7 +305,7 @@ def sum_layer_costs(
         known = all(stage.recompute in layer.residuals for layer in layer_costs)
         residuals = _residuals(layer_costs, stage.recompute) if known else before
         fused = SCHEDULES[plan.schedule].begins_fused(plan, s)
-        inside = _residuals(layer_costs, "none") if fused or stage.recompute != "none" else 0  # of the program that does the backward
+        inside = _residuals(layer_costs, "none") if fused or stage.recompute != "none" else 0  # of the backward's program
         backward = sum(layer.backward for layer in layer_costs) + again
         for_weights = sum(layer.for_weights for layer in layer_costs) if of_input else backward  # stage 0 has no input gradient
         costs.append(
@@ -340,13 +341,13 @@ def sum_layer_costs(
 
 
 def _scratch(layers: Sequence[LayerCost], unchanged: int, remade: int, inputs: int) -> int:
-    """Return the scratch memory of a stage of these layers.
+    """Return the scratch memory of a stage with these layers.
 
     Args:
-        layers: its layers.
-        unchanged: bytes of the residuals of its layers, without recomputation.
-        remade: the part of them that the program of the backward makes itself.
-        inputs: bytes of the stage input, which no program makes.
+        layers: the layers of the stage.
+        unchanged: bytes of the residuals of these layers without recomputation.
+        remade: the part of these residuals that the program of the backward computes itself.
+        inputs: bytes of the stage input, which no program computes.
     """
     scratch = max(layer.temporary for layer in layers) + sum(layer.temporary_more for layer in layers[:-1])
     last = layers[-1].remaking
@@ -358,7 +359,7 @@ def _scratch(layers: Sequence[LayerCost], unchanged: int, remade: int, inputs: i
 
 
 def _gradient_flows(plan: Plan, layers: Mapping[str, LayerCost]) -> list[bool]:
-    """Return whether the gradient of each stage's input, and of the last output, is computed: not if all layers before are frozen."""
+    """Return for each stage's input, and for the last output, whether its gradient is computed: not if all layers before are frozen."""
     flows, trained, frozen = [True], False, False
     for stage in plan.stages:
         trained = trained or any(layers[layer_id].trained for layer_id in stage.layers)
@@ -368,7 +369,7 @@ def _gradient_flows(plan: Plan, layers: Mapping[str, LayerCost]) -> list[bool]:
 
 
 def _once(plan: Plan, costs: Sequence[StageCost], shared: Sequence[SharedCost]) -> list[StageCost]:
-    """Return the costs with each shared parameter once in a stage."""
+    """Return the costs with each shared parameter counted only once in a stage."""
     once = list(costs)
     for parameter in shared:
         for s, stage in enumerate(plan.stages):

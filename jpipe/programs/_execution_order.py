@@ -1,4 +1,4 @@
-"""An executable order of the instructions of all ranks, without times and bytes."""
+"""The order in which the instructions of all ranks can be executed, without times and bytes."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,14 +17,14 @@ from jpipe.programs._instructions import (
 
 
 class ProgramError(ValueError):
-    """A program that violates its schedule; the message ends with the grid up to the violation."""
+    """A program violates its schedule. The message ends with the timeline up to the violation, as a text grid."""
 
 
 class Violation(Exception):
     """A rule that a program breaks.
 
     Attributes:
-        notes: (rank, note) pairs for the rows of a grid.
+        notes: (rank, note) pairs; `format_grid` shows each note at the row of the rank.
     """
 
     def __init__(self, message: str, notes: Sequence[tuple[int, str]]) -> None:
@@ -38,7 +38,7 @@ class Violation(Exception):
 
 
 def name_of(plan: Plan, worker: int) -> str:
-    """Return the name of a worker in messages: its rank, and its stage where the rank has several."""
+    """Return the name of a worker in messages: its rank, with its stage if the rank has several stages."""
     rank = plan.rank_of[worker]
     return f"rank {rank}" + (f", stage {plan.workers[worker][0]}" if len(plan.rank_workers[rank]) > 1 else "")
 
@@ -46,9 +46,9 @@ def name_of(plan: Plan, worker: int) -> str:
 def walk(program: Program) -> Iterator[Instruction]:
     """Yield all instructions in an executable order: each rank runs its instructions in order, and waits for other ranks.
 
-    A transfer waits until both ranks have come to it; its receive follows its send at once. An update, or what comes between the sum of
-    the gradients and it, waits until all replicas have begun to sum the gradients of its batch; so does an agreement with the changes of
-    the weights. If the program has the instructions of some workers, nothing waits for other workers.
+    A transfer waits until both ranks have come to it; then its receive follows its send at once. An update, and any instruction between it
+    and its sum, waits until all replicas have begun to sum the gradients of the batch. An agreement waits likewise for the sum of the
+    changes of the weights. If the program has the instructions of some workers only, no instruction waits for other workers.
 
     Raises:
         Violation: a send has no receiver, the total order has an instruction before one that it waits for, or the ranks deadlock.
@@ -56,7 +56,7 @@ def walk(program: Program) -> Iterator[Instruction]:
     plan, instructions, rank_of = program.plan, program.instructions, program.plan.rank_of
     workers = range(len(plan.workers)) if program.workers is None else program.workers
     local = [sum(w in workers for w in replicas) for replicas in plan.stage_workers]
-    queues: list[list[int]] = [[] for _ in plan.rank_workers]  # indices of instructions
+    queues: list[list[int]] = [[] for _ in plan.rank_workers]  # by rank, the indices of its instructions
     for index, instruction in enumerate(instructions):
         queues[rank_of[instruction.worker]].append(index)
     heads = [0 for _ in queues]
@@ -70,7 +70,7 @@ def walk(program: Program) -> Iterator[Instruction]:
             i = instructions[index]
             if type(i) is Send and i.to in workers:
                 to = rank_of[i.to]
-                place = heads[to] + (to == rank)  # on the same rank the receive comes next
+                place = heads[to] + (to == rank)  # on the same rank the receive is the next instruction
                 if place >= len(queues[to]):
                     raise Violation.at(plan, i.worker, f"{i} has no receiver")
                 received = queues[to][place]
@@ -88,7 +88,7 @@ def walk(program: Program) -> Iterator[Instruction]:
                 if source != rank and heads[source] < len(queues[source]):
                     send = instructions[queues[source][heads[source]]]
                     if type(send) is Send and send.to == i.worker:
-                        ready.append(source)  # the transfer happens there and makes this rank ready again
+                        ready.append(source)  # that rank yields the transfer, which makes this rank ready again
                 break
             elif type(i) in begun.concerned and not begun.allow(i, index):
                 break
@@ -110,13 +110,13 @@ def _is_of(receive: Receive, send: Send) -> bool:
 
 
 class _Sums:
-    """The sums over the replicas of stages that have begun, of gradients and of what capabilities sum.
+    """Tracks which sums over replicas have begun: sums of gradients and of arrays of capabilities.
 
     Args:
-        plan: what runs.
-        counts: the number of instructions that begin a sum, by stage.
+        plan: the plan that runs.
+        counts: by stage, the number of instructions that begin one sum.
         kinds: the types of these instructions.
-        waits_for: the sum that an instruction of a capability waits for, by the type of instruction.
+        waits_for: by the type of an instruction of a capability, a function that returns the sum for which the instruction waits.
     """
 
     def __init__(
@@ -124,19 +124,19 @@ class _Sums:
     ) -> None:
         self.kinds, self.concerned = kinds, {*kinds, *waits_for, Update}
         self._plan, self._counts, self._waits_for = plan, counts, waits_for
-        self._begun: dict[tuple[int, int, type], list[int]] = {}  # by stage, batch and type, the indices of what has begun a sum so far
+        self._begun: dict[tuple[int, int, type], list[int]] = {}  # indices of instructions, by stage, batch and type
 
     def woken_by(self, i: Any) -> list[int]:
-        """Return the ranks that can continue once all replicas have begun a sum."""
+        """Return the ranks that can continue after an instruction begins a sum: none, or the ranks of all replicas if all have begun it."""
         s, _ = self._plan.workers[i.worker]
         complete = len(self._begun[s, i.batch, type(i)]) >= self._counts[s]
         return [self._plan.rank_of[w] for w in self._plan.stage_workers[s]] if complete else []
 
     def allow(self, i: Any, index: int) -> bool:
-        """Note the beginning of a sum, and return whether all replicas have begun the sum that an instruction needs.
+        """Note that an instruction begins a sum. Return whether all replicas have begun the sum for which the instruction waits.
 
         Raises:
-            Violation: the total order has the instruction before the sum.
+            Violation: in the total order the instruction stands before the sum.
         """
         s, kind = self._plan.workers[i.worker][0], type(i)
         if kind in self.kinds:

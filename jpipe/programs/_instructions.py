@@ -1,6 +1,7 @@
 """Instructions and programs: frozen data that `lower` writes, `simulate` verifies and the runtime interprets.
 
-Each instruction names its worker, one replica of one stage, and so its stage and its rank (`Plan.workers`, `Plan.rank_of`).
+Each instruction has the number of its worker, which is one replica of one stage; `Plan.workers` and `Plan.rank_of` map it to stage and
+rank.
 """
 
 from collections.abc import Collection, Iterator
@@ -18,7 +19,7 @@ Data = Literal["inputs", "labels"]
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """What a worker does: the base of all instructions, capabilities' included. Each has a field `worker`, its number."""
+    """The base class of all instructions, also of capabilities. Each has a field `worker`, the number of the worker that runs it."""
 
     if TYPE_CHECKING:
 
@@ -27,16 +28,16 @@ class Instruction:
 
     @property
     def piece(self) -> str:
-        """The piece of a computation or a sum, a suffix of the names of its calls; empty: the whole, or what remains of a sum."""
+        """The piece of a computation or sum, as a suffix of the names of its calls; "" for the whole, or for the last piece of a sum."""
         return ""
 
     @property
     def following(self) -> int:
-        """How many further pieces of the same computation or sum follow."""
+        """The number of pieces of the same computation or sum that follow."""
         return 0
 
     def later(self, microbatches: int, updates: int) -> Self:
-        """Return the same instruction, shifted by this many microbatches and updates of its stage."""
+        """Return the same instruction, shifted by `microbatches` microbatches and by `updates` updates of its stage."""
         moved = {"microbatch": microbatches, **dict.fromkeys(("version", "batch", "retires"), updates)}
         values: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self) if each.name in moved}
         return replace(self, **{name: value + moved[name] for name, value in values.items() if value is not None})
@@ -44,7 +45,7 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Load(Instruction):
-    """Bring a microbatch's inputs to a worker of the first stage, or its labels to one of the last."""
+    """Load a microbatch's inputs at a worker of the first stage, or its labels at a worker of the last stage."""
 
     worker: int
     microbatch: int
@@ -53,7 +54,7 @@ class Load(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Compute(Instruction):
-    """Run the program of an op (a name of `jpipe.ops.OPS`) on a microbatch, with weights `version`."""
+    """Run the program of an op (a name in `jpipe.ops.OPS`) on a microbatch, with version `version` of the weights."""
 
     op: str
     worker: int
@@ -62,15 +63,15 @@ class Compute(Instruction):
 
     @property
     def shown(self) -> str:
-        """The op of its `Span`."""
+        """The op that its `Span` shows."""
         return self.op
 
 
 @dataclass(frozen=True, slots=True)
 class Send(Instruction):
-    """Send the output (`activation`) or the input gradient (`gradient`) of a microbatch to the worker `to`, and free it.
+    """Send the output (`activation`) or the input gradient (`gradient`) of a microbatch to the worker `to`, and free the array.
 
-    Capabilities have other messages.
+    Capabilities define further messages.
     """
 
     worker: int
@@ -81,7 +82,7 @@ class Send(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Receive(Instruction):
-    """Receive a message of the worker `source`: the stage input (`activation`), the output gradient (`gradient`) or another message."""
+    """Receive a message from the worker `source`: the stage input (`activation`), the output gradient (`gradient`) or another message."""
 
     worker: int
     microbatch: int
@@ -91,9 +92,9 @@ class Receive(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class AllReduce(Instruction):
-    """Begin to sum the gradients of `batch` over the replicas of the worker's stage; its update waits for the sum.
+    """Begin to sum the gradients of `batch` over the replicas of the worker's stage. The update by `batch` waits for the sum.
 
-    The instructions of all replicas stand side by side in the total order.
+    In the total order, the instructions of all replicas that begin one sum follow each other directly.
     """
 
     worker: int
@@ -102,9 +103,9 @@ class AllReduce(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Update(Instruction):
-    """Make version `batch + 1` from version `batch` and the gradients of `batch`, in the memory of version `retires` if there is one.
+    """Compute version `batch + 1` from version `batch` and the gradients of `batch`, in the memory of version `retires` if given.
 
-    `batch` counts the updates of the worker's stage: with update_every "replicas" those are more than the batches.
+    `batch` counts the updates of the worker's stage. With update_every "replicas" a stage makes several updates in a batch.
     """
 
     worker: int
@@ -114,7 +115,7 @@ class Update(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Release(Instruction):
-    """Free the weights `version`, which no microbatch will read again."""
+    """Free the version `version` of the weights, which no further microbatch reads."""
 
     worker: int
     version: int
@@ -124,13 +125,13 @@ CoreInstruction = Load | Compute | Send | Receive | AllReduce | Update | Release
 
 
 def ends_update(plan: Plan, s: int, k: int) -> bool:
-    """Return whether microbatch k is the last that its replica of stage s has in an update."""
+    """Return whether microbatch k is the last one before an update that its replica of stage s computes."""
     replicas = plan.replicas[s]
     return (k // replicas + 1) % (plan.microbatches_per_update(s) // replicas) == 0
 
 
 def shifted(instruction: Instruction, plan: Plan, batches: int) -> Instruction:
-    """Return the same instruction `batches` batches later in the run."""
+    """Return the same instruction for a place `batches` batches later in the run."""
     if not batches:
         return instruction
     return instruction.later(batches * plan.microbatches, batches * plan.updates_per_batch(plan.workers[instruction.worker][0]))
@@ -141,22 +142,22 @@ class Program:
     """The instructions of all workers, or of some, in one total order that extends data order and the order of each rank.
 
     Attributes:
-        plan: what was lowered.
+        plan: the plan that was lowered.
         start: the batch before which the pipeline was empty.
         begin: the first batch that this program loads.
         end: one past the last batch that it loads.
-        drained: whether the pipeline is empty afterwards.
-        uses: what it does beside its plan, by the names of the capabilities.
-        separates_sums: for each stage, whether it sets the gradients of a batch aside until their update, to accumulate the next
-            batch meanwhile.
-        versions: for each worker, afterwards, the oldest version that a microbatch will still read and the newest there is.
-        ended: the batches for which it completes the gradients of the last stage, over all replicas.
-        updated: for each stage, the batches that it completes the updates of.
-        instructions: the total order of loads, forwards, backwards, sends, receives, sums, updates, agreements and releases; the program
-            of a rank is the instructions of its workers, in the same order.
-        workers: the workers that it has instructions for; None: all.
-        verified: not empty once the instructions have been verified, which the next simulation then leaves out.
-        prepared: what simulations have made of the instructions, for further ones.
+        drained: whether the pipeline is empty after the program.
+        uses: what the program does in addition to its plan, by the names of capabilities.
+        separates_sums: for each stage, whether it sets the gradients of a batch aside until their update, to accumulate the next batch
+            meanwhile.
+        versions: for each worker, after the program, the oldest version that a microbatch will still read, and the newest version.
+        ended: the batches for which the program completes the gradients of the last stage, over all replicas.
+        updated: for each stage, the batches for which the program completes the updates.
+        instructions: the total order of loads, forwards, backwards, sends, receives, sums, updates, agreements and releases. The program of
+            a rank has the instructions of its workers, in the same order.
+        workers: the workers with instructions in the program; None: all.
+        verified: not empty after the instructions have been verified; then simulations do not verify them again.
+        prepared: data that simulations have computed from the instructions, for reuse by later simulations.
     """
 
     plan: Plan
@@ -176,12 +177,12 @@ class Program:
 
     @cached_property
     def hooks(self) -> list[ProgramHooks]:
-        """What the capabilities that it uses add to it."""
+        """The hooks of the capabilities that the program uses."""
         return programs_of(self.plan, self.uses)
 
     @cached_property
     def updates_per_batch(self) -> tuple[int, ...]:
-        """The updates of each stage in a batch."""
+        """The number of updates in a batch, for each stage."""
         return tuple(map(self.plan.updates_per_batch, range(self.plan.depth)))
 
     @cached_property
@@ -190,10 +191,10 @@ class Program:
         return tuple(map(self.plan.sums_gradients, range(self.plan.depth)))
 
     def of(self, workers: Collection[int]) -> "Program":
-        """Return the program with the instructions of these workers alone."""
+        """Return the program with only the instructions of these workers."""
         chosen = frozenset(workers)
         return replace(self, instructions=tuple(i for i in self.instructions if i.worker in chosen), workers=chosen)
 
     def worker(self, worker: int) -> Iterator[Instruction]:
-        """Yield the instructions of one worker, counted from 0, in order."""
+        """Yield the instructions of one worker in order; workers are counted from 0."""
         return (i for i in self.instructions if i.worker == worker)

@@ -1,15 +1,15 @@
-"""The route of messages about a batch through all stages without a flush: the messages of microbatches that carry them.
+"""How messages about a batch travel through all stages without a flush: along with the messages of certain microbatches.
 
-A message about a batch travels from the last stage to the first along with the input gradients of one microbatch, the j-th after the
-batch. From stage 0 one travels back along with activations. Each worker makes the update of the batch just before the first forward with an
-activation that brings the message. No worker waits for these messages: each of them arrives together with one that the worker needs anyway.
+A message about a batch travels from the last stage to the first along with the input gradients of one microbatch, the j-th after the batch.
+From stage 0 another message travels back along with activations. Each worker updates by the batch just before the first forward that reads
+an activation with this message. No worker waits for these messages, because each arrives with a message that the worker needs anyway.
 
-    q = (t + 1) m - 1 + j       the message about batch t travels to stage 0 with the input gradients of microbatch q
-    K = min(A(q), V)            that back arrives with the activations of the microbatches K .. K + r_s - 1 at stage s
+    q = (t + 1) m - 1 + j       the message about batch t travels to stage 0 with the input gradients of microbatch q K = min(A(q), V)
+    at stage s the message back arrives with the activations of the microbatches K .. K + r_s - 1
 
-A(q) is the first microbatch that stage 0 begins after the backward of q, on the same replica: q + n_0 r_0 where each rank has one
-stage, n_0 microbatches in flight at stage 0. r_s are the replicas of stage s, and V is the first microbatch that reads the updated weights.
-If a stage has replicas, j is as large as K <= V allows, so that the sum over the replicas overlaps with computations; otherwise j = 0.
+A(q) is the first microbatch that stage 0 begins after the backward of q on the same replica. If each rank has one stage, A(q) is q + n_0
+r_0, with n_0 microbatches in flight at stage 0. Stage s has r_s replicas. V is the first microbatch that reads the updated weights. If a
+stage has replicas, j is the largest value with K <= V, so that the sum over the replicas overlaps with computations; otherwise j = 0.
 """
 
 from dataclasses import dataclass
@@ -24,9 +24,9 @@ class Route:
     """The microbatches that carry the messages about each batch, under a schedule that does not flush.
 
     Attributes:
-        plan: what runs.
-        delay: j, by how many microbatches the message to stage 0 follows the last microbatch of its batch.
-        arrivals: K of the first batches that are not flushed, as many as the order of the schedule takes to repeat.
+        plan: the plan that runs.
+        delay: j, the number of microbatches by which the message to stage 0 follows the last microbatch of its batch.
+        arrivals: K for the first batches that are not flushed; as many as the order of the schedule takes to repeat.
     """
 
     plan: Plan
@@ -34,18 +34,18 @@ class Route:
     arrivals: tuple[int, ...]
 
     def to_first_with(self, k: int) -> int | None:
-        """Return the batch with a message that travels to stage 0 with the input gradient of microbatch k, if any."""
+        """Return the batch, if any, with a message that travels to stage 0 along with the input gradient of microbatch k."""
         batch, offset = divmod(k + 1 - self.delay, self.plan.microbatches)
         return batch - 1 if offset == 0 and batch > 0 else None
 
     def complete_after(self, s: int, k: int) -> int | None:
-        """Return the batch that stage s has summed after the backward of microbatch k, if any; each replica once per batch."""
+        """Return the batch, if any, with gradients that stage s has summed by the backward of microbatch k; each replica gets it once."""
         replicas = self.plan.replicas[s]
         batch, offset = divmod(k - (self.delay if replicas > 1 else 0), self.plan.microbatches)
         return batch if batch >= 0 and offset >= self.plan.microbatches - replicas else None
 
     def from_first_with(self, s: int, k: int) -> int | None:
-        """Return the batch with a message from stage 0 that arrives at stage s with the activation of microbatch k, if any."""
+        """Return the batch, if any, with a message from stage 0 that arrives at stage s along with the activation of microbatch k."""
         period, m = len(self.arrivals), self.plan.microbatches
         for n, arrival in enumerate(self.arrivals):
             periods, offset = divmod(k - arrival, period * m)
@@ -59,7 +59,7 @@ class Route:
 
 
 def route_of(plan: Plan) -> Route:
-    """Return the route of a plan that does not flush and has updates that can wait for other stages."""
+    """Return the route for a plan that does not flush, with updates that can wait for other stages."""
     period = SCHEDULES[plan.schedule].period(plan)
     batches = range(plan.flush_first, plan.flush_first + period)
     needed = [_first_reader(plan, batch) for batch in batches]
@@ -99,5 +99,5 @@ def last_microbatch(plan: Plan, batch: int) -> int:
 
 
 def transfer(source: int, to: int, k: int, message: str) -> list[Instruction]:
-    """Return a send and its receive."""
+    """Return the send and the receive of a message."""
     return [Send(source, k, message, to), Receive(to, k, message, source)]

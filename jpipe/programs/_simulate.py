@@ -1,4 +1,4 @@
-"""Run programs without devices: verify them instruction by instruction and predict time, bubble, memory and bytes moved."""
+"""Simulate programs without devices: verify each instruction, and predict time, bubble, memory and bytes moved."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,36 +26,38 @@ def simulate(
 ) -> Prediction:
     """Verify a program of whole batches (from an empty to an empty pipeline) and predict its time, memory and bytes moved.
 
-    Each rank runs its own instructions in order. A message goes on its way once it is made; inside a rank it takes no time. An update waits
-    until all replicas have summed their gradients, for which each sends 2 (r - 1) / r of them. Messages and sums that share ports take them
-    in the order of the times from which they can begin, each from the first time at which all of its ports are free. Verified once for a
-    program, independently of `lower`:
+    Each rank runs its own instructions in order. A message is sent as soon as it is computed; inside a rank this takes no time. An update
+    waits until all r replicas have summed their gradients; for this each replica sends 2 (r - 1) / r of the gradients. Messages and sums
+    that share ports are served in the order of the times from which they can begin; each begins when all of its ports are free. A program
+    is verified once, independently of `lower`:
 
-    - each rank computes in the order of the schedule, and reads the versions of its formula, which are alive;
+    - each rank computes in the order of the schedule, and reads the weight versions given by the schedule's formula, which must be alive;
     - no more versions are alive than the schedule allows;
-    - each update sees exactly its batch;
+    - each update uses the gradients of exactly its batch;
     - every buffer is made before it is used, and used once; nothing is left behind;
     - outputs and gradients go to the worker that needs them;
     - the ranks do not deadlock;
     - the total order extends data and program order.
 
     Args:
-        program: a program from `lower`, with `drain` and `begin` equal to `start`. It may have only some workers, if these send messages
-            only to each other; then a sum begins with these replicas, as if the others did the same, and the other ranks have no spans.
-        costs: one for each stage; by default a forward takes 1, a backward 2 (3 where it recomputes) and nothing has a size.
-        link: between any two ranks, or a function of two ranks that returns it; by default transfers and sums are free. A sum
-            has the speed of the slowest link between neighbouring replicas, and occupies the ports of all of these links.
-        overlap: what goes on beside the computations of a rank. What does not overlap begins when all ranks concerned have come to it in
-            their programs, and none of them computes until it has ended, as where transfers and sums are entries of the queue of a device.
-        host: the link from a rank to the memory of its host, for the moves of `Plan.offload`, or a function of a rank that returns it; by
-            default moves are free. Each direction carries one move at a time. What is moved counts where it goes from the beginning.
+        program: a program from `lower`, with `drain` and with `begin` equal to `start`. It may have only some workers, if these send
+            messages only to each other. Then a sum begins when the replicas among them are ready, and the other ranks have no spans.
+        costs: the cost of each stage. By default a forward takes 1, a backward 2 (3 if it recomputes), and all sizes are 0.
+        link: the link between any two ranks, or a function of two ranks that returns their link. By default transfers and sums are free. A
+            sum has the speed of the slowest link between neighbouring replicas, and occupies the ports of all of these links.
+        overlap: what can overlap with the computations of a rank. A transfer or sum that cannot overlap begins when all of its ranks have
+            come to it in their programs, and they compute nothing until it has ended, as if it was an entry in the queue of a device.
+        host: the link from a rank to the memory of its host, for the moves of `Plan.offload`, or a function of a rank that returns this
+            link. By default moves are free. Each direction carries one move at a time. From the beginning of a move, the moved bytes count
+            at the destination.
 
     Returns:
-        Timeline, memory and what follows from them, in the units of the costs.
+        The timeline, the memory and quantities that follow from both, in the units of the costs.
 
     Raises:
-        ProgramError: the verification fails; the message says where, with the grid so far.
-        InputError: a program of a part of a run, not one cost for each stage, a cost that is negative or not finite, or another `overlap`.
+        ProgramError: the verification fails; the message says where, with the text grid up to there.
+        InputError: the program does not run from an empty to an empty pipeline, the number of costs is not the number of stages, a cost is
+            negative or not finite, or `overlap` has another value.
     """
     _check(program, costs, link, overlap, host)
     costs = unit_costs(program.plan) if costs is None else costs
@@ -74,9 +76,9 @@ def simulate(
 
 
 def has_equal_batches(plan: Plan) -> bool:
-    """Return whether all batches of a plan have the same program, so that `simulate_batches` can predict them.
+    """Return whether all batches of a plan have the same program, as `simulate_batches` requires.
 
-    They do if its schedule flushes, unless a capability carries something from one batch to later ones.
+    They have if the schedule flushes and no capability carries anything from one batch to later batches.
     """
     return SCHEDULES[plan.schedule].flushes and not any(hooks.carries_over for hooks in programs_of(plan))
 
@@ -90,28 +92,28 @@ def simulate_batches(
     *,
     until_periodic: bool = True,
 ) -> tuple[Prediction, float | None]:
-    """Predict several batches, up to the first computations of the batch after them, from the program of one batch.
+    """Predict several batches, and the first computations of the batch after them, from the program of one batch.
 
-    The program is not verified, and memory over time and transfers are left out. Otherwise the prediction equals `simulate` with the
-    program of all batches.
+    The program is not verified. The prediction has no memory over time and no transfers; otherwise it equals the result of `simulate` for
+    the program of all batches.
 
     Args:
-        program: the program of the first batch, from `lower`; its plan has equal batches, see `has_equal_batches`.
+        program: the program of the first batch, from `lower`; its plan must have equal batches, see `has_equal_batches`.
         batches: the largest number of batches to predict.
-        costs: one for each stage.
+        costs: the cost of each stage.
         link: as in `simulate`.
         overlap: as in `simulate`.
-        until_periodic: whether to stop after the first batch that repeats the one before it, some seconds later: all following batches then
-            do, too.
+        until_periodic: whether to stop after the first batch that repeats the batch before it with all times shifted by the same seconds:
+            all following batches would also repeat it.
 
     Returns:
-        The prediction, and the seconds from one of these equal batches to the next (None if they were not reached). The timeline ends after
-        such a batch, or with each rank's first computation of the batch after the last one. Seconds and bubble are for this timeline, moved
-        bytes for one batch.
+        The prediction, and the seconds from a repeated batch to the next (None if no batch has repeated). The timeline ends after the
+        repeated batch, or with each rank's first computation after the last batch. Seconds and bubble are for this timeline, and moved
+        bytes are for one batch.
 
     Raises:
         ProgramError: the ranks deadlock.
-        InputError: as in `simulate`, or not the program of the first batch of a plan with equal batches.
+        InputError: as in `simulate`; or it is not the program of the first batch of a plan with equal batches.
     """
     _check(program, costs, link, overlap, None)
     if not has_equal_batches(program.plan) or (program.begin, program.end) != (0, 1):
@@ -125,7 +127,7 @@ def simulate_batches(
 
 
 def _link_of(name: str, link: Link | Callable[..., Link] | None) -> Callable[..., Link]:
-    """Return a function from ranks to their link, which checks the results of a function of the caller."""
+    """Return a function from ranks to their link. If `link` is a function, its results are checked."""
     if not callable(link):
         same = link or Link()
         return lambda *ranks: same
@@ -143,8 +145,8 @@ def _link_of(name: str, link: Link | Callable[..., Link] | None) -> Callable[...
 def verify(program: Program) -> None:
     """Verify a program as `simulate` does, or its part for some workers.
 
-    A part is verified for each of its workers, and for deadlocks between them. Its outputs and gradients must come from and go to the right
-    workers, but the other halves of these transfers, in other workers, are not verified.
+    In a part, each of its workers is verified, and deadlocks between them are found. Its outputs and gradients must go to and come from the
+    right workers, but the instructions of other workers at the other ends of these transfers are not verified.
 
     Raises:
         ProgramError: the verification fails.
@@ -153,12 +155,12 @@ def verify(program: Program) -> None:
         _verify(program, [])
     except Violation as violation:
         if program.workers is None:
-            simulate(program)  # fails, too, and shows the grid
+            simulate(program)  # fails as well, with the grid in its message
         raise ProgramError(str(violation)) from None
 
 
 def _verify(program: Program, executed: list[Instruction]) -> None:
-    """Verify the instructions in an executable order, add each to those that are executed, and at last note that all are verified.
+    """Verify the instructions in an executable order, append each to `executed`, and at the end mark the program as verified.
 
     Raises:
         Violation: the verification fails.
@@ -201,7 +203,7 @@ def _check(program: Any, costs: Any, link: Any, overlap: Any, host: Any) -> None
 
 
 def _is_closed(program: Program, workers: frozenset[int]) -> bool:
-    """Return whether all messages of a program are between these workers."""
+    """Return whether all messages of a program go from and to these workers."""
     if "is closed" not in program.prepared:
         ends = (i.to if isinstance(i, Send) else i.source for i in program.instructions if isinstance(i, (Send, Receive)))
         program.prepared["is closed"] = workers.issuperset(ends)

@@ -1,4 +1,4 @@
-"""The few programs that a pipeline repeats, however long it runs, and the versions that its workers hold between them."""
+"""The few programs that a pipeline repeats, however long it runs, and the weight versions that all workers hold between steps."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -16,24 +16,24 @@ from jpipe.programs.lowering import Run, batches_until_full
 from jpipe.schedules import SCHEDULES
 
 MOST_VERIFIED = 200_000
-"""The most instructions that each process lowers and verifies for all workers, in about 2 seconds. Of more it does so for its own only."""
+"""The most instructions that a process lowers and verifies for all workers, in about 2 seconds; above, it does so for its workers only."""
 
 
 class Steps:
-    """The programs of single steps: once the pipeline is full, all steps are one program, run some batches later than it was lowered for.
+    """The programs of single steps. Once the pipeline is full, all steps run the same program, with batches that are shifted.
 
-    They are several programs in turn if the order of the schedule takes several batches to repeat. Under a schedule that flushes all steps
-    are one program.
+    If the order of the schedule repeats only after several batches, several programs are run in turn. Under a schedule that flushes, all
+    steps run one program.
 
-    The batches that are flushed first also share one program, of the first batch of a plan that flushes only this one.
+    The batches that are flushed first also share one program: the program of the first batch of a plan that flushes only this batch.
 
-    What capabilities do in some steps only, they do in each in what is verified. A step leaves out what is not due, which removes nothing
-    but waits, so that there are not as many programs as there are different steps.
+    If a capability acts in some steps only, the verified programs have its instructions in all steps. A step leaves out the instructions
+    that are not due; this only removes waits. So there are fewer programs than different steps.
 
     Args:
-        plan: what runs.
+        plan: the plan that runs.
         uses: as in `Program`.
-        workers: the workers that the programs have instructions for; None: all.
+        workers: the workers with instructions in the programs; None: all.
     """
 
     def __init__(self, plan: Plan, uses: FrozenMapping[Any] = NOTHING, workers: Collection[int] | None = None) -> None:
@@ -47,14 +47,14 @@ class Steps:
         self._workers = None if workers is None or everyone <= set(workers) else frozenset(workers)
         self._chosen = {everyone: self} if self._workers is None else {}
         self._flushes = SCHEDULES[plan.schedule].flushes
-        self._runs: dict[int, Run] = {}  # by the batch before which the pipeline is empty, as are the following
-        self._parts: dict[tuple[int, int, bool], Program] = {}  # by batches since then, and whether it is a drain
-        self._programs: dict[tuple[int, int, bool], Program] = {}  # the same of the workers alone
-        # The same with what is due of capabilities, by the instructions of these.
+        self._runs: dict[int, Run] = {}  # by the batch before which the pipeline is empty
+        self._parts: dict[tuple[int, int, bool], Program] = {}  # by this batch, batches since, and whether it is a drain
+        self._programs: dict[tuple[int, int, bool], Program] = {}  # the same with these workers alone
+        # The same with only the due instructions of capabilities, by these instructions.
         self._programs_due: dict[tuple[tuple[int, int, bool], tuple[Instruction | None, ...]], Program] = {}
 
     def of(self, workers: Collection[int]) -> "Steps":
-        """Return the programs of some workers, such as a process's."""
+        """Return the programs of some workers, for example the workers of a process."""
         chosen = frozenset(workers)
         if chosen not in self._chosen:
             self._chosen[chosen] = Steps(self._given, self.uses, chosen)
@@ -62,10 +62,10 @@ class Steps:
 
     @cached_property
     def verified_runs(self) -> tuple[Program, ...]:
-        """Return verified runs from the first batch and from steady state, which contain every step that the pipeline repeats.
+        """Return verified runs, from the first batch and from a batch in steady state. They contain all steps that the pipeline repeats.
 
-        A process verifies the instructions of all workers, or where these are many (`MOST_VERIFIED`) only its own workers'; see `verify`
-        for what is not verified then.
+        A process verifies the instructions of all workers or, if these are more than `MOST_VERIFIED`, of its own workers only; `verify`
+        says what is not verified then.
 
         Raises:
             ProgramError: the verification fails.
@@ -83,7 +83,7 @@ class Steps:
         return tuple(runs)
 
     def program(self, since: int, batch: int, drain: bool) -> tuple[Program, int]:
-        """Return the program of a step or drain at `batch`, `since` batches after the pipeline was empty, and the shift to run it with."""
+        """Return the program of a step or drain at `batch`, `since` batches after an empty pipeline, and the batches to shift it by."""
         start, model_since = self._modelled(since, batch, drain)
         name = start, model_since, drain
         if name not in self._programs:
@@ -98,7 +98,7 @@ class Steps:
         return self.program(since, since + self._flushed, False)[0]
 
     def _with_due(self, name: tuple[int, int, bool], shift: int) -> Program:
-        """Return a program with what capabilities do when it runs `shift` batches later."""
+        """Return a program with those instructions of capabilities that are due if it is shifted by `shift` batches."""
         program = self._programs[name]
         chosen: dict[Instruction, Instruction | None] = {
             i: self._due[type(i)](self._given, i, shift) for i in program.instructions if type(i) in self._due
@@ -110,7 +110,7 @@ class Steps:
         return self._programs_due[key]
 
     def common_version(self, since: int, batch: int) -> int | None:
-        """Return the newest weights, by their number of batches, that all workers hold before `batch`, or None."""
+        """Return the newest version of the weights that all workers hold before `batch`, as a number of batches; None if there is none."""
         if since == 0:
             return batch
         start, model_since = self._modelled(since, batch, True)
@@ -123,7 +123,7 @@ class Steps:
 
     @property
     def in_flight(self) -> int:
-        """The number of batches that one step may have in flight, the new one included."""
+        """The largest number of batches in flight during a step, including the new batch."""
         return self._full + 1
 
     @cached_property
@@ -132,7 +132,7 @@ class Steps:
 
     @property
     def _steady(self) -> int:
-        """The batch, after those that are flushed first, from which on all runs from an empty pipeline are the same."""
+        """The batch, counted after the batches that are flushed first, from which on all runs from an empty pipeline are the same."""
         return 2 * self._full
 
     @cached_property
@@ -146,7 +146,7 @@ class Steps:
         return max(self._full, self._steady - (start - self._plan.flush_first)) + self._period
 
     def _modelled(self, since: int, batch: int, drain: bool) -> tuple[int, int]:
-        """Return an early batch at which an empty pipeline begins, and the number of batches after which it does the same."""
+        """Return a run to take the program from: an early batch with an empty pipeline, and the number of batches since then."""
         if self._flushes or batch < self._flushed:
             return 0, 0
         period, start = self._period, batch - since - self._flushed
@@ -155,7 +155,7 @@ class Steps:
         return start, since if since < repeated else repeated + (since - repeated) % period
 
     def _part(self, start: int, since: int, drain: bool) -> Program:
-        """Return the program of a step or a drain, of all workers if there are few instructions."""
+        """Return the program of a step or a drain; it has all workers if there are few instructions."""
         name = start, since, drain
         if name not in self._parts:
             if not drain:
@@ -174,7 +174,7 @@ class Steps:
 
     def _run(self, start: int) -> Run:
         plan, batches = self._plan, 1 if self._flushes else self._plan.flush_first + self._steady + self._full + 2 * self._period
-        few = 6 * batches * plan.microbatches * plan.depth <= MOST_VERIFIED  # loads, computations and transfers of a microbatch at a stage
+        few = 6 * batches * plan.microbatches * plan.depth <= MOST_VERIFIED  # 6: loads, computations, transfers of a microbatch at a stage
         return Run(plan, start, start + self._distinct(start), self.uses, None if few else self._workers)
 
     def _of_workers(self, program: Program) -> Program:
@@ -182,7 +182,7 @@ class Steps:
 
 
 def _joined(parts: list[Program]) -> Program:
-    """Return the program of several, one after the other."""
+    """Return one program that runs several programs one after the other."""
     first, last = parts[0], parts[-1]
     return replace(
         last,

@@ -1,9 +1,9 @@
-"""Timelines, and the rank x time grid: a timeline as text that humans can compare.
+"""Timelines, and the grid of ranks and times: a timeline as text for human readers.
 
-One row a rank, one column a tick. `F3.1` is the forward of microbatch 3 at weight version 1, `B3.1` its backward, `FB3.1` both in one
-program; `I3.1` and `W3.1` are the halves of a backward, for inputs and for weights, `FI3.1` a forward and the first half in one program.
-`F3.1/2` is a forward of the rank's chunk 2, the third of its stages; `B3.1:2` is part 2 of a backward. `*` marks the
-update that follows; `-` continues what began to the left, `.` is idle.
+Each rank has a row, and each tick a column. `F3.1` is the forward of microbatch 3 with weight version 1, `B3.1` its backward, `FB3.1` both
+in one program. `I3.1` and `W3.1` are the halves of a backward, for inputs and for weights, and `FI3.1` is a forward and the first half in
+one program. `F3.1/2` is a forward of the rank's chunk 2, its third stage. `B3.1:2` is part 2 of a backward. `*` means that an update
+follows, `-` continues the cell to the left, and `.` is an idle tick.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,17 +16,17 @@ class Span(NamedTuple):
     """One computation on a rank's row. Times are in the unit of the timeline: seconds, or ticks of a grid.
 
     Attributes:
-        op: `F`, a forward; `B`, a backward; `FB`, both in one program; `I` and `W`, the halves of a backward, for inputs and for
-            weights; `FI`, a forward and the first half in one program.
-        microbatch: which one, counted from 0.
+        op: `F`, a forward; `B`, a backward; `FB`, both in one program; `I` and `W`, the halves of a backward, for inputs and for weights;
+            `FI`, a forward and the first half in one program.
+        microbatch: the number of the microbatch, from 0.
         version: the version of the weights that it reads.
         start: when it begins.
         end: when it ends.
         updates: whether an update follows.
         update_time: how long that update takes.
-        update_wait: the time from `end` to its beginning: it may wait for the norm of all gradients.
-        chunk: which of the rank's stages, counted from 0.
-        part: the part of the stage that it is for, counted from the last layers; None: all of it.
+        update_wait: the time from `end` to the beginning of the update, which may wait for the norm of all gradients.
+        chunk: the index of the stage among the stages of the rank, from 0.
+        part: the part of the stage that it computes, from 0 for the last layers; None: the whole stage.
     """
 
     op: str
@@ -54,14 +54,14 @@ Timeline = tuple[tuple[Span, ...], ...]
 
 
 class MemorySample(NamedTuple):
-    """What one rank holds from a time on, in bytes.
+    """The bytes that one rank holds from a time on.
 
     Attributes:
         time: the time in seconds.
-        weights: bytes of each version alive, by version, of all its stages.
-        optimizer: optimizer state, with what capabilities keep beside it.
-        gradients: the sums of the batch that is being accumulated.
-        residuals: kept from forwards for their backwards, and from one half of a backward for the other.
+        weights: the bytes of each version alive, by version, summed over the rank's stages.
+        optimizer: optimizer state, and the arrays that capabilities keep in addition to it.
+        gradients: the sums of gradients of the batch that is being accumulated.
+        residuals: arrays kept from forwards for their backwards, and from one half of a backward for the other.
         other: waiting inputs and messages, and layer state.
     """
 
@@ -83,7 +83,7 @@ MemoryTimeline = tuple[tuple[MemorySample, ...], ...]
 
 
 def whole_spans(spans: Sequence[Span]) -> list[Span]:
-    """Return the spans of one stage with the parts of each backward added up to one span, as long as all of them.
+    """Return the spans of one stage, with one span for all parts of a backward. Its duration is the sum of the durations of the parts.
 
     Args:
         spans: the spans in the order of a rank.
@@ -101,14 +101,14 @@ def whole_spans(spans: Sequence[Span]) -> list[Span]:
 
 
 def to_ticks(timeline: Sequence[Sequence[Span]], tick: float = 1.0) -> Timeline:
-    """Round all times to whole ticks; every span gets one tick at least.
+    """Round all times to whole ticks; every span has at least one tick.
 
     Args:
         timeline: the spans of each rank.
         tick: length of a tick, in the unit of the timeline.
 
     Returns:
-        The timeline in ticks. Updates have no length there: a grid marks them with `*`.
+        The timeline in ticks. Updates take no ticks, because a grid marks them with `*`.
     """
     rows: list[tuple[Span, ...]] = []
     for spans in timeline:
@@ -129,11 +129,11 @@ def format_grid(
 
     Args:
         timeline: the spans of each rank.
-        marked: (rank, note) pairs; each note is written after the rank's row, to show an error.
+        marked: (rank, note) pairs; each note is written at the end of the rank's row, to show an error.
         below: further rows by name, such as transfers.
 
     Returns:
-        A row of ticks and a row for each rank, then the further rows.
+        A header row with the ticks, a row for each rank, and the further rows.
     """
     cells_of = {f"rank {rank}": [_cell(span) for span in spans] for rank, spans in enumerate(timeline)} | dict(below or {})
     ticks = max((end for cells in cells_of.values() for _, end, _ in cells), default=0)
@@ -163,6 +163,6 @@ def _tokens(cells: Iterable[Cell], ticks: int) -> list[str]:
 
 
 def cell_of(span: Span) -> str:
-    """Return the name of a span in a grid, without the mark of an update."""
+    """Return the name of a span in a grid, without the `*` for an update."""
     chunk, part = f"/{span.chunk}" if span.chunk else "", "" if span.part is None else f":{span.part}"
     return f"{span.op}{span.microbatch}.{span.version}{chunk}{part}"

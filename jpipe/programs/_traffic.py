@@ -9,11 +9,11 @@ from jpipe.programs._costs import Network
 
 
 class _Ports:
-    """Ports that have been busy at the same times.
+    """A group of ports that have been busy at exactly the same times.
 
     Attributes:
-        starts: the times at which they begin to be busy, in order.
-        ends: the times at which they are free again.
+        starts: the times at which the ports begin to be busy, ascending.
+        ends: the times at which they are free again, in the same order.
         count: the number of ports.
     """
 
@@ -26,7 +26,7 @@ class _Ports:
 
 
 class Traffic:
-    """The transfers between ranks, in any order of time.
+    """The times at which ports are busy; transfers may be added in any order of time.
 
     Args:
         network: the link between any two ranks.
@@ -35,20 +35,20 @@ class Traffic:
     def __init__(self, network: Network) -> None:
         self._network = network
         self._route, self._ring = cache(self._find_route), cache(self._find_ring)
-        self._numbers: dict[Hashable, int] = {}  # by port, in place of its name
+        self._numbers: dict[Hashable, int] = {}  # the number of each port, by its name
         self._ports: dict[int, _Ports] = {}
-        self._divided = 0  # how often ports that were together have been divided
-        self._known: dict[tuple[int, ...], tuple[int, list[_Ports]]] = {}  # what `_together` has found, and `_divided` then
+        self._divided = 0  # how often a group of ports has been divided
+        self._known: dict[tuple[int, ...], tuple[int, list[_Ports]]] = {}  # the results of `_together`, with `_divided` at the time
 
     def link(self, source: int, to: int, size: float) -> tuple[tuple[int, ...], float, float]:
-        """Return the ports of a link, the time for which a message of `size` bytes occupies them, and its latency after that."""
+        """Return the ports of a link, the seconds for which a message of `size` bytes occupies them, and the latency after that."""
         ports, bandwidth, latency = self._route(source, to)
         return ports, size / bandwidth, latency
 
     def ring(self, ranks: Sequence[int], size: float, rounds: int = 2) -> tuple[tuple[int, ...], float, float]:
-        """Return the same for a sum; each rank sends `size` bytes to its neighbour in a ring.
+        """Return the ports, the seconds and the latency of a sum: each rank sends `size` bytes to its neighbour in a ring.
 
-        `rounds` is how often something goes all the way around, each time with the latency of all links but one.
+        Data goes around the ring `rounds` times, each time with the latency of all links but one.
         """
         ports, bandwidth, latency = self._ring(tuple(ranks))
         return ports, size / bandwidth, rounds * (len(ranks) - 1) * latency
@@ -59,17 +59,17 @@ class Traffic:
         return self._numbered(link.ports or ((source, to),)), link.bandwidth, link.latency
 
     def _numbered(self, names: Iterable[Hashable]) -> tuple[int, ...]:
-        """Return the numbers of ports, each once."""
+        """Return the numbers of ports, without repetitions."""
         return tuple(dict.fromkeys(self._numbers.setdefault(name, len(self._numbers)) for name in names))
 
     def _find_ring(self, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], float, float]:
-        """Return the ports of a ring, its smallest bandwidth and its largest latency."""
+        """Return the ports of a ring, the smallest bandwidth of its links, and their largest latency."""
         ring = [self._route(rank, ranks[n - 1]) for n, rank in enumerate(ranks)]
         ports = tuple(dict.fromkeys(port for link_ports, _, _ in ring for port in link_ports))
         return ports, min(bandwidth for _, bandwidth, _ in ring), max(latency for _, _, latency in ring)
 
     def occupy(self, numbers: tuple[int, ...], ready: float, seconds: float) -> float:
-        """Occupy the ports from the first time after `ready` at which all are free for `seconds`, and return the end."""
+        """Occupy the ports for `seconds`, from the first time after `ready` at which all are free for so long, and return the end."""
         if seconds == 0:
             return ready
         known = self._known.get(numbers)
@@ -94,7 +94,7 @@ class Traffic:
         return end
 
     def _together(self, numbers: tuple[int, ...]) -> list[_Ports]:
-        """Return the ports in groups that have been busy at the same times; the thousands of a large sum are few groups."""
+        """Return the ports as groups that have been busy at the same times. A large sum has thousands of ports, but few groups."""
         groups: dict[_Ports | None, list[int]] = {}
         for number in numbers:
             groups.setdefault(self._ports.get(number), []).append(number)

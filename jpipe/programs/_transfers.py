@@ -1,4 +1,4 @@
-"""Transfers between ranks, sums over replicas and moves to host memory: their predicted times, and their rows below a text grid."""
+"""Transfers between ranks, sums over replicas and moves to host memory: their predicted times, and their rows in a text grid."""
 
 from collections.abc import Iterable
 from functools import cache
@@ -11,12 +11,12 @@ Cell = tuple[int, int, str]
 """The first tick, the tick after the last one, and the text of a cell of a grid."""
 
 HOST = -1
-"""The memory of its host, in place of a rank that sends or receives."""
+"""Stands for host memory, in place of the number of a sending or receiving rank."""
 
 
 @cache
 def messages() -> dict[str, MessageHooks]:
-    """Return how each message, sum and move is shown, by its name."""
+    """Return how messages, sums and moves are shown (their letter, color and description), by name."""
     return {
         "activation": MessageHooks("a", "#7FC4EA", "activation sent"),
         "gradient": MessageHooks("g", "#D9A3C1", "gradient sent"),
@@ -29,13 +29,13 @@ class Transfer(NamedTuple):
     """A message from one rank to another, a sum over the replicas of a stage, or a move to or from host memory.
 
     Attributes:
-        what: `activation`, `gradient` or another message of `Send`; `sum`, or what else is summed or moved.
-        ranks: the sender and the receiver, where -1 is host memory; for a sum all replicas' ranks.
-        number: the microbatch, the weight version, or of a sum the batch. What belongs to a batch, but is sent, has the number of its last
-            microbatch; the optimizer state has 0.
+        what: `activation`, `gradient` or another message of `Send`; `sum`, or the name of other arrays that are summed or moved.
+        ranks: the sender and the receiver, with -1 for host memory; for a sum the ranks of all replicas.
+        number: the microbatch, the weight version, or for a sum the batch. A message about a batch has the number of the last microbatch of
+            that batch; the optimizer state has 0.
         start: when it begins to occupy its links, in seconds.
         end: when the links are free again.
-        arrival: when the receiver has it, after the latency; for a sum, when it is complete.
+        arrival: when it has arrived, after the latency; for a sum, when the sum is complete.
         size: the bytes that each sender sends.
     """
 
@@ -49,7 +49,7 @@ class Transfer(NamedTuple):
 
     @property
     def row(self) -> str:
-        """The row's label in the timeline: "0 → 1", "0 → host" or "sum 0, 1"."""
+        """The label of its row in the timeline: "0 → 1", "0 → host" or "sum 0, 1"."""
         names = ["host" if rank == HOST else str(rank) for rank in self.ranks]
         return f"sum {','.join(names)}" if self.is_sum else " to ".join(names)
 
@@ -60,18 +60,18 @@ class Transfer(NamedTuple):
 
     @property
     def is_move(self) -> bool:
-        """Whether it goes to host memory or comes from there."""
+        """Whether it is a move to host memory or back."""
         return HOST in self.ranks
 
     @property
     def label(self) -> str:
-        """The text in its row: `a` for an activation, `g` for a gradient, `s` for a sum or another letter, and the number."""
+        """Its text in the row: a letter (`a` for an activation, `g` for a gradient, `s` for a sum) and the number."""
         message = messages()[self.what]
         return f"{message.letter}{self.number}" if message.has_number else message.letter
 
 
 def in_rows(transfers: Iterable[Transfer]) -> dict[str, list[Transfer]]:
-    """Return the transfers that take time, by row, in order of time; rows of moves come late, and rows of sums last."""
+    """Return the transfers that take time, by row and in order of time: first rows of messages, then of moves, and of sums."""
     rows: dict[str, list[Transfer]] = {}
     lasting = [transfer for transfer in transfers if transfer.arrival > transfer.start]
     for transfer in sorted(lasting, key=lambda transfer: (transfer.is_sum, transfer.is_move, transfer.ranks, transfer.start)):
@@ -82,7 +82,7 @@ def in_rows(transfers: Iterable[Transfer]) -> dict[str, list[Transfer]]:
 def transfer_rows(transfers: Iterable[Transfer], tick: float) -> dict[str, list[Cell]]:
     """Return the cells of transfers that take time, by row, without their latency.
 
-    Each takes one tick at least, as computations do, and each row is rounded for itself.
+    Each transfer takes at least one tick, as computations do. The times of each row are rounded independently.
 
     Args:
         transfers: the transfers in any order.

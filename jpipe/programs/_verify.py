@@ -1,4 +1,4 @@
-"""Verify the instructions of each worker: their order, the versions they read, buffers, and the batch of each update."""
+"""Verify the instructions of each worker: their order, the weight versions that they read, their buffers, and the batch of each update."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -23,14 +23,14 @@ from jpipe.schedules import SCHEDULES, Action
 
 
 def rank_computations(program: Program) -> list[Iterator[Action]]:
-    """Return for each rank the computations of its schedule in the batches of the program."""
+    """Return for each rank the computations that its schedule has in the batches of the program."""
     plan = program.plan
     schedule = SCHEDULES[plan.schedule]
     return [schedule.computations(plan, p, replica, program.start, program.end) for p, replica in plan.rank_positions]
 
 
 def versions_before(plan: Plan, worker: int, batch: int) -> set[int]:
-    """Return the weight versions of a worker where the pipeline is empty before `batch`: from the next to be read to the newest."""
+    """Return the weight versions of a worker if the pipeline is empty before `batch`: from the version that is read next to the newest."""
     s, replica = plan.workers[worker]
     oldest = SCHEDULES[plan.schedule].version(plan, s, batch * plan.microbatches + replica)
     return set(range(oldest, batch * plan.updates_per_batch(s) + 1))
@@ -46,10 +46,10 @@ class Verifier:
 
     Attributes:
         number: as given.
-        plan, uses: of the program.
+        plan, uses: the plan and the uses of the program.
         stage: the stage of the worker.
         versions: the weight versions that are alive.
-        buffers: what else it holds: (kind, microbatch or batch).
+        buffers: the other buffers that the worker holds, each as (kind, microbatch or batch).
     """
 
     def __init__(self, program: Program, number: int, computations: Iterator[Action]) -> None:
@@ -67,7 +67,7 @@ class Verifier:
         self._most_versions = schedule.versions_alive(self.plan, self.stage)
         self.versions = versions_before(self.plan, number, program.start)
         self.buffers = set[tuple[str, int]]()
-        self._accumulated = 0  # backwards of the batch that is being accumulated
+        self._accumulated = 0  # the number of backwards in the accumulated gradients
         self._separates_sums = program.separates_sums[self.stage]
         verifications = made("verify", program.hooks, self)
         self._added, self._sends, self._receives = (merged(name, verifications) for name in ("checks", "sends", "receives"))
@@ -79,7 +79,7 @@ class Verifier:
         """Check the worker's next instruction.
 
         Raises:
-            Violation: it breaks a rule.
+            Violation: the instruction breaks a rule.
         """
         if (added := self._added.get(type(i))) is not None:
             added(i)
@@ -87,7 +87,7 @@ class Verifier:
             _CHECKS.get(type(i), Verifier._fail_unused)(self, i)
 
     def check_end(self) -> None:
-        """Check the state after the last instruction.
+        """Check what the worker holds after the last instruction.
 
         Raises:
             Violation: a computation is missing, or buffers or versions are left.
@@ -111,7 +111,7 @@ class Verifier:
         self.put(i.data, i.microbatch)
 
     def compute(self, i: Compute) -> None:
-        """Check a computation, which has to be the next one of its rank."""
+        """Check a computation, which must be the next computation of its rank."""
         op = OPS[i.op]
         self.read(i, op)
         self.check_next(i)
@@ -119,14 +119,14 @@ class Verifier:
         self.leave(i, op)
 
     def read(self, i: Compute, op: Op) -> None:
-        """Take what an op reads."""
+        """Remove the buffers that an op reads; they must be there."""
         if op.reads != "inputs":
             self.need(op.reads, i.microbatch, i)
         for kind in self._kinds_read[op.reads]:
             self.take(kind, i.microbatch)
 
     def leave(self, i: Compute, op: Op) -> None:
-        """Put what an op leaves."""
+        """Add the buffers that an op leaves."""
         for kind in op.leaves:
             if kind == "accumulators":
                 self._accumulate(i)
@@ -154,7 +154,7 @@ class Verifier:
             self._receives.get(i.message, self._fail_unused)(i)
 
     def all_reduce(self, i: AllReduce) -> None:
-        """Check a sum."""
+        """Check the beginning of a sum of gradients."""
         if not self.plan.sums_gradients(self.stage):
             self.fail(f"{i}: its replicas do not sum gradients")
         self.take("sums", i.batch)
@@ -185,13 +185,13 @@ class Verifier:
     # Rules -------------------------------------------------------------------------------------------------------------
 
     def check_next(self, i: Compute) -> None:
-        """Check that the schedule has a computation next."""
+        """Check that a computation is the next one in the schedule."""
         expected = next(self._computations, None)
         if expected != (i.op, self.stage, i.microbatch):
             self.fail(f"{i}: the schedule's next computation is {expected}")
 
     def check_version(self, i: Compute) -> None:
-        """Check that a computation reads the version that the formula says, and that it is alive."""
+        """Check that a computation reads the version given by the schedule's formula, and that this version is alive."""
         version = self._version(self.plan, self.stage, i.microbatch)
         if i.version != version:
             self.fail(f"{i} reads version {i.version}, the formula says {version}")
@@ -201,26 +201,26 @@ class Verifier:
         self.need("versions", version, i)
 
     def _held_before(self, batch: int) -> set[tuple[str, int]]:
-        """Return the buffers that capabilities hold where the pipeline is empty before a batch."""
+        """Return the buffers that capabilities hold if the pipeline is empty before a batch."""
         return {buffer for hook in self._held for buffer in hook(batch)}
 
     def need(self, what: str, number: int, i: Instruction) -> None:
-        """Check that what an instruction reads is where it can be read."""
+        """Check that an instruction can read these arrays where they are, for example on the device and not in host memory."""
         for hook in self._needs:
             hook(what, number, i)
 
     def _check_other(self, i: Send | Receive, other: int, workers: Sequence[int], step: int) -> None:
-        """Check that an output or a gradient goes from or to the one of `workers`, `step` stages on, that runs its microbatch."""
+        """Check that `other`, one of the `workers` of the stage `step` stages on, is the replica that runs the message's microbatch."""
         if not workers or other != workers[i.microbatch % len(workers)]:
             self.fail(f"{i}: worker {other} does not run microbatch {i.microbatch} at stage {self.stage + step}")
 
     def check_whole(self, version: int, where: object) -> None:
-        """Check that a version is complete."""
+        """Check that a version of the weights is complete, for example has the shares of all replicas."""
         for hook in self._whole:
             hook(version, where)
 
     def _accumulate(self, i: Compute) -> None:
-        """Count the gradients of a microbatch; a whole batch's may be set aside until its update."""
+        """Count the gradients of a microbatch. Once they are complete, the gradients of a batch may be set aside until its update."""
         self._accumulated += 1
         if not self._separates_sums or not ends_update(self.plan, self.stage, i.microbatch):
             return
@@ -231,20 +231,20 @@ class Verifier:
         self.put("sums", i.microbatch // self._every)
 
     def _take_sum(self, batch: int) -> None:
-        """Take the gradients of a whole batch, summed over all replicas."""
+        """Remove the gradients of a whole batch, which must be summed over all replicas."""
         if self._separates_sums:
             self.take(self._aside_as, batch)
         elif self._accumulated != (expected := self._every // self._replicas):
             self.fail(f"update {batch} after {self._accumulated} backwards, expected {expected}")
 
     def look_at_complete_sum(self, batch: int) -> None:
-        """Look at the gradients of a whole batch, complete for all parameters that begin at this stage."""
+        """Check that the gradients of a whole batch are there, and are complete for all parameters that begin at this stage."""
         self.look_at_sum(batch)
         for hook in self._complete:
             hook(batch)
 
     def look_at_sum(self, batch: int) -> None:
-        """Check that the gradients of a whole batch are there, and leave them to the update."""
+        """Check that the gradients of a whole batch are there, and keep them for the update."""
         if self._separates_sums:
             self.look_at(self._aside_as, batch)
         else:
@@ -256,7 +256,7 @@ class Verifier:
         return "summed" if self.plan.sums_gradients(self.stage) else "sums"
 
     def take(self, kind: str, k: int) -> int:
-        """Take a buffer, which has to be there."""
+        """Remove a buffer, which must be there."""
         try:
             self.buffers.remove((kind, k))
         except KeyError:
@@ -264,11 +264,11 @@ class Verifier:
         return k
 
     def look_at(self, kind: str, k: int) -> None:
-        """Check that a buffer is there, and leave it."""
+        """Check that a buffer is there, and keep it."""
         self.put(kind, self.take(kind, k))
 
     def put(self, kind: str, k: int) -> None:
-        """Put a buffer, which must not be there yet."""
+        """Add a buffer, which must not be there yet."""
         buffer = kind, k
         if buffer in self.buffers:
             self.fail(f"{kind} of microbatch {k} made twice")
@@ -289,7 +289,7 @@ class Verifier:
 
 
 _KINDS_READ: dict[str, tuple[str, ...]] = {"inputs": ("inputs",), "residuals": ("residuals", "message"), "stash": ("stash",)}
-"""The kinds of buffers that an op reads and frees, by `Op.reads`; at the last stage labels come with inputs."""
+"""The kinds of buffers that an op reads and frees, by `Op.reads`. At the last stage, an op that reads inputs also reads labels."""
 
 _CHECKS: dict[type, Callable[[Verifier, Any], None]] = {
     Load: Verifier._load,

@@ -1,4 +1,4 @@
-"""Windows of a run in steady state: step time and bubble, computed the same way for predictions and measurements."""
+"""Windows of a run in steady state. Their step time and bubble are computed in the same way for predictions and measurements."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,12 +19,12 @@ class Window:
     """A steady-state window: from the first forward of one batch to the first forward of a later one.
 
     Attributes:
-        timeline: the spans of each rank inside, cut off at both ends; in seconds from the beginning of the window.
-        memory: the bytes of each rank inside, beginning with those at its start.
+        timeline: the spans of each rank in the window, cut off at both ends, in seconds from the beginning of the window.
+        memory: the memory samples of each rank in the window; the first sample is the state at its beginning.
         seconds: length of the window.
-        batches: the number of batches that entered the pipeline.
-        bubble: share of the ranks' time in which they neither compute nor update.
-        transfers: the messages and sums inside that take time, cut off at both ends like the spans.
+        batches: the number of batches that enter the pipeline in the window.
+        bubble: the share of the ranks' time in which they neither compute nor update.
+        transfers: the messages and sums in the window that take time, cut off at both ends like the spans.
     """
 
     timeline: Timeline = field(repr=False)  # thousands of spans
@@ -41,27 +41,27 @@ class Window:
 
     @property
     def held_bytes(self) -> tuple[int, ...]:
-        """The most bytes of arrays that each rank holds after a computation."""
+        """For each rank, the largest number of bytes of arrays that it holds after any computation."""
         return tuple(max((sample.total for sample in samples), default=0) for samples in self.memory)
 
 
 def extract_window(
     timeline: Timeline, memory: MemoryTimeline, microbatches: int, first: int, batches: int, transfers: Iterable[Transfer] = ()
 ) -> Window:
-    """Extract `batches` batches, from batch `first` on, from a run of at least one batch more.
+    """Extract the window of `batches` batches from batch `first` on. The run must have at least one more batch.
 
     Args:
-        timeline: the timeline of the run, in seconds, microbatches counted as in the run.
-        memory: the memory of the run; may be empty for each rank.
-        microbatches: m, of one batch.
-        first: the batch that enters at the beginning.
-        batches: how many batches later the window ends.
+        timeline: the timeline of the run, in seconds; microbatches are counted from the start of the run.
+        memory: the memory samples of each rank in the run; a rank may have none.
+        microbatches: m, the number of microbatches in a batch.
+        first: the batch that enters the pipeline at the beginning of the window.
+        batches: the number of batches after which the window ends.
         transfers: the transfers of the run.
 
     Raises:
-        InputError: the run does not hold the entry of batch `first` or of batch `first + batches`.
+        InputError: in this timeline, batch `first` or batch `first + batches` does not enter the pipeline.
     """
-    entries: dict[int, tuple[float, int, int]] = {}  # when each microbatch enters the first stage, and the rank and index of that span
+    entries: dict[int, tuple[float, int, int]] = {}  # by microbatch, the start, rank and index of its first span
     for rank, spans in enumerate(timeline):
         for index, span in enumerate(spans):
             if OPS[span.op].begins:
@@ -93,15 +93,15 @@ def predict_window(
     """Predict the window that `extract_window` extracts from a run, to compare it with the measured one.
 
     Args:
-        plan: what runs.
-        costs: one for each stage, in seconds and bytes; `fit_costs` takes them from a measurement.
-        first: the batch that enters at the beginning, counted as in the run.
-        batches: how many batches later the window ends.
-        link: between the ranks, as in `simulate`.
-        overlap: what goes on beside the computations of a rank, as in `simulate`.
-        uses: what it does beside the plan, as in `lower`.
+        plan: the plan that runs.
+        costs: the cost of each stage, in seconds and bytes; `fit_costs` computes costs from a measurement.
+        first: the batch that enters at the beginning of the window, counted from the start of the run.
+        batches: the number of batches after which the window ends.
+        link: the link between ranks, as in `simulate`.
+        overlap: what can overlap with the computations of a rank, as in `simulate`.
+        uses: what the programs do in addition to the plan, as in `lower`.
     """
-    start = max(first - 2 * batches_until_full(plan), 0)  # from there the pipeline is in steady state when the window begins
+    start = max(first - 2 * batches_until_full(plan), 0)  # early enough that the pipeline is in steady state when the window begins
     program = lower(plan, first + batches + 1, begin=start, start=start, **(uses_by_costs(costs) | uses))
     prediction = simulate(program, costs, link, overlap)
     return extract_window(prediction.timeline, prediction.memory, plan.microbatches, first, batches, prediction.transfers)
@@ -110,8 +110,8 @@ def predict_window(
 def _cut_spans(spans: Sequence[Span], begin: float, end: float, first: int) -> tuple[Span, ...]:
     """Return the parts of a rank's spans between two times.
 
-    The spans before index `first` have ended at `begin`, apart from updates that start later. The clock alone cannot tell: measured spans
-    may have no length, because a busy machine records the ends of several computations at once.
+    The spans before index `first` have ended by `begin`, but updates after them may start later. Times alone do not show which spans have
+    ended: measured spans can have length 0, because a busy machine records the ends of several computations at once.
     """
     inside = []
     for index, span in enumerate(spans):

@@ -1,4 +1,4 @@
-"""From a plan to the instructions of all workers, in one total order."""
+"""The lowering of a plan to the instructions of all workers, in one total order."""
 
 from jpipe.programs.lowering._lower import batches_until_full, lower, lower_evaluation
 from jpipe.programs.lowering._run import Run

@@ -14,18 +14,18 @@ class Listing:
     """The instructions so far, with their times.
 
     Args:
-        plan: what is lowered.
-        workers: the workers to write instructions for; None: all.
-        alike: whether only the first replica of each stage is run, and what it does is written for all replicas: replica j does the same
-            with microbatch k + j.
+        plan: the plan that is lowered.
+        workers: the workers with instructions in the listing; None: all.
+        alike: whether only the first replica of each stage is run, and its instructions are written for all replicas: for replica j, with
+            microbatch k + j in place of k.
     """
 
     def __init__(self, plan: Plan, workers: Collection[int] | None, alike: bool) -> None:
-        self._written_at: defaultdict[int, list[Instruction]] = defaultdict(list)  # by time: see `take`
+        self._written_at: defaultdict[int, list[Instruction]] = defaultdict(list)  # by time, doubled; see `take`
         self.workers = None if workers is None else frozenset(workers)
         self._written = written = range(len(plan.workers)) if self.workers is None else self.workers
         replicas = range(plan.replicas[0] if alike else 1)
-        # The replicas, counted from a worker's, for which its instructions are written.
+        # The replicas, counted from the replica of a worker, for which the instructions of the worker are written.
         self._copies = cache(lambda worker: [j for j in replicas if worker + j in written])
 
     def load(self, time: int, worker: int, k: int, data: Data) -> None:
@@ -34,17 +34,17 @@ class Listing:
             self._written_at[2 * time + 1].append(Load(worker + j, k + j, data))
 
     def compute(self, time: int, op: str, worker: int, k: int, version: int, kind: type[Compute] = Compute, *fields: int) -> None:
-        """Write a computation; a capability may have a kind of its own, with more fields."""
+        """Write a computation. A capability may have its own type `kind`, with additional fields."""
         for j in self._copies(worker):
             self._written_at[2 * time + 1].append(kind(op, worker + j, k + j, version, *fields))
 
     def write(self, time: int, kind: type[Any], worker: int, *fields: int | None) -> None:
-        """Write an instruction about a batch or a version, which have the same number in all replicas."""
+        """Write an instruction about a batch or a version; these have the same number in all replicas."""
         for j in self._copies(worker):
             self._written_at[2 * time].append(kind(worker + j, *fields))
 
     def write_each(self, time: int, worker: int, make: Callable[[int], Instruction]) -> None:
-        """Write an instruction for each replica: `make(j)` makes the one for replica j, counted from the worker."""
+        """Write an instruction for each replica; `make(j)` returns the instruction of replica j, counted from the worker."""
         for j in self._copies(worker):
             self._written_at[2 * time].append(make(j))
 
@@ -53,7 +53,7 @@ class Listing:
         sent, received = self._copies(source), self._copies(to)
         if not sent and not received:
             return
-        of_microbatch = message in ("activation", "gradient")  # other messages are about the batch that ends with k
+        of_microbatch = message in ("activation", "gradient")  # other messages are about a batch, k is its last microbatch
         written = self._written_at[2 * time]
         for j in sent if sent == received else sorted({*sent, *received}):
             number = k + j * of_microbatch
@@ -63,22 +63,22 @@ class Listing:
                 written.append(Receive(to + j, number, message, source + j))
 
     def once(self, time: int, instructions: Iterable[Instruction]) -> None:
-        """Write instructions that are for all replicas already."""
+        """Write instructions that already include all replicas."""
         for i in instructions:
             if i.worker in self._written:
                 self._written_at[2 * time].append(i)
 
     def take(self) -> list[Instruction]:
-        """Return what was written since the last call, in order of time.
+        """Return the instructions that were written since the last call, in order of time.
 
-        Of equal times, transfers, sums and updates come before computations, to overlap with them. Otherwise the topological order remains
-        in which the instructions were written.
+        At equal times, transfers, sums and updates come before computations, to overlap with them. Apart from that, instructions stay in
+        the order in which they were written, which is a topological order.
         """
         taken = [*chain.from_iterable(self._written_at[key] for key in sorted(self._written_at))]
         self._written_at.clear()
         return taken
 
     def computations(self) -> list[tuple[Compute, int]]:
-        """Return the computations and their starts, in order for each rank."""
+        """Return the computations with the times at which they start; the computations of each rank are in order."""
         in_order = sorted(self._written_at.items())
         return [(i, key // 2) for key, written in in_order for i in written if isinstance(i, Compute)]

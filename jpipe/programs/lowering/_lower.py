@@ -27,26 +27,26 @@ def lower(
 ) -> Program:
     """Write the programs of all workers, or of some, for the batches `begin` .. `batches` - 1.
 
-    Computations are in the order of their simulated start (a forward takes 1, a backward 2, half of a backward 1, one more where
-    they recompute), transfers and sums where their producers end. All processes derive the same order from the same plan.
+    Computations are in the order of their simulated starts: a forward takes 1, a backward 2, half of a backward 1, and recomputation 1
+    more. Transfers and sums stand where the computations that produce their arrays end. All processes derive the same order from the plan.
 
     Args:
-        plan: what to run.
+        plan: the plan to run.
         batches: one past the last batch to load.
         begin: the first batch to load; microbatches of earlier batches may be in flight.
         start: the batch before which the pipeline was last empty.
         drain: whether to finish all microbatches; otherwise stop before the first computation that needs batch `batches`.
-        workers: the workers to write instructions for; all by default.
-        uses: what to do beside the plan: `global_norm=True` if updates use the norm of the gradients of all stages;
-            `shared_parameters=((0, 3),)`, for each group of shared parameters the stages that hold them, in order.
+        workers: the workers with instructions in the program; all by default.
+        uses: what to do in addition to the plan. `global_norm=True`: updates use the norm of the gradients of all stages.
+            `shared_parameters=((0, 3),)`: for each group of shared parameters, the stages that hold them, in order.
 
     Returns:
-        The program; the programs of successive steps, one after the other, are one run.
+        The program. The programs of successive steps, one after the other, are one run.
 
     Raises:
-        InputError: batches out of order, other workers, something unknown beside the plan, or that its schedule cannot do, or an order of
-            the plan that deadlocks; then the message ends with the grid up to the deadlock.
-        ProgramError: the order of a schedule deadlocks; the message ends with the same grid.
+        InputError: batches are out of order, a worker does not exist, `uses` has an unknown name or something that the schedule cannot do,
+            or `Plan.order` deadlocks; for a deadlock the message ends with the text grid up to it.
+        ProgramError: the order of a schedule deadlocks; the message ends with the text grid up to the deadlock.
     """
     if not isinstance(plan, Plan):
         raise InputError(where="lower", expected="a jpipe.Plan", found=type(plan).__name__, change="make one with Plan.even(…)")
@@ -68,7 +68,7 @@ def lower(
 
 
 def _refusal(plan: Plan, name: str, value: Any) -> Problem | None:
-    """Return why a program cannot do something beside its plan, or None."""
+    """Return why a program cannot do something in addition to its plan, or None."""
     if (option := known_beside().get(name)) is None:
         return Problem("unknown", change=nearest(name, known_beside()))
     if not value:
@@ -79,9 +79,9 @@ def _refusal(plan: Plan, name: str, value: Any) -> Problem | None:
 
 
 def batches_until_full(plan: Plan) -> int:
-    """Return after how many batches an empty pipeline is in steady state, where each step repeats the step before, one batch later.
+    """Return the number of batches after which an empty pipeline is in steady state: each step repeats the step before, one batch later.
 
-    By then n_s r_s microbatches are in flight at each stage s, and the first update is made or pending, like later ones after a step.
+    Then n_s r_s microbatches are in flight at each stage s, and the first update is made or pending, as later updates are after a step.
     """
     in_flight = max(SCHEDULES[plan.schedule].in_flight(plan, s) * replicas for s, replicas in enumerate(plan.replicas))
     return plan.flush_first + -(-(in_flight - 1) // plan.microbatches) + 1
@@ -90,21 +90,21 @@ def batches_until_full(plan: Plan) -> int:
 def lower_evaluation(
     plan: Plan, microbatches: int, batch: int, *, first: int = 0, labels: bool = True, workers: Collection[int] | None = None
 ) -> Program:
-    """Write the programs that run `microbatches` forward only through all stages, with the weights after `batch` batches.
+    """Write the programs that compute only forwards, of `microbatches` microbatches at all stages with the weights after `batch` batches.
 
     Args:
         plan: the plan.
-        microbatches: how many.
-        batch: number of batches.
+        microbatches: the number of microbatches.
+        batch: the number of batches that the weights have seen.
         first: the number of the first microbatch.
         labels: whether the last stage loads labels.
-        workers: the workers to write instructions for; None: all.
+        workers: the workers with instructions in the programs; None: all.
     """
     instructions: list[Instruction] = []
     written = frozenset(range(len(plan.workers)) if workers is None else workers)
     stages = [
         s for s in range(plan.depth) if not written.isdisjoint(chain(*plan.stage_workers[s : s + 2]))
-    ]  # or the next one, which receives
+    ]  # or the next stage, which receives
     versions = [batch * plan.updates_per_batch(s) for s in range(plan.depth)]
     for diagonal in range(microbatches + plan.depth - 1):
         for s in stages:
@@ -122,6 +122,6 @@ def lower_evaluation(
 
 
 def without_training(plan: Plan, instructions: Sequence[Instruction], workers: Collection[int] | None) -> Program:
-    """Return a program that neither updates nor ends any batch."""
+    """Return a program with these instructions that completes no update and no batch."""
     chosen, no_batches = None if workers is None else frozenset(workers), (range(0),) * plan.depth
     return Program(plan, 0, 0, 1, True, NOTHING, (False,) * plan.depth, (), range(0), no_batches, tuple(instructions), chosen)

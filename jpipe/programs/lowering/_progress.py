@@ -1,4 +1,4 @@
-"""The progress of a lowering: clocks of ranks, times of results, and pending updates."""
+"""The progress of a lowering: the clocks of ranks, the times of results, and pending updates."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -11,14 +11,14 @@ from jpipe.programs.lowering._listing import Listing
 
 
 class Pending(NamedTuple):
-    """An update that waits for a sum or for other stages, and the version that it retires, if any."""
+    """An update by `batch` that waits for a sum or for other stages; `retires` is the version with the memory that it reuses, if any."""
 
     batch: int
     retires: int | None
 
 
 class Rank:
-    """The clock of a rank: when its last computation ends."""
+    """The clock of a rank: the time at which its last computation ends."""
 
     def __init__(self, number: int) -> None:
         self.number, self.clock = number, 0
@@ -28,15 +28,15 @@ class Worker:
     """The progress of one worker.
 
     Attributes:
-        number: its number in the plan.
+        number: the number of the worker in the plan.
         stage: its stage.
-        replica: its replica of the stage.
+        replica: the number of the replica of the stage.
         rank: its rank.
-        backwards: its backwards since the first batch of the run.
-        updates: its updates since then.
-        read: the newest version that one of its forwards has read; -1 before the first one.
-        in_flight: the versions that the microbatches between forward and backward read, in order.
-        pending: its updates that wait for a sum or for other stages, in order.
+        backwards: the number of its backwards since batch 0.
+        updates: the number of its updates since batch 0.
+        read: the newest version that one of its forwards has read; -1 before the first forward.
+        in_flight: for each microbatch between forward and backward the version that it reads, in order.
+        pending: the updates that wait for a sum or for other stages, in order.
     """
 
     def __init__(self, plan: Plan, number: int, start: int, rank: Rank) -> None:
@@ -62,8 +62,8 @@ class Results:
     """The times from which the results of one kind are available, and the ranks that wait for them.
 
     Attributes:
-        times: the times by the number of a microbatch or batch.
-        waiting: the ranks that wait, by the same.
+        times: the times, by the number of a microbatch or batch.
+        waiting: the ranks that wait, by the number of a microbatch or batch.
     """
 
     __slots__ = ("_woken", "times", "waiting")
@@ -87,12 +87,12 @@ class Results:
         return time
 
     def wait(self, number: int, rank: int) -> None:
-        """Wake a rank once a result is available."""
+        """Note that a rank waits for a result; `announce` wakes it."""
         self.waiting.setdefault(number, []).append(rank)
 
 
 class Availability:
-    """The times from which outputs, gradients, sums and what capabilities make are available, and the ranks that wait for them.
+    """The times from which outputs, gradients, sums and results of capabilities are available, and the ranks that wait for them.
 
     Attributes:
         woken: the ranks that can continue.
@@ -103,13 +103,13 @@ class Availability:
         self._results: dict[tuple[str, int], Results] = {}  # by (what, stage or worker)
 
     def of(self, what: str, s: int) -> Results:
-        """Return the results of one kind, of a stage or worker."""
+        """Return the results of one kind at a stage or worker."""
         if (what, s) not in self._results:
             self._results[what, s] = Results(self.woken)
         return self._results[what, s]
 
     def wake(self, ranks: Iterable[int]) -> deque[int]:
-        """Let these ranks continue, in this order, and none wait; return `woken`."""
+        """Let only these ranks continue, in this order, and forget which ranks wait; return `woken`."""
         for results in self._results.values():
             results.waiting.clear()
         self.woken.clear()
@@ -129,7 +129,7 @@ class Availability:
         return self.of(what, s).time(number, worker.rank.number)
 
     def latest(self, wanted: Iterable[tuple[str, int, int]], worker: Worker) -> int | None:
-        """Return the time from which all results are available; if one is not available yet, return None and wait for this one only."""
+        """Return the time from which all results are available. If a result is not available yet, return None and wait for this result."""
         latest = 0
         for what, s, number in wanted:
             time = self.time(what, s, number, worker)
@@ -142,8 +142,8 @@ class Availability:
 class PendingUpdates:
     """Updates that wait for the sum over all replicas, or for other stages.
 
-    Those that wait only for a sum are at most two per worker: once there is a second one, the first is made before anything else, so that
-    a worker never holds the gradients of three batches. Those that wait for other stages are made at the times given by the route.
+    A worker has at most two updates that wait only for a sum: when there are two, the first is made before anything else, so that the
+    worker never holds gradients of three batches. Updates that wait for other stages are made at the times given by the route.
     """
 
     def __init__(
@@ -159,19 +159,19 @@ class PendingUpdates:
         self.plan, self.available, self.listing = plan, available, listing
         self._before, self._after = hooks("before_update", lowerings), hooks("after_update", lowerings)
         self._released = hooks("released", lowerings)
-        self.summing = [workers[:1] if alike else workers for workers in plan.stage_workers]  # by stage, those that are run
-        self.begun = [start * plan.updates_per_batch(s) for s in range(plan.depth)]  # sums of whole updates, by stage
-        self.routed = routed  # by stage, whether they wait for other stages, at the times of the route
-        self.arrived: dict[tuple[int, ...], list[int]] = {}  # when each replica had gradients, by stage and what they are of
+        self.summing = [workers[:1] if alike else workers for workers in plan.stage_workers]  # by stage, the workers that are run
+        self.begun = [start * plan.updates_per_batch(s) for s in range(plan.depth)]  # sums begun, in updates, by stage
+        self.routed = routed  # by stage, whether updates are made at the times of the route
+        self.arrived: dict[tuple[int, ...], list[int]] = {}  # by stage and kind of gradients, when each replica had them
         self._sums_elsewhere = {s for lowering in lowerings for s in getattr(lowering, "begins_sums", ())}
 
     def add(self, worker: Worker, batch: int | None, dead: int | None) -> None:
         """Note the end of a backward.
 
         Args:
-            worker: the worker that did it.
-            batch: the batch that it ends and that becomes pending for an update, or None.
-            dead: the version that no microbatch reads any more, or None.
+            worker: the worker of the backward.
+            batch: if the backward completes the gradients of a batch: this batch, to update by; otherwise None.
+            dead: the version that no microbatch reads any more, if there is one.
         """
         pending = worker.pending
         if batch is not None:
@@ -179,17 +179,17 @@ class PendingUpdates:
         routed = self.routed[worker.stage]
         is_due = len(pending) == 2 and not routed
         if dead is not None and pending and pending[0].retires is None and (is_due or pending[0].batch == dead):
-            pending[0] = Pending(pending[0].batch, dead)  # the update that is due, or that starts from this version, takes its memory
+            pending[0] = Pending(pending[0].batch, dead)  # an update that is due, or starts from this version, reuses its memory
         elif dead is not None:
             self.write_release(worker.clock, worker.number, dead)
         if batch is not None and (len(pending) == 1 or routed) and worker.stage not in self._sums_elsewhere:
             self.begin_sum(worker, batch)
 
     def settle(self, worker: Worker) -> bool:
-        """Make the first of two pending updates.
+        """If two updates are pending, make the first.
 
         Returns:
-            Whether the worker can continue; False if that update waits for its sum.
+            Whether the worker can continue; False if the first update waits for its sum.
         """
         if len(worker.pending) == 2 and not self.routed[worker.stage]:
             summed = self.available.time("sum", worker.stage, worker.pending[0].batch, worker)
@@ -208,7 +208,7 @@ class PendingUpdates:
         worker.updates += 1
 
     def write_update(self, time: int, worker: int, batch: int, retires: int | None) -> None:
-        """Write an update, with what capabilities have before and after it."""
+        """Write an update, and the instructions of capabilities before and after it."""
         for hook in self._before:
             hook(time, worker, batch, retires)
         self.listing.write(time, Update, worker, batch, retires)
@@ -222,7 +222,7 @@ class PendingUpdates:
             hook(worker, version)
 
     def begin_sum(self, worker: Worker, batch: int) -> None:
-        """Note that a replica has all gradients of a batch; the sum begins with the last replica."""
+        """Note that a replica has all gradients of a batch. When the last replica has them, the sum begins."""
         s, begins = worker.stage, self.come(worker, batch)
         if begins is not None:
             if self.plan.sums_gradients(s):
@@ -231,12 +231,12 @@ class PendingUpdates:
             self.available.announce("sum", s, batch, begins)
 
     def come(self, worker: Worker, *what: int) -> int | None:
-        """Note that a replica has some gradients, and return when the last replica of its stage has them; None if some lack them."""
+        """Note that a replica has some gradients. If all replicas of its stage have them, return the time since when; otherwise None."""
         arrived = self.arrived.setdefault((worker.stage, *what), [])
         arrived.append(worker.clock)
         return max(self.arrived.pop((worker.stage, *what))) if len(arrived) == len(self.summing[worker.stage]) else None
 
     def write_sums(self, time: int, s: int, kind: type[AllReduce], *fields: int) -> None:
-        """Write the instructions of all replicas of a stage that begin a sum."""
+        """Write the instructions by which all replicas of a stage begin a sum."""
         for w in self.summing[s]:
             self.listing.write(time, kind, w, *fields)

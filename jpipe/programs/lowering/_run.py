@@ -1,4 +1,4 @@
-"""The computations of all workers, run in the order of their schedule; each instruction is written with its time."""
+"""Run the computations of all workers in the order of their schedule, and write each instruction with its time."""
 
 import itertools
 from collections.abc import Collection, Iterator, Sequence
@@ -25,15 +25,15 @@ from jpipe.schedules import SCHEDULES, Action
 
 
 class _Effect(NamedTuple):
-    """What an op does at a stage.
+    """What an op needs and computes at a stage.
 
     Attributes:
         op: the op.
-        ticks: how long it takes.
-        needs: whether it waits for its microbatch's outputs or gradients from another stage; None: it waits for none.
-        output: the outputs of the stage, if it makes one for another stage.
-        gradient: the same of gradients.
-        loads: whether something is loaded before it.
+        ticks: the ticks that it takes.
+        needs: the outputs or gradients of another stage for which it waits; None if it waits for neither.
+        output: the outputs of the stage, if the op computes an output for another stage; otherwise None.
+        gradient: the input gradients of the stage, if the op computes one for another stage; otherwise None.
+        loads: whether inputs or labels are loaded before it.
     """
 
     op: Op
@@ -45,17 +45,17 @@ class _Effect(NamedTuple):
 
 
 class Run:
-    """A run of the computations of all workers in their order, with free transfers, that writes instructions with their times.
+    """A run of the computations of all workers in order, with transfers that take no time. It writes instructions with their times.
 
-    It can continue from batch to batch, and does the same whichever instructions are written.
+    It can continue from batch to batch. It computes the same times for any choice of `workers`.
 
     Args:
-        plan: what to run.
+        plan: the plan to run.
         start: the batch before which the pipeline is empty.
-        last: the most batches that it will be run to.
+        last: an upper limit of the batches to which the run continues.
         uses: as in `Program`.
         workers: the workers to write instructions for; None: all.
-        alike: whether to run only the first replica of each stage where all replicas do the same; see `Listing`.
+        alike: whether to run only the first replica of each stage if all replicas do the same; see `Listing`.
     """
 
     def __init__(
@@ -71,21 +71,21 @@ class Run:
         self.plan, self.start, self.last, self.uses = plan, start, last, uses
         self.schedule, self.depth, self.replicas = SCHEDULES[plan.schedule], plan.depth, plan.replicas
         self.sums = [plan.sums_gradients(s) for s in range(plan.depth)]  # whether updates wait for a sum over replicas
-        self.every = [plan.microbatches_per_update(s) for s in range(plan.depth)]  # microbatches for an update
-        self.each = [every // count for every, count in zip(self.every, self.replicas, strict=True)]  # backwards of a replica for an update
+        self.every = [plan.microbatches_per_update(s) for s in range(plan.depth)]  # microbatches before an update
+        self.each = [every // count for every, count in zip(self.every, self.replicas, strict=True)]  # the same of one replica
         used = programs_of(plan, uses)
         self.unit = max((unit(plan) for unit in hooks("unit", used)), default=1)  # ticks of a forward
-        again = [int(repeats_forward(stage.recompute)) for stage in plan.stages]  # a forward that is computed again
-        self.ticks: dict[tuple[str, int], int] = {}  # of an op at a stage: a unit for each of its halves, and one more if it recomputes
+        again = [int(repeats_forward(stage.recompute)) for stage in plan.stages]  # whether a backward repeats the forward
+        self.ticks: dict[tuple[str, int], int] = {}  # of an op at a stage
         for (name, op), s in itertools.product(OPS.items(), range(plan.depth)):
             self.ticks[name, s] = self.unit * (len(op.parts) + (again[s] if op.gives_gradient else 0))
-        # Without a flush the last of a rank's chunks may come to a microbatch only after the step of its batch.
+        # Without a flush, the last of a rank's chunks may compute a microbatch only after the step of its batch.
         several = not self.schedule.flushes and plan.depth > len(plan.pipeline_ranks)
         self.labels_with = 0 if several else plan.depth - 1
         waiting = {s for waits in hooks("waits", used) for s in waits(plan, uses)}
         self.waits = [s in waiting for s in range(plan.depth)]  # whether updates wait for other stages
         self.route = route_of(plan) if any(self.waits) and not self.schedule.flushes else None
-        self.routed = [self.route is not None and wait for wait in self.waits]  # whether they wait for other stages without a flush
+        self.routed = [self.route is not None and wait for wait in self.waits]  # whether updates are made at the times of the route
         self.version = self.schedule.version if plan.flush_first else self.schedule.formula
         # With a route, one replica of each stage sends messages for all.
         self.alike = alike and plan.replicas[0] > 1 and len(set(plan.replicas)) == 1 and self.route is None
@@ -99,7 +99,7 @@ class Run:
         self.of_stage = {rank: {worker.stage: worker for worker in workers} for rank, workers in self.rank_workers.items()}
         self.available, self.listing = Availability(), Listing(plan, workers, self.alike)
         self.effects = [{name: self._effect(op, s) for name, op in OPS.items()} for s in range(plan.depth)]  # by stage
-        # By stage whether its computations are written, and its transfers to the next one.
+        # By stage, whether its computations are written, and whether its transfers to the next stage are.
         self.written = [workers is None or not set(plan.stage_workers[s]).isdisjoint(workers) for s in range(plan.depth)]
         self.linked = [before or after for before, after in pairwise(self.written)] + [False]
         self.is_whole = workers is None and not self.alike  # whether the listing has all instructions since the start
@@ -114,14 +114,14 @@ class Run:
         self.end = start  # one past the last batch to load
         self.first_free = max(start, plan.flush_first)  # the first batch of the part without a flush
         after = last + self.schedule.period(plan)
-        # By rank: what follows in the part without a flush, the order so far, and the position in it.
+        # By rank: the further computations in the part without a flush, the order so far, and the position in this order.
         self.following: dict[int, Iterator[Action]] = {rank: self._actions(rank, self.first_free, after) for rank in self.rank_workers}
-        self.held_back: dict[int, list[Action]] = {}  # its next entry, where that needs the next batch
+        self.held_back: dict[int, list[Action]] = {}  # the next entry, if it needs the next batch
         self.orders: dict[int, list[Action]] = {rank: [] for rank in self.rank_workers}
         self.position = dict.fromkeys(self.rank_workers, 0)
 
     def program(self, batches: int, drain: bool) -> Program:
-        """Continue as `go_on` does, and return the program of that."""
+        """Continue as `go_on` does, and return the program of this part."""
         begin, ended, updated = self.end, self.ended(), self.updated()
         instructions = self.go_on(batches, drain)
         return Program(
@@ -140,9 +140,9 @@ class Run:
         )
 
     def go_on(self, batches: int, drain: bool) -> list[Instruction]:
-        """Compute up to the first forward that needs batch `batches`, drain the pipeline if requested, and return what is written.
+        """Compute up to the first forward that needs batch `batches`, drain the pipeline if requested, and return the new instructions.
 
-        It goes from batch to batch, so that a long run has the programs of its steps, one after the other.
+        The run goes from batch to batch, so that a long run equals the programs of its steps, one after the other.
         """
         while self.end < batches:
             if self.schedule.flushes_after(self.plan, self.end):
@@ -159,14 +159,14 @@ class Run:
         return self.listing.take()
 
     def _compute_and_drain(self, first: int, end: int) -> None:
-        """Compute what remains of the batches `first` .. `end` - 1; the pipeline is empty before and after them."""
+        """Compute the remaining computations of the batches `first` .. `end` - 1, so that the pipeline is empty."""
         self.orders = {rank: [*self._actions(rank, first, end)] for rank in self.rank_workers}
         self._compute_all()
         self._check_done(end)
         self._update_all()
 
     def separates_sums(self) -> tuple[bool, ...]:
-        """Return `Program.separates_sums`: where updates wait for a sum over replicas or, without a flush, for other stages."""
+        """Return `Program.separates_sums`: whether updates wait for a sum over replicas or, without a flush, for other stages."""
         return tuple(sums or (self.route is not None and self.waits[s]) for s, sums in enumerate(self.sums))
 
     def versions(self) -> tuple[tuple[int, int], ...]:
@@ -178,7 +178,7 @@ class Run:
         return tuple(version for version in versions for _ in range(self.plan.replicas[0] if self.alike else 1))
 
     def updated(self) -> list[int]:
-        """Return for each stage how many batches have updated it."""
+        """Return for each stage the number of batches by which it has been updated."""
         plan = self.plan
         first = [self.worker_at[s, plan.rank_of[workers[0]]] for s, workers in enumerate(plan.stage_workers)]
         return [worker.updates // plan.updates_per_batch(s) for s, worker in enumerate(first)]
@@ -204,9 +204,9 @@ class Run:
             order.append(entry)
 
     def _compute_all(self) -> None:
-        """Compute what the orders have, as far as possible.
+        """Compute the computations in the orders of all ranks, as far as possible.
 
-        All ranks begin at the same time, so that what is written, and in which order, depends only on what the pipeline holds.
+        All ranks begin at the same time, so that the instructions and their order depend only on what the pipeline holds.
         """
         time = max(worker.clock for worker in self.workers)
         for worker in self.workers:
@@ -220,13 +220,13 @@ class Run:
                 n = self.position[rank] = n + 1
 
     def _check_done(self, end: int) -> None:
-        """Check that all ranks have come to the end of their orders; before batch `end` is loaded they may wait for what others do then."""
+        """Check that all ranks have come to the ends of their orders; the pipeline is empty before batch `end`."""
         waiting = {rank: order[self.position[rank]] for rank, order in self.orders.items() if self.position[rank] < len(order)}
         if waiting:
             raise self._deadlock(waiting, end)
 
     def _deadlock(self, waiting: dict[int, Action], end: int) -> InputError | ProgramError:
-        """Return the error that shows where ranks wait for each other before the pipeline is empty after `end`."""
+        """Return the error for ranks that wait for each other before the pipeline is empty at batch `end`; its message shows where."""
         plan, rows = self.plan, [list[Span]() for _ in self.plan.rank_workers]
         if not self.is_whole:
             try:
@@ -259,7 +259,7 @@ class Run:
         return _Effect(op, self.ticks[op.name, s], needs, output, gradient, op.begins and s in (0, self.labels_with))
 
     def _compute(self, entry: Action, worker: Worker) -> bool:
-        """Write a computation of a worker and what follows from it; return False if something that it needs is not available yet."""
+        """Write a computation of a worker and the instructions that follow from it; return False if something that it needs is missing."""
         name, s, k = entry
         effect, of_rank = self.effects[s][name], worker.rank
         op, begins = effect.op, of_rank.clock
@@ -307,7 +307,7 @@ class Run:
         return True
 
     def _load(self, time: int, worker: Worker, k: int) -> None:
-        """Write the loads before the forward of a microbatch; labels are loaded at stage `labels_with`, for the last stage."""
+        """Write the loads before a forward of a microbatch; labels, for the last stage, are loaded before the forward of stage `labels_with`."""
         if worker.stage == 0:
             self.listing.load(time, worker.number, k, "inputs")
         if worker.stage == self.labels_with:
@@ -324,12 +324,12 @@ class Run:
         return begins + effect.ticks
 
     def due_with(self, s: int, k: int) -> int | None:
-        """Return the batch to update stage s with before the forward of k, if any, for what arrives with its activation."""
+        """Return the batch, if any, by which stage s updates before the forward of k, since the activation brings its message."""
         batch = self.route.from_first_with(s, k) if self.route is not None and self.waits[s] else None
         return batch if batch is not None and batch >= self.first_free else None
 
     def _update_before(self, worker: Worker, k: int, version: int, begins: int) -> None:
-        """Make the pending update that is due before the forward of microbatch k."""
+        """Make the pending update that is due before the forward of microbatch k, if there is one."""
         if self.route is None or not self.waits[worker.stage]:
             if version > worker.pending[0].batch:
                 self.updates.make(worker, begins)
@@ -338,7 +338,7 @@ class Run:
             self.updates.make(worker, begins)
 
     def _weights_ready(self, worker: Worker, k: int, version: int) -> int | None:
-        """Return the time from which the sums for the weights of a forward are available, or None."""
+        """Return the time from which the sums for the weights that a forward reads are available; None if they are not available yet."""
         s = worker.stage
         if self.route is None or not self.waits[s]:
             summed = self.sums[s] and version > self.start * self.plan.updates_per_batch(s)
@@ -350,7 +350,7 @@ class Run:
         return self.available.latest(wanted, worker)
 
     def _whole(self, worker: Worker, version: int) -> int | None:
-        """Return when a version is complete, with what capabilities make of it, or None."""
+        """Return the time from which a version is complete, with everything that capabilities add; None if it is not complete yet."""
         ready = 0
         for hook in self._version_ready:
             if (time := hook(worker, version)) is None:
@@ -359,10 +359,10 @@ class Run:
         return ready
 
     def _settled(self, workers: Sequence[Worker]) -> bool:
-        """Make the updates that are due before the next computation of a rank, and what capabilities do then.
+        """Make the updates that are due before the next computation of a rank, and run the hooks of capabilities for this place.
 
         Returns:
-            Whether the rank can continue; False if something that these need is not available yet.
+            Whether the rank can continue; False if something that updates or hooks need is not available yet.
         """
         for worker in workers:
             if not worker.pending:
@@ -374,11 +374,11 @@ class Run:
         return True
 
     def needed_for_sum(self, worker: Worker, batch: int) -> list[tuple[str, int, int]]:
-        """Return what a worker needs to complete the gradients of a batch that its stage counts."""
+        """Return the results that a worker needs to complete the gradients of a batch, for sums of squares at its stage."""
         return [("sum", worker.stage, batch), *(each for needed in self._needed_for_sum for each in needed(worker, batch))]
 
     def complete_sum(self, worker: Worker, batch: int, time: int) -> None:
-        """Complete the gradients of a batch that the worker's stage counts."""
+        """Let capabilities complete the gradients of a batch, for sums of squares at the stage of the worker."""
         for hook in self._complete_sum:
             hook(time, worker.number, batch)
 
@@ -388,8 +388,8 @@ class Run:
         worker.in_flight.popleft()
         following = worker.in_flight[0] if worker.in_flight else self.version(plan, s, k + self.replicas[s])
         assert following - version in (0, 1), "versions advance one by one"
-        dead = version if following > version else None  # microbatches in flight and to come all read later versions
-        batch = k // self.every[s] if worker.backwards % self.each[s] == 0 else None  # that it ends
+        dead = version if following > version else None  # all microbatches in flight and to come read later versions
+        batch = k // self.every[s] if worker.backwards % self.each[s] == 0 else None  # the batch that this backward ends
         if self.sums[s] or self.waits[s]:
             if batch is not None or dead is not None:
                 self.updates.add(worker, batch, dead)
@@ -402,7 +402,7 @@ class Run:
             self.updates.write_release(worker.clock, w, dead)
 
     def _update_all(self) -> None:
-        """Write all pending updates where the pipeline is empty, and what capabilities do before them."""
+        """Write all pending updates when the pipeline is empty, and the instructions of capabilities before them."""
         time = max(worker.clock for worker in self.workers)
         while pending := [worker.pending[0].batch for worker in self.workers if worker.pending]:
             batch = min(pending)

@@ -1,4 +1,4 @@
-"""What a verified program does, for given costs: time, memory and bytes moved."""
+"""The prediction of a verified program from given costs: time, memory and bytes moved."""
 
 from jpipe.programs.prediction._prediction import Prediction, draw_grid
 from jpipe.programs.prediction._simulator import Simulator

@@ -1,7 +1,8 @@
-"""Programs as actions: a program is written as actions once, for many simulations with different costs.
+"""Programs as actions: a program is converted to actions once, for many simulations with different costs.
 
-What an action waits for is a place in one list of times. What depends on costs is a price (`_prices`) with what it needs to know. The bytes
-of a rank change in the order of its instructions, whatever the times are, so their changes are a list of their own.
+All times are in one list; an action waits for the time at a place of this list. Everything that depends on costs is a price (`_prices`)
+with its arguments. The bytes of a rank change in the order of its instructions, whatever the times are, so these changes are a list of
+their own.
 """
 
 from collections import defaultdict
@@ -34,32 +35,32 @@ WORK, BEGIN, WAIT, MAKE, MOVE = range(5)
 """The kinds of actions; see `RankActions.queue`."""
 
 NOWHERE = -1
-"""The place of what does not exist."""
+"""Stands for no place."""
 
 Versions = tuple[tuple[int, tuple[tuple[int, tuple[int, ...]], ...]], ...]
-"""For each worker of a rank its stage and its versions on the device, each with the replicas that still have to send their weights."""
+"""For each worker of a rank, its stage and its weight versions on the device, each with the replicas that have not sent their share yet."""
 
 
 Work = tuple[int, int, int, str, int, int, int | None, int, int, Versions]
 """A computation or an update of a rank:
 
 - the number of its price in seconds;
-- its stage, and the number of that stage on its rank;
-- of a computation its op, microbatch, version and part, as in a `Span`;
-- of an update, the number of its stage's last computation, counted over the rank; NOWHERE: it is a computation itself;
+- its stage, and the index of that stage on its rank;
+- the op, microbatch, version and part of a computation, as in a `Span`;
+- for an update, the index of the last computation of its stage, counted over the rank; for a computation, NOWHERE;
 - the number of changes of the rank's bytes until its end, and the versions that the rank holds then.
 
-Works and events are plain tuples, because the garbage collector sets only those aside: a program has hundreds of thousands.
+Works and events are plain tuples, because the garbage collector does not track these: a program has hundreds of thousands of them.
 """
 
 Event = tuple[tuple[Any, ...], int, int, tuple[int, ...], tuple[int, ...]]
-"""A message or a sum, which begins when all that take part have come to it:
+"""A message or a sum, which begins when all participants have come to it:
 
-- its order, which decides between events that can begin at the same time, and is different for all: messages come before sums, because by
-  then all sums of that time are known. The last entry is the number in a `Transfer`;
-- how often ranks come to it before it begins;
+- its order, a unique tuple that decides between events that can begin at the same time: messages come before sums, so that all sums of
+  that time are known when the first is chosen. The last entry is the number in a `Transfer`;
+- the number of its participants;
 - the number of its route;
-- the places where the time is noted at which it is over;
+- the places for the time at which it is over;
 - the ranks that may wait for it.
 """
 
@@ -69,16 +70,16 @@ class RankActions:
 
     Attributes:
         number: the number of the rank.
-        workers: its workers that have instructions.
-        queue: in order (WORK, number of the price, place that it waits for and uses up, place of what it makes); (BEGIN, the event, place
-            of what is sent, or NOWHERE for what is there now, 0); (WAIT, place, whether it is used up, 0); (MAKE, 0, place of what another
-            worker of the rank has made, or NOWHERE for what is there now, place of what is made); (MOVE, number of the route, number in a
-            `Transfer`, place of what is moved).
-        works: what each WORK is.
-        computations: how many of them are computations.
-        changes: the numbers of the changes of its bytes, in order; an array once all are written.
-        first: the number of changes that are what it holds at the beginning, and the versions among them.
-        versions: those that it holds after the actions so far.
+        workers: the workers of the rank that have instructions.
+        queue: the actions in order. Each is one of: (WORK, number of the price, place that it waits for and clears, place of its result);
+            (BEGIN, the event, place of the array to send, or NOWHERE if it is there now, 0); (WAIT, place, whether to clear it, 0); (MAKE,
+            0, place of the result of another worker of the rank, or NOWHERE if it is there now, place of the copy); (MOVE, number of the
+            route, number in a `Transfer`, place of the moved array).
+        works: the computation or update of each WORK.
+        computations: the number of computations in `works`.
+        changes: the numbers of the changes of the rank's bytes, in order; an array when all are written.
+        first: the number of changes for the bytes held at the beginning, and the versions held then.
+        versions: the versions that the rank holds after the actions so far.
     """
 
     def __init__(self, number: int) -> None:
@@ -92,7 +93,7 @@ class RankActions:
         self.versions: Versions = ()
 
     def note_versions(self) -> None:
-        """Note which versions its workers have on the device from now on."""
+        """Note which versions the workers of the rank have on the device from now on."""
         self.versions = tuple(
             (worker.stage, tuple(entry for entry in worker.versions.items() if ("versions", entry[0]) not in worker.away))
             for worker in self.workers
@@ -100,7 +101,7 @@ class RankActions:
 
 
 Numbers = defaultdict[Any, int]
-"""Numbers for keys, in the order in which they first come."""
+"""Numbers for keys, in the order in which the keys first occur."""
 
 
 class Actions:
@@ -108,20 +109,20 @@ class Actions:
 
     Args:
         program: the program.
-        overlap: what goes on beside the computations of a rank.
+        overlap: what can overlap with the computations of a rank.
 
     Attributes:
         ranks: the actions of each rank.
         workers: the workers that have instructions, by number.
         messages: the messages of capabilities.
-        begin, before_compute, before_update: what capabilities do there, see `ProgramHooks`.
-        places: the numbers of places, by worker and what is there, then by the number of that; empty once all is written.
-        num_places: how many there are.
-        there: the places of what is there from the beginning.
-        seconds: the numbers of prices of works, by the function of `Prices` that gives it and its arguments.
-        changes: the numbers of changes of bytes.
-        routes: the numbers of what goes over links, by what it is, the ranks, and the price of its size.
-        events: by their order; likewise.
+        begin, before_compute, before_update: the hooks of capabilities for these moments, see `ProgramHooks`.
+        places: the numbers of places, by worker and kind, then by microbatch or batch; empty when all actions are written.
+        num_places: the number of places.
+        there: the places of arrays that are there from the beginning.
+        seconds: the numbers of prices in seconds, by the function of `Prices` that returns the price and its arguments.
+        changes: the numbers of changes of bytes, by name, stage and arguments.
+        routes: the numbers of routes, by kind of message or sum, workers, and further arguments of the price.
+        events: the events by their order; empty when all actions are written.
     """
 
     def __init__(self, program: Program, overlap: Overlap) -> None:
@@ -150,24 +151,25 @@ class Actions:
             rank.changes = np.array(rank.changes, int)
         self.num_places = next_place()
         for numbers in self.places.values():
-            numbers.clear()  # thousands of keys, which are not needed any more
+            numbers.clear()  # frees thousands of keys
         self.events.clear()
 
 
 class Worker:
-    """A worker: writes its instructions as actions of its rank, and keeps what these depend on of earlier instructions.
+    """A worker. It converts its instructions to actions of its rank, and keeps the state on which these depend.
 
     Attributes:
-        all, rank: the actions of all ranks, and its own.
-        number, stage, replica: of the worker.
-        chunk: which of the rank's stages its stage is.
-        others: the other replicas, if they update the remaining weights.
-        versions: its weight versions, each with the replicas that still have to send their share of the weights.
-        most_versions: the most versions so far.
-        away: what a capability keeps elsewhere: the optimizer state (number 0), versions, residuals and stashes.
-        accumulates: whether there is memory for gradients: not between a batch set aside and the next backward.
-        computed: the parts of ops that it has computed, by microbatch, if a neighbouring stage is on the same rank.
-        last: the number of its last computation, counted over the rank.
+        all, rank: the actions of all ranks, and the actions of its rank.
+        number, stage, replica: the numbers of the worker, of its stage and of its replica.
+        chunk: the index of its stage among the stages of the rank.
+        others: the workers of the other replicas, if each replica updates a share of the weights.
+        versions: its weight versions, each with the replicas that have not sent their share of the weights yet.
+        most_versions: the largest number of versions so far.
+        away: the arrays that a capability keeps in host memory, each as (kind, number): optimizer state (number 0), versions, residuals and
+            stashes.
+        accumulates: whether there is memory for gradients: not from the time when a batch is set aside until the next backward.
+        computed: by microbatch, the parts of ops that it has computed, if a neighbouring stage is on the same rank.
+        last: the index of its last computation, counted over the rank.
     """
 
     def __init__(self, of_program: Actions, number: int) -> None:
@@ -189,11 +191,11 @@ class Worker:
         self.change("begin", len(self.versions), bool(self.away))
 
     def place(self, *what: Any) -> int:
-        """Return the place of the time of something that it waits for or makes, a name and numbers."""
+        """Return the place for the time of an array, which is given by a name and numbers."""
         return self.all.places[self.number, *what[:-1]][what[-1]]
 
     def effect(self, name: str) -> tuple[Op, int, Numbers | None, list[Numbers]]:
-        """Return an op, the number of its price, the places of messages that it waits for, if any, and the places of what it makes."""
+        """Return an op, the number of its price, the places of messages that it waits for, if any, and the places of its results."""
         if name not in self._effects:
             op, w, s, last, places = OPS[name], self.number, self.stage, self.all.depth - 1, self.all.places
             message, is_alone = _NEEDS[op.reads], s == (0 if op.begins else last)
@@ -204,12 +206,12 @@ class Worker:
         return self._effects[name]
 
     def wait(self, *what: Any, uses_up: bool = False) -> None:
-        """Wait for something, if the worker ever lacks it. What is consumed comes again in the next of equal batches."""
+        """Wait for an array, unless the worker never lacks it. An array that is used up is made again in the next batch."""
         if (place := self.all.places[self.number, *what[:-1]].get(what[-1])) is not None:
             self.rank.queue.append((WAIT, place, uses_up, NOWHERE))
 
     def make(self, *what: Any) -> None:
-        """Note that something is there now."""
+        """Write that an array is there now."""
         self.rank.queue.append((MAKE, 0, NOWHERE, self.place(*what)))
 
     def change(self, name: str, *arguments: Any) -> None:
@@ -219,7 +221,7 @@ class Worker:
         self.rank.changes.append(number)
 
     def accumulate(self) -> None:
-        """Add memory for gradients, if a batch set aside has taken it."""
+        """Add memory for gradients, unless the worker has it: a batch that is set aside takes the memory."""
         if not self.accumulates:
             self.accumulates = True
             self.change("accumulate")
@@ -230,10 +232,10 @@ class Worker:
         """Take part in an event.
 
         Args:
-            order, participants: of the event.
-            route: what goes over links, the ranks, and the price of its size.
-            waiting: the workers that wait for it, and for what.
-            sent: the place of what this worker sends, or NOWHERE for what is there now.
+            order, participants: the order and the number of participants of the event.
+            route: the kind of message or sum, the workers, and further arguments of the price.
+            waiting: the workers that wait for the event, each with the name and numbers of the array for which it waits.
+            sent: the place of the array that this worker sends, or NOWHERE if it is there now.
         """
         event = self.all.events.get(order)
         if event is None:
@@ -243,9 +245,9 @@ class Worker:
         self.rank.queue.append((BEGIN, event, sent, NOWHERE))
 
     def begin_sum(self, what: str, batch: int, sent: int = NOWHERE, piece: int = 0, following: int = 0) -> None:
-        """Take part in a sum over the replicas of the stage, of gradients ("sum") or of what a capability sums, or in a piece of it.
+        """Take part in a sum over the replicas of the stage (of gradients, "sum", or of arrays of a capability), or in a piece of a sum.
 
-        Sums of the same replicas end in order: if pieces follow, they are waited for and this one is not.
+        Sums over the same replicas end in order. So if pieces follow, workers wait only for the last piece.
         """
         program, s = self.all, self.stage
         place = (what, batch, piece) if following else (what, batch)
@@ -261,7 +263,7 @@ class Worker:
         self.begin((0, source, to, message, k), 2, (message, (source, to)), waiting, NOWHERE)
 
     def received(self, message: str, source: int, k: int) -> tuple[Any, ...]:
-        """Return what a message is at the worker that waits for it."""
+        """Return the name and numbers under which the receiver of a message waits for it."""
         hooks = self.all.messages.get(message)
         return (message, k) if hooks is None or hooks.awaited is None else (message, *hooks.awaited(self, source, k))
 
@@ -279,7 +281,7 @@ def _compute(worker: Worker, i: Compute) -> None:
 
 
 def prepare(worker: Worker, i: Compute) -> None:
-    """Wait for the weights of a computation, and let capabilities do what comes before it."""
+    """Wait for the weights of a computation, and run the hooks of capabilities before it."""
     for other in worker.others:
         worker.wait("weights", other, i.version)
     for hook in worker.all.before_compute:
@@ -287,7 +289,7 @@ def prepare(worker: Worker, i: Compute) -> None:
 
 
 def work(worker: Worker, i: Compute, seconds: int, needs: int, made: Sequence[int], part: int | None = None) -> None:
-    """Write a computation, with the number of its price and its places."""
+    """Write a computation with the number of its price, the place for which it waits, and the places of its results."""
     rank = worker.rank
     rank.queue.append((WORK, seconds, needs, made[0] if made else NOWHERE))
     for place in made[1:]:
@@ -299,7 +301,7 @@ def work(worker: Worker, i: Compute, seconds: int, needs: int, made: Sequence[in
 
 
 def finish(worker: Worker, i: Compute, op: Op) -> None:
-    """Note whether the gradients of a computation end an update."""
+    """If a computation completes the gradients for an update, note that they are set aside."""
     if worker.separates_sums and op.finishes:
         worker.accumulate()
         worker.accumulates = not ends_update(worker.all.plan, worker.stage, i.microbatch)
@@ -328,7 +330,7 @@ def _send(worker: Worker, i: Send) -> None:
         worker.wait("arrival", message, to, k, uses_up=True)
         return
     if (sent := program.places[w, "made", message].get(k)) is None:
-        sent = worker.place(message, k)  # it passes on what it has received
+        sent = worker.place(message, k)  # the worker forwards an array that it has received
     arrival = receiver.place(*worker.received(message, w, k))
     if receiver.rank is worker.rank:
         worker.rank.queue.append((MAKE, 0, sent, arrival))
@@ -341,7 +343,7 @@ def _receive(worker: Worker, i: Receive) -> None:
     program, k = worker.all, i.microbatch
     worker.change("receive", i.message, i.source, i.worker)
     if i.message in _NEEDS.values() and not program.transfers_block:
-        return  # computations wait for these by themselves
+        return  # the actions of computations wait for these messages
     received = worker.received(i.message, i.source, k)
     worker.place(*received)
     if i.message in program.messages and (hook := program.messages[i.message].received) is not None:
@@ -353,7 +355,7 @@ def _receive(worker: Worker, i: Receive) -> None:
 
 def all_reduce(worker: Worker, i: AllReduce) -> None:
     if worker.all.averages_state:
-        worker.change("take state")  # the mean, until the update replaces the worker's own by it
+        worker.change("take state")  # memory for the mean, until the update replaces the worker's own state
     worker.change("sum", 0)
     worker.begin_sum("sum", i.batch)
 

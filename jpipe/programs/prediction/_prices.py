@@ -1,4 +1,4 @@
-"""Prices of actions: the seconds and bytes that follow from the costs of the stages."""
+"""Prices of actions: the seconds and bytes of an action, computed from the costs of the stages."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -14,11 +14,11 @@ class Change(NamedTuple):
 
     Attributes:
         live: the bytes of all arrays on the device.
-        while_running: how many more arrays are on the device while it runs than before.
-        sent: the bytes that it sends to other ranks.
-        residuals: the part of `live` that residuals and stashes have.
-        optimizer: the part of `live` that optimizer state has, with what capabilities keep beside it.
-        in_host: the bytes in host memory, where a capability keeps something.
+        while_running: the bytes by which the device holds more while the action runs than before it.
+        sent: the bytes that the action sends to other ranks.
+        residuals: the part of `live` for residuals and stashes.
+        optimizer: the part of `live` for optimizer state, and for arrays that capabilities keep in addition to it.
+        in_host: the bytes in host memory, if a capability keeps arrays there.
         moved: the bytes that it moves to host memory or back.
     """
 
@@ -35,8 +35,8 @@ class Prices:
     """The prices of a program's actions.
 
     Args:
-        program: what runs.
-        costs: one for each stage.
+        program: the program that runs.
+        costs: the cost of each stage.
     """
 
     def __init__(self, program: Program, costs: Sequence[StageCost]) -> None:
@@ -49,17 +49,17 @@ class Prices:
         return self.costs[s].seconds(op) if op else self.costs[s].update
 
     def change(self, name: str, s: int, *arguments: object) -> Change:
-        """Return a change of bytes at stage s, one of `CHANGES`, or of a capability."""
+        """Return a change of bytes at stage s, by its name in `CHANGES` or in the changes of a capability."""
         return self._changes[name](self, self.costs[s], s, *arguments)
 
     def computes(self, s: int, name: str, before: str | None, after: str | None) -> Change:
-        """Return the bytes of a computation.
+        """Return the change of bytes by a computation.
 
         Args:
             s: the stage.
             name: the name of the op.
-            before: the parts of ops that the stage before has computed of the microbatch, if it is on the same rank; otherwise None.
-            after: likewise of the stage after.
+            before: the parts of ops that the previous stage has computed for the microbatch; None if that stage is on another rank.
+            after: the parts of ops that the next stage has computed for the microbatch; None if that stage is on another rank.
         """
         op, cost = OPS[name], self.costs[s]
         left, made = {"residuals": cost.residuals, "stash": cost.stash}, cost.gradient if op.gives_gradient else 0
@@ -71,7 +71,7 @@ class Prices:
         if not op.begins:
             freed = left[op.reads] + (cost.message if op.reads == "residuals" else 0)
             residuals -= left[op.reads]
-        # Arrays that both stages of a rank keep are freed with the second one.
+        # Arrays that two stages of a rank keep are freed when the second stage frees them.
         if before is not None:
             freed -= sum(arrays.size for arrays in cost.passed if arrays.receiver in op.parts and arrays.sender not in before)
         if after is not None:
@@ -80,7 +80,7 @@ class Prices:
         return Change(made - freed, made + cost.temporary, residuals=residuals)
 
     def message(self, message: str, source: int, to: int) -> tuple[int, int, int]:
-        """Return the bytes that a message frees at its sender, its size, and the bytes that it adds at its receiver."""
+        """Return the bytes that a message frees at its sender, the bytes that it carries, and the bytes that it adds at its receiver."""
         if message in self._messages:
             freed, size, added = self._messages[message].price(self, source, to)
             return freed, size, added
@@ -92,14 +92,14 @@ class Prices:
         return cost.outputs - cost.kept_outputs, cost.outputs, receiver.inputs - sum(arrays.size for arrays in passed)
 
     def sends(self, message: str, source: int, to: int) -> Change:
-        """Return the bytes of a message at its sender."""
+        """Return the change of bytes by sending a message."""
         freed, size, _ = self.message(message, source, to)
         return Change(-freed, sent=size if self.plan.rank_of[source] != self.plan.rank_of[to] else 0)
 
     def sum(self, what: str, s: int, piece: int = 0) -> tuple[float, int]:
-        """Return the bytes that each replica of a stage sends for a sum, or a piece of it, and the number of rounds in their ring.
+        """Return the bytes that each replica of a stage sends for a sum or a piece of a sum, and how often data goes around their ring.
 
-        What replicas gather goes around once, and each adds it up; otherwise shares go around, and then their sums.
+        If replicas gather the parts, these go around once, and each replica adds them up. Otherwise shares go around, and then their sums.
         """
         cost, others = self.costs[s], self.plan.replicas[s] - 1
         if what == "sum" and cost.gathered:
@@ -108,7 +108,7 @@ class Prices:
         return 2 * others / (others + 1) * size, 2
 
     def share(self, s: int, replicas: Sequence[int]) -> int:
-        """Return the bytes of one version that some replicas update for all."""
+        """Return the bytes of the shares of these replicas in one version, if replicas divide updates; otherwise 0."""
         return sum(self.costs[s].updated[replica] for replica in replicas) if self.costs[s].updated else 0
 
 
@@ -119,7 +119,7 @@ def _begin(prices: Prices, cost: StageCost, s: int, versions: int, optimizer_in_
 
 
 def _sum(prices: Prices, cost: StageCost, s: int, piece: int) -> Change:
-    """Return what a replica holds and sends for a sum: gradients, then what all have sent, which is taken to come together."""
+    """Return the bytes that a replica holds and sends for a sum. If it gathers parts, all parts are assumed to arrive at the same time."""
     held = prices.plan.replicas[s] * cost.gathered[piece] + cost.temporary if cost.gathered else 0
     return Change(0, held, round(prices.sum("sum", s, piece)[0]))
 
@@ -141,4 +141,4 @@ CHANGES: dict[str, Callable[..., Change]] = {
     "release in host": lambda prices, cost, s: Change(in_host=-cost.trained),
     "lack shares": lambda prices, cost, s, replica: Change(prices.share(s, [replica]) - sum(cost.updated)),
 }
-"""The bytes of each kind of action, as functions of the prices, the costs of the stage, its number, and what the action says of itself."""
+"""By name, functions that return a change of bytes from the prices, the cost of the stage, the stage's number and further arguments."""

@@ -1,4 +1,4 @@
-"""A simulation of a program: the times of its actions, and from them its prediction."""
+"""A simulation of a program: it computes the times of actions, and from these the prediction."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
@@ -19,24 +19,24 @@ from jpipe.programs.prediction._prediction import Prediction, draw_grid
 from jpipe.programs.prediction._prices import Change, Prices
 
 _NOT_YET = float("inf")
-"""The time of what is not known to come yet."""
+"""Stands for a time that is not known yet."""
 
 _SAME = 1e-9
-"""The relative difference of two times that are equal up to rounding."""
+"""The largest relative difference of two times that count as equal."""
 
 _Route = tuple[str, tuple[int, ...], tuple[int, ...], float, float, float]
-"""What goes over links, the ranks, the ports that it occupies, how long, how much later it arrives, and its bytes."""
+"""The kind of message or sum, its ranks, the ports that it occupies, the seconds that it occupies them, its latency, and its bytes."""
 
 
 class _Rank:
     """The times of a rank so far.
 
     Attributes:
-        actions: what it does.
-        clock: the end of its last action before a pause, or before the end.
-        starts: the times at which its actions began.
-        arrivals: the times at which the inputs of its actions had arrived, in the current batch.
-        batches: for each batch that it has ended, `starts` and `arrivals`.
+        actions: the actions of the rank.
+        clock: the end of the last action before the rank began to wait, or of its last action.
+        starts: the times at which its computations and updates began.
+        arrivals: the times at which arrays had arrived that actions of the current batch wait for.
+        batches: for each finished batch, its `starts` and `arrivals`.
     """
 
     def __init__(self, actions: RankActions) -> None:
@@ -46,7 +46,7 @@ class _Rank:
         self.batches: list[list[float]] = []
 
     def end_batch(self) -> None:
-        """Count what follows as the next one of equal batches."""
+        """Finish a batch; the following actions belong to the next of several equal batches."""
         self.batches.append(self.starts[len(self.batches) * len(self.actions.works) :] + self.arrivals)
         self.arrivals.clear()
 
@@ -54,16 +54,15 @@ class _Rank:
 class Simulator:
     """A simulation of a program.
 
-    Each rank goes through its actions in order, up to one that needs something with an unknown time. Messages and sums take their
-    ports in the order of the times from which they can begin, so a rank does the same however its instructions are interleaved with the
-    instructions of others.
+    Each rank executes its actions in order, up to an action that waits for an unknown time. Messages and sums occupy their ports in the
+    order of the times from which they can begin, so the result does not depend on how the instructions of ranks are interleaved.
 
     Args:
-        program: what runs.
-        costs: one for each stage.
-        network: the link between any two ranks.
-        host: the link of a rank to its host.
-        overlap: what goes on beside the computations of a rank.
+        program: the program that runs.
+        costs: the cost of each stage.
+        network: returns the link between any two ranks.
+        host: returns the link of a rank to its host.
+        overlap: what can overlap with the computations of a rank.
         brief: whether to leave out memory over time and transfers.
     """
 
@@ -86,12 +85,12 @@ class Simulator:
         self._times = [_NOT_YET] * self._actions.num_places
         for place in self._actions.there:
             self._times[place] = 0.0
-        self._host_free: dict[tuple[int, ...], float] = {}  # when the link of a rank and its host is free, in each direction
-        self._begun: dict[tuple[Any, ...], list[float]] = {}  # by the order of an event, when ranks have come to it
+        self._host_free: dict[tuple[int, ...], float] = {}  # by rank and direction, when the link to the host is free
+        self._begun: dict[tuple[Any, ...], list[float]] = {}  # by the order of an event, the times at which ranks have come to it
         self._ranks = [_Rank(rank) for rank in self._actions.ranks]
         self._now, self._requests = 0.0, list[tuple[float, Event, float]]()
         self._transfers: list[Transfer] = []
-        self._behind = len(self._ranks)  # the number of ranks that have not begun the batch after the last one; 0: that is all
+        self._behind = len(self._ranks)  # the number of ranks that have not begun the batch after the last one; at 0 it ends
         self._period: float | None = None
 
     def _route(self, what: Any, workers: tuple[int, ...], *summed: Any) -> _Route:
@@ -109,23 +108,24 @@ class Simulator:
         """Execute the program once.
 
         Raises:
-            ProgramError: the ranks deadlock, which verified instructions do not.
+            ProgramError: the ranks deadlock; verified instructions never do.
         """
         running = [self._execute(rank, rank.actions.queue) for rank in self._ranks]
         self._go_on(running)
         self._check_done([rank for rank, actions in enumerate(running) if next(actions, "done") != "done"])
 
     def run_batches(self, most: int, until_periodic: bool) -> float | None:
-        """Execute the program of a batch that is flushed several times, up to where all ranks have begun the batch after the last one.
+        """Execute the program of a flushed batch several times, until all ranks have begun the batch after the last one.
 
-        A batch depends on the batch before it. So once a batch repeats the one before, some time later, all following ones do so.
+        A batch depends only on the batch before it. So if a batch repeats the batch before with all times shifted, all following batches
+        repeat it, too.
 
         Args:
-            most: the most batches.
-            until_periodic: whether to stop after a batch in which everything happens as in the one before.
+            most: the largest number of batches.
+            until_periodic: whether to stop after a batch that repeats the batch before.
 
         Returns:
-            The time from such a batch to the next one; None: they did not come to one.
+            The seconds by which a repeated batch is shifted; None if no batch has repeated.
 
         Raises:
             ProgramError: the ranks deadlock.
@@ -151,13 +151,13 @@ class Simulator:
         return self._period
 
     def _check_done(self, stuck: Sequence[int]) -> None:
-        """Raise an error if ranks wait that nothing can wake."""
+        """Raise an error if ranks still wait although nothing more can happen."""
         if stuck:
             grid = draw_grid(self.timeline(), notes=[(rank, "waits") for rank in stuck])
             raise ProgramError(f"{self._plan.schedule}: deadlock, ranks {[*stuck]} wait for each other\n{grid}")
 
     def _go_on(self, running: Sequence[Iterator[None]]) -> None:
-        """Execute actions of all ranks until none can continue, or all have begun the batch after the last one."""
+        """Execute actions of all ranks until no rank can continue, or all ranks have begun the batch after the last one."""
         for actions in running:
             next(actions, None)
         requests, times, routes, occupy = self._requests, self._times, self._routes, self._traffic.occupy
@@ -173,7 +173,7 @@ class Simulator:
                 next(running[rank], None)
 
     def _execute(self, rank: _Rank, queue: Sequence[tuple[int, Any, int, int]]) -> Iterator[None]:
-        """Execute actions of a rank, until one needs something with an unknown time."""
+        """Execute actions of a rank; pause at each action that waits for an unknown time."""
         times, seconds, starts, arrivals = self._times, self._seconds, rank.starts, rank.arrivals
         requests, clock = self._requests, rank.clock
         for kind, what, needs, made in queue:
@@ -213,7 +213,7 @@ class Simulator:
         rank.clock = clock
 
     def _meet(self, event: Event, ready: float) -> None:
-        """Note that a rank has come to an event, which begins in the order of time once all have."""
+        """Note that a rank has come to an event. When all participants have, the event is queued by the time at which it can begin."""
         order, participants, *_ = event
         begun = self._begun.setdefault(order, [])
         begun.append(ready)
@@ -223,7 +223,7 @@ class Simulator:
             heappush(self._requests, (max(ready, self._now), event, ready))
 
     def _move(self, route: int, number: int, place: int, clock: float) -> None:
-        """Move something over the link to the host: after what was moved before in this direction, and once it is there itself."""
+        """Move an array over the link to the host, after earlier moves in this direction, and when the array is there."""
         what, ranks, _, seconds, latency, size = self._routes[route]
         begins = max(clock, self._host_free.get(ranks, 0.0), self._times[place])
         self._host_free[ranks] = end = begins + seconds
@@ -251,7 +251,7 @@ class Simulator:
         return spans
 
     def prediction(self) -> Prediction:
-        """Return the prediction from all actions so far; of equal batches, it has the bytes of one."""
+        """Return the prediction from all actions so far. Its bytes are for one execution of the program."""
         ranks, workers, memory = self._actions.ranks, self._actions.workers, Memory(self._actions, self._prices)
         seconds = max(rank.clock for rank in self._ranks)
         busy, samples = list[float](), list[tuple[MemorySample, ...]]()
@@ -277,7 +277,7 @@ class Simulator:
 
 
 def _shift(ranks: Sequence[_Rank], batch: int) -> float | None:
-    """Return the time by which a batch repeats the one before; None if it does not."""
+    """Return the seconds by which a batch repeats the batch before; None if it does not repeat it."""
     pairs = [rank.batches[batch - 1 : batch + 1] for rank in ranks]
     if any(len(before) != len(after) for before, after in pairs):
         return None
@@ -287,7 +287,7 @@ def _shift(ranks: Sequence[_Rank], batch: int) -> float | None:
 
 
 class Memory:
-    """The bytes of the ranks of a program: at most and over time, and what they send and move. They do not depend on times.
+    """The bytes of the ranks of a program: the maxima, the bytes over time, and the bytes sent and moved. They do not depend on times.
 
     Args:
         actions: the program.
@@ -299,7 +299,7 @@ class Memory:
         self._changes: Any = Change._make(map(np.array, zip(*(prices.change(*change) for change in actions.changes), strict=True)))
 
     def most(self, rank: RankActions) -> tuple[int, int, int, int, int]:
-        """Return the fields of a `Prediction` for one rank: held, peak, moved, host and host moved bytes."""
+        """Return the fields of a `Prediction` for one rank: held_bytes, peak_bytes, moved_bytes, host_bytes and host_moved_bytes."""
         if not rank.workers:
             return 0, 0, 0, 0, 0
         live, running, sent, _, _, in_host, moved = self._changes
@@ -310,7 +310,7 @@ class Memory:
         return held, peak, sent, in_host, moved
 
     def samples(self, rank: RankActions, ends: Iterable[float]) -> tuple[MemorySample, ...]:
-        """Return what a rank holds at the beginning, and at the ends of its computations and updates."""
+        """Return memory samples of a rank: at the beginning, and at the ends of its computations and updates."""
         if not rank.workers:
             return ()
         kinds = self._changes.live, self._changes.residuals, self._changes.optimizer
@@ -328,7 +328,7 @@ class Memory:
         return tuple(samples)
 
     def _weights(self, versions: Versions) -> dict[int, int]:
-        """Return the bytes of each version on the device; what all of them share counts with the oldest one."""
+        """Return the bytes of each version on the device. Weights that all versions share count with the oldest version."""
         weights: dict[int, int] = {}
         for s, of_worker in versions:
             cost = self._prices.costs[s]
