@@ -307,7 +307,7 @@ class Run:
         return True
 
     def _load(self, time: int, worker: Worker, k: int) -> None:
-        """Write the loads before a forward of a microbatch; labels, for the last stage, are loaded before the forward of stage `labels_with`."""
+        """Write the loads before a forward of a microbatch. Labels are loaded before the forward of stage `labels_with`."""
         if worker.stage == 0:
             self.listing.load(time, worker.number, k, "inputs")
         if worker.stage == self.labels_with:
