@@ -1,4 +1,4 @@
-"""One run in several processes: their addresses and numbers, from flags or the cluster, and JAX's runtime between them."""
+"""Runs in several processes: the addresses and numbers of the processes, from flags or the cluster, and the start of JAX's runtime."""
 
 import atexit
 import math
@@ -17,7 +17,7 @@ from jpipe_train.launch import jax_runtime
 _FLAGS = ("--coordinator", "--num-processes", "--process-id")
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
-_LAUNCHERS = {  # launchers, with the variables for the number of processes and for the number of this one
+_LAUNCHERS = {  # launchers, with the variables for the number of processes and the number of this process
     "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     "MVAPICH": ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
     "MPI": ("PMI_SIZE", "PMI_RANK"),  # MPICH, Intel MPI
@@ -63,14 +63,15 @@ def start(
     """Join the other processes of this run, before JAX uses a device. For a single process this has no effect.
 
     Without arguments it uses the environment: `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, then the clusters that
-    JAX detects (SLURM, Open MPI, Kubernetes). Several processes of any other launcher are an error, because each would run alone.
+    JAX detects (SLURM, Open MPI, Kubernetes). If another launcher has started several processes, it raises an error, because each process
+    would run alone.
 
-    They find each other at the coordinator's address before JAX listens there. JAX's runtime also waits for all processes, but if one does
-    not connect, JAX ends the process by SIGABRT, with a C++ stack trace and without naming the missing one.
+    The processes find each other at the coordinator's address before JAX listens there. JAX's runtime also waits for all processes. But if
+    one does not connect, JAX ends the process by SIGABRT, with a C++ stack trace, and does not name the missing process.
 
     Args:
         coordinator: `host:port` of process 0.
-        num_processes: the number of processes; 1 alone ignores the environment.
+        num_processes: the number of processes. If it is 1 and the only argument, the environment is ignored.
         process_id: the number of this process, from 0.
         connect_limit: seconds to wait for the other processes.
         secret_file: a file with the secret that all processes share; without it, `JPIPE_SECRET` is used.
@@ -80,8 +81,8 @@ def start(
         The number of processes.
 
     Raises:
-        InputError: arguments do not fit, a port is in use, the coordinator cannot be reached, processes do not connect, or a secret is
-            invalid or differs.
+        InputError: arguments do not fit together, a port is in use, the coordinator cannot be reached, processes do not connect, or the
+            secret is invalid or differs between processes.
     """
     global _joined
     member = membership(coordinator, num_processes, process_id, connect_limit)
@@ -109,11 +110,11 @@ def start(
 
 
 def stop() -> None:
-    """Leave the other processes when this one is done; process 0 leaves last. It has no effect for a single process.
+    """Leave the run when this process is done; process 0 leaves last. It has no effect for a single process.
 
-    Print the result of the run first: from here on this process may be ended without a message.
+    Print the result of the run before: from this call on, the process may be ended without a message.
 
-    Nobody waits for a lost process; the remaining processes wait some seconds for one that hangs.
+    The remaining processes do not wait for a lost process, and wait only some seconds for a process that hangs.
 
     Raises:
         PeerLost: another process was lost before all were done.
@@ -123,14 +124,14 @@ def stop() -> None:
 
 
 def is_alone() -> bool:
-    """Return whether this process has not joined any other one."""
+    """Return whether this process has not joined other processes."""
     return _joined is None
 
 
 def leave_in_time(code: int) -> None:
-    """End this process, if it is one of several, with this exit code after some seconds: JAX may wait long for others.
+    """If this process is one of several, end it with this exit code after some seconds, because JAX may wait long for other processes.
 
-    Print the result of the run before. Still later, the library ends the process after a loss, with exit code 1 for any reason.
+    Print the result of the run before. After a loss, the library would end the process a little later, always with exit code 1.
     """
     if _joined is not None:
         timer = threading.Timer(_LEAVE[_joined.index > 0], os._exit, (code,))
@@ -139,7 +140,7 @@ def leave_in_time(code: int) -> None:
 
 
 def leave_at_once(code: int) -> None:
-    """When Python ends this process, end it immediately with this exit code, without the usual clean-up.
+    """Register a function that ends this process with this exit code when Python exits, without the usual clean-up.
 
     After a loss, threads are stuck in collectives that never end. Python 3.11 would unwind them through C++, which aborts, and JAX would
     wait for the lost processes.
@@ -180,7 +181,7 @@ def membership(
 def _check_alone() -> None:
     """Check that no launcher unknown to JAX has started several processes: each would run alone.
 
-    Its variables hold no port that is free for a coordinator: torchrun's port is its own store's.
+    The variables of such a launcher do not give a free port for a coordinator: torchrun uses its port for its own store.
     """
     for launcher, names in _LAUNCHERS.items():
         count, number = map(os.environ.get, names)
@@ -196,7 +197,7 @@ def check_limit(flag: str, seconds: float) -> None:
     """Check a waiting time.
 
     Raises:
-        InputError: it is not above 0, or not finite.
+        InputError: the time is not above 0, or not finite.
     """
     if not (math.isfinite(seconds) and seconds > 0):
         raise InputError(where=flag, expected="seconds, more than 0", found=f"{seconds:g}")
@@ -230,7 +231,7 @@ def _detect(known: _Values, limit: float) -> tuple[_Values, list[int] | None]:
     """Detect the values that are None from the cluster, as JAX does, and the devices of this process."""
     try:
         coordinator, num_processes, process_id, devices = jax_internals.detect_cluster(*known, math.ceil(limit))
-    except Exception as error:  # a cluster's own tools may raise anything
+    except Exception as error:  # the tools of a cluster may raise any exception
         raise InputError(
             "JAX detects a cluster, but cannot read this process from its settings: "
             f"{' '.join(str(error).split()) or type(error).__name__}; give {', '.join(_FLAGS)}, or --num-processes 1 for a single process"

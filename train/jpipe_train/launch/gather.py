@@ -1,4 +1,4 @@
-"""Gather what all processes measure: a number of each in all, and in process 0 the traces that each process has of its own ranks."""
+"""Gather measurements: share a number of each process with all processes, and collect the traces of all ranks in process 0."""
 
 import json
 from typing import Any
@@ -12,8 +12,8 @@ def share(processes: jpipe.processes.Processes, name: str, number: float, what: 
     Args:
         processes: the processes of the run.
         name: the name of these numbers, the same in all processes and unique in a run.
-        number: the number of this process.
-        what: a description of the numbers for messages; by default their name.
+        number: the value that this process contributes.
+        what: a description of the numbers for messages; by default `name`.
 
     Raises:
         jpipe.PeerLost: the run is lost.
@@ -27,8 +27,8 @@ def gather(processes: jpipe.processes.Processes, pipe: jpipe.Pipeline, name: str
     Args:
         processes: the processes of the run.
         pipe: the pipeline; its devices determine which process measured which rank.
-        name: name of this trace, the same in all processes and unique in a run.
-        trace: the trace of this process. All traces count time from the same moment.
+        name: the name of this trace, the same in all processes and unique in a run.
+        trace: the trace of this process. In all traces, time 0 must be the same moment.
 
     Raises:
         jpipe.PeerLost: the run is lost.
@@ -46,13 +46,13 @@ def gather(processes: jpipe.processes.Processes, pipe: jpipe.Pipeline, name: str
 
 
 def encoded(trace: jpipe.runtime.Trace) -> bytes:
-    """Return a trace as JSON, in which every number is exact, for `decoded`."""
+    """Return a trace as JSON for `decoded`; every number is exact."""
     memory = [[sample._replace(weights=[*sample.weights.items()]) for sample in samples] for samples in trace.memory]  # type: ignore[arg-type]
     return json.dumps([trace.timeline, memory, trace.transfers]).encode()
 
 
 def decoded(text: bytes) -> jpipe.runtime.Trace:
-    """Return the trace from `encoded`."""
+    """Return the trace that `encoded` has converted to JSON."""
     timeline, memory, transfers = json.loads(text)
 
     def sample(time: float, weights: Any, *sizes: int) -> jpipe.programs.MemorySample:

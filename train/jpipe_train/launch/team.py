@@ -34,8 +34,8 @@ class ReportedElsewhere(Exception):
 
     Args:
         index: the number of this process.
-        reporting: the process that reports the reason.
-        reason: the mistake, or its consequence.
+        reporting: the number of the process that reports the reason.
+        reason: the mistake of the user, or the error that follows from it.
 
     Attributes:
         code: the exit code of a process that ends for this reason.
@@ -50,10 +50,10 @@ class Team:
     """All processes of this run, for the application.
 
     Attributes:
-        processes: the library's object; None for a single process.
+        processes: the `Processes` of the library; None for a single process.
         index: the number of this process; 0 for a single process.
         is_first: whether this is process 0, which writes and prints.
-        all_know: whether all processes end for a reason that all of them have.
+        all_know: whether all processes end for a reason that each of them knows.
     """
 
     def __init__(self, processes: jpipe.processes.Processes | None) -> None:
@@ -61,7 +61,7 @@ class Team:
         self.index = 0 if processes is None else processes.index
         self.is_first = self.index == 0
         self.all_know = False
-        self._numbers = itertools.count()  # of what `largest` exchanges
+        self._numbers = itertools.count()  # for the names of the numbers that `largest` exchanges
 
     def agree(self, facts: Callable[[], dict[str, str]]) -> None:
         """Continue only if these facts are the same in all processes.
@@ -79,7 +79,8 @@ class Team:
         """Return the result of `work`, if it succeeds in all processes.
 
         Raises:
-            jpipe.InputError: it fails in a process. Process 0 reports it if all have the same error, otherwise those that have one.
+            jpipe.InputError: `work` fails in a process. If all processes have the same error, process 0 reports it; otherwise each process
+                that has an error reports its own.
         """
         try:
             done, problem = work(), None
@@ -104,12 +105,12 @@ class Team:
         """Return the result of `work` if no process fails with `failure`; other errors are raised as by `run_on_all`.
 
         Args:
-            what: what `work` does, unique in a run.
-            work: called in all processes.
+            what: a description of `work`, unique in a run.
+            work: the function; it is called in all processes.
             failure: the error after which the run continues.
 
         Returns:
-            The result and ""; or, in all processes if one of them fails, None and the message of the first that does.
+            The result and ""; or, if any process fails, in all processes None and the message of the first process that fails.
         """
 
         def result_or_error() -> T | jpipe.InputError:
@@ -129,9 +130,9 @@ class Team:
         """Return the text of `work`, which runs in process 0 only, in all processes; the other processes wait for it.
 
         Args:
-            what: what the text is, for messages; unique in a run.
-            work: called in process 0 only.
-            limit: seconds that it may take, by default ten minutes.
+            what: a description of the text for messages, unique in a run.
+            work: the function; it is called in process 0 only.
+            limit: seconds that `work` may take, by default ten minutes.
 
         Raises:
             jpipe.InputError: `work` raises it; process 0 reports it.
@@ -151,28 +152,28 @@ class Team:
         return self.processes.receive(what, 0).decode()
 
     def working(self, what: str, limit: float = _LONG_WORK) -> contextlib.AbstractContextManager[object]:
-        """Return a context for long work, described by `what`: other processes may wait for it, for `limit` seconds at most."""
+        """Return a context for long work, described by `what`. Other processes may wait for this work, for `limit` seconds at most."""
         return contextlib.nullcontext() if self.processes is None else self.processes.waiting(what, limit=limit)
 
     def meet(self, place: str) -> None:
-        """Wait at most ten minutes until all processes have come to a place, which may be the same one again."""
+        """Wait at most ten minutes until all processes have come to this place. The same place can be used again."""
         if self.processes is not None:
             self.processes.barrier(place)
 
     def largest(self, what: str, number: float) -> float:
-        """Return the largest of all processes' numbers; all processes call it. `what` describes them in messages."""
+        """Return the largest of the numbers that all processes pass; all processes call this. `what` describes the numbers in messages."""
         return number if self.processes is None else max(share(self.processes, f"number {next(self._numbers)}", number, what))
 
     def start_devices(self, limit: float) -> None:
-        """Start the devices of all processes, if there are several; continue only if they are of one kind.
+        """If there are several processes, start their devices; continue only if all devices are of one kind.
 
-        JAX waits for the devices of all processes, so `run_on_all` cannot be used here. A process that fails reports it to the other ones.
+        JAX waits for the devices of all processes, so `run_on_all` cannot be used here. If a process fails, it tells the other processes.
 
         Args:
-            limit: seconds to wait for the other processes; at least a minute, which large machines may need for their own devices.
+            limit: seconds to wait for the other processes; at least a minute, because large machines may take so long to start devices.
 
         Raises:
-            jpipe.InputError: this process has no devices, or they differ; reported as by `shared`.
+            jpipe.InputError: this process has no devices, or the devices of processes differ; reported as by `shared`.
             jpipe.PeerLost: another process has no devices.
         """
         if self.processes is not None:  # a single process starts them later, after more checks
@@ -188,10 +189,10 @@ class Team:
 
 @contextlib.contextmanager
 def joined(num_processes: int, limit: float, wait: float) -> Iterator[Team]:
-    """Join the processes of this run in this context; an error in one process ends all.
+    """Join the processes of this run for the duration of this context. An error in one process ends all processes.
 
     Args:
-        num_processes: the number of processes; with one this has no effect.
+        num_processes: the number of processes; with 1 nothing is joined.
         limit: seconds to wait for the other processes.
         wait: seconds without progress in any process after which the run counts as hanging.
 
@@ -209,7 +210,7 @@ def joined(num_processes: int, limit: float, wait: float) -> Iterator[Team]:
 
 
 def _why(error: BaseException, is_first: bool) -> str:
-    """Return the reason that the other processes print; for an error of process 0 it refers to that message."""
+    """Return the reason that others print after 'process N stopped: '; for an error of process 0 it points to process 0's message."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if is_first:
@@ -240,13 +241,13 @@ def code_facts() -> dict[str, str]:
 
 
 def devices() -> dict[str, str]:
-    """Return the facts that must be the same in all processes when their devices run."""
+    """Return the facts about devices that must be the same in all processes."""
     device = jax.local_devices()[0]
     return {"kind of devices": f"{device.platform} {device.device_kind}", "number of devices": str(jax.local_device_count())}
 
 
 def _digest_of_module(module: str) -> str:
-    """Return a digest of the source of a user's module, without importing it; without such a file, the digest of no bytes."""
+    """Return a digest of the source of a user's module, without importing the module; without a source file, the digest of b""."""
     folders: Sequence[str] = [str(Path.cwd()), *sys.path]
     parts, source = module.split("."), b""
     for end in range(1, len(parts) + 1):
@@ -259,7 +260,7 @@ def _digest_of_module(module: str) -> str:
 
 @functools.cache
 def _digest_of_jpipe() -> str:
-    """Return a digest of the source of jpipe, of its planner, and of the packages that add to the application, this one included."""
+    """Return a digest of the source code of jpipe, of its planner, of this package, and of the packages that extend it."""
     digest = hashlib.sha256()
     for package in ("jpipe", "jpipe_planner", *registry.packages()):
         spec = importlib.util.find_spec(package)

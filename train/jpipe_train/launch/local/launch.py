@@ -1,7 +1,7 @@
 """`jpipe launch`: start several processes of one command on this machine, for development, and restart them if they fail.
 
-They always end together. Process 0 uses the terminal, if there is one, as a single process does, and reads what is piped in; each line of
-another process is printed with its number: `[2] …`.
+All processes end together. Process 0 uses the terminal, if there is one, as a single process does, and reads piped input. Lines of the
+other processes are printed with the number of the process: `[2] …`.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ _RESERVED = ("--coordinator", "--num-processes", "--process-id")
 def problem(
     num_processes: int | None, command: Sequence[str], *, pin: bool = False, max_restarts: int | None = None, elastic: str | None = None
 ) -> str | None:
-    """Return an error message for invalid arguments of `main`, or of `jpipe_train.launch.local.elastic`, or None; JAX is not imported."""
+    """Return an error message for invalid arguments of `main` or of `jpipe_train.launch.local.elastic`, or None, without importing JAX."""
     if elastic is not None:
         options = {"-n": num_processes, "--max-restarts": max_restarts}
         if given := [name for name, value in options.items() if value is not None]:
@@ -74,29 +74,29 @@ def main(
 ) -> int:
     """Start the processes, forward their output, and wait for all; if one fails, restart all, up to `max_restarts` times.
 
-    After the last failure it prints what is saved of the run, and how to continue it.
+    After the last failure it prints the newest checkpoint of the run, and how to continue from it.
 
     If one fails, all other processes are ended, by SIGTERM and `grace` seconds later by SIGKILL. The same happens if this process gets
     SIGINT (Ctrl-C), SIGTERM or SIGHUP; a second signal kills all processes. A run that writes checkpoints saves at these signals, and ends
     normally if `grace` is long enough (`jpipe_train.console.preemption`). On Linux the processes also end if this one is killed; on other
     systems they continue.
 
-    A job that such a signal or bad input ended is not restarted. All attempts have the same command and the same `JPIPE_JOB`, by which
+    After such a signal, or after bad input, the job is not restarted. All attempts have the same command and the same `JPIPE_JOB`, by which
     they find their run folder (`jpipe_train.checkpoint.run_folder`), but different ports. The processes of a job share a secret that nobody
     else knows, and listen on loopback addresses only.
 
     Args:
         num_processes: the number of processes.
-        command: arguments of each; the coordinator, the number of processes and the process number are added.
-        pin: whether each process has one CPU core, in turn, and XLA uses one thread.
-        max_restarts: how often all are restarted.
+        command: the arguments of each process; the coordinator, the number of processes and the process number are added.
+        pin: whether each process runs on one CPU core, in turn, and XLA uses one thread.
+        max_restarts: how often the job is restarted at most.
         program: the program that gets these arguments.
         grace: seconds from SIGTERM to SIGKILL.
         pause: seconds before the first restart; doubled each time, up to a minute.
 
     Returns:
-        The exit code: 0 if all have ended with it, the code of the first that failed, or 128 plus the number of the signal that ended
-        it or this process.
+        The exit code: 0 if all processes have ended with 0; otherwise the exit code of the process that failed first, or 128 plus the
+        number of the signal that ended that process or this one.
     """
     restarts = 0
     with started_again([*program, *command], pin, grace) as job:
@@ -123,11 +123,11 @@ class Job:
         arguments: the command of each process; the coordinator, the number of processes and the process number are added.
         pin: whether each process has one CPU core, in turn.
         grace: seconds from SIGTERM to SIGKILL.
-        progress: the file in which they report how far they are.
-        signals: that this process gets, as they arrive.
+        progress: the file in which the processes report their progress.
+        signals: a list to which the signals to this process are appended as they arrive.
 
     Attributes:
-        variables: of all processes.
+        variables: the additional environment variables of all processes.
     """
 
     def __init__(self, arguments: Sequence[str], pin: bool, grace: float, progress: Path, signals: Sequence[int]) -> None:
@@ -143,7 +143,7 @@ class Job:
         again: str = "",
         stop: Callable[[], bool] | None = None,
     ) -> tuple[int, list[int]]:
-        """Start a process in each slot, wait until all have ended, and return the exit code and the slots that failed by themselves.
+        """Start a process in each slot, wait until all have ended, and return the exit code and the slots that were the first to fail.
 
         Args:
             slots: the GPUs, and in turn the cores, of the processes.
@@ -160,7 +160,7 @@ class Job:
             return code, [slots[number] for number in group.to_blame]
 
     def is_stopped_within(self, seconds: float) -> bool:
-        """Wait, and return whether a signal has arrived meanwhile, and say so; `time.sleep` alone continues after one."""
+        """Wait for some seconds. If a signal arrives, print this and return True at once; `time.sleep` would continue after a signal."""
         end = time.monotonic() + seconds
         while not self.signals and (remaining := end - time.monotonic()) > 0:
             time.sleep(min(remaining, _TICK))

@@ -107,10 +107,10 @@ class ProcessGroup:
 
     @property
     def to_blame(self) -> list[int]:
-        """The numbers of the processes that failed by themselves, after `watch`; empty if none did.
+        """After `watch`, the numbers of the processes that failed first, and not because of other processes; empty if none failed.
 
-        The others of a run end with an error when one is lost, and may be seen to have ended before it: a process that is killed closes
-        its connections first. If a process only hangs, the others fail first, and it has to be killed.
+        When a process is lost, the others end with an error, and may be seen to end earlier: a killed process closes its connections before
+        it has ended. If a process hangs, the others fail first, and this process must be killed.
         """
         if self._first is None:
             return []
@@ -136,12 +136,12 @@ class ProcessGroup:
         return any(process.returncode is None for process in self._processes)
 
     def _failed(self) -> int | None:
-        """Return the number of a failed process; preferably of one that a signal ended, because others may fail in consequence."""
+        """Return the number of a failed process. A process that a signal ended is preferred, because others may fail as a consequence."""
         failed = [(process.returncode > 0, number) for number, process in enumerate(self._processes) if process.returncode]
         return min(failed)[1] if failed else None
 
     def _end(self, number: int, limit: float = math.inf) -> None:
-        """Send the signal to the live processes, and have them killed `limit` seconds from now."""
+        """Send the signal to the live processes; if they have not ended after `limit` seconds, `watch` kills them."""
         alive = {n for n, process in enumerate(self._processes) if process.returncode is None}
         if number == signal.SIGKILL:
             self._killed |= alive

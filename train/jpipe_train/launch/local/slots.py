@@ -26,9 +26,9 @@ class Limits:
 
 
 class Slots:
-    """Places for one process each, such as GPUs; times are seconds of any clock.
+    """Places for one process each, such as GPUs. All times are seconds of the same clock.
 
-    If a slot fails too often in a row, its process is not started again for a while, and the rest go on without it.
+    If a slot fails too often in a row, its process is not started again for a while, and the other processes continue without it.
 
     Args:
         limits: the limits of the job, which has `maximum` slots.
@@ -65,7 +65,7 @@ class Slots:
         return [slot for slot, back_at in enumerate(self._back_at) if back_at <= now]
 
     def wait(self, now: float) -> float | None:
-        """Return how long to wait until enough processes can be started, 0 if they can now, or None if there are not enough in time."""
+        """Return the seconds until enough processes can be started: 0 if they can be started now, None if the wait would be too long."""
         enough = sorted(self._back_at)[self._limits.minimum - 1]
         if enough <= now:
             return 0.0
