@@ -25,9 +25,9 @@ class StopState(pydantic.BaseModel):
         metric: the name of the result.
         mode: whether lower or higher values are better.
         step: the step of the last validation.
-        waited: the number of validations since the best one.
-        best: the best value; None if there was none yet.
-        best_step: the step at which it was found.
+        waited: the number of validations since the best value.
+        best: the best value; None if there is none yet.
+        best_step: the step of the validation with the best value.
     """
 
     model_config = pydantic.ConfigDict(extra="ignore", frozen=True)
@@ -40,7 +40,7 @@ class StopState(pydantic.BaseModel):
     best_step: Count | None = None
 
     def after(self, step: int, value: float, min_delta: float) -> "StopState":
-        """Return the state after a validation before `step`; a value that is not finite is no improvement."""
+        """Return the state after a validation before `step`. A value that is not finite does not count as an improvement."""
         if math.isfinite(value) and (self.best is None or is_better(value, self.best, self.mode, min_delta)):
             return self.model_copy(update={"step": step, "waited": 0, "best": value, "best_step": step})
         return self.model_copy(update={"step": step, "waited": self.waited + 1})
@@ -64,9 +64,9 @@ class Best:
     """Decides which checkpoints of a run are among its best. All processes decide alike, because they have the same results.
 
     Args:
-        config: the result and the number of checkpoints.
+        config: the result to compare, and the number of best checkpoints.
         mode: whether lower or higher values are better.
-        values: the values of the checkpoints that there are when this part of the run begins, by step.
+        values: by step, the values of the checkpoints that exist when this part of the run begins.
     """
 
     def __init__(self, config: BestConfig, mode: Mode, values: Mapping[int, float]) -> None:
@@ -88,7 +88,7 @@ class Best:
 
 
 def ranked(values: Mapping[int, float], mode: Mode) -> list[int]:
-    """Return the steps by their values, the best one first; of equal ones the earlier one."""
+    """Return the steps in the order of their values, the best first. Of steps with equal values, the earlier comes first."""
     return sorted(values, key=lambda step: (values[step] if mode == "min" else -values[step], step))
 
 
@@ -96,9 +96,9 @@ def values_in(folder: Path, metric: str, steps: Iterable[int] | None = None, sin
     """Return a result by step, for the complete checkpoints of a run that have it; damaged checkpoints are left out.
 
     Args:
-        folder: the run's.
+        folder: the folder of the run.
         metric: the name of the result.
-        steps: the steps to look at; None for all.
+        steps: the steps to look at; None for all steps.
         since: steps up to this one, or up to a later change of the data of validations (`val_since` of a checkpoint), are left out.
     """
     from jpipe import checkpoints
@@ -131,7 +131,7 @@ def best_step(folder: Path, where: str) -> int:
     """Return the step of the best checkpoint of a run.
 
     Args:
-        folder: the run's.
+        folder: the folder of the run.
         where: the command and option, for messages.
 
     Raises:

@@ -31,16 +31,16 @@ class Checkpoints:
     write their parts, and process 0 completes the checkpoint.
 
     Args:
-        config: when checkpoints are written and which are kept.
+        config: the section `checkpoint`: when checkpoints are written, and which are kept.
         pipe: the pipeline of the run.
         folder: the folder of the run, the same for all processes.
         steps: the number of steps of the run.
         team: the processes of the run.
         facts: the facts of all checkpoints of the run.
-        rows: returns the rows of the run so far; only process 0 calls it.
-        say: gets, in process 0, a line for each failure.
-        best: selects the best checkpoints, if these are kept.
-        validated_every: steps from one validation to the next, if the checkpoints of these steps may be kept or the run may end there.
+        rows: a function that returns the rows of the run so far; only process 0 calls it.
+        say: a function that gets, in process 0, a line for each failure.
+        best: selects the best checkpoints; None if the run does not keep the best.
+        validated_every: steps from one validation to the next, if checkpoints of validated steps may be kept or the run may end there.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Checkpoints:
         self._config, self._pipe, self._folder, self._steps = config, pipe, folder, steps
         self._facts, self._rows, self._say = facts, rows, say
         self._team = team
-        self._snapshots: list[jpipe.runtime.Snapshot] = []  # not being written yet, in order
+        self._snapshots: list[jpipe.runtime.Snapshot] = []  # snapshots that are not written yet, in order
         self._writing: Future[None] | None = None
         self._best, self._validated_every = best, validated_every
         self._optional: set[int] = set()  # the steps of snapshots that are written only if they are among the best
@@ -70,7 +70,7 @@ class Checkpoints:
         self.written: list[int] = []  # the steps of the checkpoints that are complete, in order, in process 0
 
     def schedule_snapshot(self, step: int) -> None:
-        """Begin the snapshot after `step`, which is about to run, if one is due."""
+        """If a snapshot after `step` is due, begin it; this step is about to run."""
         every, after = self._config.every, step + 1
         if every is None or (self._is_last and after != self._steps):
             return
@@ -81,18 +81,18 @@ class Checkpoints:
                 self._optional.add(after)
 
     def end_at(self, step: int) -> None:
-        """End the run before `step`, which is about to run, after the validation before it."""
+        """Let the run end before `step`, after the validation before this step."""
         self._steps = step
 
     def schedule_last(self, step: int) -> None:
-        """Begin the snapshot after `step`, if the run writes any; after it only the snapshot at the end of the run is due."""
+        """If the run writes checkpoints, begin the snapshot after `step`. After that only the snapshot at the end of the run is due."""
         self._is_last = True
         if self._config.every is not None:
             self._snapshots.append(self._pipe.snapshot(step + 1))
 
     @property
     def last_is_done(self) -> bool:
-        """Whether the snapshot of `schedule_last` is written or has failed; in process 0, all processes' snapshots."""
+        """Whether the snapshot of `schedule_last` is written or has failed; in process 0, whether this holds for all processes."""
         return self._is_last and not self._snapshots and (self._writing is None or self._writing.done())
 
     @property
@@ -114,11 +114,11 @@ class Checkpoints:
         return observe
 
     def flush_finished(self, logged: int, facts: Callable[[int], Mapping[str, Any]]) -> None:
-        """Start to write the complete snapshots with logged rows, and report failures of the one before.
+        """Start to write the complete snapshots that have all their rows logged, and report failures of earlier checkpoints.
 
         Args:
             logged: the last step with a written row.
-            facts: returns the facts of the checkpoint of a step.
+            facts: a function that returns the facts for the checkpoint of a step.
 
         Raises:
             OSError: the disk is full, and `checkpoint.on_full_disk` is "stop".
@@ -126,7 +126,7 @@ class Checkpoints:
         """
         if self._writing is not None and self._writing.done():
             self.finish()  # to report failures now
-        # Near the end of a run workers may not reach the forwards that a snapshot waits for; the last one of the run completes.
+        # Near the end of a run, a snapshot may wait for forwards that no worker reaches; only the run's last snapshot completes.
         for snapshot in [snapshot for snapshot in self._snapshots if snapshot.complete and snapshot.batch <= logged + 1]:
             self._snapshots.remove(snapshot)
             of_step = facts(snapshot.batch)
@@ -162,7 +162,7 @@ class Checkpoints:
             self._say(f"{what}: {error.strerror or error}; the run continues, {last_complete}")
 
     def missing(self, step: int) -> str | None:
-        """Return in process 0 why the last checkpoint, at `step`, is missing; None if it is complete or not due."""
+        """In process 0, return why the last checkpoint, at `step`, is missing; None if it is complete or not due."""
         if self._config.every is None or not self._team.is_first:
             return None
         from jpipe.checkpoints import Checkpoint
@@ -200,7 +200,7 @@ class Checkpoints:
             reported = reported_by_system(error)
             if reported is None:
                 raise
-            raise OSError(reported.errno, str(error)) from error  # not the user's mistake, for it was possible when the run began
+            raise OSError(reported.errno, str(error)) from error  # no mistake of the user: writing was possible when the run began
 
     def _save(self, snapshot: jpipe.runtime.Snapshot, facts: Mapping[str, Any]) -> None:
         from jpipe import checkpoints
@@ -220,7 +220,7 @@ class Checkpoints:
         """Check that the run folder is still where it was.
 
         Raises:
-            FolderChanged: it is not.
+            FolderChanged: the folder was moved, removed or replaced.
         """
         assert self._open_folder is not None
         try:

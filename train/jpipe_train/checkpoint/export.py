@@ -29,7 +29,7 @@ def open_run(request: ExportRequest, report: Callable[[str], None]) -> SavedWeig
         report: gets a line for each newer checkpoint that is damaged.
 
     Raises:
-        InputError: no such run or checkpoint, or a damaged one.
+        InputError: the run or the checkpoint does not exist, or the checkpoint is damaged.
     """
     start_cpu()
     return SavedWeights(choose(resolved(request.source, "export"), request.step, "export", report), request.weights)

@@ -22,17 +22,17 @@ class RunPart(pydantic.BaseModel):
     """One part of a run; the optional fields are unknown in checkpoints of versions of jpipe that kept no history.
 
     Attributes:
-        first: its first step.
-        end: the step after its last.
-        plan: its description.
-        optimizer: its description.
-        devices: their number.
-        began: its start, in UTC.
-        seconds: its duration, start-up included; steps that were lost when it was killed are in neither this nor `end`.
+        first: the first step of the part.
+        end: the step after its last step.
+        plan: a description of its plan.
+        optimizer: a description of its optimizer.
+        devices: the number of devices.
+        began: the time of its start, in UTC.
+        seconds: its duration, including start-up. If the part was killed, lost steps count neither here nor in `end`.
         updates: the number of optimizer updates before `first`; None if it differs between stages.
-        pause: seconds from the last step that the part before logged to the first step of this part that is new.
-        repeated: how many steps this part trained again, because the part before had ended without a checkpoint of them.
-        batch_size: the examples of each of its steps.
+        pause: seconds from the last step that the previous part logged to the first new step of this part.
+        repeated: the number of steps that this part trained again, because the previous part had ended without a checkpoint of them.
+        batch_size: the number of examples in each step.
     """
 
     model_config = pydantic.ConfigDict(extra="ignore", frozen=True)
@@ -84,7 +84,7 @@ class History:
         self._now = now.model_copy(update={"began": now.began or f"{began:%Y-%m-%d %H:%M:%S}"})
 
     def logged(self, step: int) -> str:
-        """Record a logged step. At the first new one, return a line about the interruption; otherwise ""."""
+        """Record a logged step. At the first new step after an interruption, return a line about the interruption; otherwise ""."""
         if self._earlier is None or step < max(self._earlier.step + 1, self._now.first):
             return ""
         last, self._earlier = self._earlier, None

@@ -68,8 +68,8 @@ class Facts(pydantic.BaseModel):
     """The facts that a checkpoint records of its run.
 
     Attributes:
-        config: as resolved, in YAML.
-        plan: as JSON.
+        config: the resolved config, as YAML.
+        plan: the plan, as JSON.
         devices: the number of devices.
         val_loss_before: the validation loss before the first step; None in a run without validation, or if it is of other data.
         val_loss: the validation loss of the next step, if it is already evaluated; its row is not logged yet.
@@ -134,7 +134,7 @@ class Resumed:
         """Check that the run's parameters have the same dtype as the checkpoint's.
 
         Raises:
-            InputError: they have another.
+            InputError: the dtypes differ.
         """
         section = _config_in(self.facts.config).get("precision")
         saved = str(section.get("params", "float32")) if isinstance(section, dict) else "float32"
@@ -187,7 +187,7 @@ class Resumed:
         return (["plan"] if _differs(*plans) else []) + changed
 
     def with_data_of(self, record: Mapping[str, Any]) -> "Resumed":
-        """Return the same facts; without the validations if `data.sources` has changed, so that they were made on other data."""
+        """Return the same run. If `data.sources` has changed, leave out the results of validations, because these used other data."""
         if "data.sources" not in self.changes(record):
             return self
         none: dict[str, Any] = {"val_loss_before": None, "val_loss": None, "val_metrics": {}, "stop": None, "val_since": self.step}
@@ -202,7 +202,7 @@ class Resumed:
         """Return the lines of `metrics.jsonl` of the steps before the checkpoint.
 
         Raises:
-            InputError: they are damaged.
+            InputError: the lines are damaged.
         """
         from jpipe.checkpoints import Checkpoint
 
@@ -219,7 +219,7 @@ def history(
     Args:
         settings: the settings of the run.
         plan: the plan of the run.
-        resumed: the checkpoint it is resumed from, if any.
+        resumed: the checkpoint from which the run is resumed, if any.
         clock: returns the seconds since this part of the run began.
         earlier: the last step that the run has logged before it was resumed, if known.
     """
@@ -232,7 +232,7 @@ def history(
 
 
 def may_resume(run_dir: str | None, resume: Resume, team: Team, step: Step) -> bool:
-    """Return whether `find` must look for checkpoints: the run must resume, or its folder has some. None is read."""
+    """Return whether `find` must look for checkpoints: if the run must resume, or its folder has checkpoints. No checkpoint is read."""
     folder = None if run_dir is None else resolved(run_dir, "run.dir")
 
     def look() -> str:
@@ -349,7 +349,7 @@ def at(folder: Path, step: int) -> Resumed:
     """Return the run as of the checkpoint at `step`.
 
     Raises:
-        InputError: it is damaged, or does not have the facts that jpipe writes.
+        InputError: the checkpoint is damaged, or does not have the facts that jpipe writes.
     """
     from jpipe.checkpoints import Checkpoint, steps
 

@@ -22,12 +22,12 @@ def check_steps(folder: Path, step: Step, where: str) -> None:
     """Check that a run has checkpoints, and one at `step` if that is given. No checkpoint is read.
 
     Args:
-        folder: the run's.
-        step: the step of the checkpoint; None or "best" allows any.
+        folder: the folder of the run.
+        step: the step of the checkpoint; with None or "best" any checkpoint will do.
         where: the config key or command, for messages.
 
     Raises:
-        InputError: no such run or checkpoint.
+        InputError: the run or the checkpoint does not exist.
     """
     try:
         with contextlib.suppress(FileNotFoundError):
