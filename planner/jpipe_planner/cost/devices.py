@@ -1,7 +1,7 @@
-"""What the devices of a stage have in common, where the devices of a topology differ.
+"""The speed, memory and links of a stage if the devices of a topology differ.
 
-A stage computes as fast as its slowest device, because its replicas take turns with the microbatches. It may use as many bytes as its
-device with the least memory, and its sums and messages take as long as over the slowest port that its range of devices crosses.
+A stage computes as fast as its slowest device, because its replicas take turns with the microbatches. On each of its devices it may use
+only as many bytes as its smallest device has. Its sums and messages take as long as over the slowest port that its devices use.
 """
 
 import dataclasses
@@ -26,8 +26,8 @@ class Kind(NamedTuple):
 
     Attributes:
         link: the slowest link of all levels that the range crosses.
-        slowness: how many times as long as in the profile its slowest device computes.
-        share: the memory of its device with the least, relative to the usual device.
+        slowness: the time of its slowest device, divided by the time in the profile.
+        share: the memory of its smallest device, divided by the memory of the usual device.
     """
 
     link: jpipe.Link = jpipe.Link()
@@ -45,11 +45,11 @@ class DeviceRanges:
         levels = topology.levels
         used = [[level for level in levels[: k + 1] if level.count > 1] for k in range(len(levels))]
         self._topology = topology
-        self._links = [  # the slowest of all levels up to each one
+        self._links = [  # for each level, the slowest link of this level and the levels inside it
             jpipe.Link(min((level.bandwidth for level in inside), default=math.inf), max((level.latency for level in inside), default=0.0))
             for inside in used
         ]
-        # The slowest link of a range is the slowest of those between its neighbouring devices.
+        # The slowest link of a range is the slowest link between two neighbouring devices of the range.
         self._ports = [] if self._equal else [topology.ports(k) for k in range(len(topology.levels))]
         pairs = [] if self._equal else [self._pair(number) for number in range(len(limits) - 1)]
         self._bandwidths: Any = np.array([link.bandwidth for link in pairs])
@@ -99,7 +99,7 @@ def _of_ranks(plan: jpipe.Plan) -> list[list[int]]:
 
 
 def slowness_of(plan: jpipe.Plan, topology: Topology) -> tuple[float, ...]:
-    """Return for each stage of a plan how many times as long as in the profile its slowest device computes."""
+    """Return for each stage of a plan the time of its slowest device, divided by the time in the profile."""
     slowness, of_stages = topology.slowness, [1.0] * plan.depth
     for stages, devices in zip(plan.pipeline_ranks, _of_ranks(plan), strict=True):
         for s in stages:
@@ -108,7 +108,7 @@ def slowness_of(plan: jpipe.Plan, topology: Topology) -> tuple[float, ...]:
 
 
 def slowed(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology) -> Sequence[jpipe.programs.StageCost]:
-    """Return the costs of the stages of a plan on their devices, each as slow as its slowest device.
+    """Return the costs of the stages of a plan on their devices. Each stage is as slow as its slowest device.
 
     Args:
         plan: the plan.
@@ -129,7 +129,7 @@ def host_limits_of(plan: jpipe.Plan, topology: Topology) -> tuple[float, ...]:
 
 
 def limits_of(plan: jpipe.Plan, topology: Topology) -> tuple[float, ...]:
-    """Return the bytes that each pipeline rank may use of each of its devices; infinity: not limited."""
+    """Return for each pipeline rank the bytes that it may use on each of its devices; infinity: not limited."""
     if not topology.differing:
         return (math.inf if topology.device.limit is None else topology.device.limit,) * len(plan.pipeline_ranks)
     limits = topology.limits
@@ -137,7 +137,7 @@ def limits_of(plan: jpipe.Plan, topology: Topology) -> tuple[float, ...]:
 
 
 def lacking(memory: Sequence[float], limits: Sequence[float]) -> tuple[int, float]:
-    """Return the pipeline rank that lacks most memory, and how much; 0 or less if all fit."""
+    """Return the pipeline rank that lacks the most memory, and how many bytes it lacks: 0 or less if all ranks fit."""
     lacks = [size - limit for size, limit in zip(memory, limits, strict=True)]
     worst = max(range(len(lacks)), key=lacks.__getitem__)
     return worst, lacks[worst]
@@ -149,7 +149,7 @@ def kinds_of(plan: jpipe.Plan, topology: Topology) -> tuple[str, ...]:
 
 
 def order_of(plan: jpipe.Plan, topology: Topology) -> str:
-    """Return the names of the devices of all pipeline ranks in their order, such as `8 × A100, 4 × V100`; "" if they are equal."""
+    """Return the names of the devices in the order of the pipeline ranks, such as `8 × A100, 4 × V100`; "" if all devices are equal."""
     return _counted([name for names in _names(plan, topology) for name in names])
 
 
@@ -163,6 +163,6 @@ def _names(plan: jpipe.Plan, topology: Topology) -> list[list[str]]:
 
 
 def _counted(names: Sequence[str]) -> str:
-    """Return names as text, with how often each follows itself, such as `2 × A100, V100`."""
+    """Return names as text. Equal names in a row are counted, as in `2 × A100, V100`."""
     counts = [(name, len(list(same))) for name, same in itertools.groupby(names)]
     return ", ".join(name if count == 1 else f"{count} × {name}" for name, count in counts)

@@ -1,4 +1,4 @@
-"""The links and devices of the stages of a plan: what messages and sums take, and which ports they share."""
+"""The links and devices of the stages of a plan: how long messages and sums take, and which ports they share."""
 
 import math
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ class StageLinks(NamedTuple):
     """The links of a pipeline with one stage on each rank: NumPy arrays over the d - 1 cuts or the d stages.
 
     Attributes:
-        bandwidths: bandwidth of the slowest link of each cut.
-        latencies: the longest latency of each cut.
+        bandwidths: for each cut the bandwidth of its slowest link.
+        latencies: for each cut the longest latency of its links.
         rings: for each stage the slowest link between neighbouring replicas.
-        slowness: how many times as long as in the profile the slowest device of each stage computes.
-        limits: the bytes that each stage may use of its device with the least; infinity: not limited.
-        messages: the seconds that a port sends for each microbatch of the batch and byte of the output, by port and cut: outputs and
-            gradients.
-        sums: the seconds that a port sends for each byte of the gradients that are summed, by port and stage.
+        slowness: for each stage the time of its slowest device, divided by the time in the profile.
+        limits: for each stage the bytes that it may use on its smallest device; infinity: not limited.
+        messages: by port and cut, the seconds that the port sends outputs and gradients, for each microbatch of the batch and each byte of
+            the output.
+        sums: by port and stage, the seconds that the port sends, for each byte of the gradients that are summed.
     """
 
     bandwidths: Any
@@ -36,37 +36,40 @@ class StageLinks(NamedTuple):
     sums: Any
 
     def port_seconds(self, microbatches: int, sizes: Any, summed: Any) -> float:
-        """Return the seconds of a batch for which the busiest port sends.
+        """Return the seconds that the busiest port sends during a batch.
 
         Args:
-            microbatches: M, over all replicas.
-            sizes: bytes of a microbatch that cross each cut.
-            summed: bytes that are summed in a batch over the replicas of each stage.
+            microbatches: M, the microbatches of the batch, over all replicas.
+            sizes: for each cut the bytes of a microbatch that cross the cut.
+            summed: for each stage the bytes of gradients that its replicas sum in a batch.
         """
         return float((microbatches * self.messages @ sizes + self.sums @ summed).max(initial=0.0))
 
 
 @lru_cache(maxsize=4096)
 def ring_share(replicas: int) -> float:
-    """Return how many times its bytes each replica sends in a ring sum: shares of them once, and then the sums of these shares."""
+    """Return the bytes that each replica sends in a ring sum, divided by the bytes that are summed.
+
+    A replica first sends shares of its bytes, and then the sums of such shares.
+    """
     return 2 * (replicas - 1) / replicas
 
 
 def find_links(topology: Topology, replicas: Sequence[int], keep_together: KeepTogether) -> StageLinks:
-    """Return the links of stages on the first devices of a topology, as `jpipe.Pipeline` places their replicas."""
+    """Return the links of stages on the first devices of a topology. The replicas are placed as `jpipe.Pipeline` places them."""
     depth, ends = len(replicas), np.cumsum(replicas).tolist()
     if keep_together == "replicas":
         devices = [np.arange(end - count, end) for end, count in zip(ends, replicas, strict=True)]
     else:
         devices = [np.arange(s, depth * count, depth) for s, count in enumerate(replicas)]
-    ports = np.zeros((2 * len(topology.levels) * topology.num_devices, 2 * depth - 1))  # messages of each cut, then sums of each stage
+    ports = np.zeros((2 * len(topology.levels) * topology.num_devices, 2 * depth - 1))  # columns: messages of each cut, sums of each stage
     bandwidths, latencies, rings = np.full(depth - 1, np.inf), np.zeros(depth - 1), list[jpipe.Link]()
     for s in range(depth - 1):
         k = np.arange(math.lcm(replicas[s], replicas[s + 1]))
         source, target = devices[s][k % replicas[s]], devices[s + 1][k % replicas[s + 1]]
         levels, bandwidth, ends = _crossed(topology, source, target)
         bandwidths[s], latencies[s] = bandwidth.min(), max(topology.levels[n].latency for n in np.unique(levels).tolist())
-        for port in (*ends, *(ends + 1)):  # outputs one way and gradients back, so both ports of both ends
+        for port in (*ends, *(ends + 1)):  # both ports of both ends, because outputs go one way and gradients come back
             np.add.at(ports[:, s], port, 1 / len(k) / bandwidth)
     for s, of_stage in enumerate(devices):
         if len(of_stage) == 1:
@@ -89,9 +92,9 @@ def find_links(topology: Topology, replicas: Sequence[int], keep_together: KeepT
 
 
 def _crossed(topology: Topology, sources: Any, targets: Any) -> tuple[Any, Any, Any]:
-    """Return the level and the bandwidth of the links between devices, and the numbers of the sending ports of both ends.
+    """Return the level and the bandwidth of the links between devices, and the numbers of the sending ports at both ends.
 
-    The receiving port of an end has the next number.
+    The receiving port of an end has the number of its sending port plus 1.
     """
     levels = sum((sources // size != targets // size).astype(int) for size in topology.sizes)
     inside = np.array([1, *topology.sizes])[levels]

@@ -1,4 +1,4 @@
-"""The peak memory of a worker in bytes, counted as in `jpipe.simulate`: one function for all searches, for numbers and NumPy arrays."""
+"""The peak memory of a worker in bytes, counted as in `jpipe.simulate`. All searches use this function, for numbers and NumPy arrays."""
 
 from typing import Any
 
@@ -30,31 +30,32 @@ def stage_bytes(
 ) -> Number:
     """Return the peak bytes of a worker while it computes, in a pipeline with stages that are about equally fast.
 
-    Without a flush a replicated stage sums the gradients of one update while it computes the next one's, and so does a stage that
-    shares a parameter with others. Both sets exist until the update, and the newest of `versions` only after it. So the second set adds
-    to the peak only what it takes more than the weights do.
+    Without a flush, a stage with replicas or with a shared parameter sums the gradients of one update while it computes the gradients of
+    the next update. Both sets of gradients exist until the update, but the newest of `versions` exists only after it. So the second set
+    adds to the peak only the bytes by which it is larger than the weights.
 
     A gradient may arrive while the stage is still computing a forward. If stages have different numbers of replicas, or updates wait for a
-    norm and additional microbatches are in flight, more messages can wait than are counted, and `simulate` has up to a tenth more.
+    norm and additional microbatches are in flight, more messages can wait than are counted here: `simulate` then counts up to a tenth more.
 
     Args:
         weights: bytes of one version, without frozen parameters.
-        optimizer: optimizer state.
-        state: layer state, and frozen parameters, which all versions share.
-        residuals: bytes kept from a forward to its backward, with the stage's recomputation.
-        inputs: the stage input; its gradient has the same size.
-        outputs: the stage output, 0 at the last stage; its gradient has the same size.
-        temporary: the largest scratch memory of a program, including recomputed residuals.
-        labels: labels, 0 except at the last stage.
-        versions: weight versions alive.
-        in_flight: n_s, microbatches between forward and backward.
-        waiting: stage inputs that have arrived and wait for their forward, 0 at the first stage (see `waiting_inputs`).
-        accumulators: accumulated gradients.
-        replicas: r_s.
-        gradients: gradients of outputs that have arrived and wait for their backward, beside one (see `waiting_gradients`).
-        exchanged: gradients of shared parameters that wait for the update, the stage's own and the other stages'; with a flush
-            nothing is in flight then.
-        ahead: the prediction of `delay_correction`, which is held if there are several versions.
+        optimizer: bytes of the optimizer state.
+        state: bytes of the layer state and of frozen parameters, which all versions share.
+        residuals: bytes that the stage keeps from a forward to its backward, with its recomputation.
+        inputs: bytes of the stage input; its gradient has the same size.
+        outputs: bytes of the stage output, 0 at the last stage; its gradient has the same size.
+        temporary: the largest scratch memory of a program in bytes, including recomputed residuals.
+        labels: bytes of the labels, 0 except at the last stage.
+        versions: the number of weight versions alive.
+        in_flight: n_s, the number of microbatches between forward and backward.
+        waiting: the number of stage inputs that have arrived and wait for their forward, 0 at the first stage (see `waiting_inputs`).
+        accumulators: bytes of the accumulated gradients.
+        replicas: r_s, the number of replicas.
+        gradients: the number of gradients of outputs that have arrived and wait for their backward, without the first
+            (see `waiting_gradients`).
+        exchanged: bytes of the gradients of shared parameters, of this stage and of other stages, that wait for the update. With a flush
+            no microbatch is in flight while they wait.
+        ahead: bytes of the prediction of `delay_correction`, which the stage holds if there are several versions.
     """
     asynchronous = np.asarray(versions) > 1
     sets_aside = asynchronous & ((np.asarray(replicas) > 1) | (np.asarray(exchanged) > 0))
@@ -65,14 +66,15 @@ def stage_bytes(
 
 
 def temporary_bytes(scratch: Number, everything: Number | None, unchanged: Number, residuals: Number, inputs: Number) -> Number:
-    """Return the largest scratch memory of the programs of a stage, with the residuals that the program of its backward makes itself.
+    """Return the largest scratch memory of the programs of a stage, including the residuals that its backward recomputes.
 
     Args:
-        scratch: bytes without recomputation.
-        everything: bytes if the backward makes all residuals itself; None: not known, the residuals themselves are counted.
+        scratch: bytes of scratch memory without recomputation.
+        everything: bytes of scratch memory if the backward recomputes all residuals; None: not known, the bytes of the recomputed residuals
+            are added.
         unchanged: bytes of residuals without recomputation.
-        residuals: bytes of residuals with the stage's recomputation; 0 if forward and backward are one program, which makes all.
-        inputs: bytes of the stage input, which no program makes.
+        residuals: bytes of residuals with the stage's recomputation; 0 if forward and backward are one program, which makes all residuals.
+        inputs: bytes of the stage input, which no program recomputes.
     """
     remade = np.maximum(unchanged - residuals, 0)
     if everything is None:
@@ -82,21 +84,23 @@ def temporary_bytes(scratch: Number, everything: Number | None, unchanged: Numbe
 
 
 def waiting_inputs(in_flight: Number, replicas: Number, sent: Number) -> Number:
-    """Return the most inputs that wait at a replica of a stage: its share of those in flight at the previous stage, minus its own.
+    """Return the largest number of inputs that wait at a replica of a stage.
+
+    This is its share of the microbatches in flight at the previous stage, minus its own microbatches in flight.
 
     Args:
         in_flight: n_s of the stage.
-        replicas: r_s.
-        sent: n r of the stage before: its microbatches in flight over all its replicas; 0 at the first stage.
+        replicas: r_s of the stage.
+        sent: the microbatches in flight at the previous stage, over all its replicas; 0 at the first stage.
     """
     return np.maximum(-(-sent // replicas) - in_flight, 0)
 
 
 def waiting_gradients(replicas: Number, after: Number) -> Number:
-    """Return how many gradients of outputs wait at a replica of a stage, beside the first: the replicas of the next stage send at once.
+    """Return how many gradients of outputs wait at a replica of a stage, without the first. The next stage's replicas send simultaneously.
 
     Args:
-        replicas: r_s.
-        after: the replicas of the next stage; 0 at the last stage.
+        replicas: r_s of the stage.
+        after: the number of replicas of the next stage; 0 at the last stage.
     """
     return np.maximum(-(-after // replicas) - 1, 0)

@@ -1,4 +1,4 @@
-"""The seconds of a batch in closed form, by which the search chooses what is worth simulating; nothing that is shown is computed here."""
+"""The seconds of a batch in closed form. The search uses them only to choose which plans to simulate."""
 
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ _COMPUTES = 0.9  # share of a batch above which the slowest stage is said to lim
 def all_reduce_seconds(size: Number, replicas: Number, link: jpipe.Link) -> Number:
     """Return the seconds of a ring over `replicas` workers that sums `size` bytes.
 
-    Shares of the bytes and then their sums reach each worker, in 2 (r - 1) steps.
+    In 2 (r - 1) steps each worker receives shares of the bytes, and then the sums of such shares.
     """
     steps = 2 * (replicas - 1)
     return steps / replicas * size / link.bandwidth + steps * link.latency
@@ -27,14 +27,14 @@ class Times(NamedTuple):
     """Seconds of the stages of a plan with one stage on each rank, and of the cuts between them.
 
     Attributes:
-        forward: the forward of one microbatch at each stage.
-        backward: the same, with recomputation.
-        update: one update.
-        all_reduce: the sum of the gradients of an update over the replicas; 0 with one replica.
-        messages: sending the outputs of a microbatch over each cut; gradients take as long.
-        latencies: the time from the end of sending to the arrival.
+        forward: for each stage the forward of one microbatch.
+        backward: for each stage the backward of one microbatch, with recomputation.
+        update: for each stage one update.
+        all_reduce: for each stage the sum of the gradients of an update over its replicas; 0 with one replica.
+        messages: for each cut the time to send the outputs of a microbatch; their gradients take as long.
+        latencies: for each cut the time from the end of sending to the arrival.
         sending: the time that the busiest port sends messages in a batch.
-        port: the same time, with sums.
+        port: the time that the busiest port sends messages and sums in a batch.
     """
 
     forward: Any
@@ -47,7 +47,7 @@ class Times(NamedTuple):
     port: float
 
     def overlapping(self, overlap: jpipe.programs.Overlap) -> "Times":
-        """Return the times with all that does not overlap the computations of a device added to these."""
+        """Return the times if only `overlap` overlaps with computations: all other transfers and sums are added to the computations."""
         times = self
         if overlap != "transfers and sums":
             times = times._replace(update=times.update + times.all_reduce, all_reduce=np.zeros_like(times.all_reduce))
@@ -61,16 +61,16 @@ class Times(NamedTuple):
 def batch_seconds(shape: PlainShape, times: Times, in_flight: Any, hidden: Any) -> tuple[float, str]:
     """Return the seconds of a batch, and what limits them: a stage that computes, a cut, a sum, or the bubble.
 
-    Without a flush, a batch takes at least as long as each device computes, as the busiest port sends, and as the microbatches in flight
-    at a stage go to the last one and back: the slowest of these decides, and what remains of a sum after the computations that may read
-    older weights. With a flush one microbatch goes through all stages and back, each further one takes as long as the slowest of these,
-    and the sums end the batch.
+    Without a flush, the longest of three times decides: the computations of a device, the messages of the busiest port, and the way of the
+    microbatches in flight from a stage to the last stage and back. A sum adds only the part that the computations with older weights do
+    not hide. With a flush, one microbatch goes through all stages and back, each further microbatch adds the time of the slowest stage or
+    cut, and the sums end the batch.
 
     Args:
         shape: schedule, microbatches and replicas.
-        times: the times of its stages and cuts.
+        times: the times of the stages and cuts.
         in_flight: n_s of each stage.
-        hidden: how many microbatches a replica of each stage may compute before one needs the sum.
+        hidden: for each stage the number of microbatches that a replica may compute before a microbatch needs the sum.
     """
     rules = jpipe.schedules.SCHEDULES[shape.schedule]
     each: Any = np.array([shape.microbatches / count for count in shape.replicas])
@@ -78,7 +78,7 @@ def batch_seconds(shape: PlainShape, times: Times, in_flight: Any, hidden: Any) 
     before: Any = np.append(0.0, np.cumsum(compute[:-1] + 2 * cuts))
     trip = before[-1] + compute[-1]
     slowest, cut = f"stage {int((each * compute).argmax())} computes", f"cut {int(cuts.argmax()) if len(cuts) else 0}"
-    # of one replica's microbatch, from the stage and back to it
+    # the time of a microbatch from each stage to the last stage and back, divided by the microbatches in flight
     returns: Any = np.where(in_flight < each, (trip - before) / in_flight, 0.0)
     if rules.flushes:
         m, summed = float(each.max()), times.all_reduce + times.update - before
@@ -111,9 +111,9 @@ def _waits(times: Times, after: Any, in_flight: Any, each: Any) -> Any:
 
     Args:
         times: the times of the stages.
-        after: the seconds of a microbatch from each stage to the last one and back.
+        after: for each stage the seconds of a microbatch from this stage to the last stage and back.
         in_flight: n_s of each stage.
-        each: the microbatches of a replica.
+        each: for each stage the number of microbatches of a replica.
     """
     others = in_flight - 1
     first, last = np.maximum(after - others * times.forward, 0.0), np.maximum(after - others * times.backward, 0.0)

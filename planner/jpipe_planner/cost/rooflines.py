@@ -1,4 +1,4 @@
-"""The rooflines of a plan: of each program of its stages, and of the same train step as one program."""
+"""The rooflines of a plan: a roofline for each program of its stages, and a roofline for the whole train step as one program."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -21,10 +21,10 @@ class ProgramRoofline:
     """The roofline of a program.
 
     Attributes:
-        stage: its stage; None for the whole step.
-        op: its name, such as `forward`.
-        calls: how often a step of the steady state calls it, in all replicas and on all devices of a mesh.
-        kernels: of one call on one device.
+        stage: the number of the stage; None for the whole step.
+        op: the name of the program, such as `forward`.
+        calls: how often a step in steady state calls the program, over all replicas and all devices of a mesh.
+        kernels: the kernels of one call on one device.
     """
 
     stage: int | None
@@ -42,9 +42,9 @@ class Rooflines:
     """The rooflines of a plan.
 
     Attributes:
-        programs: of each stage.
-        whole: of the same step as one program on one device; None if there is none.
-        missing: why there is none, or "".
+        programs: the rooflines of the programs of each stage.
+        whole: the roofline of the same step as one program on one device; None if XLA cannot compile this program.
+        missing: why `whole` is None, or "".
     """
 
     programs: tuple[ProgramRoofline, ...]
@@ -53,7 +53,7 @@ class Rooflines:
 
     @property
     def share(self) -> float | None:
-        """The seconds of the whole step divided by the seconds of all programs: their throughput relative to it. None without one."""
+        """The throughput of the plan relative to `whole`: the seconds of `whole` divided by the seconds of all programs, or None."""
         return None if self.whole is None else self.whole.total("seconds") / sum(program.total("seconds") for program in self.programs)
 
 
@@ -69,7 +69,7 @@ def find_programs(
         compiling: the devices to compile for.
         programs: programs compiled for other plans of the model; new ones are added.
     """
-    rates, read = Rates.of(device), dict[int, tuple[Kernel, ...]]()  # by the program: equal stages share one
+    rates, read = Rates.of(device), dict[int, tuple[Kernel, ...]]()  # by program, because equal stages share their programs
     found = list[ProgramRoofline]()
     for s, compiled in enumerate(pipe.compiled_calls(batch, compiling.devices, {} if programs is None else programs)):
         for op, (program, calls) in compiled.items():
@@ -87,7 +87,7 @@ def find_whole(pipe: jpipe.Pipeline, batch: Any, device: Device, compiling: Comp
         batch, device, compiling: as in `find_programs`.
 
     Raises:
-        InputError: XLA compiles no program that needs more memory than there is, as of TPUs.
+        InputError: XLA does not compile the program because it needs more memory than the device has, as for TPUs.
     """
     first = compiling.devices[0]
     try:
@@ -100,7 +100,7 @@ def find_whole(pipe: jpipe.Pipeline, batch: Any, device: Device, compiling: Comp
 
 
 def most_expensive(programs: Iterable[ProgramRoofline], count: int) -> list[tuple[str, Kernel]]:
-    """Return (op, kernel) of the kernels with the most seconds in a step; equal kernels, such as of equal layers, are one with all runs."""
+    """Return (op, kernel) of the kernels with the most seconds in a step. Equal kernels, as in equal layers, count as one kernel."""
     sums: dict[tuple[str, Kernel], int] = {}
     for program in programs:
         for kernel in program.kernels:

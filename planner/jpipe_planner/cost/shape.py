@@ -1,4 +1,4 @@
-"""What schedules say about the plans of a planner: their delays, and what is in flight."""
+"""The properties of plans that follow from their schedules: delays, and the microbatches in flight."""
 
 from bisect import bisect_left
 from functools import cache, lru_cache
@@ -14,13 +14,13 @@ __all__ = ["is_planned", "needs_vertical_sync", "planned_schedules", "updates_ea
 
 @lru_cache(maxsize=4096)
 def mean_delay(shape: PlainShape) -> float:
-    """Return the mean age of the weights that the stages compute gradients with, in updates, as `jpipe.Plan.mean_delay`."""
+    """Return the mean age, in updates, of the weights with which the stages compute gradients. It equals `jpipe.Plan.mean_delay`."""
     return sum(jpipe.schedules.SCHEDULES[shape.schedule].delays(shape)) / shape.depth
 
 
 @cache
 def is_planned(schedule: str) -> bool:
-    """Return whether planners search all cuts for this schedule: it has one stage on each rank, and whole backwards."""
+    """Return whether planners search all cuts for this schedule, because it has one stage on each rank and does not split backwards."""
     rules, shape = jpipe.schedules.SCHEDULES[schedule], PlainShape(schedule, 4, (1, 1))
     if "order" in rules.options or (rules.layout != "straight" and rules.flushes):
         return False
@@ -28,14 +28,14 @@ def is_planned(schedule: str) -> bool:
 
 
 def planned_schedules() -> tuple[str, ...]:
-    """Return the schedules for which planners search all cuts; plans of the remaining ones are derived from theirs."""
+    """Return the schedules for which planners search all cuts. Plans of the other schedules are derived from plans of these schedules."""
     return tuple(filter(is_planned, jpipe.schedules.SCHEDULES))
 
 
 def updates_early(schedule: str) -> bool:
-    """Return whether updates of the planned stages of a schedule cannot depend on the gradients of all stages.
+    """Return whether the updates of a planned schedule cannot depend on the gradients of all stages.
 
-    They do with shared parameters, and if gradients are clipped by their norm over all stages.
+    Updates depend on them if stages share parameters, or if gradients are clipped by their norm over all stages.
     """
     options = PlanOptions(vertical_sync=needs_vertical_sync(schedule))
     shape = PlainShape(schedule, 2, (1, 1), options)
@@ -43,19 +43,19 @@ def updates_early(schedule: str) -> bool:
 
 
 def needs_vertical_sync(schedule: str) -> bool:
-    """Return whether updates of a schedule can depend on the gradients of all stages with `vertical_sync` only."""
+    """Return whether the updates of a schedule can depend on the gradients of all stages only with `vertical_sync`."""
     rules = jpipe.schedules.SCHEDULES[schedule]
     return "vertical_sync" in rules.options and rules.updates_early(PlainShape(schedule, 2, (1, 1)))
 
 
 class ScheduleFacts(NamedTuple):
-    """What a schedule says about the stages of a plan: arrays over the stages.
+    """What follows from a schedule for the stages of a plan: arrays over the stages.
 
     Attributes:
-        in_flight: n_s.
-        versions: weight versions alive.
-        fused: whether forward and backward, or its first half, are one program.
-        hidden: without a flush, how many forwards and backwards a sum of gradients may take before something waits for it.
+        in_flight: n_s, the microbatches in flight.
+        versions: the weight versions alive.
+        fused: whether the forward and the backward (or the first half of the backward) are one program.
+        hidden: without a flush, how many forwards and backwards a replica can compute during a sum of gradients before it needs the sum.
     """
 
     in_flight: Any
@@ -66,12 +66,12 @@ class ScheduleFacts(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def schedule_facts(shape: PlainShape) -> ScheduleFacts | None:
-    """Return what the schedule says about a plan with one stage on each rank; None if it cannot run it."""
+    """Return what follows from the schedule for a plan with one stage on each rank; None if the schedule cannot run the plan."""
     rules, stages = jpipe.schedules.SCHEDULES[shape.schedule], range(shape.depth)
     if rules.refuses(shape):
         return None
     in_flight = [rules.in_flight(shape, s) for s in stages]
-    # More microbatches begin with the same op, and take long to list.
+    # With more microbatches the first op is the same, but the list of ops takes long.
     few = min(shape.microbatches // max(shape.replicas), 4 * shape.depth) * max(shape.replicas)
     beginning = PlainShape(shape.schedule, few, shape.replicas, shape.options) if len(set(shape.replicas)) == 1 else shape
     return ScheduleFacts(
@@ -83,9 +83,9 @@ def schedule_facts(shape: PlainShape) -> ScheduleFacts | None:
 
 
 def hidden_passes(shape: PlainShape, s: int, in_flight: int) -> int:
-    """Return how many forwards, beyond those in flight, a replica can do after the first batch before one reads the update."""
+    """Return how many forwards, in addition to n_s, a replica can do after the first batch before a forward reads the update."""
     rules, replicas = jpipe.schedules.SCHEDULES[shape.schedule], shape.replicas[s]
-    if rules.flushes or replicas == 1 or shape.options.update_every == "replicas":  # no sum overlaps, there is none, or one pass
+    if rules.flushes or replicas == 1 or shape.options.update_every == "replicas":  # no overlap, no sum, or overlap with one pass
         return 1
     done, most = shape.microbatches // replicas - 1 + in_flight, 1
     while not rules.version(shape, s, (done + most) * replicas):

@@ -1,4 +1,4 @@
-"""The price of a plan: its program is simulated, instruction by instruction, with transfers and sums on the links of a topology."""
+"""The price of a plan from a simulation of its program, instruction by instruction, with transfers and sums on the links of a topology."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from jpipe_planner.machine.topology import Topology
 
 __all__ = ["Simulated", "simulate_plan"]
 
-MOST_FORWARDS = 100_000  # most in a simulation, which then takes some seconds
-_MOST_KEPT = 10_000  # most forwards of a simulation for its program to be kept for others
-BATCHES = 4  # least number in a window, if the schedule does not flush
-_NEVER = 10**9  # updates from one agreement to the next: so that a simulation has none
-MICROBATCHES = 24  # least number for each worker in a window: with shared links the pattern repeats only after several batches
+MOST_FORWARDS = 100_000  # the most forwards in a simulation, which then takes some seconds
+_MOST_KEPT = 10_000  # the most forwards in a simulation if its program is kept for other plans
+BATCHES = 4  # the fewest batches in a window, if the schedule does not flush
+_NEVER = 10**9  # updates between agreements, so many that a simulation has no agreement
+MICROBATCHES = 24  # the fewest microbatches of a worker in a window: with shared links the pattern repeats only after several batches
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Simulated:
     Attributes:
         batch_seconds: seconds per batch.
         bubble: share of the ranks' time in which they do not compute.
-        held_bytes: for each rank the most bytes that it holds between its computations, as in `jpipe.programs.Prediction`.
-        peak_bytes: for each rank its peak memory, temporaries included.
+        held_bytes: for each rank the largest number of bytes that it holds between computations, as in `jpipe.programs.Prediction`.
+        peak_bytes: for each rank its peak memory in bytes, including temporaries.
         sent_bytes: for each rank the bytes that it sends per batch.
-        host_bytes: for each rank the most bytes that it has in host memory.
+        host_bytes: for each rank the largest number of bytes that it keeps in host memory.
     """
 
     batch_seconds: float
@@ -44,17 +44,17 @@ class Simulated:
 def simulate_plan(
     plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology, global_norm: bool = False
 ) -> Simulated | None:
-    """Simulate a plan on a topology, with rank n on device n, or placed by the plan's `keep_together`.
+    """Simulate a plan on a topology. Rank n is on device n, or where the plan's `keep_together` places it.
 
-    Of equal pipelines without ports in common one is simulated, because the others do the same at the same times. Pipelines that agree are
-    simulated for a round of agreements and without any: the time is the mean, the memory includes agreements.
+    If equal pipelines have no ports in common, only one of them is simulated, because the others do the same at the same times. Pipelines
+    that agree are simulated for a round of agreements, and again without agreements: the time is the mean, the memory includes agreements.
 
     Args:
         plan: the plan.
-        costs: the costs of its stages on the usual device, from `Profile.stage_costs` or, in exact bytes, from `jpipe.Pipeline.costs`.
-        topology: the links, those to host memory included, and what overlaps computations; if ranks share cores, time is stretched while
-            more ranks compute than there are cores.
-        global_norm: whether updates wait for the norm of all stages' gradients.
+        costs: the costs of the stages on the usual device: `Profile.stage_costs`, or `jpipe.Pipeline.costs` for exact bytes.
+        topology: the links, including the links to host memory, and what overlaps with computations. If ranks share cores, computations
+            take longer while more ranks compute than there are cores.
+        global_norm: whether updates wait for the norm of the gradients of all stages.
 
     Returns:
         The result; None if the simulation would take more than some seconds.
@@ -69,12 +69,12 @@ def simulate_plan(
     lowered = _lowered if forwards(plan, topology) <= _MOST_KEPT else _lowered.__wrapped__
     if jpipe.programs.has_equal_batches(plan):
         program, counted = lowered(_without_layers(plan), 1, global_norm, shared, workers), 1
-        most, is_short = sum(window(plan)), topology.cores is None  # with cores the whole window is looked at
+        most, is_short = sum(window(plan)), topology.cores is None  # if ranks share cores, the whole window is needed
         prediction, period = jpipe.programs.simulate_batches(program, most, costs, link, overlap, until_periodic=is_short)
     else:
         counted, period = sum(window(plan)) + 1, None
         if overlap != "transfers and sums":
-            # Where ranks wait for each other's transfers or sums, the last batches are faster: earlier ranks have nothing left to send.
+            # If ranks wait for transfers or sums of other ranks, the last batches are faster: earlier ranks have nothing left to send.
             counted += jpipe.programs.batches_until_full(plan)
         counted += -counted % _round_batches(plan)
         program = lowered(_without_layers(plan), counted, global_norm, shared, workers)
@@ -101,7 +101,7 @@ def simulate_plan(
 
 
 def _first_pipeline(plan: jpipe.Plan, topology: Topology) -> frozenset[int] | None:
-    """Return the workers of the first of equal pipelines, if the others do the same at the same times; None otherwise."""
+    """Return the workers of the first pipeline, if all pipelines do the same at the same times; None otherwise."""
     alike = len(set(plan.replicas)) == 1 and plan.replicas[0] > 1 and len([level for level in topology.levels if level.count > 1]) == 1
     differs = topology.differing or topology.cores is not None or plan.placement is not None
     if not alike or differs or plan.shard_optimizer or plan.agree is not None or plan.links is not None or plan.offload is not None:
@@ -112,7 +112,7 @@ def _first_pipeline(plan: jpipe.Plan, topology: Topology) -> frozenset[int] | No
 def _between_agreements(
     plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology, global_norm: bool
 ) -> Simulated | None:
-    """Simulate a plan with longer rounds than the simulated ones, which are prolonged by batches without an agreement."""
+    """Simulate a plan with rounds that are too long to simulate: a shorter round and batches without an agreement are combined."""
     assert plan.agree is not None
     some = _round_batches(plan)
     plans = [plan.model_copy(update={"agree": plan.agree.model_copy(update={"every": every})}) for every in (some, _NEVER)]
@@ -130,9 +130,10 @@ def _between_agreements(
 
 
 def _round_batches(plan: jpipe.Plan) -> int:
-    """Return the batches of the longest simulated round of agreements: one agreement ends before the next begins; 1 without any.
+    """Return the number of batches in the longest round of agreements that is simulated; 1 without agreements.
 
-    An agreement that is applied late ends with the batch after which it is applied, because the stage waits for its sum there.
+    In such a round each agreement ends before the next one begins. An agreement that is applied late ends with the batch after which it is
+    applied, because the stage waits for its sum there.
     """
     if plan.agree is None or plan.agree.every >= _NEVER:
         return 1
@@ -146,20 +147,23 @@ def _round_batches(plan: jpipe.Plan) -> int:
 def _lowered(
     plan: jpipe.Plan, batches: int, global_norm: bool, shared: tuple[tuple[int, ...], ...], workers: frozenset[int] | None
 ) -> jpipe.programs.Program:
-    """Return the program of a plan; plans that differ only in their cuts have the same."""
+    """Return the program of a plan. Plans that differ only in their cuts have the same program."""
     return jpipe.lower(plan, batches, global_norm=global_norm, shared_parameters=shared, workers=workers)
 
 
 def _without_layers(plan: jpipe.Plan) -> jpipe.Plan:
-    """Return the plan with one layer in each stage that does not sum its gradients in parts: a program does not depend on the layers."""
+    """Return the plan with one layer in each stage, because its program does not depend on the layers.
+
+    Stages that sum their gradients in parts keep their layers.
+    """
     stages = [stage if stage.sum_parts else stage.model_copy(update={"layers": (f"stage {s}",)}) for s, stage in enumerate(plan.stages)]
     return plan.model_copy(update={"stages": tuple(stages), "predicted": None})
 
 
 def forwards(plan: jpipe.Plan, topology: Topology) -> int:
-    """Return the number of forwards in a simulation of a plan, which determines how long it takes.
+    """Return the number of forwards in a simulation of a plan, which determines how long the simulation takes.
 
-    Of equal batches one is lowered, and some are simulated, which takes about as long.
+    If all batches are equal, two batches are counted: one batch is lowered and some are simulated, which takes about as long.
     """
     pipelines = plan.replicas[0] if _first_pipeline(plan, topology) is not None else 1
     batches = 2 if jpipe.programs.has_equal_batches(plan) else sum(window(plan)) + 1
@@ -167,7 +171,7 @@ def forwards(plan: jpipe.Plan, topology: Topology) -> int:
 
 
 def hosts(plan: jpipe.Plan, topology: Topology) -> jpipe.programs.HostLink | None:
-    """Return a function that gives the link of any rank of a plan to the memory of its host; None if nothing waits there."""
+    """Return a function from the number of a rank to its link to host memory; None if the plan keeps nothing in host memory."""
     if plan.offload is None:
         return None
     devices, links = device_numbers(plan), [device.host.link for device in topology.devices]
@@ -175,10 +179,10 @@ def hosts(plan: jpipe.Plan, topology: Topology) -> jpipe.programs.HostLink | Non
 
 
 def _measured(plan: jpipe.Plan, timeline: jpipe.programs.Timeline) -> float:
-    """Return the mean seconds per batch of the simulated ranks in the window, because ranks that share links begin batches irregularly.
+    """Return the mean seconds per batch over the window and over the simulated ranks. Ranks that share links begin batches irregularly.
 
     Args:
-        plan: what was simulated.
+        plan: the simulated plan.
         timeline: the spans of the ranks.
     """
     first, batches = window(plan)
@@ -191,15 +195,15 @@ def _measured(plan: jpipe.Plan, timeline: jpipe.programs.Timeline) -> float:
 
 
 def window(plan: jpipe.Plan) -> tuple[int, int]:
-    """Return the simulated window, which begins in steady state.
+    """Return the batches of a simulation that are measured. They begin in steady state.
 
     Returns:
-        The first batch; the number of batches, in whole rounds of agreements.
+        The first batch; the number of batches, a multiple of the batches in a round of agreements.
     """
     most, of_round = max(plan.replicas), _round_batches(plan)
-    late = 1 if most > 1 else 0  # sums that overlap take longer to reach the steady state
+    late = 1 if most > 1 else 0  # with sums that overlap, the steady state begins later
     if jpipe.schedules.SCHEDULES[plan.schedule].flushes:
-        first, batches = 1 + late, 2  # nearly all batches do the same
+        first, batches = 1 + late, 2  # nearly all batches are equal
     else:
         first, batches = jpipe.programs.batches_until_full(plan) + 1 + late, max(BATCHES, -(-MICROBATCHES * most // plan.microbatches))
     if plan.agree is not None and plan.agree.delay:
@@ -208,9 +212,9 @@ def window(plan: jpipe.Plan) -> tuple[int, int]:
 
 
 def _stretched(timeline: jpipe.programs.Timeline, seconds: float, cores: float | None) -> float:
-    """Return the seconds if ranks that compute at the same time share the cores evenly.
+    """Return the seconds of a timeline if the ranks that compute at the same time share the cores evenly.
 
-    All of them slow down by the same factor, and the order is kept.
+    All these ranks slow down by the same factor, so the order of their computations stays the same.
     """
     if cores is None or len(timeline) <= cores:
         return seconds

@@ -41,8 +41,8 @@ class Attached:
         text: YAML, as `read_targets` reads it.
         name: the name of the target in it.
         kind: the kind of the device.
-        table: the name of the target in the table from which rates and reserved bytes are; "": the user has to add the rates.
-        differing: the properties that differ from the table's, as text.
+        table: the name of the target in the table that gives the rates and the reserved bytes; "": the user has to add the rates.
+        differing: the properties with another value than in the table, as text.
     """
 
     text: str
@@ -56,7 +56,7 @@ def attached_target() -> Attached:
     """Read the properties of the first GPU or TPU of this machine, from JAX and from the driver.
 
     Raises:
-        InputError: there is none, or its properties cannot be read.
+        InputError: there is no GPU or TPU, or its properties cannot be read.
     """
     device = local_devices()[0]
     kind, platform = device.device_kind, device.platform
@@ -80,8 +80,8 @@ def _attached(platform: str, kind: str, table: str, measured: Mapping[str, Any])
     Args:
         platform: JAX's platform, "cuda" or "tpu".
         kind: the kind of the device.
-        table: the target of the same kind in the table, or "".
-        measured: the properties that XLA needs, and `memory_bandwidth`; the table's others are kept.
+        table: the name of the target of the same kind in the table, or "".
+        measured: the properties that XLA needs, and `memory_bandwidth`; the other properties come from the table.
     """
     name = table or re.sub(r"[^a-z0-9]+", "-", kind.lower()).strip("-")
     target = known_targets().get(table)
@@ -114,10 +114,10 @@ def _attached(platform: str, kind: str, table: str, measured: Mapping[str, Any])
 
 
 def _of_driver(number: int) -> dict[str, Any]:
-    """Return the properties of a GPU from the CUDA driver, with the memory bandwidth.
+    """Return the properties of a GPU from the CUDA driver, including the memory bandwidth.
 
     Args:
-        number: the number of the GPU among those that this process sees.
+        number: the number of the GPU among the GPUs that this process sees.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")

@@ -1,4 +1,4 @@
-"""Which devices the stages of a plan are compiled for: the topology's target, or this machine's in their place."""
+"""The devices that the stages of a plan are compiled for: the topology's target, or else the devices of this machine."""
 
 import re
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ class Compiling:
     """The devices that stages are compiled for.
 
     Attributes:
-        devices: those for a mesh; the first one for a stage on one device.
+        devices: the devices for a mesh; a stage on one device is compiled for the first of them.
         kind: the kind of these devices, to show.
-        missing: why it is not the kind that the topology has, or "".
+        missing: why this is not the kind of the topology's devices, or "".
     """
 
     devices: tuple[jax.Device, ...]
@@ -35,10 +35,10 @@ def compiling_for(device: Device, count: int = 1, *, unlimited: bool = False) ->
     Args:
         device: the device of the topology.
         count: the number of devices of the largest mesh.
-        unlimited: compile for a GPU as if it had any amount of memory. XLA otherwise computes again some of what does not fit.
+        unlimited: compile for a GPU as if its memory had no limit. Otherwise XLA computes some arrays again if memory is short.
 
     Returns:
-        The devices of its target, or of this machine where the device has no target or XLA cannot compile for it here.
+        The devices of the device's target. If it has no target, or XLA cannot compile for the target here, the devices of this machine.
     """
     target = device.compiles_for
     missing = "the topology's device names no target; add one of those that `jpipe target` lists"
@@ -52,9 +52,9 @@ def compiling_for(device: Device, count: int = 1, *, unlimited: bool = False) ->
 
 
 def bytes_beyond_memory(error: BaseException) -> tuple[float, float] | None:
-    """Return (bytes that a program needs, bytes that there are) if XLA did not compile it because of its memory, or None.
+    """Return (needed bytes, available bytes) if XLA did not compile a program because it needs too much memory; None for other errors.
 
-    XLA says so of TPUs: "used 17.2G of 15.75G hbm", "temporaries (16.00G) exceeds available HBM (15.75G)".
+    Examples of XLA's messages for TPUs: "used 17.2G of 15.75G hbm", "temporaries (16.00G) exceeds available HBM (15.75G)".
     """
     message = str(error)
     if not isinstance(error, jax.errors.JaxRuntimeError) or "RESOURCE_EXHAUSTED" not in message:

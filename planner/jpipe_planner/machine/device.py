@@ -1,4 +1,4 @@
-"""The figures of a device, its own or a target's."""
+"""The figures of a device: given ones, or the figures of a target."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -16,18 +16,18 @@ class Device(Data):
 
     Attributes:
         name: a name to show; by default the target's.
-        target: a name of the table of `jpipe target`, or a YAML file of the same format; stages are compiled for it, and the device has its
-            figures where none are given here. None: stages are compiled for the devices of this machine.
+        target: a name in the table of `jpipe target`, or a YAML file of the same format. Stages are compiled for this target, and it gives
+            all figures that are not given here. None: stages are compiled for the devices of this machine.
         memory: bytes; None: not limited.
-        reserved: bytes that a plan leaves free, by what they are for; a single number or text for all together.
+        reserved: bytes that a plan leaves free, a dict from a purpose to bytes; also a single number or text for the sum.
         flops: peak operations per second, by dtype; for analytic profiles.
         efficiency: share of `flops` that large matrix products reach in training.
         memory_bandwidth: bytes per second; for analytic profiles.
-        overlap: what goes on while the device computes: `none`, `transfers`, or `transfers and sums`. By default `none` for a target,
-            because the queue of a GPU may hold transfers and sums between computations, and nobody has measured it there yet; otherwise
-            `transfers and sums`, which have threads of their own on CPUs. `local_topology` measures it.
-        host: the memory of its host and the link to it, for what waits there; by default the target's. `local_topology` measures
-            the link.
+        overlap: what goes on while the device computes: `none`, `transfers`, or `transfers and sums`. The default with a target is `none`,
+            because the queue of a GPU may hold transfers and sums between computations, and nobody has measured this yet. The default
+            without a target is `transfers and sums`, which have threads of their own on CPUs. `local_topology` measures the overlap.
+        host: the host memory in which parts of the state may wait, and the link to it; by default the host of the target.
+            `local_topology` measures the link.
     """
 
     name: str = "device"
@@ -42,7 +42,7 @@ class Device(Data):
 
     @property
     def limit(self) -> float | None:
-        """The bytes that a plan may use: the memory without what is reserved; None: not limited."""
+        """The bytes that a plan may use: `memory` minus `reserved`; None: not limited."""
         return None if self.memory is None else self.memory - sum(self.reserved.values())
 
     @property
@@ -74,4 +74,4 @@ class Device(Data):
         return self
 
 
-_FIGURES = ("memory", "reserved", "flops", "efficiency", "memory_bandwidth", "host")  # of a target
+_FIGURES = ("memory", "reserved", "flops", "efficiency", "memory_bandwidth", "host")  # that a target gives

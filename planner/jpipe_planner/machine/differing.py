@@ -1,4 +1,4 @@
-"""Devices and ports that differ from the others of a topology: slower devices, other memory, a host with a slower link."""
+"""Devices and ports that differ from the other ones of a topology: slower devices, other memory, a host with a slower link."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from jpipe_planner.machine.units import Data, Positive, Possible, in_unit
 
 MOST = 2**14  # devices in an entry
 MOST_ENTRIES = 256
-_EQUAL = 1.02  # ratio up to which a device counts as faster than another one by the same factor in all dtypes
+_EQUAL = 1.02  # up to this ratio of speed-ups in different dtypes, a device counts as faster by the same factor in all dtypes
 
 
 def _numbers(value: Any) -> Any:
@@ -35,7 +35,7 @@ def _numbers(value: Any) -> Any:
 
 
 def _text_keys(value: Any) -> Any:
-    """Read numbers as keys, which YAML has without quotes."""
+    """Return a dict with text keys. In YAML without quotes some keys are numbers."""
     return {str(key) if type(key) is int else key: one for key, one in value.items()} if isinstance(value, dict) else value
 
 
@@ -43,16 +43,16 @@ class Differing(Data):
     """Devices that differ from `Topology.device` in the given fields.
 
     Attributes:
-        devices: their numbers, counted from 0: a number, text such as `8-11`, or a list.
-        name: a name to show; by default the target's.
-        target: a name of the table of `jpipe target`, or a YAML file of the same format, for memory, reserved bytes and speed.
-        speed: how many times as fast as the other devices they compute, as 0.5 for half as fast; by default 1, or with a target the ratio
-            of both devices' `flops`, times `efficiency`.
+        devices: the numbers of the devices, counted from 0: a number, text such as `8-11`, or a list.
+        name: a name to show; by default the name of the target.
+        target: a name in the table of `jpipe target`, or a YAML file of the same format. It gives memory, reserved bytes and speed.
+        speed: the speed relative to the other devices, such as 0.5 for half as fast. The default is 1, or with a target the ratio of
+            `flops` times `efficiency` of both devices.
         memory: bytes.
         reserved: bytes that a plan leaves free.
-        bandwidth: bytes per second of their ports, by the name of the level or its number, 0 for the innermost. A component has one port
-            for all its devices.
-        host: the memory of their hosts and the link to it; what is not given is as there.
+        bandwidth: bytes per second of their ports, by the name or number of the level (0 is the innermost). A component of a level has one
+            port for all its devices.
+        host: the memory of their hosts and the link to it. Fields that are not given are equal to the fields of the other devices.
     """
 
     devices: Annotated[tuple[Annotated[int, Field(ge=0, lt=MOST, strict=True)], ...], BeforeValidator(_numbers), Field(min_length=1)]
@@ -108,16 +108,16 @@ class Differing(Data):
         return min(ratios)
 
     def check(self, place: str, usual: Device, sizes: Sequence[int], level_number: Callable[[str, str], int]) -> None:
-        """Check that they are in the topology, and that their figures fit together.
+        """Check that the devices are in the topology, and that their figures fit together.
 
         Args:
-            place: begins the names of keys in messages, such as `differing.0.`.
+            place: the beginning of the names of keys in messages, such as `differing.0.`.
             usual: the figures of the other devices.
             sizes: the number of devices in a component of each level.
-            level_number: returns the number of the level with a name, given `place` for messages.
+            level_number: (name of a level, `place` for messages) -> number of the level.
 
         Raises:
-            InputError: something does not fit.
+            InputError: a device or a level does not exist, or figures do not fit together.
         """
         count = sizes[-1]
         if max(self.devices) >= count:

@@ -1,4 +1,4 @@
-"""Provide this machine as a topology: its devices, the links between them, and what overlaps, both measured."""
+"""This machine as a topology: its devices, and measurements of the links between them and of what overlaps with computations."""
 
 import math
 import os
@@ -16,12 +16,12 @@ from jpipe_planner.machine.topology import Topology
 
 __all__ = ["host_memory", "local_topology", "usable_cores"]
 
-SMALL, LARGE, LARGE_OF_ACCELERATORS = 1, 2**20, 2**23  # elements of float32 that are moved: 4 bytes, 4 MB, 34 MB
-_SHARE_FOR_PLANS = 0.5  # of the memory of a machine, for what waits there; the rest is for data and other programs
+SMALL, LARGE, LARGE_OF_ACCELERATORS = 1, 2**20, 2**23  # numbers of float32 elements to move: 4 bytes, 4 MB, 34 MB
+_SHARE_FOR_PLANS = 0.5  # share of a machine's memory that plans may use; the rest is for data and other programs
 _HOST_KIND = "pinned_host"  # the kind of host memory from which devices copy without waiting for the host
 _LARGE_MOVE = 2**22  # elements of float32: 17 MB
 _MOVES = 7
-_SHORTEST = 1e-6  # seconds that many elements take longer than few
+_SHORTEST = 1e-6  # seconds that a large transfer takes longer than a small one, at least
 _FREE = 1e15  # bytes per second between a device and itself
 _Seconds = Mapping[jpipe.runtime.Moved, float]
 
@@ -29,21 +29,22 @@ _Seconds = Mapping[jpipe.runtime.Moved, float]
 def local_topology(
     count: int | None = None, *, cores: float | None = None, report: Callable[[str], object] = lambda words: None
 ) -> Topology:
-    """Measure the links between the devices of this run, other processes' included, and what overlaps; all processes call it.
+    """Measure the links between all devices of this run, the link to host memory, and what overlaps with computations.
 
-    The link to host memory is measured, too. A link is as fast as the slower one of a transfer and a sum: on accelerators while the first
-    device computes, on CPUs alone, because a transfer that shares its core with a computation takes as long as the computation.
+    All processes must call this function. The bandwidth of a link is the slower one of a transfer and a sum. On accelerators both are timed
+    while the first device computes. On CPUs they are timed alone, because a transfer that shares its core with a computation takes as long
+    as the computation.
 
     Args:
-        count: the number of devices of the topology; by default all.
-        cores: how many of them can compute at the same time without slowing each other down (`WorkAtOnce`); None: all.
-        report: called with a line that says what overlaps, and whether that was measured.
+        count: the number of devices of the topology; by default all devices.
+        cores: how many devices can compute at the same time without slowing each other down (`WorkAtOnce`); None: all devices.
+        report: called with a line that says what overlaps with computations, and whether this was measured.
 
     Returns:
-        One level of equal links, which take no time if there is only one device. On CPUs the devices share the memory. Transfers and sums
-        are taken to overlap computations on CPUs, where a measurement would say how busy the cores are. With one device nothing is.
-        Nothing is to wait in host memory on CPUs, which have no other; for the devices of a machine together half of it may be used. Only
-        the process of the first device knows what was measured between several.
+        One level of equal links, which take no time if there is only one device. The devices of a machine together may use half of its
+        host memory. CPU devices share the memory of the machine, and so cannot move anything to host memory. Their transfers and sums are
+        assumed to overlap with computations, because a measurement would only show how busy the cores are. Only in the process of the first
+        device does the topology have the measurements between several devices.
     """
     devices = jax.devices()
     device, count = devices[0], count or len(devices)
@@ -74,12 +75,12 @@ def local_topology(
 
 
 def _link(ends: int, most: int, small: _Seconds, large: _Seconds) -> dict[str, float]:
-    """Return bandwidth and latency of the slower one of transfers and sums; without any it is free.
+    """Return bandwidth and latency of a link from the slower one of transfers and sums. Without measurements the link takes no time.
 
     Args:
-        ends: the number of devices that they were between: a transfer comes to all and goes back, a sum goes round a ring.
-        most: the number of elements of the large ones.
-        small, large: the seconds with `SMALL` elements and with as many.
+        ends: the number of devices in the measurement: a transfer goes to all of them and back, a sum goes round a ring.
+        most: the number of elements in a large transfer or sum.
+        small, large: the seconds of a transfer and of a sum, with `SMALL` and with `most` elements.
     """
     if not small:
         return {"bandwidth": _FREE}
@@ -100,7 +101,7 @@ def host_memory() -> float:
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may use, which is smaller than the machine's if it is pinned to some."""
+    """Return the number of cores that this process may use. A process that is pinned to some cores may not use all cores of the machine."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not available on every system
@@ -112,10 +113,10 @@ def _measured_host(device: jax.Device, memory: float | None) -> Host:
 
     Args:
         device: the device.
-        memory: bytes of host memory that a plan may use for it; None: not known.
+        memory: bytes of host memory that a plan may use for the device; None: not known.
 
     Returns:
-        The figures; of a device that has no memory of the kind `pinned_host` the default ones, and no memory.
+        The figures. If the device has no memory of the kind `pinned_host`, the default figures with 0 bytes of memory.
     """
     if _HOST_KIND not in {each.kind for each in device.addressable_memories()}:
         return Host(memory=0)

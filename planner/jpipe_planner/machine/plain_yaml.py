@@ -1,4 +1,4 @@
-"""Read and write unambiguous YAML: plain data, each key once, and no value that versions of YAML read differently."""
+"""Read and write unambiguous YAML: plain data without duplicate keys, and without values that versions of YAML read differently."""
 
 import math
 import re
@@ -25,7 +25,7 @@ def parse(text: str, where: str, remedy: str = "correct the text") -> Any:
         mark = error.problem_mark or error.context_mark
         at = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         what = str(error.problem or error.context)
-        if what.startswith("but "):  # the second half of a sentence
+        if what.startswith("but "):  # PyYAML begins the second half of its sentence so
             what = f"{error.context}, {what}"
         raise InputError(f"{where}{at}: this YAML cannot be read: {what}; {remedy}") from None
     except yaml.reader.ReaderError as error:
@@ -74,14 +74,14 @@ class _Loader(yaml.SafeLoader):
 
 
 _OCTAL = re.compile(r"[-+]?0o?[0-9_]+$")
-_DEEPEST = 50  # levels; far more would exhaust Python's stack in those who use the data
-_MOST_VALUES = 20_000  # keys count; PyYAML takes two seconds for these, and no config has that many
+_DEEPEST = 50  # levels of nesting; with far more levels, functions that use the data would exhaust Python's stack
+_MOST_VALUES = 20_000  # values and keys; PyYAML takes two seconds to read these, and no config has that many
 
 
 def _reads_in_two_ways(node: yaml.ScalarNode) -> bool:
     """Return whether YAML 1.1, which PyYAML follows, reads an unquoted word in a surprising way, and YAML 1.2 reads it differently.
 
-    `no` is false, 010 is 8, 1:30 is 90, 2001-01-01 is a date, 0o10 is text.
+    Examples of YAML 1.1: `no` is false, 010 is 8, 1:30 is 90, 2001-01-01 is a date, 0o10 is text.
     """
     kind = node.tag.rpartition(":")[2]
     return (
@@ -119,4 +119,4 @@ class _Dumper(yaml.SafeDumper):
 _FLOAT = re.compile(r"^[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?$")
 for _reader_or_writer in (_Loader, _Dumper):
     _reader_or_writer.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
-_Dumper.add_implicit_resolver("tag:yaml.org,2002:int", _OCTAL, list("-+0"))  # YAML 1.2's, which `_Loader` rejects without quotes
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:int", _OCTAL, list("-+0"))  # numbers in YAML 1.2; without quotes `_Loader` rejects them

@@ -1,8 +1,8 @@
 """A roofline of compiled programs: the bytes, FLOPs and least seconds of each kernel, read from the text of an optimized program.
 
-A kernel is an instruction of the scheduled program, such as a fusion, that runs by itself. It takes the longer of the time for its bytes at
-the bandwidth of the memory and the time for its products at the peak rate, and a fixed time. Kernels do not overlap, and no cache keeps
-their results. What a TPU moves ahead into its fast memory counts for the kernel that reads it there.
+A kernel is an instruction of the scheduled program, such as a fusion, that the device runs on its own. Its time is a fixed time plus the
+longer of two times: its bytes at the bandwidth of the memory, or its products at the peak rate. Kernels do not overlap, and no cache keeps
+their results. If a TPU moves bytes ahead into its fast memory, they count for the kernel that reads them there.
 """
 
 import dataclasses
@@ -19,16 +19,16 @@ from jpipe_planner.machine.device import Device
 __all__ = ["Kernel", "Rates", "read_kernels"]
 
 KERNEL_SECONDS: Mapping[str, float] = {"cuda": 2e-6}
-"""The fixed seconds of a kernel by platform, an assumption; a TPU launches none: its program is one stream of instructions."""
+"""The assumed fixed seconds of a kernel, by platform. A TPU launches no kernels: its program is one stream of instructions."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What bounds the kernels of a device.
+    """The rates that limit the kernels of a device.
 
     Attributes:
         bandwidth: bytes per second of its memory.
-        flops: the FLOPs per second that products reach, by dtype.
+        flops: the FLOPs per second that matrix products reach, by dtype.
         kernel_seconds: the fixed time of a kernel.
     """
 
@@ -38,18 +38,18 @@ class Rates:
 
     @classmethod
     def of(cls, device: Device) -> "Rates":
-        """Return the rates of a device with a target: its peak rates times its efficiency."""
+        """Return the rates of a device with a target. The rate of products is the peak rate times the efficiency."""
         target = device.compiles_for
         assert target is not None, "a device without a target"
         flops = {dtype: rate * device.efficiency for dtype, rate in (device.flops or target.flops).items()}
         return cls(device.memory_bandwidth or target.memory_bandwidth, flops, KERNEL_SECONDS.get(target.platform, 0.0))
 
     def seconds(self, moved: float, products: Iterable[tuple[float, str]]) -> float:
-        """Return the time of a kernel that moves this many bytes and computes products, each (FLOPs, dtype of its factors in HLO)."""
+        """Return the time of a kernel that moves `moved` bytes and computes these products: (FLOPs, dtype of the factors in HLO)."""
         return max(moved / self.bandwidth, sum(flops / self._rate(dtype) for flops, dtype in products)) + self.kernel_seconds
 
     def _rate(self, dtype: str) -> float:
-        """Return the rate for a dtype of HLO, or for another one of its size, or the highest rate."""
+        """Return the rate for a dtype of HLO. If it is unknown, the rate for a dtype of the same size, or else the highest rate."""
         name = _NAMES.get(dtype, dtype)
         alike = (rate for known, rate in self.flops.items() if re.findall(r"\d+", known)[:1] == [str(_bits(dtype))])
         return self.flops.get(name) or next(alike, max(self.flops.values()))
@@ -63,14 +63,14 @@ class Kernel:
     """A kernel of a program.
 
     Attributes:
-        name: the instruction.
+        name: the name of the instruction.
         kind: `product`, the target of a custom call, or the operation, such as `fusion`.
-        bytes: what one run reads and writes.
-        flops: the products of one run.
+        bytes: the bytes that one run reads and writes.
+        flops: the FLOPs of the matrix products of one run.
         seconds: the least time of one run.
-        runs: how often the program runs it.
+        runs: how often the program runs the kernel.
         source: the innermost line of the model, `file:line`, or "".
-        op_name: its name in JAX, such as `jit(backward)/dot_general`, or "".
+        op_name: the name in JAX, such as `jit(backward)/dot_general`, or "".
     """
 
     name: str
@@ -86,11 +86,11 @@ class Kernel:
 def read_kernels(text: str, rates: Rates) -> tuple[Kernel, ...]:
     """Return the kernels of an optimized program, in the order in which they run.
 
-    The body of a loop counts as often as it runs, once if that is unknown; of a conditional the longest branch counts.
+    The body of a loop counts as often as it runs, or once if the number is unknown. Of a conditional only the longest branch counts.
 
     Args:
-        text: of the program, as `jax.stages.Compiled.as_text` returns it.
-        rates: of the device.
+        text: the text of the program from `jax.stages.Compiled.as_text`.
+        rates: the rates of the device.
     """
     return tuple(_Module(text, rates).kernels())
 
@@ -113,7 +113,7 @@ class _Array:
 
     @functools.cached_property
     def size(self) -> float:
-        """The bytes that it takes, in whole tiles."""
+        """The bytes that the array takes in memory, in whole tiles."""
         minor_to_major = [int(axis) for axis in re.findall(r"\d+", self.layout.partition(":")[0])]
         sides = [self.shape[axis] for axis in minor_to_major] if len(minor_to_major) == len(self.shape) else [*reversed(self.shape)]
         if tile := re.search(r"T\(([\d,]+)\)", self.layout):
@@ -124,7 +124,7 @@ class _Array:
 
     @property
     def moved(self) -> float:
-        """The bytes that pass the memory of the device if it is read or written there."""
+        """The bytes that a read or write of the array moves from or to the memory of the device."""
         return 0.0 if self.space else self.size
 
 
@@ -137,13 +137,13 @@ class _Instruction:
     line: str
 
     def attribute(self, pattern: str) -> str:
-        """Return the first group of a pattern in its line, or ""."""
+        """Return the first group of a pattern in the line of the instruction, or ""."""
         found = re.search(pattern, self.line)
         return found[1] if found else ""
 
     @functools.cached_property
     def called(self) -> tuple[str, ...]:
-        """The computations that it runs."""
+        """The names of the computations that the instruction runs."""
         many = self.attribute(r"branch_computations=\{([^}]*)\}")
         return tuple(re.findall(r"(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.-]+)", self.line)) or tuple(
             re.findall(r"%?([\w.-]+)", many)
@@ -170,7 +170,7 @@ def _bits(dtype: str) -> int:
 
 
 class _Module:
-    """The computations of a program, each the list of its instructions with the root at the end."""
+    """The computations of a program. Each computation is the list of its instructions."""
 
     def __init__(self, text: str, rates: Rates) -> None:
         self._rates = rates
@@ -193,7 +193,7 @@ class _Module:
     def kernels(self, computation: str = "") -> Iterator[Kernel]:
         """Yield the kernels of a computation, by default of the whole program."""
         local = self._computations[computation or self._entry]
-        ahead: dict[str, float] = {}  # bytes that were moved into fast memory, until a kernel reads them
+        ahead: dict[str, float] = {}  # bytes moved into fast memory that no kernel has read yet
         for each in local.values():
             moved = sum(ahead.pop(name, 0.0) for name in each.operands)
             if each.op in ("copy-start", "slice-start"):
@@ -222,7 +222,7 @@ class _Module:
             yield Kernel(each.name, kind, moved, flops, self._rates.seconds(moved, products), 1, source, op_name)
 
     def _trips(self, loop: _Instruction) -> int:
-        """Return how often a loop runs: as XLA says of GPUs, or as the condition of a scan compares its counter on TPUs; else 1."""
+        """Return how often a loop runs: from XLA's note for GPUs, or from the limit of a scan's counter in its condition; otherwise 1."""
         if known := loop.attribute(r'known_trip_count[^}]*?"n":"(\d+)"'):
             return int(known)
         condition = loop.attribute(r"condition=%?([\w.-]+)")
@@ -233,7 +233,7 @@ class _Module:
     # Bytes -------------------------------------------------------------------------------------------------------------
 
     def _moved(self, each: _Instruction, local: Mapping[str, _Instruction]) -> float:
-        """Return the bytes that a kernel reads and writes: of slices, and of arrays that it writes a slice into, only the slice."""
+        """Return the bytes that a kernel reads and writes. If it reads or writes only a slice of an array, only the slice counts."""
         moved = 0.0
         for name in dict.fromkeys(each.operands):
             if name in local:
@@ -243,7 +243,7 @@ class _Module:
         return moved + sum(min(array.moved, part) for array, part in zip(each.arrays, self._written(each, local), strict=True))
 
     def _read(self, reader: _Instruction, position: int, local: Mapping[str, _Instruction]) -> float | None:
-        """Return the bytes that an instruction reads of the operand at a position; None: all of it."""
+        """Return how many bytes of the operand at a position an instruction reads; None: the whole operand."""
         if reader.op == "fusion":
             inner = self._computations[reader.called[0]]
             name = next((one.name for one in inner.values() if one.op == "parameter" and f" parameter({position})" in one.line), "")
@@ -252,12 +252,12 @@ class _Module:
             return None
         if reader.op in _SLICES:
             return reader.arrays[0].size
-        if reader.op in ("dynamic-update-slice", "scatter"):  # a scatter adds to what is there
+        if reader.op in ("dynamic-update-slice", "scatter"):  # a scatter reads the elements to which it adds
             return 0.0 if reader.op == "dynamic-update-slice" else local[reader.operands[-1]].arrays[0].size
         return self._read_by_all(reader.name, local) if reader.op in _SAME_ELEMENTS else None
 
     def _read_by_all(self, name: str, local: Mapping[str, _Instruction]) -> float | None:
-        """Return the bytes that the instructions of a fusion read of one of its values; None: all of it."""
+        """Return how many bytes of a value the instructions of a fusion read; None: the whole value."""
         readers = [(one, i) for one in local.values() for i, operand in enumerate(one.operands) if operand == name]
         parts = [self._read(reader, i, local) for reader, i in readers]
         return None if None in parts or not parts else sum(part for part in parts if part is not None)
@@ -274,12 +274,12 @@ class _Module:
         if each.op in ("dynamic-update-slice", "scatter"):
             update = each.operands[1 if each.op == "dynamic-update-slice" else -1]
             return [local[update].arrays[0].size] * len(each.arrays)
-        return [math.inf] * len(each.arrays)  # whatever there is of it
+        return [math.inf] * len(each.arrays)  # each whole result
 
     # FLOPs -------------------------------------------------------------------------------------------------------------
 
     def _products(self, each: _Instruction, local: Mapping[str, _Instruction]) -> Iterator[tuple[float, str]]:
-        """Yield the FLOPs of each product in a kernel with the dtype of its factors."""
+        """Yield (FLOPs, dtype of the factors) for each product in a kernel."""
         if each.op == "fusion":
             inner = self._computations[each.called[0]]
             for one in inner.values():
@@ -292,7 +292,10 @@ class _Module:
     # Sources -----------------------------------------------------------------------------------------------------------
 
     def _origin(self, each: _Instruction, local: Mapping[str, _Instruction]) -> tuple[str, str]:
-        """Return the name in JAX and the line of the model of an instruction: its own, or of one inside it, or of what it reads."""
+        """Return the name in JAX and the line of the model for an instruction.
+
+        If the instruction has none, an instruction inside it gives them, or else an instruction that computes one of its operands.
+        """
         inner = self._computations.get(each.called[0], {}).values() if each.called else ()
         candidates = [each, *reversed(inner), *(local[name] for name in each.operands if name in local)]
         name = next(filter(None, (one.attribute(r'op_name="([^"]*)"') for one in candidates)), "")
@@ -308,7 +311,7 @@ def _numbers(text: str) -> Sequence[int]:
 
 
 def _flops(each: _Instruction, factors: Sequence[_Array]) -> float:
-    """Return the FLOPs of a product: of a dot, a convolution, or a call of cuBLAS or of cuDNN's attention; 0 for what is none."""
+    """Return the FLOPs of a dot, a convolution, or a call of cuBLAS or cuDNN's attention; 0 for other instructions."""
     out = math.prod(each.arrays[0].shape) if each.arrays else 0
     if each.op == "convolution" or "conv" in each.target:
         return _convolution_flops(each, factors)
@@ -323,7 +326,7 @@ def _flops(each: _Instruction, factors: Sequence[_Array]) -> float:
 
 
 def _convolution_flops(each: _Instruction, factors: Sequence[_Array]) -> float:
-    """Return 2 for each pair of an input and a weight that meet; on TPUs products of matrices are convolutions with dilated windows."""
+    """Return 2 FLOPs for each multiplication of an input and a weight. On TPUs matrix products are convolutions with dilated windows."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", each.line)
     if labels is None:
         return 0.0
@@ -345,17 +348,17 @@ def _convolution_flops(each: _Instruction, factors: Sequence[_Array]) -> float:
 
 
 class _Frames:
-    """The lines of Python that a program comes from: in its metadata or, with newer versions of XLA, in tables before it."""
+    """The lines of Python code from which a program was traced. They are in its metadata or, with newer XLA, in tables before it."""
 
     def __init__(self, text: str) -> None:
         tables = {name: _table(text, name) for name in ("FileNames", "FileLocations", "StackFrames")}
         self._files = {number: row.strip('"') for number, row in tables["FileNames"].items()}
         self._locations = {number: _numbers(row) for number, row in tables["FileLocations"].items()}  # file, function, line, …
         self._frames = {number: _numbers(row) for number, row in tables["StackFrames"].items()}  # location, parent
-        self._first = self._frames.get(1, [0, 0])[1]  # what a frame without a parent has as its parent
+        self._first = self._frames.get(1, [0, 0])[1]  # the parent number of a frame without a parent
 
     def source(self, each: _Instruction) -> str:
-        """Return the innermost line that is in none of JAX's libraries, or else the innermost one, as `file:line`; "" if unknown."""
+        """Return the innermost line outside of JAX's libraries, or else the innermost line, as `file:line`; "" if it is unknown."""
         if file := each.attribute(r'source_file="([^"]*)"'):
             return file + ":" + each.attribute(r"source_line=(\d+)")
         frame, lines = int(each.attribute(r"stack_frame_id=(\d+)") or 0), list[str]()
@@ -368,7 +371,7 @@ class _Frames:
 
 
 def _table(text: str, name: str) -> dict[int, str]:
-    """Return the rows of a table before the program, by their numbers."""
+    """Return the rows of a table before the program, by row number."""
     found = re.search(rf"^{name}\n((?:\d+ .*\n)*)", text, re.MULTILINE)
     rows = found[1].splitlines() if found else ()
     return {int(number): rest for number, _, rest in (row.partition(" ") for row in rows)}

@@ -1,8 +1,8 @@
-"""Targets: devices that XLA compiles for although they are not here, with their published properties.
+"""Targets: devices with published properties, for which XLA compiles without such a device.
 
-Nothing is run on them. XLA needs a plugin for the platform, but no driver and no device: for TPUs `libtpu`; for NVIDIA GPUs
-`jax-cuda13-plugin`, and ptxas, nvlink and libdevice, from `nvidia-cuda-nvcc` or an installed CUDA toolkit. `targets.yaml` is the table of
-known targets; a file of the same format adds others.
+Nothing runs on them. XLA needs a plugin for the platform, but no driver and no device. For TPUs the plugin is `libtpu`. For NVIDIA GPUs it
+is `jax-cuda13-plugin`, with ptxas, nvlink and libdevice from `nvidia-cuda-nvcc` or an installed CUDA toolkit. `targets.yaml` is the table
+of known targets; a file of the same format adds other targets.
 """
 
 import functools
@@ -32,20 +32,20 @@ if TYPE_CHECKING:
 __all__ = ["Target", "TargetUnavailable", "find_target", "known_targets", "target_devices", "target_refusal"]
 
 FORMAT = "jpipe-targets/1"
-MOST_BYTES = 2**20  # of a file of targets
+MOST_BYTES = 2**20  # the largest file of targets
 _LARGEST_SLICE = 256  # chips
 Platform = Literal["cuda", "tpu"]
 EXTRAS: Mapping[str, str] = {"cuda": "target-cuda", "tpu": "target-tpu"}
-# The packages of XLA's compilers, with their modules, the preferred one first.
+# The packages of XLA's compilers, with their modules; the preferred package comes first.
 _PLUGINS: Mapping[str, Mapping[str, str]] = {
     "cuda": {"jax-cuda13-plugin": "jax_plugins.xla_cuda13", "jax-cuda12-plugin": "jax_plugins.xla_cuda12"},
     "tpu": {"libtpu": "libtpu"},
 }
 
-# What a GPU's compute capability decides, by the names in XLA's GpuDeviceInfoProto. Sources: XLA's own descriptions of a V100, an
-# A100, an RTX A6000 and an H100 (openxla/xla, xla/backends/gpu/target_config/specs); of 8.9, what deviceQuery reports of an L40S and an RTX
-# 4090; of the remaining ones, the CUDA programming guide's technical specifications and throughput of instructions.
-# Of each: bytes of shared memory of a multiprocessor, and of a block at most; threads of a multiprocessor; its units for float32.
+# The properties that a GPU's compute capability determines, by their names in XLA's GpuDeviceInfoProto. Sources: XLA's own descriptions of
+# a V100, an A100, an RTX A6000 and an H100 (openxla/xla, xla/backends/gpu/target_config/specs); for 8.9, deviceQuery on an L40S and an RTX
+# 4090; for the other capabilities, the CUDA programming guide's technical specifications and throughput of instructions.
+# Columns: bytes of shared memory of a multiprocessor, and at most of a block; threads of a multiprocessor; its units for float32.
 _SIZES = {
     "5.2": (98304, 49152, 2048, 128),
     "6.1": (98304, 49152, 2048, 128),
@@ -82,13 +82,13 @@ class TargetUnavailable(InputError):
 
 
 class Host(Data):
-    """The memory of the host of a device, for what waits there (`jpipe.plan.HostMemory`), and the link to it.
+    """The memory of a device's host, which can keep parts of the state (`jpipe.plan.HostMemory`), and the link to it.
 
     Attributes:
-        bandwidth: bytes per second from the device to host memory, and as many back at the same time. By default half of what 16 lanes of
-            PCIe 3.0 carry, because two devices may share them.
-        latency: seconds until what is moved is there.
-        memory: bytes of it that a plan may use for each device; 0: nothing can be moved there. None: not limited.
+        bandwidth: bytes per second from the device to host memory, and as many back at the same time. By default half the bandwidth of 16
+            lanes of PCIe 3.0, because two devices may share these lanes.
+        latency: seconds until a moved byte arrives.
+        memory: bytes of host memory that a plan may use for each device; 0: nothing can be moved there. None: not limited.
     """
 
     bandwidth: Annotated[float, in_unit("bytes per second"), Positive, Possible] = 8e9
@@ -97,7 +97,7 @@ class Host(Data):
 
     @property
     def link(self) -> jpipe.Link:
-        """The link; each direction carries one move at a time."""
+        """The link to host memory; in each direction it carries one move at a time."""
         return jpipe.Link(self.bandwidth, self.latency)
 
     @property
@@ -113,15 +113,15 @@ class Target(Data):
         platform: JAX's platform, "cuda" or "tpu".
         name: the kind of the device, as JAX reports it.
         memory: bytes, as published.
-        reserved: bytes that a plan leaves free, by what they are for.
+        reserved: bytes that a plan leaves free, a dict from a purpose to bytes.
         flops: peak operations per second without sparsity, by dtype.
         efficiency: share of `flops` that large matrix products reach in training.
         memory_bandwidth: bytes per second.
-        host: the link to the memory of its host, as is to be expected where two devices share it.
-        compiler: what XLA needs to know. Of a GPU: `compute_capability`, `core_count`, `l2_cache_size`, `clock_rate_ghz` and
-            `device_memory_size`; further fields of XLA's `GpuDeviceInfoProto` replace the fields of the compute capability. Of a TPU:
-            `topology`, such as `v5e:2x4`, and `chip_config_name` where a chip is one device of two cores.
-        sources: where the figures were published.
+        host: the host memory and the link to it, as expected if two devices share the link.
+        compiler: the properties that XLA needs. For a GPU: `compute_capability`, `core_count`, `l2_cache_size`, `clock_rate_ghz` and
+            `device_memory_size`; further fields of XLA's `GpuDeviceInfoProto` replace fields that follow from the compute capability. For a
+            TPU: `topology`, such as `v5e:2x4`, and `chip_config_name` if a chip is one device of two cores.
+        sources: the publications of the figures.
 
     Raises:
         InputError: a field is invalid; the message says what was expected.
@@ -146,7 +146,7 @@ class Target(Data):
 
     @property
     def limit(self) -> float:
-        """The bytes that a plan may use: the memory without what is reserved."""
+        """The bytes that a plan may use: `memory` minus `reserved`."""
         return self.memory - sum(self.reserved.values())
 
     @pydantic.field_validator("name", mode="before")
@@ -186,7 +186,7 @@ class Target(Data):
         return int(major), int(minor)
 
     def tpu_topology(self, count: int = 1) -> dict[str, str]:
-        """Return the arguments of JAX's `get_topology_desc` for a slice of at least `count` chips: the target's own, or a larger one."""
+        """Return the arguments of JAX's `get_topology_desc` for the target's slice, or for a larger slice of at least `count` chips."""
         if "topology" not in self.compiler:
             raise ValueError("compiler: key 'topology' is missing; add it, such as v5e:2x4")
         for name, value in self.compiler.items():
@@ -224,11 +224,11 @@ class Target(Data):
         return known
 
     def with_memory(self, size: int) -> "Target":
-        """Return the target as XLA sees it if it is a GPU with this memory; a TPU's memory cannot be changed."""
+        """Return the target with another size of memory for XLA. A TPU stays as it is, because its memory cannot be changed."""
         return self.model_copy(update={"compiler": {**self.compiler, "device_memory_size": size}}) if self.platform == "cuda" else self
 
     def config_text(self) -> str:
-        """Return the properties of a GPU as the text that XLA reads, a `GpuTargetConfigProto`."""
+        """Return the properties of a GPU as the text of a `GpuTargetConfigProto`, which XLA reads."""
         major, minor = self.capability
         numbers = " ".join(f"{name}: {value}" for name, value in sorted(self._gpu_properties().items()))
         features = " feature_extension: ACCELERATED_FEATURES" if int(major) >= 9 else ""
@@ -268,7 +268,7 @@ def read_targets(text: str, where: str) -> dict[str, Target]:
         where: the source, such as a file name, for error messages.
 
     Raises:
-        InputError: the text is no such YAML; the message says what was expected.
+        InputError: the text is no YAML with targets; the message says what was expected.
     """
     data = parse(text, where)
     if not isinstance(data, dict) or data.get("format") != FORMAT:
@@ -288,11 +288,11 @@ def read_targets(text: str, where: str) -> dict[str, Target]:
 
 
 def find_target(name: str, folder: Path | None = None) -> Target:
-    """Return a target of the table, or the one in a file.
+    """Return a target of the table, or the target in a file.
 
     Args:
         name: a name, such as `h100-80gb`, or a file that ends in `.yaml`.
-        folder: where relative files are; by default the current folder.
+        folder: the folder of a relative file name; by default the current folder.
 
     Raises:
         InputError: there is no such target or file, or the file has several targets.
@@ -314,18 +314,18 @@ def find_target(name: str, folder: Path | None = None) -> Target:
 
 
 def target_devices(target: Target, count: int = 1, processes: int = 1) -> tuple["jax.Device", ...]:
-    """Return devices to compile for: this process's if they are of this kind, or devices that are not here.
+    """Return devices to compile for: the devices of this process if they are of the target's kind, otherwise devices without hardware.
 
-    `jax.jit(f).lower(spec).compile()` accepts shardings on them; nothing can run there.
+    `jax.jit(f).lower(spec).compile()` accepts shardings on devices without hardware, but nothing can run on them.
 
     Args:
         target: the target.
         count: the number of devices.
-        processes: the number of processes to which the devices belong, in equal parts, a divisor of `count`. With 1, the devices of a TPU
-            may belong to several, as its slices do.
+        processes: the number of processes to which the devices belong in equal parts, a divisor of `count`. With 1, the devices of a TPU
+            may still belong to several processes, as in its slices.
 
     Raises:
-        TargetUnavailable: XLA cannot compile for it here; the message says what to install.
+        TargetUnavailable: XLA cannot compile for the target here; the message says what to install.
     """
     here = [device for device in local_devices() if device.device_kind == target.name]
     if processes == 1 and len(here) >= count:
@@ -349,13 +349,13 @@ def local_devices() -> "list[jax.Device]":
     """Return the devices of this process.
 
     Raises:
-        InputError: JAX cannot start them.
+        InputError: JAX cannot start the devices.
     """
     import jax
 
     try:
         return jax.local_devices()
-    except (RuntimeError, AssertionError) as error:  # AssertionError without a message: GPUs are required and there are none
+    except (RuntimeError, AssertionError) as error:  # AssertionError has no message: JAX requires GPUs and finds none
         reason = (str(error).splitlines() or ["none found"])[0]
         raise InputError(f"target: JAX has no devices to use: {reason}; see its variable JAX_PLATFORMS") from None
 
@@ -403,7 +403,7 @@ def _devices_elsewhere(target_json: str, count: int, processes: int) -> tuple["j
 
 
 def target_refusal(target: Target) -> str | None:
-    """Return why XLA cannot compile for a target here, as far as the installed packages and programs tell, or None."""
+    """Return why XLA cannot compile for a target here, judged by the installed packages and programs, or None."""
     install = f"install jpipe-train[{EXTRAS[target.platform]}]"
     package = next((name for name, module in _PLUGINS[target.platform].items() if _folders(module)), None)
     if package is None:
@@ -428,7 +428,7 @@ _LEAST_OF_CUDA_13 = (7, 5)
 
 
 def _version(package: str) -> str | None:
-    """Return the version of a package, or None if it was not installed as one."""
+    """Return the version of an installed package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -436,7 +436,7 @@ def _version(package: str) -> str | None:
 
 
 def _folders(module: str) -> list[Path]:
-    """Return the folders of a package that is installed, without importing it."""
+    """Return the folders of a module, without importing it; empty if it is not installed."""
     try:
         spec = importlib.util.find_spec(module)
     except ImportError:
@@ -445,7 +445,7 @@ def _folders(module: str) -> list[Path]:
 
 
 def _ptxas() -> str | None:
-    """Return the assembler that XLA will call: in CUDA_ROOT, in NVIDIA's packages, on the PATH or in a CUDA toolkit."""
+    """Return the ptxas that XLA will call: from CUDA_ROOT, NVIDIA's packages, the PATH or a CUDA toolkit; None if there is none."""
     root = os.environ.get("CUDA_ROOT")
     preferred = [Path(root)] if root else [*_folders("nvidia.cu13"), *_folders("nvidia.cuda_nvcc")]
     first, last = (
@@ -457,7 +457,7 @@ def _ptxas() -> str | None:
 
 @functools.cache
 def _release(ptxas: str) -> int:
-    """Return the CUDA release of an assembler, or 0 if it is unknown."""
+    """Return the CUDA release of a ptxas program, or 0 if it is unknown."""
     try:
         command = [ptxas, "--version"]
         words = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout  # noqa: S603 - NVIDIA's assembler

@@ -1,4 +1,4 @@
-"""Topologies: devices joined level by level, each level slower than the one inside it, and the figures of a device."""
+"""Topologies: devices that are joined by levels of links, the fastest links innermost, and the figures of a device."""
 
 import math
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ FORMAT = "jpipe-topology/1"
 
 
 class Level(Data):
-    """Components of the level inside (single devices at the innermost level) that links join.
+    """A level of a topology, in which links join components of the next inner level. At the innermost level these are single devices.
 
     Attributes:
-        count: number of components.
-        bandwidth: bytes per second that a component, with all its devices, sends to the other components of its level; it receives as many
-            at the same time. A number, or text such as `25 Gbit/s`.
+        count: the number of components that the links join.
+        bandwidth: bytes per second that all devices of a component together send to the other components; they receive as many at the same
+            time. A number, or text such as `25 Gbit/s`.
         latency: seconds until a message arrives; a number, or text such as `5 us`.
         name: a name to show, such as `NVLink` or `Ethernet`.
     """
@@ -38,19 +38,19 @@ class Level(Data):
 
 
 class Topology(Data):
-    """The levels of a machine, innermost first.
+    """The machines to plan for: their devices, and the levels of links that join them.
 
-    Devices are numbered from the innermost level: 0 .. levels[0].count - 1 share one component.
+    Neighbouring numbers are in the same component: devices 0 .. levels[0].count - 1 are joined by the innermost level.
 
     Attributes:
         format: "jpipe-topology/1".
         name: a name to show.
-        levels: the levels, as in figure 7 of PipeDream (SOSP 2019); at least one.
-        device: the figures of each device; profiles are of this device.
-        differing: devices and ports that differ from the others; of several entries for the same device the last one counts. Empty, the
-            default: all devices are equal, and all links of a level.
-        cores: the number of devices that can compute at the same time without slowing each other down, if they share the cores of a CPU;
-            a larger number of devices shares them evenly. None: all.
+        levels: the levels, the innermost first, as in figure 7 of PipeDream (SOSP 2019); at least one.
+        device: the figures of each device; profiles are for this device.
+        differing: devices and ports that differ from the other ones. If several entries name a device, the last entry counts. By default
+            this is empty: all devices are equal, and so are all links of a level.
+        cores: the number of devices that can compute at the same time without slowing each other down, if they share the cores of a CPU. If
+            more devices compute, they share the cores evenly. None: all devices.
 
     Raises:
         InputError: a field is invalid; the message says what was expected.
@@ -79,7 +79,7 @@ class Topology(Data):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The number of devices in a component of each level, the innermost first."""
+        """For each level, the innermost first, the number of devices that it joins with the levels inside it."""
         return tuple(math.prod(level.count for level in self.levels[: k + 1]) for k in range(len(self.levels)))
 
     @property
@@ -88,7 +88,7 @@ class Topology(Data):
         return math.prod(level.count for level in self.levels)
 
     def level(self, first: int, last: int) -> int:
-        """Return the highest level that a message between two devices crosses: 0 is the innermost, -1 a single device."""
+        """Return the number of the highest level that a message between two devices crosses: 0 is the innermost; -1 if they are equal."""
         if first == last:
             return -1
         for k, level in enumerate(self.levels):
@@ -107,10 +107,10 @@ class Topology(Data):
         return _link(bandwidth, self.levels[k].latency, k, source // inside, target // inside)
 
     def level_number(self, name: str, place: str = "") -> int:
-        """Return the number of the level with a name, or with a number as text; 0 is the innermost.
+        """Return the number of the level that `name` names, or the number in `name`; 0 is the innermost.
 
         Raises:
-            InputError: it is not the name of one level.
+            InputError: no level, or more than one, has this name.
         """
         names = [level.name for level in self.levels]
         if names.count(name) == 1:
@@ -134,7 +134,7 @@ class Topology(Data):
 
     @property
     def slowness(self) -> Any:
-        """How many times as long as in the profile each device computes: an array."""
+        """An array with the time of each device, divided by the time in the profile."""
         slowness = np.ones(self.num_devices)
         for one in self.differing:
             slowness[list(one.devices)] = 1 / one.relative_speed(self.device)
@@ -142,7 +142,7 @@ class Topology(Data):
 
     @property
     def limits(self) -> Any:
-        """The bytes that a plan may use of each device, infinity if they are not limited: an array."""
+        """An array with the bytes that a plan may use on each device; infinity: not limited."""
         limits = np.full(self.num_devices, math.inf if self.device.limit is None else self.device.limit)
         for one in self.differing:
             limit = one.device(self.device).limit
@@ -150,7 +150,7 @@ class Topology(Data):
         return limits
 
     def ports(self, k: int) -> Any:
-        """Return the bandwidth of the port of each component that level k joins: an array."""
+        """Return an array with the bandwidth of the port of each component that level k joins."""
         inside = self.sizes[k - 1] if k > 0 else 1
         ports = np.full(self.num_devices // inside, self.levels[k].bandwidth)
         for one in self.differing:
@@ -160,7 +160,7 @@ class Topology(Data):
         return ports
 
     def with_memory(self, factor: float) -> "Topology":
-        """Return the same machine, where a plan may use `factor` times as many bytes of each device."""
+        """Return the topology with `factor` times as many bytes that a plan may use on each device."""
 
         def more(limit: float | None) -> float | None:
             return None if limit is None else factor * limit
@@ -170,9 +170,9 @@ class Topology(Data):
         return self.model_copy(update={"device": device, "differing": tuple(differing)})
 
     def orders(self) -> list[tuple[int, ...]]:
-        """Return the orders of the devices in which plans are tried: as they are, and with the fastest first and last in each component.
+        """Return the orders of the devices in which plans are tried: as numbered, fastest first, and fastest last, in each component.
 
-        Of equally fast ones those with more memory come first, and last.
+        Equally fast devices are ordered by their memory in the same way.
         """
         figures = list(zip((-self.slowness).tolist(), self.limits.tolist(), strict=True))
         found = [tuple(range(self.num_devices))]
@@ -188,27 +188,27 @@ class Topology(Data):
         return list(dict.fromkeys(found))
 
     def ordered(self, order: Sequence[int]) -> "Topology":
-        """Return the same machine with its devices counted in another order, one of `orders`."""
+        """Return the topology with the devices numbered in another order, one of `orders`."""
         places = np.argsort(order)
         differing = [one.model_copy(update={"devices": tuple(sorted(places[list(one.devices)].tolist()))}) for one in self.differing]
         return self.model_copy(update={"differing": tuple(differing)})
 
     @property
     def most_in_mesh(self) -> int:
-        """The number of devices that the innermost level joins, such as a server: the largest mesh that is tried by default."""
+        """The number of devices that the innermost level joins, such as a server. It is the size of the largest mesh tried by default."""
         return self.levels[0].count
 
     def can_group(self, size: int) -> bool:
-        """Return whether meshes of `size` neighbouring devices fill the machine evenly, each with equal devices."""
+        """Return whether meshes of `size` neighbouring devices fill the machine evenly, and the devices of each mesh are equal."""
         return self._joined(size) is not None
 
     def groups(self, size: int) -> "Topology":
-        """Return the same machine with each `size` neighbouring devices as one, a mesh; all devices of a mesh are equal.
+        """Return the topology in which each mesh of `size` neighbouring devices counts as one device. The devices of a mesh are equal.
 
-        Bandwidths are the shares that each device of a mesh has of them.
+        The bandwidths are the share of one device of a mesh.
 
         Args:
-            size: the number of devices of a mesh; it fills whole components of each level, or divides them evenly.
+            size: the number of devices of a mesh, which fills whole components of each level, or divides them evenly.
 
         Raises:
             InputError: meshes of `size` devices do not fill the machine evenly.
@@ -236,7 +236,7 @@ class Topology(Data):
         return self.model_copy(update={"levels": tuple(levels), "cores": cores, "differing": differing})
 
     def mesh_link(self, size: int) -> jpipe.Link:
-        """Return the slowest link inside a mesh of `size` devices, for each of them while all send."""
+        """Return the slowest link inside a mesh of `size` devices: the share of one device while all of them send."""
         crossed = range(self.level(0, size - 1) + 1)
         slowest = [float(self.ports(k).min()) if self.differing else level.bandwidth for k, level in enumerate(self.levels)]
         bandwidths = [slowest[k] / (self.sizes[k - 1] if k else 1) for k in crossed if self.levels[k].count > 1]
@@ -246,7 +246,7 @@ class Topology(Data):
         """Return how many components of each level a mesh of `size` devices joins.
 
         Returns:
-            The numbers; None if it does not fill or divide them evenly, or some of its devices would differ from others.
+            The number for each level; None if meshes do not fill or divide the components evenly, or a mesh would have unequal devices.
         """
         joined, whole = [], size
         for level in self.levels:
@@ -270,7 +270,7 @@ class Topology(Data):
         Args:
             text: YAML, as in `configs/topologies/`.
             where: the source, such as a file name, for error messages.
-            folder: where a file that the device names as its target is; by default the current folder.
+            folder: the folder of target files that devices name; by default the current folder.
 
         Raises:
             InputError: the text is not YAML (with line and column), not a topology, or has impossible numbers.

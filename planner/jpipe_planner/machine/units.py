@@ -1,4 +1,4 @@
-"""Numbers with units, as topologies and targets write them: `25 Gbit/s`, `80 GB`, `5 us`."""
+"""Numbers with units in topologies and targets, such as `25 Gbit/s`, `80 GB`, `5 us`."""
 
 import re
 from collections.abc import Mapping
@@ -70,7 +70,7 @@ def _number(text: str, value: str, example: str) -> float:
 
 
 def _possible(value: float) -> float:
-    """Check that a number makes no time infinite or zero."""
+    """Check that a number does not make a time infinite or zero."""
     if not 1e-3 <= value <= 1e30:
         raise ValueError(f"expected a number from 0.001 to 1e30, found {value:g}; is it a typo?")
     return value
@@ -96,7 +96,7 @@ Rates = Annotated[dict[str, Annotated[float, in_unit("FLOP/s"), Positive, Possib
 
 
 def _with_python_numbers(value: Any) -> Any:
-    """Return a value, or the values of dicts and lists, with Python's numbers in place of NumPy's."""
+    """Return a value in which Python's numbers replace the numbers of NumPy, also in dicts and lists."""
     match value:
         case np.generic():
             return value.item()
@@ -108,7 +108,7 @@ def _with_python_numbers(value: Any) -> Any:
 
 
 class Data(pydantic.BaseModel):
-    """Immutable fields, and no others."""
+    """A pydantic model with immutable fields, which refuses unknown fields."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
