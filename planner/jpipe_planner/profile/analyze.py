@@ -39,22 +39,25 @@ def analyze(
     progress: Progress | None = None,
     precision: jpipe.Precision | None = None,
 ) -> Profile:
-    """Profile a model for a device, without allocating it.
+    """Profile a model for a device, without allocating its arrays.
 
     The time of a program is its FLOPs divided by `device.flops` times `device.efficiency`, or its memory traffic divided by
-    `device.memory_bandwidth`, whichever is longer. FLOPs are counted by XLA before it optimizes, plus the FLOPs in further iterations of
-    scans; of a while loop one iteration is counted. Traffic is what has to move even if everything is fused: weights, inputs, outputs,
-    residuals, gradients and optimizer state, each once. Both are counted at few sizes where they grow linearly with the rows
-    (`count_at`). Temporaries come from compiling forward and backward of each distinct layer and of each distinct pair of neighbours, at
-    the smallest and the largest size, interpolated linearly; with "full" among the policies also from the backwards that recompute of
-    layers, pairs and triples. An update is assumed to need none. They are compiled for the target of the device, and for this machine where
-    it has none or XLA cannot compile for it here. The profile does not know that GPUs are slow with few rows: if the smallest microbatches
-    look best, use a measured profile.
+    `device.memory_bandwidth`, whichever is longer. XLA counts the FLOPs before it optimizes; the FLOPs in further iterations of scans are
+    added. Of a while loop one iteration is counted. The traffic consists of the bytes that move even if everything is fused: weights,
+    inputs, outputs, residuals, gradients and optimizer state, each once. If both grow linearly with the rows, they are counted at only a
+    few sizes (`count_at`).
+
+    For the temporaries, the forward and backward of each distinct layer and of each distinct pair of neighbours are compiled at the
+    smallest and the largest size; sizes between are interpolated linearly. If "full" is among the policies, the backwards of layers, pairs
+    and triples with full recomputation are compiled, too. An update is assumed to need no temporaries. Programs are compiled for the target
+    of the device, or for this machine if the device has no target or XLA cannot compile for it here.
+
+    The profile does not know that GPUs are slow with few rows: if the smallest microbatches look best, use a measured profile.
 
     Args:
         stack, loss, optimizer, sizes, policies, ema_decay, delay_correction, progress, precision: as in `measure`.
-        batch: `rows -> (inputs, labels)`, shapes and dtypes of a microbatch of that many rows.
-        device: the device, with FLOP/s for the dtypes in which the layers compute, or for another dtype of the same number of bits.
+        batch: `rows -> (inputs, labels)`, the shapes and dtypes of a microbatch of `rows` rows.
+        device: the device, with FLOP/s for the dtypes in which the layers compute, or for other dtypes with the same number of bits.
 
     Raises:
         InputError: the device's figures are missing, or layers, batch, loss and optimizer do not fit together.
@@ -93,10 +96,10 @@ def _counted(
     """Count the FLOPs and the traffic of each program of a layer at all sizes.
 
     Returns:
-        Both by name, by rows; forward and backward, by the rows at which they were lowered.
+        FLOPs and traffic by program and rows; the lowered forward and backward by the rows at which they were lowered.
     """
     lowered: dict[int, dict[Kind, jax.stages.Lowered]] = {}
-    of_update = count_flops(*_lower(model.stage([layer_id], model.sizes[0]), layer_id, "update"))  # at any size
+    of_update = count_flops(*_lower(model.stage([layer_id], model.sizes[0]), layer_id, "update"))  # the same at all sizes
 
     def count(rows: int) -> tuple[dict[str, float], dict[str, int]]:
         stage = model.stage([layer_id], rows)
@@ -108,7 +111,7 @@ def _counted(
 
 
 def _lower(stage: jpipe.stages.StandaloneStage, layer_id: str, name: Name) -> tuple[jax.stages.Traced, jax.stages.Lowered]:
-    """Return a program of a layer for this machine, traced and lowered, to count its operations."""
+    """Trace and lower a program of a layer for this machine, to count its operations."""
     traced = stage.trace(name, jax.local_devices()[0])
     try:
         return traced, traced.lower()
@@ -120,7 +123,7 @@ def _lower(stage: jpipe.stages.StandaloneStage, layer_id: str, name: Name) -> tu
 
 
 def _traffic(cost: jpipe.programs.StageCost) -> dict[str, int]:
-    """Return the bytes that each program must read or write."""
+    """Return the bytes that each program must at least read and write."""
     backward = cost.weights + cost.residuals + cost.message + cost.gradient + 2 * cost.accumulators
     return {
         "forward": cost.weights + cost.inputs + cost.labels + cost.outputs + cost.residuals - cost.kept_outputs,
@@ -130,7 +133,7 @@ def _traffic(cost: jpipe.programs.StageCost) -> dict[str, int]:
 
 
 def _rate(device: Device, layer_id: str, spec: jpipe.model.LayerSpec, compute: str | None) -> float:
-    """Return the FLOP/s for the dtype `compute`; None: for the dtype of the inputs, or of the outputs if all inputs are integers."""
+    """Return the FLOP/s for the dtype `compute`; None: for the dtype of the inputs, or of the outputs if the inputs are integers."""
     floats = (
         [jnp.dtype(compute)]
         if compute

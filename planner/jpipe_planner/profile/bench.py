@@ -1,4 +1,4 @@
-"""Stages that are compiled, run and timed on a device of this machine, or on several at once."""
+"""Compile, run and time stages on a device of this machine, or on several devices at once."""
 
 import math
 import statistics
@@ -28,8 +28,8 @@ ByProgram = Mapping[str, float]
 
 NOISE = np.random.default_rng(0).normal(scale=1e-2, size=4093)
 _EMPTY = ("",)  # the group without layers
-SECONDS = 0.05  # of the microbatches of one device that are timed at once, at least
-_MOST = 64  # of these microbatches
+SECONDS = 0.05  # the least time of the microbatches of one device that are timed together
+_MOST = 64  # the most microbatches that are timed together
 
 
 class Programs:
@@ -38,8 +38,8 @@ class Programs:
     Args:
         model: the model that the layers of the stages belong to.
         device: the device on which they run.
-        pool: the threads.
-        meter: counts the programs.
+        pool: the threads that compile.
+        meter: counts the finished programs.
     """
 
     def __init__(self, model: Model, device: jax.Device, pool: Executor, meter: Meter) -> None:
@@ -66,19 +66,19 @@ class Programs:
         return {name: (future.result(), flops) for name, (future, flops) in compiling.items()}
 
     def _key(self, ids: tuple[str, ...], name: str, rows: int) -> tuple[Any, ...]:
-        """Return the key of a program; an update does not depend on the size, nor does the empty stage."""
+        """Return the key of a program. It has no size for an update and for the empty stage, which are the same at all sizes."""
         return ids, name, None if name == "update" or ids == _EMPTY else rows
 
 
 class Bench:
-    """Stages at one microbatch size, with arrays to run on, and an empty stage.
+    """Stages at one microbatch size with their arrays, and an empty stage.
 
     Attributes:
         temporary: scratch bytes of each stage.
         flops: FLOPs of each stage's programs.
 
     Args:
-        programs: the programs, already started for these groups at this size.
+        programs: the programs; `begin` was called for these groups and this size.
         groups: the layers of each stage.
         rows: the microbatch size.
     """
@@ -107,14 +107,14 @@ class Bench:
                     self._seconds[ids, name].append(run.seconds(name))
 
     def medians(self) -> tuple[dict[tuple[str, ...], ByProgram], float]:
-        """Return the median times of each stage's programs minus the empty stage's, and the latter."""
+        """Return the median times of the programs of each stage minus the time of the empty stage, and the time of the empty stage."""
         dispatch = statistics.median(self._seconds[_EMPTY, "forward"] + self._seconds[_EMPTY, "backward"])
         medians = {key: max(statistics.median(times) - dispatch, 0.0) for key, times in self._seconds.items()}
         return {ids: {name: medians[ids, name] for name in PROGRAMS} for ids in self._runs if ids != _EMPTY}, dispatch
 
 
 class StageRun:
-    """One stage with arrays: the batch's inputs and labels if the stage reads them, otherwise noise; no time depends on the values."""
+    """One stage with its arrays: noise, and the inputs and labels of the batch if the stage reads them. Values do not change times."""
 
     def __init__(
         self, stage: jpipe.stages.StandaloneStage, batch: tuple[Tree, Tree], calls: Mapping[str, jax.stages.Compiled], device: jax.Device
@@ -133,17 +133,17 @@ class StageRun:
         self._optimizer, _, *self._late = (
             _filled(spec, device) for spec in specs["update"][1:]
         )  # the norm, and the position if it is read
-        self._forward_arrays: Any = None  # what the last forward keeps for its backward
+        self._forward_arrays: Any = None  # the arrays that the last forward keeps for its backward
         jax.block_until_ready((params, self._arguments, self._message, self._sums, self._optimizer))
 
     def seconds(self, name: str) -> float:
-        """Run one of the programs and return its seconds; a backward belongs to the last forward."""
+        """Run one of the programs and return its seconds. A backward uses the arrays of the last forward."""
         begin = time.perf_counter()
         jax.block_until_ready(self.begin(name))
         return time.perf_counter() - begin
 
     def begin(self, name: str) -> Tree:
-        """Begin one of the programs and return its results, which may not be ready."""
+        """Start one of the programs and return its results, which may not be ready yet."""
         call = self._calls[name]
         match name:
             case "forward":
@@ -161,7 +161,7 @@ class StageRun:
 
 
 def _filled(specs: Tree, device: jax.Device) -> Tree:
-    """Fill shapes and dtypes with small noise, or zeros for integers; arrays are not changed."""
+    """Replace each shape and dtype by an array of small noise, or of zeros for integers. Arrays stay as they are."""
 
     def fill(spec: Any) -> jax.Array:
         if not hasattr(spec, "dtype") or hasattr(spec, "__array__"):
@@ -183,7 +183,7 @@ def _empty_stage() -> jpipe.stages.StandaloneStage:
 
 
 class WorkAtOnce:
-    """Forwards, backwards and an update of one layer, to run on some devices of this process at once, as a pipeline does.
+    """Forwards, backwards and an update of one layer, which run on some devices of this process at once, as in a pipeline.
 
     Args:
         model: the model, at one size.
@@ -203,7 +203,7 @@ class WorkAtOnce:
         self.seconds(len(devices))  # warms up
 
     def seconds(self, count: int) -> float:
-        """Return the seconds of some microbatches and an update on each of the first `count` devices, all at once."""
+        """Return the seconds of some microbatches and an update on each of the first `count` devices, which compute at the same time."""
         begin = time.perf_counter()
         for name in (*PROGRAMS[:2] * self._calls, PROGRAMS[2]):
             results = [run.begin(name) for run in self._runs[:count]]
@@ -212,7 +212,7 @@ class WorkAtOnce:
 
 
 def longest_layer(profile: Profile, rows: int) -> tuple[str, float]:
-    """Return the first of the equal layers that take most of the time of a microbatch, and its seconds."""
+    """Return one of the equal layers that together take the largest part of a microbatch's time, and the seconds of this layer."""
     by_costs = defaultdict[Any, list[str]](list)
     for layer_id, cost in profile.costs(rows).items():
         by_costs[cost.forward + cost.backward, cost.weights].append(layer_id)
@@ -221,5 +221,11 @@ def longest_layer(profile: Profile, rows: int) -> tuple[str, float]:
 
 
 def cores(alone: float, together: float, devices: int) -> float:
-    """Return how many of `devices` compute at the same time as fast as one, from the seconds of one alone and of all together."""
+    """Return how many devices can compute at the same time as fast as one device alone.
+
+    Args:
+        alone: the seconds of one device alone.
+        together: the seconds of all devices together.
+        devices: the number of devices.
+    """
     return min(max(devices * alone / together, 1.0), float(devices)) if together > 0 else float(devices)

@@ -29,7 +29,7 @@ def profile_of(
         model: the model.
         costs: the costs of each distinct layer at each size.
         stage_costs: the result of `count_bytes`.
-        find_scratch: called at last, for programs may still be compiled.
+        find_scratch: `stage_costs -> Scratch`; it is called last, because programs may still be compiled before.
         fields: the other fields of `Profile`.
     """
 

@@ -1,4 +1,4 @@
-"""Counts of the floating-point operations of a program, its loops included."""
+"""Counts of the floating-point operations of a program, including its loops."""
 
 import functools
 import math
@@ -11,11 +11,11 @@ __all__ = ["count_products"]
 
 
 def count_flops(traced: jax.stages.Traced, lowered: jax.stages.Lowered) -> float:
-    """Return the FLOPs of a program by XLA's cost analysis, plus the loop iterations that it omits.
+    """Return the FLOPs of a program: the FLOPs from XLA's cost analysis, plus the loop iterations that it omits.
 
-    XLA counts the body of a loop once. For a `scan`, the matrix products and convolutions of the further iterations are added; for a
-    `while`, with an unknown number of iterations, nothing is added. Of a product of groups of rows, each with a kernel of its own
-    (`jax.lax.ragged_dot`), each row counts once, also where XLA multiplies all rows by all kernels, as it does for CPUs.
+    XLA counts the body of a loop once. For a `scan`, the matrix products and convolutions of the further iterations are added. For a
+    `while`, nothing is added, because the number of iterations is unknown. In a product of groups of rows, each with a kernel of its own
+    (`jax.lax.ragged_dot`), each row counts once, even if XLA multiplies all rows by all kernels, as for CPUs.
 
     Args:
         traced: the program.
@@ -24,7 +24,7 @@ def count_flops(traced: jax.stages.Traced, lowered: jax.stages.Lowered) -> float
     Returns:
         The FLOPs, or 0 if the backend does not report them.
     """
-    # Only what XLA has not counted: it has counted the first iteration of every loop.
+    # Only the iterations that XLA has not counted are added. It has counted the first iteration of every loop.
     further = sum(product.iterations * product.flops - _counted_by_xla(product) for product in _products(traced.jaxpr.jaxpr))
     return _analyzed(lowered) + further
 
@@ -32,7 +32,7 @@ def count_flops(traced: jax.stages.Traced, lowered: jax.stages.Lowered) -> float
 def count_products(jaxpr: Any) -> dict[str, float]:
     """Return the FLOPs of the matrix products and convolutions in a traced program, by the dtype of the factors.
 
-    All iterations of a `scan` count, one of a `while`, and all branches of a `cond`. Attention in one call of cuDNN counts in full.
+    All iterations of a `scan` count, one iteration of a `while`, and all branches of a `cond`. A call of cuDNN's attention counts in full.
 
     Args:
         jaxpr: the program, as in `jax.make_jaxpr(f)(x).jaxpr`.
@@ -53,7 +53,7 @@ class _Product(NamedTuple):
 
 
 def _counted_by_xla(product: _Product) -> float:
-    """Return the FLOPs that XLA counts for a product; for one of groups of rows they depend on the platform."""
+    """Return the FLOPs that XLA counts for a product. For a product of groups of rows they depend on the platform."""
     if product.equation.primitive.name != _RAGGED:
         return product.flops
     bind = functools.partial(product.equation.primitive.bind, **product.equation.params)
@@ -61,14 +61,14 @@ def _counted_by_xla(product: _Product) -> float:
 
 
 def _analyzed(lowered: jax.stages.Lowered) -> float:
-    """Return the FLOPs of a program by XLA's cost analysis; some backends have none, some a list of one."""
+    """Return the FLOPs of a program by XLA's cost analysis. Some backends have no analysis, and some return a list with one analysis."""
     analysis: Any = lowered.cost_analysis()
     analysis = analysis[0] if isinstance(analysis, list) else analysis or {}
     return float(analysis.get("flops", 0.0))
 
 
 def _products(jaxpr: Any, used: list[bool] | None = None, iterations: int = 1) -> Iterator[_Product]:
-    """Yield the products in a jaxpr that runs `iterations` times, without unused results, as in XLA."""
+    """Yield the products in a jaxpr that runs `iterations` times. As in XLA, products with unused results are left out."""
     used = [True] * len(jaxpr.outvars) if used is None else used
     needed = {var for var, is_used in zip(jaxpr.outvars, used, strict=True) if is_used and not hasattr(var, "val")}  # no constants
     for equation in reversed(jaxpr.eqns):
@@ -94,7 +94,7 @@ _RAGGED = "ragged_dot_general"
 
 
 def _product_flops(equation: Any) -> float:
-    """Return the FLOPs of a matrix product or a convolution; 0 for everything else."""
+    """Return the FLOPs of a matrix product or a convolution; 0 for other equations."""
     params = equation.params
     if equation.primitive.name == "dot_general":
         left, ((contracted, _), _) = equation.invars[0].aval.shape, params["dimension_numbers"]

@@ -4,7 +4,8 @@
     node7 -- LSTM(8, 8) -- forward_compute_time=3.1, backward_compute_time=5.3, activation_size=[64.0; 8.0], parameter_size=512.0
     <tab>node2 -- node7
 
-Times are milliseconds per minibatch, sizes bytes per minibatch; several output sizes add up; an edge goes from producer to consumer.
+Times are milliseconds per minibatch, and sizes are bytes per minibatch. If a node has several output sizes, their sum counts. An edge goes
+from producer to consumer.
 """
 
 import graphlib
@@ -40,14 +41,14 @@ class _Node:
 def read_graph_txt(text: str, rows: int, *, optimizer_factor: float = 1.0, where: str = "graph.txt") -> Profile:
     """Read a profile from PipeDream's profiler.
 
-    The nodes become layers in topological order; if several could come next, the one with the smallest number does. A cut after a layer
-    carries every tensor that is computed before it and used after it, once. An `Input` node is not a layer, because its time belongs to
-    waiting for the data loader; its tensors are the inputs of the model. A forward keeps its own output for its backward. Temporaries
-    are unknown.
+    The nodes become layers in topological order; if several nodes could come next, the node with the smallest number does. Every tensor
+    that is computed before a cut and used after it crosses the cut once. An `Input` node is not a layer, because its time is time that the
+    data loader takes; its tensors are the inputs of the model. A forward keeps its own output for its backward. Temporaries are unknown.
 
     Args:
         text: the text of the file.
-        rows: size of the profiled minibatch (128 images for VGG-16 and ResNet-50 as published, 32 sentences for GNMT).
+        rows: the number of rows in the profiled minibatch (in the published files 128 images for VGG-16 and ResNet-50, and 32 sentences for
+            GNMT).
         optimizer_factor: bytes of optimizer state per byte of parameters: 0 for plain SGD, 1 with momentum, 2 for Adam.
         where: the source, such as a file name, for error messages.
 
@@ -136,7 +137,7 @@ def _number(text: str, key: str, location: str) -> float:
 
 
 def _in_a_line(nodes: dict[str, _Node], where: str) -> list[str]:
-    """Return a topological order: the inputs, then always the node with the smallest number among those that could come next."""
+    """Return a topological order: the inputs, and then always the smallest number among the nodes that could come next."""
     sorter = graphlib.TopologicalSorter({name: node.before for name, node in nodes.items()})
     try:
         sorter.prepare()

@@ -20,8 +20,8 @@ from jpipe_planner.profile.model import POLICIES, Batch, Costs, Meter, Model, Pr
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.profile.scratch import ScratchPrograms, compiling_threads
 
-FEWEST = 3  # repetitions, however little time there is
-SHORT = 2e-4  # seconds; programs that take less are timed in groups
+FEWEST = 3  # repetitions, even if the time is over
+SHORT = 2e-4  # seconds; shorter programs are timed in groups
 
 
 @without_mesh()
@@ -41,23 +41,24 @@ def measure(
     progress: Progress | None = None,
     precision: jpipe.Precision | None = None,
 ) -> Profile:
-    """Profile a model on a device of this process; each distinct layer has to fit, with its gradients, optimizer state and residuals.
+    """Profile a model on a device of this process. Each distinct layer has to fit, with its gradients, optimizer state and residuals.
 
     Each distinct layer is compiled as a stage of its own. The stages of all sizes run in turns, so that a slow moment of the machine
-    slows all of them; the arrays of all sizes are in memory at the same time. A time is a median, less the time of a stage without work,
-    which is the profile's `dispatch`. Neighbours too short to be timed alone are timed as one stage, and this time is split by FLOPs.
+    slows all of them; the arrays of all sizes are in memory at the same time. Each time is a median minus the time of a stage without
+    work, which is the profile's `dispatch`. Neighbours that are too short to be timed alone are timed as one stage, and this time is split
+    among them in proportion to their FLOPs.
 
     Args:
         stack: the model.
-        batch: `rows -> (inputs, labels)` of a microbatch; where they are arrays, the first layer and the loss get their values.
+        batch: `rows -> (inputs, labels)` of a microbatch. If these are arrays, the first layer and the loss get their values.
         loss: `(outputs, labels) -> (sum, weight)`.
         optimizer: any that a `jpipe.Pipeline` takes.
         sizes: the microbatch sizes, in rows.
         policies: the recomputation policies for which residuals are counted.
         device: the device; by default the first of this process.
         repetitions: the most repetitions of each program; at least 3.
-        seconds: the time after which no further repetition begins, for all sizes together, without that for compiling.
-        ema_decay, delay_correction, precision: as in `jpipe.Pipeline`. The first two count as optimizer state.
+        seconds: the time for all sizes together after which no further repetition begins; compiling does not count.
+        ema_decay, delay_correction, precision: as in `jpipe.Pipeline`. The first two add to the optimizer state.
         progress: called with the number of finished parts of the work, and their total number.
 
     Raises:
@@ -103,7 +104,7 @@ def measure(
 def _layer_costs(
     model: Model, rows: int, times: Mapping[tuple[str, ...], ByProgram], flops: Mapping[tuple[str, ...], ByProgram]
 ) -> dict[tuple[str, int], Costs]:
-    """Return the costs of each distinct layer at one size, from the seconds of each group's programs and the FLOPs of each layer's."""
+    """Return the costs of each distinct layer at one size, from the seconds of each group's programs and the FLOPs of each layer."""
     shares = [share for ids, seconds in times.items() for share in split(seconds, {i: flops[model.first_equal[i],] for i in ids}).items()]
     costs = {}
     for layer_id in model.distinct:
@@ -114,15 +115,15 @@ def _layer_costs(
 
 
 def short_groups(ids: Sequence[str], first_equal: Mapping[str, str], times: Mapping[tuple[str, ...], ByProgram]) -> list[tuple[str, ...]]:
-    """Choose which layers to time together: neighbours that are short, enough of them to be long; the other layers alone.
+    """Choose which layers to time together. Short neighbours form groups that are long enough; each other layer is timed alone.
 
     Args:
         ids: the model's layers.
-        first_equal: the first layer that equals each layer.
-        times: seconds of each distinct layer alone.
+        first_equal: for each layer the first layer that equals it.
+        times: the seconds of each distinct layer alone.
 
     Returns:
-        Groups of layer ids, without duplicates; each distinct layer, or one that equals it, is in at least one of them.
+        Groups of layer ids, without duplicates. Each distinct layer, or a layer that equals it, is in at least one group.
     """
 
     def seconds(layer_id: str) -> float:
@@ -144,7 +145,7 @@ def short_groups(ids: Sequence[str], first_equal: Mapping[str, str], times: Mapp
 
 
 def split(group_seconds: ByProgram, flops: Mapping[str, ByProgram]) -> dict[str, ByProgram]:
-    """Split the time of a group among its layers, in proportion to FLOPs; evenly where a program has none."""
+    """Split the time of a group among its layers in proportion to their FLOPs; evenly for programs without FLOPs."""
     split_seconds: dict[str, dict[str, float]] = {layer_id: {} for layer_id in flops}
     for name, seconds in group_seconds.items():
         total = sum(layer_flops[name] for layer_flops in flops.values())

@@ -1,4 +1,4 @@
-"""The model to be profiled at several microbatch sizes: which of its layers are equal, and their bytes, from shapes alone."""
+"""The model to be profiled at several microbatch sizes: which layers are equal, and their bytes, computed from shapes alone."""
 
 import dataclasses
 import functools
@@ -23,18 +23,18 @@ __all__ = ["Batch", "Model"]
 
 Tree = Any
 Batch = Callable[[int], tuple[Tree, Tree]]
-"""`rows -> (inputs, labels)`, a microbatch of that many rows; arrays, or `jax.ShapeDtypeStruct`s."""
+"""`rows -> (inputs, labels)`: a microbatch of `rows` rows, as arrays or `jax.ShapeDtypeStruct`s."""
 Progress = Callable[[int, int], None]
 """Called with the number of finished parts of the work, and their total number."""
 
 StageCosts = dict[tuple[str, ...], dict[tuple[int, str], jpipe.programs.StageCost]]
-"""The costs of distinct layers, and of distinct pairs of neighbours, as stages, by rows and recomputation policy."""
+"""The costs of each distinct layer and each distinct pair of neighbours as a stage, by rows and recomputation policy."""
 
 POLICIES = ("none", "elementwise", "full", "dots_with_no_batch_dims_saveable")
 
 
 class Costs(NamedTuple):
-    """The costs of a layer at one size that do not follow from its shapes: seconds, and the FLOPs of a forward."""
+    """The costs of a layer at one size that do not follow from shapes: the seconds, and the FLOPs of a forward."""
 
     forward: float
     backward: float
@@ -47,8 +47,8 @@ class Model:
     """A model to be profiled; equal layers are profiled once.
 
     Layers are equal if their traces, shapes, logical axes and optimizer states are equal. The names of their parameters may differ, and so
-    may the constants with which they make random keys, because neither changes what a layer costs. The first layer, which has no input
-    gradient, and the last one, which includes the loss, are never equal to others.
+    may the constants with which they make random keys, because neither changes the costs of a layer. The first layer, which has no input
+    gradient, and the last layer, which includes the loss, never equal other layers.
 
     Attributes:
         stack: its layers.
@@ -61,7 +61,7 @@ class Model:
         delay_correction: as in `jpipe.Pipeline`.
 
     Raises:
-        InputError: there are no sizes, or not all are integers above 0. Later calls raise it for parts that do not fit together.
+        InputError: there are no sizes, or not all sizes are integers above 0. Methods raise it if the parts do not fit together.
     """
 
     stack: jpipe.LayerStack
@@ -81,7 +81,7 @@ class Model:
 
     @cached_property
     def first_equal(self) -> dict[str, str]:
-        """The first layer that is equal to each layer, possibly itself."""
+        """For each layer the first layer that equals it, possibly the layer itself."""
         key, layerwise = jax.eval_shape(lambda: jax.random.key(0)), self._layerwise
         first: dict[tuple[Any, ...], str] = {}
         equal, texts = {}, dict[tuple[Any, bool], str]()
@@ -91,7 +91,7 @@ class Model:
             entries = self.stack.ties.split({layer_id: spec.params}, [layer_id])
             trained = layerwise.trained.part(entries)
             states = [jax.eval_shape(functools.partial(layerwise.init, entry), params) for entry, params in trained.items()]
-            leaves = tuple(sorted(map(repr, jax.tree.leaves(states))))  # only leaves: it is keyed by layer id
+            leaves = tuple(sorted(map(repr, jax.tree.leaves(states))))  # only leaves, because the keys are layer ids
             flags = layerwise.trained.flags(entries)
             gradients = (*flags, *self.stage([layer_id], self.sizes[0], specs=self._first_specs).gradients)
             shares = tuple(self.stack.ties.shared.get(layer_id, {}))
@@ -103,12 +103,12 @@ class Model:
 
     @cached_property
     def distinct(self) -> tuple[str, ...]:
-        """The layers that are not equal to an earlier one."""
+        """The layers that do not equal an earlier layer."""
         return tuple(dict.fromkeys(self.first_equal.values()))
 
     @cached_property
     def pairs(self) -> dict[tuple[str, str], tuple[str, str]]:
-        """One pair of neighbours of each kind, by the layers to which they are equal."""
+        """One pair of neighbours of each kind. The keys are the first layers that equal the two layers."""
         pairs: dict[tuple[str, str], tuple[str, str]] = {}
         for pair in itertools.pairwise(self.stack.ids):
             pairs.setdefault((self.first_equal[pair[0]], self.first_equal[pair[1]]), pair)
@@ -116,7 +116,7 @@ class Model:
 
     @cached_property
     def triples(self) -> dict[tuple[str, str], tuple[str, str, str]]:
-        """For each kind of pair three neighbours that begin with it, if there are any, if possible three equal layers."""
+        """For each kind of pair three neighbours that begin with such a pair, if they exist; if possible three equal layers."""
         triples: dict[tuple[str, str], tuple[str, str, str]] = {}
         for three in zip(self.stack.ids, self.stack.ids[1:], self.stack.ids[2:], strict=False):
             first, second, third = (self.first_equal[layer_id] for layer_id in three)
@@ -125,9 +125,9 @@ class Model:
         return triples
 
     def stage(self, ids: Sequence[str], rows: int, recompute: str = "none", specs: Any = None) -> jpipe.stages.StandaloneStage:
-        """Return consecutive layers as one stage; `specs` are of all layers, where they are not known for all sizes yet.
+        """Return consecutive layers as one stage, which is traced only once. A later call returns the same stage.
 
-        It is traced once: the next call returns the same.
+        `specs` has the specs of all layers, while the specs for all sizes are not known yet.
         """
         if recompute not in jpipe.plan.RECOMPUTE:
             raise InputError(
@@ -196,7 +196,7 @@ class Model:
         return self.stack.specs(self.batches[self.sizes[0]][0])
 
     def _specs(self, rows: int) -> dict[str, jpipe.model.LayerSpec]:
-        """Return the specs of all layers at one size, at which each distinct layer is traced once."""
+        """Return the specs of all layers at one size. Each distinct layer is traced once."""
         if rows not in self._known_specs:
             x = self.batches[rows][0]
             layer_specs: dict[str, jpipe.model.LayerSpec] = {}
@@ -220,7 +220,7 @@ class Model:
 
 
 class Meter:
-    """A counter of finished parts of work for a `Progress`; further parts may become known while the work goes on."""
+    """A counter of finished parts of work for a `Progress`. The total may grow while the work goes on."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
         self._progress, self._total, self._done = progress, total, 0
@@ -231,7 +231,7 @@ class Meter:
         self._total += parts
 
     def begin(self, future: Future[Any]) -> None:
-        """Add a part to the total that another thread does, and for which `wait` waits."""
+        """Add a part to the total. Another thread does this part, and `wait` waits for it."""
         self._futures.append(future)
         self.expect(1)
 
@@ -250,12 +250,12 @@ class Meter:
 
 
 def count_bytes(model: Model, policies: Sequence[str], meter: Meter) -> StageCosts:
-    """Count the bytes of each distinct layer as a stage, and of each pair of neighbours as a stage, at all sizes, as `count_at` does.
+    """Count the bytes of each distinct layer and of each distinct pair of neighbours as a stage, at all sizes, with `count_at`.
 
     Args:
         model: the model.
-        policies: recomputation policies for which residuals are counted; "none" is always included.
-        meter: counts `parts_of_bytes` parts.
+        policies: the recomputation policies for which residuals are counted; "none" is always included.
+        meter: gets `parts_of_bytes(model)` finished parts.
     """
     policies = tuple(dict.fromkeys(("none", *policies)))
     costs, linear = StageCosts(), set[str]()
@@ -265,7 +265,7 @@ def count_bytes(model: Model, policies: Sequence[str], meter: Meter) -> StageCos
             return dataclasses.asdict(model.stage(ids, rows, policy).cost)
 
         counted, is_linear = count_by_policy(model.sizes, policies, count, is_linear=linear.issuperset(name))
-        linear.update(name if is_linear and len(name) == 1 else ())  # that a pair is says nothing of each of its layers
+        linear.update(name if is_linear and len(name) == 1 else ())  # a linear pair may have layers that are not linear
         costs[name] = {key: jpipe.programs.StageCost(**cost) for key, cost in counted.items()}
         meter.step()
     return costs
@@ -284,9 +284,9 @@ def _without_names(layer: jpipe.Layer, spec: jpipe.model.LayerSpec, key: Any, *,
 
     Args:
         layer: the layer.
-        spec: its specs.
+        spec: the specs of the layer.
         key: the spec of a random key.
-        by_use: whether its arrays are in the order in which it reads them, which does not depend on their names either.
+        by_use: whether the arrays are ordered by their first use in the layer, which does not depend on their names either.
     """
     named, treedef = jax.tree_util.tree_flatten_with_path((spec.params, spec.state))
     axes = [spec.axes.get(jax.tree_util.keystr(path[1:], simple=True, separator="/")) for path, _ in named]

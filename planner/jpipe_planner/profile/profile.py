@@ -1,4 +1,4 @@
-"""The costs of a model, layer by layer, for several microbatch sizes, as data and JSON; `source` says where the numbers come from."""
+"""The costs of a model, layer by layer, for several microbatch sizes, as data and JSON. `source` says how they were found."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from jpipe import InputError
 
 FORMAT = "jpipe-profile/1"
 SHARED = ("weights", "frozen", "accumulators", "optimizer", "ahead")
-"""The bytes of parameters, which a stage has once of those that its layers share."""
+"""Fields with bytes of parameters. If layers of a stage share a parameter, the stage has its bytes only once."""
 
 Bytes = Annotated[int, Field(ge=0, le=2**50)]  # a petabyte: sums stay within 64 bits
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]  # thirty years: sums stay finite
@@ -30,20 +30,21 @@ class AtSize(_Data):
     Attributes:
         forward: seconds of a forward.
         backward: seconds of a backward, without recomputation.
-        backward_weight: the part of them that makes the gradients of the weights; None, as in profiles of older versions: half of them.
-        outputs: bytes that cross a cut after this layer, of all tensors that later layers use; their gradients have the same size.
-        residuals: bytes kept from forward to backward if the layer is its own stage, by recomputation policy; always for "none", for
-            other policies if they are known.
-        shared: the part of `residuals` that need not be kept, or only once, if the next layer is in the same stage: a stage holds the
-            sum of `residuals` minus the sum of `shared` without its last layer.
-        stash: bytes kept from the backward for inputs to that for weights, by recomputation policy.
-        temporary: the largest scratch memory of its programs, in bytes.
-        temporary_more: the bytes of scratch memory that a stage needs more than for the larger of both, if the next layer is in it: XLA
-            keeps gradients of several layers until they are added to the sums.
-        remaking: the scratch memory of a backward that makes all residuals of the layer itself, as with full recomputation; None, as in
-            profiles of older versions: not known, the residuals themselves are counted.
-        remaking_next: the bytes of scratch memory that such a backward needs more if the next layer is in the stage, and is its last one.
-        remaking_more: the same if several more layers of the stage follow.
+        backward_weight: the part of `backward` that computes the gradients of the weights; None, as in profiles of older versions: half of
+            it.
+        outputs: bytes that cross a cut after this layer: all tensors that later layers use. Their gradients have the same size.
+        residuals: bytes kept from forward to backward if the layer is a stage of its own, by recomputation policy. "none" is always
+            there, other policies if they are known.
+        shared: the part of `residuals` that is not kept, or kept only once, if the next layer is in the same stage. A stage holds the
+            sum of `residuals` over its layers minus the sum of `shared` over its layers without the last one.
+        stash: bytes kept from the backward for inputs to the backward for weights, by recomputation policy.
+        temporary: the largest scratch memory of the layer's programs, in bytes.
+        temporary_more: the additional bytes of scratch memory if the next layer is in the same stage, compared with the larger scratch
+            memory of both layers: XLA keeps gradients of several layers until they are added to the sums.
+        remaking: bytes of scratch memory of a backward that recomputes all residuals of the layer, as with full recomputation; None, as in
+            profiles of older versions: not known, the bytes of the residuals are used.
+        remaking_next: the additional bytes of scratch memory of such a backward if the next layer is the last layer of the same stage.
+        remaking_more: the additional bytes of scratch memory of such a backward if several more layers of the stage follow.
         flops: floating-point operations of a forward; 0: unknown.
     """
 
@@ -66,7 +67,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class TensorProfile(_Data):
-    """The shares of a layer that tensor parallelism shards, so that each device of a mesh has a part of them.
+    """The shares of a layer that tensor parallelism shards over the devices of a mesh.
 
     Attributes:
         weights: share of the bytes of its parameters.
@@ -75,12 +76,13 @@ class TensorProfile(_Data):
         residuals: share of the bytes of its residuals, by recomputation policy.
         reduced: bytes per row that are summed over the devices in a forward; the same number in a backward.
         reductions: the number of these sums.
-        divides: the number of devices divides this number, as the sizes of all sharded dims do (heads are one); 0: nothing is sharded.
-        experts: the number of experts of a mixture, over which an axis of their own shards it; 0: there are none.
+        divides: the number of devices must divide this number, the greatest common divisor of all sharded dims (such as the number of
+            heads); 0: nothing is sharded.
+        experts: the number of experts of a mixture, which the mesh axis "expert" shards; 0: the layer has no experts.
         of_experts: share of the bytes of its parameters that belong to experts.
-        per_token: how many of them compute each token; 0: not known, as in profiles of older versions.
-        exchanged: bytes per row of the tokens that go to the experts in a forward, and of the outputs that come back; and in a backward.
-        chosen: share of the bytes of its residuals that each of these devices has for the rows of all, by recomputation policy.
+        per_token: how many experts compute each token; 0: not known, as in profiles of older versions.
+        exchanged: bytes per row of the tokens that go to the experts in a forward and of the outputs that come back; as many in a backward.
+        chosen: share of the bytes of its residuals that belong to the rows inside of experts, by recomputation policy.
     """
 
     weights: Share = 0.0
@@ -101,16 +103,16 @@ class LayerProfile(_Data):
     """The costs of one layer.
 
     Attributes:
-        id: its name in the model.
+        id: the name of the layer in the model.
         weights: bytes of its parameters.
-        frozen: bytes of those that the optimizer never changes, a part of `weights`.
+        frozen: the part of `weights` that the optimizer never changes.
         accumulators: bytes of its accumulated gradients; by default the bytes of `weights`.
         optimizer: bytes of its optimizer state.
         ahead: bytes of the prediction of `delay_correction`, for stages with late gradients; 0 without it.
         state: bytes of its layer state.
         update: seconds of an update.
         at: the costs that depend on the microbatch size, in the order of `Profile.sizes`.
-        tensor: what tensor parallelism shards of it; None: not known, as in profiles of older versions and imported ones.
+        tensor: the shares that tensor parallelism shards; None: not known, as in profiles of older versions and imported profiles.
     """
 
     id: Annotated[str, Field(min_length=1)]
@@ -127,19 +129,19 @@ class LayerProfile(_Data):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _accumulators_like_weights(cls, data: Any) -> Any:
-        """Default to as many bytes as weights, as in profiles of older versions."""
+        """If `accumulators` is missing, as in profiles of older versions, set it to `weights`."""
         return {"accumulators": data["weights"]} | data if isinstance(data, dict) and "weights" in data else data
 
 
 class SharedProfile(_Data):
-    """The bytes of a parameter that several layers share; the numbers of each of these layers include it, too.
+    """The bytes of a parameter that several layers share. The profile of each of these layers includes them, too.
 
     Attributes:
         layers: the ids of these layers.
-        weights: the parameter.
-        accumulators: its accumulated gradients.
-        optimizer: its optimizer state.
-        ahead: as in `LayerProfile`.
+        weights: bytes of the parameter.
+        accumulators: bytes of its accumulated gradients.
+        optimizer: bytes of its optimizer state.
+        ahead: bytes of its prediction, as in `LayerProfile`.
         frozen: the bytes of `weights` if the optimizer never changes it, otherwise 0.
     """
 
@@ -158,11 +160,11 @@ class Profile(_Data):
         format: "jpipe-profile/1".
         source: "measured", "analytic" or "imported".
         device: the device that was measured or assumed.
-        compiled_for: the kind of the devices that scratch memory was compiled for; "": not known.
+        compiled_for: the kind of the devices for which programs were compiled to find scratch memory; "": not known.
         sizes: the microbatch sizes, in rows, ascending.
         inputs: bytes of one microbatch's inputs, for each size.
-        labels: bytes of its labels, for each size.
-        dispatch: seconds to start a computation, in addition to the device's work.
+        labels: bytes of one microbatch's labels, for each size.
+        dispatch: seconds to start a computation, in addition to the time of the device's work.
         layers: the layers in the model's order.
         shared: the parameters that several of these layers share.
 
@@ -264,7 +266,7 @@ class Profile(_Data):
         return tuple(jpipe.programs.SharedCost(**dict(parameter)) for parameter in self.shared)
 
     def stage_costs(self, plan: jpipe.Plan, rows: int) -> tuple[jpipe.programs.StageCost, ...]:
-        """Return the costs of each stage of a plan, for `jpipe.simulate`; `dispatch` is added to each computation."""
+        """Return the costs of each stage of a plan, for `jpipe.simulate`. The seconds of each computation include `dispatch`."""
         n = self.sizes.index(rows)
         costs = jpipe.programs.sum_layer_costs(
             plan, self.costs(rows), inputs=self.inputs[n], labels=self.labels[n], shared=self.shared_costs
@@ -275,11 +277,11 @@ class Profile(_Data):
         return tuple(dataclasses.replace(cost, **{name: getattr(cost, name) + self.dispatch for name in timed}) for cost in costs)
 
     def check_layers(self, ids: tuple[str, ...], shared: Sequence[tuple[str, ...]] = ()) -> None:
-        """Check that the profile has the layers `ids`, and that these share the same parameters.
+        """Check that the profile has the layers `ids`, and that the same layers share parameters.
 
         Args:
             ids: the ids of the model's layers.
-            shared: the ids of the layers that share a parameter, for each such parameter.
+            shared: for each shared parameter the ids of the layers that share it.
 
         Raises:
             InputError: the message names the first layer that differs.

@@ -1,4 +1,4 @@
-"""Scratch memory as XLA reports it: of single layers as stages, of pairs and of triples of neighbours."""
+"""Scratch memory from XLA, for single layers, pairs of neighbours and triples of neighbours as stages."""
 
 import contextlib
 import math
@@ -22,16 +22,16 @@ _Ids = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Scratch:
-    """Scratch bytes of compiled programs of several layers as a stage, and the parts of them that a profile has of each layer.
+    """Scratch bytes of the compiled programs of some layers as a stage, from which the numbers of each layer in a profile follow.
 
     Attributes:
         model: the model.
         stage_costs: the result of `count_bytes`.
-        layers: the bytes of the forward or backward of each distinct layer, whichever needs more, by layer and rows.
-        pairs: the bytes of pairs of neighbours, without recomputation, by rows.
-        backwards: the bytes of the backwards of these pairs.
-        full: the bytes of the backwards of layers, pairs and triples of neighbours with full recomputation, of the largest microbatch;
-            empty: not known.
+        layers: for each distinct layer the larger scratch memory of its forward and backward, by layer and rows.
+        pairs: for each pair of neighbours the same, without recomputation, by rows.
+        backwards: for each pair of neighbours the scratch memory of its backward.
+        full: for layers, pairs and triples of neighbours the scratch memory of the backward with full recomputation, for the largest
+            microbatch; empty: not known.
     """
 
     model: Model
@@ -42,28 +42,28 @@ class Scratch:
     full: Mapping[tuple[str, ...], int]
 
     def more(self, equal: str, next_equal: str | None, rows: int) -> int:
-        """Return what a layer and the next one need more than the larger of both."""
+        """Return the scratch bytes that a layer and the next layer together need in addition to the larger scratch memory of both."""
         if next_equal is None:
             return 0
         pair = self.model.pairs[equal, next_equal]
         return max(self.pairs[pair][rows] - self._larger(equal, next_equal, rows), 0)
 
     def remaking(self, equal: str, rows: int) -> int | None:
-        """Return what a backward needs that makes the residuals of a layer itself."""
+        """Return the scratch bytes of a backward that recomputes the residuals of a layer."""
         if not self.full:
             return None
         additional = self.full[equal,] - self.layers[equal, self.model.sizes[-1]]
         return max(self.layers[equal, rows] + math.ceil(additional * self._share_of_largest(equal, rows)), 0)
 
     def remaking_next(self, equal: str, next_equal: str | None, rows: int) -> int:
-        """Return what such a backward needs more if a layer comes before the next one, and that is the last one."""
+        """Return the additional scratch bytes of such a backward if a layer is followed by the next layer, the last one of the stage."""
         if next_equal is None or not self.full:
             return 0
         together = self.full[self.model.pairs[equal, next_equal]] - self.full[next_equal,]
         return self._at_rows(together, equal, next_equal, rows)
 
     def remaking_more(self, equal: str, next_equal: str | None, rows: int) -> int:
-        """Return what such a backward needs more if a layer comes before the next one and further ones."""
+        """Return the additional scratch bytes of such a backward if a layer is followed by the next layer and further layers."""
         triple = None if next_equal is None else self.model.triples.get((equal, next_equal))
         if next_equal is None or triple is None or not self.full:
             return self.remaking_next(equal, next_equal, rows)
@@ -71,7 +71,7 @@ class Scratch:
         return self._at_rows(self.full[triple] - self.full[self.model.pairs[second, third]], equal, next_equal, rows)
 
     def _at_rows(self, most: int, equal: str, next_equal: str, rows: int) -> int:
-        """Return for a number of rows what a layer adds, from what it adds at the largest: gradients do not depend on the rows."""
+        """Return the bytes that a layer adds at a size, from the bytes at the largest size. Gradients do not depend on the rows."""
         backwards = self.backwards[self.model.pairs[equal, next_equal]]
         of_gradients, largest = (
             max(backwards[count] - self._larger(equal, next_equal, count), 0) for count in (rows, self.model.sizes[-1])
@@ -88,19 +88,19 @@ class Scratch:
 
 
 class ScratchPrograms:
-    """Programs that are compiled in threads to know their scratch memory, while others are traced; equal ones are compiled once.
+    """Programs that threads compile to find their scratch memory, while other programs are traced. Equal programs are compiled once.
 
-    Without recomputation only the smallest and the largest size are compiled; the sizes between are interpolated. A forward of the smallest
-    size is compiled only if the largest one's needs more than its backward. With full recomputation, if that is among the policies,
-    only the largest size is compiled: what it adds is proportional to the residuals. There triples of neighbours are compiled too, because
-    a compiler for TPUs needs much less for a third layer than for the second one.
+    Without recomputation only the smallest and the largest size are compiled; the sizes between are interpolated. The forward of the
+    smallest size is compiled only if at the largest size the forward needs more than the backward. If full recomputation is among the
+    policies, only its largest size is compiled, because the additional bytes are proportional to the residuals. For it triples of
+    neighbours are compiled, too: a compiler for TPUs needs much less for a third layer than for the second layer.
 
     Args:
         model: the model.
         policies: the recomputation policies.
-        device: what to compile for.
+        device: the device to compile for.
         pool: the threads.
-        meter: counts the programs.
+        meter: counts the finished programs.
     """
 
     def __init__(self, model: Model, policies: Sequence[str], device: jax.Device, pool: Executor, meter: Meter) -> None:
@@ -115,14 +115,17 @@ class ScratchPrograms:
         self._by_key: dict[str, Future[int]] = {}
 
     def begin_neighbours(self) -> None:
-        """Begin to compile pairs of neighbours and what recomputes: several layers need more scratch memory than each of them."""
+        """Begin to compile pairs of neighbours and backwards that recompute: several layers need more scratch memory than each layer."""
         for ids in self._pairs:
             self.begin(ids)
         for ids in self._remade:
             self._begin(ids, self._largest, "backward", "full")
 
     def scratch(self, stage_costs: StageCosts, layers: Mapping[tuple[str, int], int] | None = None) -> Scratch:
-        """Return the scratch memory, once all is compiled; `layers` has the single layers' if they were not begun here."""
+        """Wait until all programs are compiled, and return their scratch memory.
+
+        `layers` has the scratch memory of the single layers, if their programs were not begun here.
+        """
         self._meter.wait()
         singles = [(one,) for one in self._model.distinct] if layers is None else []
         for ids in [*singles, *self._pairs]:
@@ -135,9 +138,9 @@ class ScratchPrograms:
         return Scratch(self._model, stage_costs, layers, pairs, backwards, full)
 
     def begin(self, ids: _Ids, lowered: Mapping[int, Mapping[Kind, jax.stages.Lowered]] | None = None) -> None:
-        """Begin to compile the backward of layers at the smallest and the largest size, and the forward at the largest one.
+        """Begin to compile the backward of some layers at the smallest and the largest size, and their forward at the largest size.
 
-        `lowered` has their programs by rows if they are lowered for the device already.
+        `lowered` has these programs by rows if they are already lowered for the device.
         """
         for rows in self._ends:
             self._begin(ids, rows, "backward", lowered=lowered[rows]["backward"] if lowered else None)
@@ -159,7 +162,7 @@ class ScratchPrograms:
         return self._bytes[ids, rows, kind, recompute].result()
 
     def _by_rows(self, ids: _Ids, *, both: bool = True) -> dict[int, int]:
-        """Return the scratch bytes of a backward at each size, or of the forward if that needs more and `both` count."""
+        """Return the scratch bytes of the backward at each size; with `both`, of the forward if it needs more."""
         kinds = KINDS if both and self._forward_decides(ids) else KINDS[1:]
         at_ends = [max(self._known(ids, rows, kind) for kind in kinds) for rows in self._ends]
         return {rows: math.ceil(np.interp(rows, self._ends, at_ends)) for rows in self._model.sizes}
@@ -167,7 +170,7 @@ class ScratchPrograms:
 
 @contextlib.contextmanager
 def compiling_threads() -> Iterator[Executor]:
-    """Give a thread for each core: XLA releases Python's lock while it compiles. After an error nothing more is compiled."""
+    """Give a pool with a thread for each core; XLA releases Python's lock while it compiles. After an error nothing more is compiled."""
     pool = ThreadPoolExecutor(os.cpu_count())
     try:
         yield pool
@@ -176,7 +179,7 @@ def compiling_threads() -> Iterator[Executor]:
 
 
 def compile_scratch_bytes(program: jax.stages.Lowered, device: jax.Device) -> int:
-    """Compile a program and return its scratch memory; of one that exceeds the memory of a TPU, the bytes that XLA says it needs."""
+    """Compile a program and return its scratch memory. If the program exceeds the memory of a TPU, return the bytes in XLA's error."""
     try:
         return scratch_bytes(jpipe.stages.compile_for_analysis(program, device))
     except jax.errors.JaxRuntimeError as error:

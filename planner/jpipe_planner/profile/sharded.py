@@ -1,4 +1,4 @@
-"""Profiles of layers on meshes: what one device of a mesh computes and holds, and how long the sums and gathers inside the mesh take."""
+"""Profiles of layers on meshes: the costs of one device of a mesh, including the sums and gathers inside the mesh."""
 
 import itertools
 import math
@@ -13,7 +13,7 @@ from jpipe_planner.profile.profile import SHARED, AtSize, LayerProfile, Profile,
 
 __all__ = ["NO_MESH", "Degrees", "Meshes", "mesh_refusal", "possible_degrees"]
 
-MOST_TENSOR = 8  # devices over which a layer is sharded by default, at most
+MOST_TENSOR = 8  # the most devices over which a layer is sharded by default
 
 
 class Degrees(NamedTuple):
@@ -22,8 +22,8 @@ class Degrees(NamedTuple):
     Attributes:
         data: the number of devices over which the rows of a microbatch are sharded.
         model: the number of devices over which each layer is sharded (tensor parallelism).
-        fsdp: as in `jpipe.Stage`: the weights are sharded over `data`, too.
-        expert: the number of devices over which the experts of each mixture are sharded, and the rows as well.
+        fsdp: whether the weights are sharded over `data`, too, as in `jpipe.Stage`.
+        expert: the number of devices over which both the experts of each mixture and the rows are sharded.
     """
 
     data: int = 1
@@ -43,7 +43,7 @@ class Degrees(NamedTuple):
 
     @property
     def mesh(self) -> dict[str, int]:
-        """The mesh as `jpipe.Stage` has it; neighbouring devices share layers."""
+        """The mesh for `jpipe.Stage`. Neighbouring devices shard the layers."""
         return {axis: size for axis in ("data", "expert", "model") if (size := getattr(self, axis)) > 1}
 
     def __str__(self) -> str:
@@ -75,10 +75,10 @@ NO_MESH = Degrees()
 
 
 def possible_degrees(profile: Profile, topology: Topology) -> tuple[Degrees, ...]:
-    """Return the meshes to try: layers over up to eight devices, and experts or with FSDP up to all devices of a server; powers of two.
+    """Return the meshes to try. All their sizes are powers of two.
 
-    The first is no mesh. It is the only one if the profile does not know how its layers can be sharded, or the innermost level joins a
-    single device.
+    Layers are sharded over up to eight devices; experts, and weights with FSDP, over up to all devices of a server. The first entry is no
+    mesh. It is the only entry if the profile does not know how its layers can be sharded, or the innermost level joins a single device.
     """
     powers = [2**k for k in range(topology.most_in_mesh.bit_length())]
     possible = [NO_MESH]
@@ -93,7 +93,7 @@ def possible_degrees(profile: Profile, topology: Topology) -> tuple[Degrees, ...
 
 
 def mesh_refusal(profile: Profile, degrees: Degrees) -> str:
-    """Return why layers of a profile cannot be on meshes; "" if they can."""
+    """Return why the layers of a profile cannot be on a mesh of these degrees; "" if they can."""
     if degrees.size == 1:
         return ""
     if any(layer.tensor is None for layer in profile.layers):
@@ -119,7 +119,7 @@ def mesh_refusal(profile: Profile, degrees: Degrees) -> str:
 
 
 class Meshes:
-    """A profile and a topology for plans on meshes, where each mesh counts as one device."""
+    """A profile and a topology, from which the profile and topology for plans on meshes follow: there each mesh counts as one device."""
 
     def __init__(self, profile: Profile, topology: Topology) -> None:
         self._known = {NO_MESH: (profile, topology)}
@@ -135,18 +135,18 @@ class Meshes:
 def shard_profile(profile: Profile, degrees: Degrees, topology: Topology) -> Profile:
     """Return the profile of one device of a mesh, without the microbatch sizes that cannot be sharded.
 
-    Seconds are for its share of the work, and for the sums and gathers inside the mesh, which overlap with nothing: the partial sums
-    of each layer in a forward, and as many bytes in a backward, where the gradients of a microbatch are summed over `data`, too; with FSDP
-    the gathers of weights for both, and a scattered sum of the gradients; with experts over devices the exchange of tokens.
+    The seconds include the device's share of the work, and the sums and gathers inside the mesh, which overlap with nothing. In a forward
+    the partial sums of each layer are summed, in a backward as many bytes; there the gradients of a microbatch are also summed over `data`.
+    With FSDP both gather the weights, and the gradients have a scattered sum. If experts are sharded, both exchange tokens.
 
     Args:
-        profile: the profile of the layers on one device; it has no `mesh_refusal`.
+        profile: the profile of the layers on one device; `mesh_refusal` returns "" for it.
         degrees: the degrees of the mesh.
         topology: the devices; the first of them form the mesh.
     """
     size_indices = [n for n, rows in enumerate(profile.sizes) if rows % degrees.rows == 0]
-    # On CPUs tokens are gathered. The devices of a topology without a target, which is this machine's, are of the kind that the
-    # profile was compiled for.
+    # On CPUs tokens are gathered. A topology without a target is for this machine, so its devices are of the kind for which the profile was
+    # compiled.
     gathers = topology.device.target is None and profile.compiled_for in ("", "cpu")
     layers = []
     for layer in profile.layers:
@@ -177,7 +177,7 @@ def collective_seconds(layer: LayerProfile, rows: int, degrees: Degrees, topolog
         rows: the rows of a microbatch.
         degrees: the degrees of the mesh.
         topology: the devices; the first of them form the mesh.
-        gathers: whether the devices gather the tokens of a mixture, rather than send each to those that have experts of its choice.
+        gathers: whether the devices gather all tokens of a mixture. Otherwise they send each token only to devices with its experts.
     """
     for_model, for_experts, for_data = (topology.mesh_link(n) for n in (degrees.model, degrees.model * degrees.expert, degrees.size))
     tensor, of_rows = layer.tensor or TensorProfile(), rows / degrees.rows
@@ -186,7 +186,7 @@ def collective_seconds(layer: LayerProfile, rows: int, degrees: Degrees, topolog
     partial += 2 * _ring(1, tensor.exchanged * sent * rows / degrees.data, 1, degrees.expert, for_experts)
     share = _share_of_weights(tensor, degrees)
     gather, scatter = (_ring(1, size * share, 1, degrees.data, for_data) for size in (layer.weights, layer.accumulators))
-    # Only what is not the experts' has copies on the devices over which these are sharded.
+    # If experts are sharded over devices, only the other parameters have copies on these devices.
     copied = layer.accumulators * _share_of_device(tensor.weights, degrees.model) * (1 - tensor.of_experts) / _over_data(degrees)
     of_copies = _ring(2, copied, 1, degrees.expert, for_experts)
     if degrees.fsdp:
@@ -195,15 +195,15 @@ def collective_seconds(layer: LayerProfile, rows: int, degrees: Degrees, topolog
 
 
 def _ring(times: int, size: float, count: int, devices: int, link: jpipe.Link) -> float:
-    """Return the seconds of `count` rings of `size` bytes in all; 2 times around for a sum, 1 for a gather or a scattered sum."""
+    """Return the seconds of `count` rings with `size` bytes together. `times` is 2 for a sum, 1 for a gather or a scattered sum."""
     steps = times * (devices - 1)
     return steps / devices * size / link.bandwidth + steps * count * link.latency if size else 0.0
 
 
 def _share_of_tokens(tensor: TensorProfile, degrees: Degrees) -> float:
-    """Return the share of its tokens that a device sends to each other one, if all sets of experts are chosen equally often.
+    """Return the share of its tokens that a device sends to each other device, if all sets of experts are chosen equally often.
 
-    A token goes to a device unless all experts that it chose are on others.
+    A token goes to a device unless all its experts are on other devices.
     """
     others = tensor.experts - tensor.experts // degrees.expert
     if not tensor.per_token:
@@ -212,7 +212,7 @@ def _share_of_tokens(tensor: TensorProfile, degrees: Degrees) -> float:
 
 
 def _share_of_device(share: float, devices: int) -> float:
-    """Return the share that one device holds of arrays, given the share of them that is sharded."""
+    """Return the share of some arrays that one device holds. `share` is the share of the arrays that is sharded."""
     return 1 - share + share / devices
 
 
@@ -222,7 +222,7 @@ def _share_of_weights(tensor: TensorProfile, degrees: Degrees) -> float:
 
 
 def _share_of_rows(tensor: TensorProfile, degrees: Degrees, policy: str = "none") -> float:
-    """Return the share of the rows of residuals that one device has: of those inside of experts, more than of others."""
+    """Return the share of the rows of residuals that one device has. It has a larger share of the rows inside of experts."""
     return _share_of_device(1 - tensor.chosen.get(policy, tensor.chosen.get("none", 0.0)), degrees.expert) / degrees.data
 
 
@@ -236,7 +236,7 @@ def _layer(layer: LayerProfile, degrees: Degrees, seconds: Mapping[int, tuple[fl
     share = _share_of_weights(tensor, degrees)
     at = []
     for n, (forward, backward) in seconds.items():
-        # With FSDP the weights of a layer are whole while it runs, and so are its gradients at the end of its backward.
+        # With FSDP a device has all weights of a layer while it runs, and all its gradients at the end of its backward.
         whole = (layer.weights + layer.accumulators) * share * (1 - 1 / weight_shards)
         at.append(_at(layer.at[n], tensor, degrees, forward, backward, math.ceil(whole)))
     bytes_ = {name: math.ceil(getattr(layer, name) * share / weight_shards) for name in SHARED}
@@ -244,7 +244,7 @@ def _layer(layer: LayerProfile, degrees: Degrees, seconds: Mapping[int, tuple[fl
 
 
 def _at(at: AtSize, tensor: TensorProfile, degrees: Degrees, forward: float, backward: float, whole: int) -> AtSize:
-    """Return the costs at one size, with the seconds inside the mesh and the bytes of whole weights."""
+    """Return the costs at one size, including the seconds of sums and gathers inside the mesh and the bytes of whole weights."""
     work = _share_of_device(tensor.compute, degrees.model) / degrees.rows
     scratch = _share_of_device(tensor.compute, degrees.model) * _share_of_rows(tensor, degrees)
     usual = tensor.residuals.get("none", 0.0)

@@ -1,4 +1,4 @@
-"""Numbers at all microbatch sizes; few are counted where they grow linearly with the rows."""
+"""Numbers at all microbatch sizes. If they grow linearly with the rows, only a few sizes are counted."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,17 +16,17 @@ _ROUNDING = 1e-6  # relative error of FLOPs, which XLA adds up in 32 bits
 def count_at(sizes: Sequence[int], count: Callable[[int], Numbers], *, is_linear: bool = False) -> tuple[dict[int, Numbers], bool]:
     """Count something at all microbatch sizes.
 
-    Shapes are proportional to the rows, or do not depend on them, in almost all models. So the smallest size, the largest one and one in
-    the middle are counted; if that lies on the line through the other two, the remaining sizes are computed from this line, otherwise they
-    are counted, too.
+    In almost all models, shapes are proportional to the rows or do not depend on them. So first the smallest size, the largest size and a
+    size in the middle are counted. If the middle size lies on the line through the other two, this line gives the remaining sizes;
+    otherwise they are counted, too.
 
     Args:
         sizes: the sizes in rows, in order.
         count: returns numbers for a number of rows, a tree of the same structure for each.
-        is_linear: whether they are known to lie on a line; then only the smallest and the largest size are counted.
+        is_linear: whether the numbers are known to lie on a line; then only the smallest and the largest size are counted.
 
     Returns:
-        The numbers by rows; whether a size in the middle lies on the line through the smallest and the largest one.
+        The numbers by rows; whether a size in the middle lies on the line through the smallest and the largest size.
     """
     first, middle, last = sizes[0], sizes[len(sizes) // 2], sizes[-1]
     counted = {rows: count(rows) for rows in dict.fromkeys((first, last) if is_linear else (first, middle, last))}
@@ -44,7 +44,7 @@ def count_by_policy(
 ) -> tuple[dict[tuple[int, str], Numbers], bool]:
     """Count something at all microbatch sizes with each recomputation policy.
 
-    A policy chooses some of the arrays that there are without recomputation. So if these are linear in the rows, all policies are.
+    A policy keeps some of the arrays that exist without recomputation. So if their bytes are linear in the rows, they are with each policy.
 
     Args:
         sizes: the sizes in rows, in order.
@@ -53,7 +53,7 @@ def count_by_policy(
         is_linear: as in `count_at`.
 
     Returns:
-        The numbers by rows and policy; whether they are linear without recomputation.
+        The numbers by rows and policy; whether the numbers without recomputation are linear in the rows.
     """
 
     def counted(policy: str, is_linear: bool) -> tuple[dict[int, Numbers], bool]:
@@ -65,7 +65,7 @@ def count_by_policy(
 
 
 def _on_line(counted: dict[int, Numbers], first: int, last: int, rows: int) -> Numbers:
-    """Return the numbers of a size on the line through two others'; bytes are rounded up."""
+    """Return the numbers of a size on the line through the numbers of two other sizes. Bytes are rounded up."""
     if rows == first:
         return counted[first]
     share = Fraction(rows - first, last - first)

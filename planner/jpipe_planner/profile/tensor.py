@@ -1,7 +1,8 @@
-"""Shares of a layer that tensor parallelism shards, from the logical axes of its parameters and how these spread over its forward.
+"""Shares of a layer that tensor parallelism shards. They follow from the logical axes of its parameters, by a walk through its forward.
 
-As in XLA, but for a single axis of a mesh, and only as precisely as shares need: a matrix product over a sharded dim gives a partial sum,
-which is summed over the devices at once; whatever is computed from sharded arrays element by element is sharded, too.
+The walk shards arrays as XLA does, but for a single axis of a mesh, and only as precisely as shares need. A matrix product over a sharded
+dim gives a partial sum, which is at once summed over the devices. Arrays that are computed element by element from sharded arrays are
+sharded, too.
 """
 
 import itertools
@@ -30,9 +31,9 @@ class Walk:
         reductions: the number of these arrays.
         flops: FLOPs of matrix products that are divided among the devices.
         all_flops: FLOPs of all matrix products.
-        exchanged: bytes of the tokens that have each chosen some of several kernels, such as experts.
-        per_token: how many of these kernels each token has chosen; 0: there are none.
-        chosen: the numbers of rows of the products with these kernels.
+        exchanged: bytes of the tokens that are multiplied only with some of several kernels, such as experts.
+        per_token: the number of such kernels for each token; 0: there are no such kernels.
+        chosen: the numbers of rows in the products with these kernels.
     """
 
     divides: int = 0
@@ -44,17 +45,17 @@ class Walk:
     per_token: int = 0
     chosen: set[int] = field(default_factory=set)
     _choices: tuple[int, int] = 1, 0
-    """How many kernels each token has chosen, and the number of tokens with products that have not been seen yet."""
+    """The number of kernels for each token, and the number of tokens with products that the walk has not reached yet."""
 
     def run(self, jaxpr: Any, arguments: Sequence[Dims]) -> list[Dims]:
-        """Walk through a jaxpr with arguments sharded like this.
+        """Walk through a jaxpr.
 
         Args:
             jaxpr: the program.
-            arguments: how each argument is sharded.
+            arguments: for each argument, which dims are sharded.
 
         Returns:
-            How each result is sharded.
+            For each result, which dims are sharded.
         """
         known = dict(zip(jaxpr.invars, arguments, strict=True))
 
@@ -70,7 +71,7 @@ class Walk:
         return [dims(var) for var in jaxpr.outvars]
 
     def _step(self, equation: Any, inputs: list[Dims]) -> list[Dims]:
-        """Return how the results of one equation are sharded."""
+        """Return for each result of one equation which dims are sharded."""
         name, params = equation.primitive.name, equation.params
         if name == "top_k":
             *tokens, per_token = equation.outvars[0].aval.shape
@@ -89,9 +90,9 @@ class Walk:
         return [_like_inputs(equation, out, inputs) for out in equation.outvars]
 
     def _scan(self, equation: Any, inputs: list[Dims]) -> list[Dims]:
-        """Walk through the body of a scan once, and count it for each iteration.
+        """Walk through the body of a scan once, and count it once for each iteration.
 
-        What the scan iterates over has one dim more outside of the body than inside.
+        The arrays over which the scan iterates have one dim more outside of the body than inside.
         """
         length, jaxpr = equation.params["length"], equation.params["jaxpr"]
         body = getattr(jaxpr, "jaxpr", jaxpr)  # JAX 0.12 has an open jaxpr here
@@ -117,7 +118,7 @@ class Walk:
         self.reductions += 1
 
     def multiply_chosen(self, rows: Any) -> int:
-        """Count the tokens of a product of groups of rows, each with a kernel of its own; return how many kernels each has chosen."""
+        """Count the tokens of a product of groups of rows, each with a kernel of its own. Return the number of kernels for each token."""
         per_token, tokens = self._choices
         self.per_token = max(self.per_token, per_token)
         self.chosen.add(rows.aval.shape[0])
@@ -127,7 +128,7 @@ class Walk:
 
 
 def _like_inputs(equation: Any, out: Any, inputs: Sequence[Dims]) -> Dims:
-    """Shard a result of element-by-element work as the inputs of the same shape are."""
+    """Shard a result that is computed element by element as the inputs of the same shape are sharded."""
     shape = tuple(getattr(out.aval, "shape", ()))
     same = [dims for var, dims in zip(equation.invars, inputs, strict=True) if tuple(getattr(var.aval, "shape", ())) == shape]
     return tuple(map(any, zip(*same, strict=True))) if same else (False,) * len(shape)
@@ -151,7 +152,10 @@ def _product(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
 
 
 def _grouped_product(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
-    """Shard a product of groups of rows, each with a kernel of its own; a partial sum is summed after the kernels of a token are."""
+    """Shard a product of groups of rows, each with a kernel of its own.
+
+    A partial sum is summed over the devices after the results of a token's kernels are added.
+    """
     (left, right), _ = equation.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
     rows, out = equation.invars[0], equation.outvars[0]
     left_dims, right_dims = inputs[:2]
@@ -168,7 +172,7 @@ def _grouped_product(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
 
 
 def _reshaped(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
-    """Shard the outermost of the dims that are joined or split."""
+    """Return how a reshaped array is sharded: if dims are joined or split, the outermost of them."""
     old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     result, i, j = [False] * len(new), 0, 0
     while i < len(old) and j < len(new):
@@ -196,7 +200,7 @@ def _reduced(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
 
 
 def _gathered(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
-    """Shard rows of a table; where the table is sharded by rows, each device has some of them, and they are summed."""
+    """Shard the rows that are read from a table. If the table is sharded by rows, each device reads some rows, and a sum joins them."""
     numbers, out = equation.params["dimension_numbers"], equation.outvars[0]
     result = [False] * len(out.aval.shape)
     window_dims = [n for n in range(len(inputs[0])) if n not in numbers.collapsed_slice_dims]
@@ -215,7 +219,7 @@ def _broadcast(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
 
 
 def _same_rank(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
-    """Shard a part of an array, or arrays side by side."""
+    """Shard a slice of an array, or a concatenation of arrays."""
     rank = len(equation.outvars[0].aval.shape)
     return tuple(any(dims[n] for dims in inputs if len(dims) == rank) for n in range(rank))
 
@@ -240,7 +244,7 @@ _RULES: Mapping[str, Callable[[Walk, Any, list[Dims]], Dims]] = {
 
 @dataclass(frozen=True)
 class Array:
-    """An array in a tree: its bytes, its shape, and how it is sharded."""
+    """An array in a tree: its bytes, its shape, and which dims are sharded."""
 
     size: int
     shape: tuple[int, ...]
@@ -248,7 +252,7 @@ class Array:
 
     @classmethod
     def of(cls, spec: Any, dims: Dims) -> "Array":
-        """Return the array of a shape and dtype."""
+        """Return the array for a shape and dtype."""
         return cls(math.prod(spec.shape) * spec.dtype.itemsize, tuple(spec.shape), dims)
 
 
@@ -268,7 +272,7 @@ def sharded_params(layer_id: str, spec: jpipe.model.LayerSpec) -> Any:
 
 
 def _expert_bytes(spec: jpipe.model.LayerSpec) -> tuple[int, float]:
-    """Return the number of experts of a layer, and their share of its bytes, from the axes of its parameters."""
+    """Return the number of experts of a layer, and their share of the layer's bytes, from the axes of its parameters."""
     counts, bytes_, total = [], 0, 0
     for path, leaf in jax.tree_util.tree_flatten_with_path(spec.params)[0]:
         axes = spec.axes.get("/".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path), ())
@@ -282,10 +286,10 @@ def _expert_bytes(spec: jpipe.model.LayerSpec) -> tuple[int, float]:
 def tensor_profile(
     stage: Callable[[str], jpipe.stages.StandaloneStage], layer_id: str, rows: int, policies: Sequence[str], device: jax.Device
 ) -> TensorProfile:
-    """Return what tensor parallelism shards of a layer.
+    """Return the shares of a layer that tensor parallelism shards.
 
     Args:
-        stage: returns the layer as a stage, for a recomputation policy.
+        stage: recomputation policy -> the layer as a stage.
         layer_id: the id of the layer.
         rows: the rows of a microbatch of the stages.
         policies: the recomputation policies of the residuals, "none" among them.
@@ -332,7 +336,7 @@ def _walked(stage: jpipe.stages.StandaloneStage, layer_id: str, params: Any, dev
 
 
 def _share(tree: Any, of_rows: Collection[int] | None = None) -> float:
-    """Return the share of the bytes of a tree of `Array`s that is sharded, or of those with one of these numbers of rows."""
+    """Return the sharded share of the bytes of a tree of `Array`s; with `of_rows`, the share of arrays with such a number of rows."""
     arrays = jax.tree.leaves(tree)
     total = sum(array.size for array in arrays)
     chosen = [array.size for array in arrays if (any(array.dims) if of_rows is None else array.shape and array.shape[0] in of_rows)]
