@@ -1,4 +1,4 @@
-"""Rank candidates: those with the best estimates are simulated, and the fastest of them comes first."""
+"""Rank candidates: simulate the candidates with the best estimates, and sort them by speed, fastest first."""
 
 import dataclasses
 import math
@@ -20,14 +20,14 @@ from jpipe_planner.search.estimate import Estimates
 
 __all__ = ["Choice", "Ranked", "choose"]
 
-MOST_SIMULATED = 20  # candidates that are simulated
-MOST_ALIKE = 3  # of them, with the same schedule and replicas
-MOST_IN_ALL = 24_000  # forwards of all simulations of a step of the search, after which no further one begins: some seconds
-FIRST = 2  # candidates that are simulated although they take longer, each with at most `LONGEST` forwards
+MOST_SIMULATED = 20  # the most candidates that are simulated
+MOST_ALIKE = 3  # the most simulated candidates with the same schedule, replicas and mesh
+MOST_IN_ALL = 24_000  # forwards in the simulations of a step of the search, after which no further simulation begins: some seconds
+FIRST = 2  # the candidates that are simulated even beyond this number, each with at most `LONGEST` forwards
 LONGEST = 70_000
-DOUBT = 1.3  # how many times as fast a plan must be by its estimate that cannot be simulated
-MOST_COMPARED = 4_000  # forwards of all simulations for comparison only
-ALIKE = 0.03  # relative difference of estimates that says little
+DOUBT = 1.3  # how many times as fast the estimate must be of a plan that is too large to be simulated
+MOST_COMPARED = 4_000  # forwards in the simulations that are only for comparison
+ALIKE = 0.03  # relative difference up to which estimates count as equal
 EQUAL = 0.005  # relative difference up to which plans count as equally fast
 
 
@@ -36,9 +36,9 @@ class Ranked:
     """A candidate with its simulation.
 
     Attributes:
-        candidate: the candidate; simulated ones have the seconds, bubble, memory and bytes of the simulation.
-        simulated: its simulation; None if it would take too long, so that the candidate has its estimate.
-        computing: the seconds per batch that the busiest device computes: no variant with the same stages is faster.
+        candidate: the candidate; if it was simulated, with the seconds, bubble, memory and bytes of the simulation.
+        simulated: the simulation; None if it would take too long, so that the candidate keeps its estimate.
+        computing: the seconds per batch that the busiest device computes. No variant with the same stages is faster.
     """
 
     candidate: Candidate
@@ -67,7 +67,7 @@ class Ranked:
 
     @property
     def held(self) -> tuple[int, ...] | None:
-        """The part of the peak memory that a device of each pipeline rank holds between its computations; None if it was not simulated."""
+        """For each pipeline rank the bytes that a device holds between its computations; None if the plan was not simulated."""
         return None if self.simulated is None else self.candidate.most_of_replicas(self.simulated.held_bytes)
 
 
@@ -78,8 +78,8 @@ class Choice:
     Attributes:
         profile: the profile of the model.
         topology: the topology.
-        ranked: the best simulated plan of each kind that fits, fastest first; see `Candidate.kind`.
-        rejected: the best plan of each kind that does not fit, the one that lacks least memory first.
+        ranked: for each `Candidate.kind` the best simulated plan that fits, fastest first.
+        rejected: for each kind the best plan that does not fit; the plan that lacks least memory comes first.
         considered: the number of candidates.
         global_norm: whether gradients are clipped by their norm over all stages.
     """
@@ -116,7 +116,7 @@ class Choice:
         return forwards(candidate.plan(profile.ids), topology)
 
     def limits(self, candidate: Candidate) -> tuple[float, ...]:
-        """Return the bytes that each pipeline rank of a candidate may use of a device; infinity: not limited."""
+        """Return for each pipeline rank of a candidate the bytes that it may use on a device; infinity: not limited."""
         profile, topology = self.meshes.of(candidate.degrees)
         if not topology.differing:
             return (math.inf if topology.device.limit is None else topology.device.limit,) * candidate.num_pipeline_ranks
@@ -124,7 +124,7 @@ class Choice:
 
     @cached_property
     def estimates(self) -> Callable[[Degrees, tuple[int, ...] | None, Extras], Estimates]:
-        """The estimates by meshes, order of the devices, and what plans do in addition."""
+        """A function that returns the estimates for meshes, an order of the devices, and what plans do in addition."""
 
         @lru_cache(maxsize=8)
         def of(degrees: Degrees, placed_on: tuple[int, ...] | None, extras: Extras) -> Estimates:
@@ -134,12 +134,12 @@ class Choice:
         return of
 
     def lacks_in_host(self, candidate: Candidate) -> bool:
-        """Return whether a plan, by its estimate, does not fit even with everything large and seldom needed in host memory."""
+        """Return whether a plan does not fit by its estimate, even if large and seldom needed parts of its state wait in host memory."""
         estimates = self.estimates(candidate.degrees, candidate.placed_on, candidate.extras)
         return candidate.has_one_stage_each and estimates.lacks_in_host(dataclasses.replace(candidate, degrees=NO_MESH))
 
     def simulate(self, candidate: Candidate) -> Ranked:
-        """Return a candidate with its simulation; one that does not fit by it has `Candidate.over`."""
+        """Return a candidate with its simulation. If the simulated plan does not fit, `Candidate.over` is set."""
         profile, topology = self.meshes.of(candidate.degrees)
         plan = candidate.plan(profile.ids)
         costs = profile.stage_costs(plan, candidate.rows)
@@ -161,11 +161,11 @@ class Choice:
         return Ranked(priced, simulated, max(busy))
 
     def with_more(self, found: Iterable[Ranked], considered: int = 0) -> "Choice":
-        """Return the ranking with further plans; of each kind the best plan is kept.
+        """Return the ranking with further plans. Only the best plan of each kind is kept.
 
         Args:
-            found: the plans; those that do not fit have `Candidate.over`.
-            considered: how many candidates were considered in addition.
+            found: the plans; `Candidate.over` is set if a plan does not fit.
+            considered: the number of additional candidates that were considered.
         """
         found = list(found)
         ranked = best_of_kinds([*(one for one in found if one.candidate.over is None), *self.ranked])
@@ -183,10 +183,10 @@ def choose(
     global_norm: bool = False,
     tried: dict[Candidate, Ranked] | None = None,
 ) -> Choice:
-    """Rank candidates: simulate those that fit and have the best estimates, and the best of other kinds for comparison.
+    """Rank candidates: simulate the candidates that fit and have the best estimates, and for comparison the best of other kinds.
 
-    A family has the same schedule and equal or unequal replicas, and its estimates are wrong by about the same factor. So simulations of
-    some plans of a family correct the estimates of the rest.
+    The estimates of similar candidates (a family, such as one schedule with equal replicas) are wrong by about the same factor. So
+    simulations of some candidates of a family correct the estimates of its other candidates.
 
     Args:
         profile: the profile of the model.
@@ -207,7 +207,7 @@ def choose(
 
 
 class _Simulations:
-    """The simulations of candidates, while they are few enough.
+    """Simulations of candidates, up to a number of candidates and of simulated forwards.
 
     Attributes:
         fitting: the candidates that fit by their estimates, the best first.
@@ -219,7 +219,7 @@ class _Simulations:
         self._choice, self._tried, self._most, self._spent = choice, tried, most, 0
 
     def fastest(self) -> None:
-        """Simulate the candidates that are expected to be the fastest, as long as one may be."""
+        """Simulate the candidates with the best expected speed, as long as a candidate may be faster than the simulated plans."""
         known = {one.candidate for one in self.found}
         self._spent, waiting = 0, [one for one in self.fitting if one not in known]
         alike, taken, first = Counter[object](), defaultdict[object, list[float]](list), FIRST
@@ -233,15 +233,15 @@ class _Simulations:
             waiting = [one for one in waiting if one is not candidate and alike[_replicated(one)] < MOST_ALIKE and self._could_win(one)]
 
     def compared(self, candidates: Iterable[Candidate]) -> None:
-        """Simulate the best of each kind that is not found yet, for comparison, if that is short."""
+        """Simulate for comparison the best candidate of each kind that is not found yet, if its simulation is short."""
         self._spent, kinds = 0, {one.candidate.kind for one in self.found}
         for candidate in first_of_kinds(candidates):
             if candidate.kind not in kinds and len(self.found) < self._most:
                 self._simulated(candidate, MOST_COMPARED)
 
     def _could_win(self, candidate: Candidate) -> bool:
-        """Return whether a plan is faster than the best simulated one by its estimate, or equally fast and otherwise better."""
-        if not self.found or candidate.bound.startswith("sum"):  # in parts it takes less
+        """Return whether a plan's estimate is faster than the best simulated plan, or equally fast and better by its other properties."""
+        if not self.found or candidate.bound.startswith("sum"):  # a sum in parts takes less time
             return True
         best = in_order(self.found)[0].candidate
         share = _row_seconds(candidate) / _row_seconds(best)
@@ -251,7 +251,7 @@ class _Simulations:
     def _simulated(self, candidate: Candidate, limit: int) -> Ranked | None:
         """Return a candidate with its simulation; None if all simulations together would take too long."""
         effort = 0 if candidate in self._tried else self._choice.forwards(candidate)
-        if effort > MOST_FORWARDS:  # it has its estimate
+        if effort > MOST_FORWARDS:  # it is not simulated and keeps its estimate
             best = min((_row_seconds(one.candidate) for one in self.found), default=math.inf)
             effort = 0 if DOUBT * _row_seconds(candidate) < best else effort
         if self.found and self._spent + effort > limit:
@@ -265,28 +265,28 @@ class _Simulations:
 
 
 def _row_seconds(candidate: Candidate) -> float:
-    """Return the seconds for each row, so that plans of different batches can be compared."""
+    """Return the seconds for each row, which compare plans with different batches."""
     return candidate.seconds / candidate.batch
 
 
 def _turn(candidate: Candidate, taken: Sequence[float]) -> tuple[int, int, int]:
-    """Return the sort key for simulations: the best estimate first; of about equal ones many microbatches in flight, and few stages.
+    """Return the sort key for simulations: the best corrected estimate first; among equal ones, many microbatches in flight, few stages.
 
     Args:
         candidate: the candidate.
-        taken: what simulations of its family have taken, relative to their estimates.
+        taken: the seconds in earlier simulations of its family, relative to their estimates.
     """
     expected = _row_seconds(candidate) * float(np.mean(taken or 1))
     return round(math.log(expected) / ALIKE), -candidate.options.extra_in_flight, candidate.depth
 
 
 def _replicated(candidate: Candidate) -> tuple[object, ...]:
-    """Return what plans have to differ in for more than a few of them to be simulated."""
+    """Return the properties by which `MOST_ALIKE` counts: at most that many fitting plans with equal properties are simulated."""
     return candidate.schedule, candidate.replicas, candidate.degrees
 
 
 def _family(candidate: Candidate) -> tuple[object, ...]:
-    """Return what plans have in common if their estimates are wrong by about as much."""
+    """Return the properties of a family: candidates with the same properties have estimates that are wrong by about the same factor."""
     is_even = len(set(candidate.replicas)) == 1
     return candidate.schedule, is_even, candidate.depth == 1, candidate.keep_together
 
@@ -308,7 +308,7 @@ def best_of_kinds(plans: Iterable[Ranked]) -> tuple[Ranked, ...]:
 
 
 def in_order(ranked: Sequence[Ranked]) -> list[Ranked]:
-    """Sort plans, fastest first; those that are equally fast, within `EQUAL`, are sorted by their other properties."""
+    """Sort plans, fastest first. Plans that are equally fast, within `EQUAL`, are sorted by their other properties."""
     remaining = sorted(ranked, key=lambda one: (-one.samples_per_second, one.candidate.rank))
     ordered: list[Ranked] = []
     while remaining:

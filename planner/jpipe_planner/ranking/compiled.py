@@ -1,4 +1,4 @@
-"""The memory of a plan from its compiled stages, instead of the sum over layers."""
+"""The memory of a plan from its compiled stages, instead of estimates from the layers."""
 
 import dataclasses
 import math
@@ -23,8 +23,8 @@ from jpipe_planner.search.stages import Stages
 __all__ = ["compile_stages"]
 
 _TIMES = ("forward", "backward", "backward_input", "backward_weight", "update")
-SURE = 0.8  # share of the memory up to which a rank fits for sure by its estimate: these are at most 17% too low
-_DECIDED = ("residuals", "stash", "temporary")  # by the compiler, residuals and stash on meshes
+SURE = 0.8  # share of the memory up to which a rank fits for sure by its estimate: estimates are at most 17% too low
+_DECIDED = ("residuals", "stash", "temporary")  # costs that only the compiler determines: temporaries, and on meshes all three
 _OF_STAGES = [field.name for field in dataclasses.fields(Stages) if field.name in jpipe.programs.StageCost.__dataclass_fields__]
 
 
@@ -40,19 +40,19 @@ def compile_stages(
     devices: jax.Device | Sequence[jax.Device],
     programs: Programs | None = None,
 ) -> Compiled:
-    """Compile the stages of a plan, run nothing, and simulate the plan again with the exact memory.
+    """Compile the stages of a plan without running them, and simulate the plan again with the exact memory.
 
-    The stages of the fullest pipeline rank are compiled first, and if these fit, the stages of ranks that need more than `SURE` of the
-    memory by their estimates; of equal stages the first one. The stages of a plan on meshes take longer to compile, so only the fullest
-    rank is compiled. The memory of ranks that are not compiled is estimated.
+    The stages of the fullest pipeline rank are compiled first. If they fit, the stages of all ranks are compiled that need more than `SURE`
+    of the memory by their estimates. Of equal stages only the first is compiled. Stages on meshes take longer to compile, so then only the
+    fullest rank is compiled. The memory of the other ranks is estimated.
 
     Args:
         choice: the ranking from which the plan comes.
         ranked: the plan.
         pipe: a pipeline of that plan.
         batch: specs of a whole batch, (inputs, labels).
-        devices: what to compile for, as `compiled_for` of `jpipe.Pipeline.costs`; scratch memory is for their kind, even if the
-            topology has another kind.
+        devices: the devices to compile for, as `compiled_for` of `jpipe.Pipeline.costs`. The scratch memory is correct for this kind of
+            devices, even if the topology has another kind.
         programs: programs compiled for other plans of the model; new ones are added.
     """
     plan, rows, programs = choice.plan(ranked), ranked.candidate.rows, {} if programs is None else programs
@@ -92,10 +92,10 @@ def _fields(cost: jpipe.programs.StageCost, names: Sequence[str]) -> dict[str, A
 def equal_stages(
     plan: jpipe.Plan, costs: Mapping[str, jpipe.programs.LayerCost], shared: Sequence[jpipe.programs.SharedCost] = ()
 ) -> tuple[int, ...]:
-    """Return for each stage of a plan the first one that has the same programs, possibly itself.
+    """Return for each stage of a plan the first stage that has the same programs, possibly the stage itself.
 
-    Both compute the same ops and keep as many versions, their layers cost the same, and neither is the first or the last stage. A layer
-    that shares a parameter equals no other one.
+    Equal stages compute the same ops, keep the same number of versions, and have layers with the same costs; the first and the last stage
+    equal no other stage. A layer that shares a parameter equals no other layer.
 
     Args:
         plan: the plan.
@@ -117,9 +117,9 @@ def equal_stages(
 
 
 def _rejected_by_compiler(ranked: Ranked, limits: Sequence[float], plan: jpipe.Plan, compile: Callable[[int], object]) -> Compiled:
-    """Return the result for a plan with a program that XLA does not compile, because it exceeds the memory, as XLA says of TPUs.
+    """Return the result for a plan with a program that XLA does not compile because it exceeds the memory, as for TPUs.
 
-    The first rank with a stage that `compile` fails for lacks what the program does; the memory of the other ranks is estimated.
+    The first rank with a stage for which `compile` fails lacks as many bytes as the program. The memory of the other ranks is estimated.
     """
     memory = list(ranked.memory)
     for p, stages in enumerate(plan.pipeline_ranks):
@@ -136,7 +136,7 @@ def _rejected_by_compiler(ranked: Ranked, limits: Sequence[float], plan: jpipe.P
 
 
 def closed_form_bytes(candidate: Candidate, costs: Sequence[jpipe.programs.StageCost]) -> tuple[int, ...]:
-    """Return the peak bytes of a device of each stage, in a pipeline with stages that are about equally fast, from the stages' costs."""
+    """Return for each stage the peak bytes of a device, from the costs of the stages, if all stages are about equally fast."""
     facts, shared = schedule_facts(candidate.shape), jpipe.programs.uses_by_costs(costs).get("shared_parameters", ())
     assert facts is not None, "a candidate is legal"
     exchanged = [

@@ -1,4 +1,4 @@
-"""Compile the best plans until one fits: the estimates of a profile are not exact, so a plan that lacks memory recomputes more."""
+"""Compile the best plans until one fits. The estimates of a profile are not exact: a plan that lacks memory is tried with recomputation."""
 
 import dataclasses
 import itertools
@@ -14,23 +14,23 @@ from jpipe_planner.search.stages import Layers
 
 __all__ = ["confirm"]
 
-MOST_COMPILED = 16  # plans, in the order of their speed
-MOST_LEAN = 4  # plans with full recomputation, which are compiled when none of those fits
-MOST_EQUAL = 3  # plans that are compiled because they may be as fast as the first one that fits, that one included
-MOST_NEAR = 4  # plans that lack little by their estimates, and are simulated to be compiled
-NEAR = 0.1  # share of the memory that a plan may lack by its estimate, to be compiled nevertheless
-ERROR = 0.02  # relative error of predicted times: plans that differ by less are all compiled
+MOST_COMPILED = 16  # the most plans that are compiled in the order of their speed
+MOST_LEAN = 4  # the most plans with full recomputation that are compiled if none of the other plans fits
+MOST_EQUAL = 3  # the first plan that fits, and plans that are compiled because they may be as fast
+MOST_NEAR = 4  # the most plans that are simulated and compiled although they lack a little memory by their estimates
+NEAR = 0.1  # share of the memory that a plan may lack by its estimate and still be compiled
+ERROR = 0.02  # relative error of predicted times: plans that differ by less are compiled, too
 
 Compile = Callable[[Choice, Ranked], Compiled]
 
 
 def confirm(plans: Plans, compile: Compile, report: Callable[[Attempt], None]) -> Plans:
-    """Compile simulated plans in the order of their speed until one fits, and then those that may be as fast.
+    """Compile simulated plans in the order of their speed until one fits, and then other plans that may be as fast.
 
-    If the compiled stages of a plan do not fit, it is tried again with more recomputation at the stages that lack memory, and so is a
-    smaller one of its kind, in the order of their speed. Near misses are compiled as well, because estimates may be too high. If none of
-    the first `MOST_COMPILED` plans fits, a few with full recomputation are compiled, and if none of these does, those that lack least with
-    parts of their state in host memory.
+    If the compiled stages of a plan do not fit, two more plans are added: the plan with more recomputation at the stages that lack memory,
+    and a smaller plan of its kind. Plans that lack little memory are compiled as well, because estimates may be too high. If none of the
+    first `MOST_COMPILED` plans fits, a few plans with full recomputation are compiled. If none of these fits, the plans that lack least
+    are compiled with parts of their state in host memory.
 
     Args:
         plans: the result of the search.
@@ -38,7 +38,7 @@ def confirm(plans: Plans, compile: Compile, report: Callable[[Attempt], None]) -
         report: called with each plan that does not fit.
 
     Returns:
-        The plans, ranked: first those with compiled stages that fit, then other kinds that were not compiled.
+        The plans with a new ranking: first the compiled plans that fit, then plans of other kinds, which were not compiled.
     """
     run = _Confirm(plans, compile, report)
     run.fastest()
@@ -73,19 +73,19 @@ class _Confirm:
         return over is None or over[1] <= NEAR * self._choice.limits(one.candidate)[over[0]]
 
     def fastest(self) -> None:
-        """Compile in the order of speed until a plan fits."""
+        """Compile plans in the order of their speed until one fits."""
         while self._queue and len(self.attempts) < MOST_COMPILED and not self.fitting:
             self._try(in_order(self._queue)[0])
 
     def leanest(self) -> None:
-        """Compile plans with full recomputation: of each kind the one that needs least memory, the fastest few, and the smallest of all."""
+        """Compile plans with full recomputation: of the plans that need least memory of their kind, the fastest few and the smallest."""
         lean: dict[tuple[object, ...], Candidate] = {}
         for candidate in self._candidates:
             if candidate.chunks > 1:
                 continue
             full = dataclasses.replace(candidate, policies=("full",) * candidate.depth, over=None)
             plan, profile = full.plan(self._choice.profile.ids), self._choice.meshes.of(candidate.degrees)[0]
-            costs = [dataclasses.replace(cost, temporary=0) for cost in profile.stage_costs(plan, full.rows)]  # these are estimated
+            costs = [dataclasses.replace(cost, temporary=0) for cost in profile.stage_costs(plan, full.rows)]  # they are estimates
             full = dataclasses.replace(full, memory=closed_form_bytes(full, costs))
             best = lean.get(candidate.kind)
             if lacking(full.memory, self._choice.limits(full))[1] <= 0 and (best is None or max(full.memory) < max(best.memory)):
@@ -98,7 +98,7 @@ class _Confirm:
                 self._try(self._simulated(full))
 
     def offloading(self) -> None:
-        """Compile the plans that lack least, with what they lack, and the error of their estimates, in host memory."""
+        """Compile the plans that lack least, with enough in host memory for what they lack and for the error of their estimates."""
         nearest = sorted(self.attempts, key=lambda attempt: attempt.compiled.lacking or 0)
         for attempt in [one for one in nearest if one.ranked.candidate.offload is None][:MOST_LEAN]:
             candidate, true = attempt.ranked.candidate, attempt.compiled.ranked.memory
@@ -110,7 +110,7 @@ class _Confirm:
                     self._try(ranked)
 
     def ranked(self) -> tuple[Ranked, ...]:
-        """Compile plans of other kinds that are predicted to be as fast as the one that fits; rank those that fit first."""
+        """Compile plans of other kinds that are predicted to be as fast as the first plan that fits, and return the new ranking."""
         first = self.fitting[0].ranked
         for compilations_left in range(MOST_EQUAL - 1, -1, -1):
             kinds = {one.ranked.candidate.kind for one in self.fitting}
@@ -124,7 +124,7 @@ class _Confirm:
         return *fitting, *others
 
     def _try(self, ranked: Ranked) -> None:
-        """Compile a plan; if it does not fit, queue the same with more recomputation and a smaller plan of its kind."""
+        """Compile a plan. If it does not fit, queue the plan with more recomputation, and a smaller plan of its kind."""
         candidate = ranked.candidate
         compiled = self._compile(self._choice, ranked)
         self._compiled.add(candidate)
@@ -147,23 +147,23 @@ class _Confirm:
                 self._queue.append(one)
 
     def _simulated(self, candidate: Candidate) -> Ranked:
-        """Return a plan with its simulation or, where that takes too long, with its bytes in closed form."""
+        """Return a plan with its simulation or, if a simulation takes too long, with its memory in closed form."""
         one = self._choice.simulate(candidate)
         if one.simulated is None:
             plan, profile = candidate.plan(self._choice.profile.ids), self._choice.meshes.of(candidate.degrees)[0]
             memory = closed_form_bytes(candidate, profile.stage_costs(plan, candidate.rows))
             one = Ranked(dataclasses.replace(candidate, memory=memory))
-        elif candidate.offload is not None:  # moves never gain time, but times are rounded
+        elif candidate.offload is not None:  # moves never save time, but times are rounded
             on_device = self._choice.simulate(dataclasses.replace(candidate, offload=None))
             one = dataclasses.replace(one, candidate=dataclasses.replace(one.candidate, on_device=min(on_device.seconds, one.seconds)))
         self.tried[candidate] = one
         return one
 
     def _raised(self, ranked: Ranked, compiled: Compiled) -> Ranked | None:
-        """Return the plan with more recomputation at the stages that lack memory; None if they recompute all that they can.
+        """Return the plan with more recomputation at the stages that lack memory; None if these stages already recompute everything.
 
-        The errors of the estimates are assumed not to change with more recomputation, and to be the same at pipeline ranks without compiled
-        stages.
+        The errors of the estimates are assumed to stay the same with more recomputation. Pipeline ranks without compiled stages are assumed
+        to have the largest error of the compiled ranks.
         """
         candidate, true = ranked.candidate, compiled.ranked.memory
         order = Layers(self._choice.meshes.of(candidate.degrees)[0]).policies
@@ -182,7 +182,7 @@ class _Confirm:
 
 
 def _may_be_smaller(other: Candidate, candidate: Candidate) -> bool:
-    """Return whether a plan may fit where another one of its kind does not: by its estimate, or with fewer rows and smaller temporaries."""
+    """Return whether a plan may fit if another plan of its kind does not fit: its estimate is smaller, or it has fewer rows."""
     return max(other.memory) < max(candidate.memory) or other.rows < candidate.rows
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import matplotlib.axes
     import matplotlib.figure
 
-# A colour and a marker of its own for each schedule, in the order of the registry. Colour-blind readers can distinguish the first eight.
+# Each schedule, in the order of the registry, has its own colour and marker. Colour-blind readers can distinguish the first eight.
 _COLOURS = (
     *("#8C8C8C", "#F0A830", "#009E73", "#CC79A7", "#0072B2", "#D55E00", "#56B4E9", "#1A1A1A"),
     *("#7A3E9D", "#8B5A2B", "#A8B400", "#E6007E", "#4B7F00", "#FF8A80", "#2F3E9E", "#00B8B0"),
@@ -26,7 +26,7 @@ _FORWARD, _BACKWARD, _AGAIN = "#0072B2", "#F0A830", "#CC79A7"
 
 
 def draw_choice(choice: Choice, plans: Iterable[Ranked], chosen: Ranked) -> "matplotlib.figure.Figure":
-    """Draw plans, the chosen one ringed, and the time of each of its stages.
+    """Draw throughput against memory of plans, with a ring around the chosen plan, and the time of each stage of the chosen plan.
 
     Example:
         ```python
@@ -34,8 +34,8 @@ def draw_choice(choice: Choice, plans: Iterable[Ranked], chosen: Ranked) -> "mat
         ```
 
     Args:
-        choice: the ranking, with the limit of memory, drawn as a line.
-        plans: the simulated plans; those that do not fit are pale.
+        choice: the ranking; its limit of memory is drawn as a line.
+        plans: the simulated plans; plans that do not fit are pale.
         chosen: the chosen plan.
     """
     from matplotlib.figure import Figure
@@ -91,7 +91,7 @@ def _draw_plans(axes: "matplotlib.axes.Axes", choice: Choice, plans: Sequence[Ra
 
 
 def look(number: int) -> tuple[str, "str | tuple[int, Literal[0, 1, 2], int]"]:
-    """Return the colour and the marker of a schedule by its number in the registry: no two have the same ones, up to 256."""
+    """Return the colour and the marker of a schedule from its number in the registry. Up to 256 schedules have different pairs."""
     cycle = number // len(_COLOURS)
     return _COLOURS[number % len(_COLOURS)], _MARKERS[(number + cycle) % len(_MARKERS)]
 

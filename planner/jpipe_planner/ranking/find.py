@@ -1,4 +1,4 @@
-"""Find the fastest plans that fit: candidates, simulations of the best, variants, and steps to faster neighbours."""
+"""Find the fastest plans that fit: list candidates, simulate the best of them, and try variants and neighbours of the best plans."""
 
 import itertools
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ class Compiled:
 
     Attributes:
         ranked: the plan, simulated with the exact bytes of its stages and the scratch memory that XLA reports for its programs.
-        estimated: bytes of each pipeline rank, simulated with the profile.
-        lacking: the most bytes that a pipeline rank lacks, 0 or less if the plan fits; None if memory is not limited.
+        estimated: for each pipeline rank the bytes in a simulation with the profile.
+        lacking: the bytes that the pipeline rank lacks that lacks most; 0 or less if the plan fits; None if memory is not limited.
         ranks: the pipeline ranks with compiled stages; the memory of the other ranks is estimated.
     """
 
@@ -37,7 +37,7 @@ class Compiled:
 
     @property
     def errors(self) -> tuple[float, ...]:
-        """The relative error of the estimate for each pipeline rank; above 0 if it was too high."""
+        """For each pipeline rank the relative error of the estimate; above 0 if the estimate was too high."""
         return tuple(estimate / true - 1 for estimate, true in zip(self.estimated, self.ranked.memory, strict=True))
 
     @property
@@ -53,7 +53,7 @@ class Attempt:
     Attributes:
         ranked: the plan, as estimated.
         compiled: the memory of its compiled stages.
-        raised: the same plan with more recomputation, which is tried instead; None if it recomputes all that it can.
+        raised: the same plan with more recomputation, which is tried instead; None if it already recomputes everything.
     """
 
     ranked: Ranked
@@ -73,11 +73,12 @@ class Plans:
 
     Attributes:
         choice: the ranking.
-        candidates: all plans that were considered, with estimates or the numbers of their simulation.
+        candidates: all plans that were considered, with the numbers of their estimate or of their simulation.
         tried: the simulated plans, by candidate.
         excluded: the plans that need more microbatches than allowed, or leave devices idle although they must not.
-        delayed: the best plan of the schedules that do not flush, if these were not requested and it is faster; None: not looked for.
-        compiled: the plans with compiled stages at the top of the ranking, in its order.
+        delayed: the best plan of the schedules that do not flush, if they were not requested and it is faster; None: there is none, or
+            none was searched for.
+        compiled: the plans with compiled stages at the top of the ranking, in the same order.
         attempts: the plans with compiled stages that do not fit, in the order in which they were compiled.
     """
 
@@ -124,15 +125,16 @@ def find_plans(
         schedules: the schedules to try; None: all.
         exact: whether plans must have exactly this batch, or may have a smaller one.
         pipedream: how stages with different numbers of replicas update, see `find_candidates`.
-        meshes: the meshes to try in place of a device.
-        replicas: whether stages may have replicas. Without, plans with fewer stages than devices leave the remaining devices idle.
-        all_devices: whether no device may stay idle.
+        meshes: the meshes on which a replica of a stage may run instead of one device.
+        replicas: whether stages may have replicas. Without replicas, plans with fewer stages than devices leave the other devices idle.
+        all_devices: whether plans must use all devices.
         most_microbatches: the most microbatches of a plan.
         max_delay: the largest mean delay of a plan in updates, see `Candidate.delay`; 0 allows only plans without a delay; None: any.
         global_norm: whether updates use the norm of the gradients of all stages, which not all schedules support.
         share_optimizer: whether replicas may share an optimizer.
-        offload: whether plans with parts of their state in host memory are tried although others fit; they are if none does.
-        extras: what plans are to do in addition.
+        offload: whether plans with parts of their state in host memory are tried even if other plans fit. If none fits, they are tried
+            anyway.
+        extras: agreements and compressed messages that all plans must have.
     """
     schedules = tuple(jpipe.schedules.SCHEDULES) if schedules is None else tuple(schedules)
     if global_norm or profile.shared:

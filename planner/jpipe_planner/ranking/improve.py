@@ -1,8 +1,8 @@
-"""Improve the best plans of a ranking step by step, judged by simulation.
+"""Improve the best plans of a ranking step by step, with simulations.
 
-Estimates ignore how messages and sums wait for each other, so among plans that are nearly equal by them another one may be faster. So the
-neighbours of the best plans are tried: plans with a cut moved, with a replica moved to the stage that lacks one most, with another number
-of microbatches in flight, or with sums in parts. Of all neighbours those with the best estimates are simulated.
+Estimates ignore how messages and sums wait for each other, so among plans with nearly equal estimates another plan may be faster. So the
+neighbours of the best plans are tried: plans with a moved cut, with a replica moved to one of the busiest stages, with another number of
+microbatches in flight, or with sums in parts. The neighbours with the best estimates are simulated.
 """
 
 import dataclasses
@@ -20,17 +20,17 @@ from jpipe_planner.search.estimate import Estimates
 
 __all__ = ["improve"]
 
-GAIN = 0.002  # relative gain of a step: smaller ones are not worth a simulation
-STARTS = 3  # plans with different stages that are improved
-NEAR = 0.2  # relative amount by which such a plan may be slower than the fastest one
-MOST_AT_ONCE = 12  # neighbours of a plan that are simulated
-MOST_SLOWER = 0.06  # relative amount by which the estimate of a neighbour may be slower
-SAME_PROGRAM = 2  # how many times as fast a simulation is for which the program of another plan is used
-MOST_EXTRA = 4  # additional microbatches in flight
+GAIN = 0.002  # the smallest relative gain of a step; smaller gains are not worth a simulation
+STARTS = 3  # the most plans with different stages that are improved
+NEAR = 0.2  # relative amount by which a plan to be improved may be slower than the fastest plan
+MOST_AT_ONCE = 12  # the most neighbours of a plan that are simulated
+MOST_SLOWER = 0.06  # relative amount by which the estimate of a neighbour may be slower than the estimate of the plan
+SAME_PROGRAM = 2  # how many times as fast a simulation is if it can use the program of another plan
+MOST_EXTRA = 4  # the most additional microbatches in flight
 
 
 def improve(choice: Choice, tried: dict[Candidate, Ranked], max_delay: float | None = None) -> Choice:
-    """Replace the best plans of a ranking by faster neighbours, until no neighbour is faster by `GAIN` or the simulations take too long.
+    """Replace the best plans of a ranking by faster neighbours until no neighbour gains `GAIN`, or the simulations take too long.
 
     Args:
         choice: the ranking.
@@ -38,7 +38,7 @@ def improve(choice: Choice, tried: dict[Candidate, Ranked], max_delay: float | N
         max_delay: the largest mean delay of a plan in updates, see `Candidate.delay`; None: any.
 
     Returns:
-        The ranking with the plans that were found. Plans of a new kind are added, and others replace the plan of their kind.
+        The ranking with the found plans. A plan of a new kind is added; another plan replaces the plan of its kind if it is better.
     """
     near, found, count, spent = dict[object, Ranked](), list[Ranked](), 0, 0
     for one in in_order([one for one in (*choice.ranked, *tried.values()) if _can_step(one)]):
@@ -63,7 +63,7 @@ def improve(choice: Choice, tried: dict[Candidate, Ranked], max_delay: float | N
 
 
 def _can_step(one: Ranked) -> bool:
-    """Return whether a plan fits and has neighbours: with one stage on each rank, whole backwards, and nothing that saves memory."""
+    """Return whether a plan fits and has neighbours: it has one stage on each rank, whole backwards, and no options that save memory."""
     candidate = one.candidate
     saves = candidate.options.max_in_flight is not None or candidate.shard_optimizer or candidate.offload is not None
     is_plain = candidate.has_one_stage_each and candidate.options.split_backward == "joint" and not saves
@@ -71,12 +71,12 @@ def _can_step(one: Ranked) -> bool:
 
 
 def _near(choice: Choice, ranked: Ranked, max_delay: float | None) -> tuple[Candidate, list[Candidate]]:
-    """Return a plan with its estimate, without sums in parts, and its neighbours that may be faster by theirs."""
+    """Return a plan with its estimate and without sums in parts, and the neighbours that may be faster by their estimates."""
     candidate = ranked.candidate
     estimates = choice.estimates(candidate.degrees, candidate.placed_on, candidate.extras)
 
     def like(one: Candidate) -> Candidate:
-        """Return a neighbour on the meshes and in the order of devices of the plan."""
+        """Return a neighbour on the plan's meshes, with the plan's order of devices."""
         placed = dataclasses.replace(one, placed_on=candidate.placed_on)
         return on_meshes(placed, candidate.degrees) if candidate.degrees.size > 1 else placed
 
@@ -84,14 +84,17 @@ def _near(choice: Choice, ranked: Ranked, max_delay: float | None) -> tuple[Cand
     now = estimates.candidate(whole.shape, whole.rows, whole.starts, whole.keep_together)
     assert now is not None, "a ranked plan is legal"
     least = (1 + MOST_SLOWER) * now.seconds
-    if not candidate.sum_parts and now.seconds <= ranked.seconds:  # other plans are not faster than their estimates
+    if not candidate.sum_parts and now.seconds <= ranked.seconds:  # simulations are not faster than estimates
         least = min(least, (1 - GAIN) * ranked.seconds)
     near = [one for one in neighbours(whole, estimates) if one.over is None and one.is_within(max_delay) and one.seconds <= least]
     return like(now), list(map(like, near))
 
 
 def _steps(choice: Choice, best: Ranked, now: Candidate, others: list[Candidate]) -> Iterator[Candidate]:
-    """Yield the neighbours of a plan, the best estimates first, with sums in parts if it has some; and the plan with the other sums."""
+    """Yield the neighbours of a plan, the best estimates first, with sums in parts if the plan has them.
+
+    The plan itself is among them: with whole sums if it has sums in parts, and with sums in parts otherwise.
+    """
     for one in sorted((now, *others), key=lambda one: one.seconds):
         has_parts = bool(best.candidate.sum_parts) != (one is now)
         in_parts = with_sum_parts(one, *choice.meshes.of(one.degrees)) if has_parts else one
@@ -101,8 +104,9 @@ def _steps(choice: Choice, best: Ranked, now: Candidate, others: list[Candidate]
 def neighbours(candidate: Candidate, estimates: Estimates) -> Iterator[Candidate]:
     """Yield the plans that differ from a plan in one cut, in the stage of one replica, or in the number of microbatches in flight.
 
-    Cuts move by 1, 2, 4, ... layers. A replica moves to the busiest stage; where that is the next one, the cut between both moves, too, so
-    that they compute for about as long. Only schedules without a flush get different numbers of replicas.
+    Cuts move by 1, 2, 4, ... layers. A replica moves to one of the two busiest stages. If this is a neighbouring stage, the plan is also
+    tried with the cut between both stages moved so that they compute for about as long. Only schedules without a flush get different
+    numbers of replicas.
 
     Args:
         candidate: a plan of one stage on each rank, with whole backwards.
@@ -140,7 +144,7 @@ def neighbours(candidate: Candidate, estimates: Estimates) -> Iterator[Candidate
 
 
 def _balanced(starts: tuple[int, ...], replicas: tuple[int, ...], s: int, work: list[float]) -> tuple[int, ...]:
-    """Return the cuts with the one before stage s where both stages have about as much work for each replica."""
+    """Return the cuts with the cut before stage s moved to where both its stages have about the same work for each replica."""
     first, end = starts[s - 1], (*starts, len(work) - 1)[s + 1]
     before, after = replicas[s - 1 : s + 1]
     cut = min(range(first + 1, end), key=lambda cut: max((work[cut] - work[first]) / before, (work[end] - work[cut]) / after))

@@ -1,8 +1,8 @@
 """Plans that keep parts of their state in host memory, derived from plans that do not fit.
 
-Each rank that lacks memory gets the first of `LEVELS` with which it fits: what is moved least often comes first. The memory of a rank
-depends neither on the times of a run nor on other ranks, so the same simulations decide all ranks. What the moves cost follows from a
-simulation of the whole, with the links to host memory.
+Each rank that lacks memory gets the first of `LEVELS` with which it fits. The parts that are moved least often come first. The memory of a
+rank depends neither on the times of a run nor on other ranks, so the same simulations decide for all ranks. The time that moves take
+follows from a simulation of the whole plan, with the links to host memory.
 """
 
 import dataclasses
@@ -22,19 +22,19 @@ LEVELS: tuple[tuple[jpipe.plan.Kept, ...], ...] = (
     ("optimizer", "residuals", "stash"),
     ("optimizer", "versions", "residuals", "stash"),
 )
-"""What waits in host memory: nothing, then more and more."""
-BASES = 12  # plans that are tried
-MOST_IN_ALL = 48_000  # forwards of all simulations, after which no further plan is tried
+"""The parts of the state in host memory at each level: nothing, then more and more."""
+BASES = 12  # the most plans that are tried
+MOST_IN_ALL = 48_000  # forwards in all simulations, after which no further plan is tried
 
 
 def offload_bases(candidates: Iterable[Candidate], lacks_in_host: Callable[[Candidate], bool] = lambda _: False) -> list[Candidate]:
-    """Return the plans that lack memory, or recompute so that they fit, for which host memory may suffice.
+    """Return plans to try with host memory: plans that lack memory, or that recompute so that they fit.
 
-    Of each kind these are the one that lacks least, and the fastest.
+    For each kind these are the plan that lacks least, and the fastest plan with as many rows in a microbatch.
 
     Args:
         candidates: the plans.
-        lacks_in_host: whether a plan does not fit even with host memory; those are tried last.
+        lacks_in_host: whether a plan does not fit even with host memory; such plans come last.
     """
     tight = [candidate for candidate in candidates if lacks_memory(candidate)]
     fastest = {
@@ -47,13 +47,13 @@ def offload_bases(candidates: Iterable[Candidate], lacks_in_host: Callable[[Cand
 
 
 def find_offloads(choice: Choice, bases: Sequence[Candidate]) -> list[Ranked]:
-    """Return plans that fit because parts of their state wait in host memory, with their simulations.
+    """Return simulated plans that fit because parts of their state wait in host memory.
 
-    Each plan is tried with the recomputation that it has, and without any.
+    Each plan is tried with its recomputation, and without recomputation.
 
     Args:
-        choice: the ranking, for its profile, its topology and whether updates wait for a norm.
-        bases: plans that do not fit, or do not without recomputation.
+        choice: the ranking, which gives the profile, the topology and whether updates wait for a norm.
+        bases: plans that do not fit, or that do not fit without recomputation.
     """
     found, spent = list[Ranked](), 0
     for base in bases:
@@ -66,10 +66,10 @@ def find_offloads(choice: Choice, bases: Sequence[Candidate]) -> list[Ranked]:
 
 
 def _offloads_of(choice: Choice, candidate: Candidate) -> tuple[list[Ranked], int]:
-    """Return a plan with as little in host memory as it needs to fit, and with as much of the same ranks as possible.
+    """Return a plan with the fewest parts in host memory with which it fits, and with the most parts of the same ranks.
 
     Returns:
-        The plans that fit; the number of forwards that were simulated.
+        The plans that fit; the number of simulated forwards.
     """
     profile, topology = choice.meshes.of(candidate.degrees)
     plan, found, forwards, spent = candidate.plan(profile.ids), list[Ranked](), choice.forwards(candidate), 0
@@ -90,7 +90,7 @@ def _offloads_of(choice: Choice, candidate: Candidate) -> tuple[list[Ranked], in
         return found, spent
     for level in range(1, len(LEVELS)):
         offload = _offload(plan, costs, [level if known < 0 else 0 for known in levels])
-        if min(levels) >= 0 or offload == last:  # nothing more than at the level before
+        if min(levels) >= 0 or offload == last:  # the same parts as at the level before
             continue
         last, (one, waiting) = offload, simulated(offload)
         for p, known in enumerate(levels):
@@ -102,13 +102,13 @@ def _offloads_of(choice: Choice, candidate: Candidate) -> tuple[list[Ranked], in
     for offload in dict.fromkeys(_offload(plan, costs, chosen) for chosen in (levels, deepest)):
         one, waiting = simulated(offload)
         if one.candidate.over is None and lacking(waiting, host_limits)[1] <= 0:
-            seconds = min(on_device.seconds, one.seconds)  # moves never gain time, but times are rounded
+            seconds = min(on_device.seconds, one.seconds)  # moves never save time, but times are rounded
             found.append(dataclasses.replace(one, candidate=dataclasses.replace(one.candidate, on_device=seconds)))
     return found, spent
 
 
 def _offload(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], levels: Sequence[int]) -> jpipe.plan.HostMemory | None:
-    """Return what waits in host memory at these levels of the pipeline ranks, if the plan has it and may move it."""
+    """Return the parts in host memory at these levels of the pipeline ranks, without parts that the plan lacks or cannot move."""
     stages: dict[jpipe.plan.Kept, list[int]] = {}
     for level, of_rank in zip(levels, plan.pipeline_ranks, strict=True):
         for s in of_rank:
@@ -121,7 +121,7 @@ def _offload(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], levels
 
 
 def _may_wait(plan: jpipe.Plan, s: int, cost: jpipe.programs.StageCost, what: jpipe.plan.Kept) -> bool:
-    """Return whether a stage has something that may wait in host memory, and the plan can move it."""
+    """Return whether a stage has the part `what` of the state, and the plan can move this part to host memory."""
     rules = jpipe.schedules.SCHEDULES[plan.schedule]
     match what:
         case "optimizer":

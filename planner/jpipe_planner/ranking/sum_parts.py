@@ -1,7 +1,7 @@
-"""Sums of gradients in parts along the layers: each begins while the backwards of earlier layers are computed.
+"""Sums of gradients in parts along the layers. Each part begins while the backwards of earlier layers are computed.
 
-The parts of a stage are cut where the sum ends earliest after the backward. Of two numbers of parts that end about as early the smaller one
-is taken, because each part is compiled, and has the latency of a sum.
+The parts of a stage are cut so that its sum ends as early as possible after the backward. If sums with two numbers of parts end about as
+early, the smaller number is taken, because each part is compiled, and has the latency of a sum.
 """
 
 import dataclasses
@@ -22,21 +22,21 @@ MOST_PARTS = 8
 
 
 def with_sum_parts(candidate: Candidate, profile: Profile, topology: Topology) -> Candidate | None:
-    """Return a plan with stages that sum their gradients in parts, where something waits for the sums; None if it gains nothing.
+    """Return a plan in which stages sum their gradients in parts if other work waits for the sums; None if no stage gains time.
 
     Args:
-        candidate: a plan of one stage on each rank.
-        profile: the profile of its layers on its meshes.
-        topology: its meshes as devices; only where sums overlap with computations do parts gain anything.
+        candidate: a plan with one stage on each rank.
+        profile: the profile of the layers on the plan's meshes.
+        topology: the plan's meshes as devices. Parts save time only if sums overlap with computations.
     """
     if topology.device.overlap != "transfers and sums" or max(candidate.replicas) == 1 or candidate.agree is not None:
         return None
     plan = dataclasses.replace(candidate, sum_parts=()).plan(profile.ids)
     layers, rules, stages = profile.costs(candidate.rows), jpipe.schedules.SCHEDULES[plan.schedule], range(plan.depth)
     passes = [cost.forward + cost.backward for cost in profile.stage_costs(plan, candidate.rows)]
-    if rules.flushes:  # the last backwards of the stages before, and their next forwards, hide a sum
+    if rules.flushes:  # the last backwards and the next forwards of earlier stages hide a sum
         hidden = [sum(passes[:s]) for s in stages]
-    else:  # what the schedule computes with older weights
+    else:  # the computations with older weights hide a sum
         hidden = [passes[s] * hidden_passes(candidate.shape, s, rules.in_flight(candidate.shape, s)) for s in stages]
     rings = find_links(candidate.in_order(topology), candidate.replicas, candidate.keep_together).rings
     parts: list[tuple[int, ...]] = [()] * plan.depth
@@ -54,19 +54,19 @@ def cut_sum(backward: Sequence[float], sending: Sequence[float], fixed: float, h
 
     Args:
         backward: seconds of the backward of each layer.
-        sending: seconds that the gradients of each layer are sent.
-        fixed: seconds that each part takes in addition.
-        hidden: seconds after the backward up to which nothing waits for the sum.
-        least: the gain in seconds for which a sum has parts, or more parts.
+        sending: seconds to send the gradients of each layer.
+        fixed: additional seconds of each part.
+        hidden: seconds after the backward during which no other work waits for the sum.
+        least: the smallest gain in seconds for which a sum gets parts, or more parts.
     """
     count = len(backward)
-    ends = np.concatenate([[0.0], np.cumsum(backward[::-1])])  # of the backwards, from the last layer to the first
+    ends = np.concatenate([[0.0], np.cumsum(backward[::-1])])  # when the backwards end, from the last layer to the first
     sent = np.concatenate([[0.0], np.cumsum(sending[::-1])])
     before = np.tri(count + 1, k=-1, dtype=bool)  # whether a part can begin at a layer and end at another one
     enough = ends[-1] + hidden
-    summed, begins = [ends + sent + fixed], list[Any]()  # when a sum of 1, 2, ... parts is over, by the layers that it has
+    summed, begins = [ends + sent + fixed], list[Any]()  # when sums of 1, 2, ... parts end, by their number of layers
     while len(summed) < min(MOST_PARTS, count) and summed[-1][-1] > enough:
-        # a part begins when its backward is over and the links are free
+        # a part begins when its backward has ended and the links are free
         times = np.maximum(summed[-1][None, :], ends[:, None]) + sent[:, None] - sent[None, :] + fixed
         times = np.where(before & (sent[None, :] > 0), times, np.inf)
         begins.append(times.argmin(1))

@@ -1,4 +1,4 @@
-"""Write the ranking as text: one row per candidate, and why others were rejected."""
+"""Write the ranking as text: a row for each candidate, and the reasons why other candidates were rejected."""
 
 import math
 from collections import Counter
@@ -49,11 +49,11 @@ HEAD = (
     "sent/sample",
     "bound by",
 )
-"""With meshes there is `mesh` after `stages`, and where devices differ `devices`, in the order of the stages."""
+"""If plans have meshes, the column `mesh` follows `stages`; if devices differ, the column `devices`, in the order of the stages."""
 
 
 def rows(choice: Choice, most: int) -> list[tuple[str, ...]]:
-    """Return rows for the first `most` plans that fit; see `head` for the columns."""
+    """Return rows for the first `most` plans that fit. `head` returns the columns."""
     return [_row(choice, n, ranked) for n, ranked in enumerate(choice.ranked[:most], start=1)]
 
 
@@ -74,7 +74,7 @@ def legend(choice: Choice, most: int, known_by: str) -> str:
     Args:
         choice: the ranking.
         most: the number of rows that are shown.
-        known_by: how the peak memory is known.
+        known_by: the words that say how the peak memory was found.
     """
     unsimulated = any(ranked.simulated is None for ranked in choice.ranked[:most])
     return (
@@ -84,7 +84,7 @@ def legend(choice: Choice, most: int, known_by: str) -> str:
 
 
 def no_pipeline(choice: Choice) -> str:
-    """Say so if a plan of one stage is the best; "" otherwise."""
+    """Return a line that says so if a plan with one stage is the best; "" otherwise."""
     best = choice.ranked[0]
     if best.candidate.depth > 1:
         return ""
@@ -98,7 +98,7 @@ def no_pipeline(choice: Choice) -> str:
 
 
 def shape(candidate: Candidate) -> str:
-    """Return the stages: `4 × 2` for two pipelines of four, `2·1·1` for other numbers of replicas, `4 ranks of 2` for two on each rank."""
+    """Return the stages: `4 × 2` for two pipelines of four stages, `2·1·1` for unequal replicas, `4 ranks of 2` for two stages a rank."""
     if candidate.chunks > 1:
         replicas = f" × {candidate.replicas[0]}" if candidate.replicas[0] > 1 else ""
         return f"{candidate.num_pipeline_ranks} ranks of {candidate.chunks}{replicas}"
@@ -113,7 +113,7 @@ def recomputation(policies: Sequence[str]) -> str:
 
 
 def schedule(candidate: Candidate) -> str:
-    """Return the schedule with its options in the plan."""
+    """Return the name of the schedule with its options."""
     parts = max((len(parts) for parts in candidate.sum_parts), default=1)
     in_parts = f"sum in {parts} parts" if parts > 1 else ""
     waiting = f"offload {offloaded(candidate)}" if candidate.offload is not None else ""
@@ -142,13 +142,13 @@ def schedule(candidate: Candidate) -> str:
 
 
 def offloaded(candidate: Candidate) -> str:
-    """Return what waits in host memory, with the stages unless they are all, as `optimizer, residuals 0 1`."""
+    """Return the parts in host memory, such as `optimizer, residuals 0 1`. The numbers are stages; without numbers all stages are meant."""
     parts = [(what, stages) for what, stages in candidate.offload or () if stages]
     return ", ".join(what if stages == "all" else " ".join([what, *map(str, stages)]) for what, stages in parts)
 
 
 def name(candidate: Candidate) -> str:
-    """Return schedule and stages, for a sentence."""
+    """Return schedule and stages as a part of a sentence."""
     mesh = f" on meshes ({candidate.degrees})" if candidate.degrees.size > 1 else ""
     if candidate.devices == 1:
         return f"one stage on {schedule(candidate)}"
@@ -165,7 +165,7 @@ def devices(topology: Topology) -> str:
 
 
 def links(topology: Topology) -> str:
-    """Return the links of equal devices, and how many of them can compute at a time, for a sentence."""
+    """Return the links of equal devices, and how many devices can compute at the same time, as a part of a sentence."""
     level, host = topology.levels[0], topology.device.host
     moves = f"; {size(host.bandwidth)}/s to host memory" if host.limit else ""
     if topology.num_devices == 1:
@@ -199,7 +199,7 @@ def rows_of(count: int) -> str:
 
 
 def why_rejected(choice: Choice, most: int) -> list[str]:
-    """Return a line for each kind of plan that does not fit by its estimate, the one that lacks least memory first."""
+    """Return a line for each kind of plan that does not fit by its estimate. The plan that lacks least memory comes first."""
     lines = []
     for candidate in choice.rejected[:most]:
         stage, lacking = candidate.over or (0, 0)
@@ -211,7 +211,7 @@ def why_rejected(choice: Choice, most: int) -> list[str]:
 
 
 def attempt(one: Attempt) -> str:
-    """Describe a plan with compiled stages that do not fit: how much they lack, and what is tried instead."""
+    """Describe a plan with compiled stages that do not fit: how many bytes they lack, and which plan is tried instead."""
     candidate, rank = one.ranked.candidate, one.rank
     what = "rank" if candidate.chunks > 1 else "stage"
     lacks = f"{what} {rank} lacks {size(one.compiled.lacking or 0)} when compiled"
@@ -227,7 +227,7 @@ def attempt(one: Attempt) -> str:
 
 
 def why_chosen(choice: Choice, most: int) -> list[tuple[str, ...]]:
-    """Return rows that compare the first plan that fits with the best of other kinds; see `WHY_HEAD` for the columns."""
+    """Return rows that compare the first plan that fits with the best plans of other kinds. `WHY_HEAD` has the columns."""
     rows = list[tuple[str, ...]]()
     for other in choice.ranked[:most]:
         candidate, limits = other.candidate, choice.limits(other.candidate)
@@ -244,7 +244,7 @@ WHY_HEAD = ("schedule", "stages", "time per sample", "bubble", "peak memory of e
 
 
 def _what_is_worse(best: Ranked, other: Ranked) -> str:
-    """Return what a plan lacks in comparison with the chosen one, in words."""
+    """Return words that say why a plan is worse than the chosen plan."""
     candidate, chosen = other.candidate, best.candidate
     slower = best.samples_per_second / other.samples_per_second - 1
     if slower > EQUAL:
@@ -263,7 +263,7 @@ def _what_is_worse(best: Ranked, other: Ranked) -> str:
 
 
 def what_would_fit(choice: Choice) -> list[str]:
-    """Explain, for a model that fits nowhere, how much is lacking at which stage and what to change; recomputation was always tried."""
+    """Explain for a model that fits nowhere which stage lacks how many bytes, and what to change. Recomputation was always tried."""
     best = choice.rejected[0]
     limits, (stage, lacking) = choice.limits(best), best.over or (0, 0)
     limit = limits[stage]
@@ -310,17 +310,17 @@ def _row(choice: Choice, rank: int, ranked: Ranked) -> tuple[str, ...]:
 
 
 def price_of_flush(choice: Choice, delayed: Ranked | None = None) -> list[str]:
-    """Compare the best plan that flushes with the best asynchronous plan, and say when the asynchronous one pays.
+    """Compare the best plan that flushes with the best asynchronous plan, and say when the asynchronous plan pays.
 
-    It trains sooner if it reaches the same loss with fewer than so many times the samples. For equal stages and links that take no time,
-    that is (m + d - 1)/m.
+    The asynchronous plan reaches a loss sooner if the ratio of the samples that both plans need is smaller than its speed-up. For equal
+    stages and links that take no time, the speed-up is (m + d - 1)/m.
 
     Args:
         choice: a ranking.
-        delayed: an asynchronous plan from outside the ranking, for rankings without one.
+        delayed: an asynchronous plan from outside the ranking, if the ranking has no asynchronous plan.
 
     Returns:
-        The lines; none if the ranking has only plans of one of the two kinds.
+        The lines; empty if there is no plan of one of the two kinds.
     """
     by_flush = {flushes: [one for one in choice.ranked if _flushes(one) == flushes] for flushes in (True, False)}
     if not by_flush[True] or not (by_flush[False] or delayed):

@@ -1,10 +1,11 @@
-"""Plans with several stages on a rank, split backwards, sums in parts, or options that save memory, derived from plans without them.
+"""Variants: plans with several stages on a rank, split backwards, sums in parts, or options that save memory.
 
-The search over all cuts is for one stage on each rank, with whole backwards. What interleaving and split backwards gain depends little on
-the cut, so the best plans of `pipedream_flush` are cut further into equal chunks. The best plans of the schedules that can send gradients
-early are tried with split backwards, and those with replicas with sums in parts. Those that need more memory than a device has, or
-recompute because of that, are tried with fewer microbatches in flight, and with replicas that share an optimizer. There is no estimate of
-such a plan, so the variants of the best plan are simulated, and of the others only those that were fastest there.
+The search over all cuts is only for plans with one stage on each rank and whole backwards. Variants are derived from such plans. The gain
+of interleaving and split backwards depends little on the cut, so the best plans of `pipedream_flush` are cut further into equal chunks. The
+best plans of schedules that can send gradients early are tried with split backwards, and plans with replicas are tried with sums in parts.
+Plans that need more memory than a device has, or recompute for this reason, are tried with fewer microbatches in flight, and with replicas
+that share an optimizer. Variants have no estimates: all variants of the best plan are simulated, and then only the fastest kinds of
+variants for the other plans.
 """
 
 import dataclasses
@@ -22,18 +23,18 @@ from jpipe_planner.search.balance import balance
 from jpipe_planner.search.candidate import Candidate
 
 BASE = "pipedream_flush"
-BASES = 4  # plans that are varied
-FASTEST = 4  # kinds of variants of the first of them that are tried for the others
-EARLY = 2  # plans of each schedule that are tried with `split_backward` "early"
-SAVING = 3  # equal pipelines of each schedule that are tried with fewer microbatches in flight, or with replicas that share an optimizer
-IN_PARTS = 4  # plans that are tried with sums in parts
+BASES = 4  # the most plans that get variants
+FASTEST = 4  # the fastest kinds of variants of the first plan, which are tried for the other plans
+EARLY = 2  # the most plans of each schedule that are tried with `split_backward` "early"
+SAVING = 3  # the most plans of each schedule that are tried with fewer microbatches in flight, or with a shared optimizer
+IN_PARTS = 4  # the most plans that are tried with sums in parts
 MOST_CHUNKS = 3
-MOST_MICROBATCHES = 1024  # most of a plan that is varied
-NEAR = 0.3  # relative amount by which plans that are varied may be slower than the fastest one
+MOST_MICROBATCHES = 1024  # the most microbatches of a plan that gets variants
+NEAR = 0.3  # relative amount by which a plan that gets variants may be slower than the fastest plan
 
 
 def variant_schedules() -> tuple[str, ...]:
-    """Return the schedules that `find_variants` makes plans of, without a flush only with several chunks."""
+    """Return the schedules of the plans that `find_variants` makes. Without a flush it makes only plans with several chunks."""
     return tuple(name for name, rules in jpipe.schedules.SCHEDULES.items() if not is_planned(name) or rules.layout == "looped")
 
 
@@ -46,11 +47,11 @@ def find_variants(
     max_delay: float | None = None,
     share_optimizer: bool = True,
 ) -> None:
-    """Simulate plans that are derived from others, as long as that does not take too long.
+    """Simulate plans that are derived from other plans, as long as the simulations do not take too long.
 
     Args:
-        choice: the ranking of the plans that are varied.
-        candidates: those plans, and others of `pipedream_flush` without a simulation, the best estimates first.
+        choice: the ranking of the plans that get variants.
+        candidates: these plans, and plans of `pipedream_flush` without a simulation, the best estimates first.
         schedules: the schedules that may be used.
         tried: results of simulations by candidate; new ones are added.
         max_delay: the largest mean delay of a plan in updates, see `Candidate.delay`; None: any.
@@ -62,7 +63,7 @@ def find_variants(
     waiting = [
         one
         for one in in_order([one for one in tried.values() if one.candidate.schedule in schedules and one.candidate.over is None])
-        if one.computing < one.seconds * (1 - EQUAL)  # or they gain nothing
+        if one.computing < one.seconds * (1 - EQUAL)  # otherwise nothing can be gained
     ]
     near = [one.candidate for one in waiting if one.samples_per_second * (1 + NEAR) >= fastest]
     splitting = (one for one in near if one.depth > 1)
@@ -97,18 +98,18 @@ def lacks_memory(candidate: Candidate) -> bool:
 
 
 def _could_win(base: Candidate, fastest: float) -> bool:
-    """Return whether a plan that flushes would be as fast as the fastest one if it were not filled and drained."""
+    """Return whether a plan that flushes would be as fast as the fastest plan if filling and draining took no time."""
     m = base.microbatches / base.replicas[0]
     return base.samples_per_second * (m + base.depth - 1) / m >= fastest * (1 - EQUAL)
 
 
 def _kind(candidate: Candidate) -> tuple[object, ...]:
-    """Return what variants of different plans have in common."""
+    """Return the properties that variants of one kind have in common, even if they are derived from different plans."""
     return candidate.schedule, candidate.chunks, (candidate.options.order_limit or 0) // candidate.depth
 
 
 def _bases(candidates: Iterable[Candidate], most: int) -> list[Candidate]:
-    """Return the best plans of each schedule that differ in more than their cut."""
+    """Return for each schedule the best `most` plans; of plans that differ only in their cut, only the best one counts."""
     best: dict[str, dict[tuple[object, ...], Candidate]] = {}
     for candidate in candidates:
         if candidate.has_one_stage_each and candidate.options.update_every == "batch":
@@ -118,7 +119,7 @@ def _bases(candidates: Iterable[Candidate], most: int) -> list[Candidate]:
 
 
 class _Variants:
-    """The search for variants, which simulates them while they are few enough."""
+    """The search for variants, which simulates up to a number of forwards."""
 
     def __init__(self, choice: Choice, schedules: Sequence[str], tried: dict[Candidate, Ranked], max_delay: float | None) -> None:
         self._choice, self._schedules, self._tried, self._max_delay = choice, schedules, tried, max_delay
@@ -126,7 +127,7 @@ class _Variants:
         self._spent = 0
 
     def simulate(self, variants: Iterable[Candidate], share: float = 1.0) -> list[Ranked]:
-        """Simulate legal variants, the shortest simulations first, with a share of the forwards that are left; return those that fit."""
+        """Simulate legal variants, the shortest simulations first, and return the plans that fit. `share` limits the remaining forwards."""
         ids, needs = self._choice.profile.ids, {"skip_nonfinite": self._choice.global_norm, "ties": bool(self._choice.profile.shared)}
         legal = [one for one in variants if one.is_within(self._max_delay) and not excluded(one.plan(ids), **needs)]
         fitting, most = list[Ranked](), self._spent + share * (MOST_IN_ALL - self._spent)
@@ -134,16 +135,16 @@ class _Variants:
             if self._spent + effort > most:
                 break
             self._spent += effort
-            one = self._choice.simulate(dataclasses.replace(candidate, bound=""))  # it is not bound like its base
+            one = self._choice.simulate(dataclasses.replace(candidate, bound=""))  # other things may limit its speed
             if one.simulated is not None:
                 self._tried[candidate] = one
                 fitting += [one] if one.candidate.over is None else []
         return fitting
 
     def with_fewer(self, base: Candidate) -> Iterator[Candidate]:
-        """Yield the plan with fewer and fewer microbatches in flight, without recomputation and, if it does not fit otherwise, with both.
+        """Yield the plan with fewer and fewer microbatches in flight, without recomputation; if `base` does not fit, also with both.
 
-        Half of them would take longer than recomputation.
+        With fewer than half of the microbatches, a plan that fits would be slower than with recomputation.
         """
         rules, usual = jpipe.schedules.SCHEDULES[base.schedule], base.with_options(extra_in_flight=0).shape
         most = max(rules.in_flight(usual, s) for s in range(base.depth))
@@ -152,7 +153,7 @@ class _Variants:
             yield from _with_policies(base, base.with_options(max_in_flight=limit, extra_in_flight=0))
 
     def of_ranks(self, base: Candidate, kinds: Sequence[tuple[object, ...]] | None) -> Iterator[Candidate]:
-        """Yield legal plans of the schedules on the ranks of a plan; of these kinds, unless None."""
+        """Yield legal plans of the schedules on the ranks of a plan; if `kinds` is not None, only plans of these kinds."""
         for name in [name for name in self._schedules if name in variant_schedules()]:
             rules = jpipe.schedules.SCHEDULES[name]
             if "order" in rules.options:
@@ -163,10 +164,13 @@ class _Variants:
                     yield from self._chunked(base, name, chunks, self._is_restricted and needs_vertical_sync(name))
 
     def _ordered(self, base: Candidate, schedule: str, kinds: Sequence[tuple[object, ...]] | None) -> Iterator[Candidate]:
-        """Yield plans with an order for the times of their stages, with the activations of 1F1B's first rank, and with twice as many."""
+        """Yield plans with an order made for the times of their stages.
+
+        The orders keep as many activations as the first rank of 1F1B, or twice as many.
+        """
         for layout, chunks in (("zb_h1", 1), ("zb_v", 2)):
             for candidate in self._chunked(base, layout, chunks):
-                if self._spent + self._choice.forwards(candidate) > MOST_IN_ALL:  # an order takes as long as a simulation
+                if self._spent + self._choice.forwards(candidate) > MOST_IN_ALL:  # making an order takes as long as a simulation
                     continue
                 profile, topology = self._choice.meshes.of(base.degrees)
                 width = base.replicas[0]
@@ -175,7 +179,7 @@ class _Variants:
                     replicas=(1,) * candidate.depth,
                     microbatches=candidate.microbatches // width,
                     degrees=type(base.degrees)(),
-                    agree=None,  # one pipeline, which agrees with none
+                    agree=None,  # one pipeline alone
                 )
                 plan = narrow.plan(profile.ids)
                 costs = slowed(plan, profile.stage_costs(plan, base.rows), topology)
@@ -187,7 +191,7 @@ class _Variants:
                     yield dataclasses.replace(candidate.with_options(order=order, order_limit=limit), schedule=schedule)
 
     def _chunked(self, base: Candidate, schedule: str, chunks: int, vertical_sync: bool = False) -> Iterator[Candidate]:
-        """Yield the plan with this number of chunks on each rank, if it is legal."""
+        """Yield the plan with `chunks` stages on each rank, if it is legal."""
         stages, (profile, topology) = base.depth * chunks, self._choice.meshes.of(base.degrees)
         if stages > len(profile.ids):
             return
@@ -212,6 +216,6 @@ class _Variants:
 
 
 def _with_policies(base: Candidate, saving: Candidate) -> Iterator[Candidate]:
-    """Yield a plan that saves memory without recomputation and, if the plan that it is derived from does not fit with it, with both."""
+    """Yield the plan `saving`, which saves memory, without recomputation. If `base` does not fit, also yield it with recomputation."""
     for policies in dict.fromkeys((("none",) * base.depth, base.policies) if base.over else (("none",) * base.depth,)):
         yield dataclasses.replace(saving, policies=policies)

@@ -12,12 +12,12 @@ _TICKS = 1e15  # per second, so that sums and ties are exact
 
 
 def balance(seconds: Sequence[float], stages: int, slowness: Sequence[float] | None = None) -> tuple[int, ...]:
-    """Return the cut into contiguous stages that minimizes the longest stage; among such cuts an even one.
+    """Return the cut into contiguous stages that minimizes the longest stage. Among such cuts, an even cut is chosen.
 
     Args:
-        seconds: seconds of each layer.
-        stages: number of stages, at most as many as layers.
-        slowness: the factor of all seconds in each stage, because its devices differ; None: 1 for all.
+        seconds: the seconds of each layer.
+        stages: the number of stages, at most the number of layers.
+        slowness: for each stage the factor of its seconds, if devices differ; None: 1 for all stages.
 
     Returns:
         The first layer of each stage.
@@ -38,10 +38,10 @@ def balance(seconds: Sequence[float], stages: int, slowness: Sequence[float] | N
 
 
 def _fill(sums: list[int], stages: int, limit: int) -> tuple[list[int], int, int]:
-    """Fill stage after stage up to a limit.
+    """Fill one stage after the other up to a limit.
 
     Returns:
-        The end of each stage; the longest stage; the smallest limit that would add a layer to one of them.
+        The end of each stage; the longest stage; the smallest limit with which a stage would get another layer.
     """
     ends, longest, longer = [0], 0, sums[-1]
     for s in range(stages):
@@ -72,7 +72,7 @@ def _spread(sums: list[int], stages: int, limit: int) -> tuple[int, ...]:
 def _by_speed(seconds: Sequence[float], slowness: Sequence[float]) -> tuple[int, ...]:
     """Return the cut that minimizes the longest stage, by dynamic programming over the stages and their ends.
 
-    Of the cuts that are equal up to a stage, the earliest are taken.
+    Among equally good cuts, the earliest is taken.
     """
     sums = np.concatenate([[0.0], np.cumsum(seconds)])
     each = np.where(np.tri(len(sums), k=-1, dtype=bool), sums[:, None] - sums, np.inf)  # by end and first layer

@@ -15,10 +15,10 @@ __all__ = ["NO_EXTRAS", "Candidate", "Extras"]
 
 
 class Extras(NamedTuple):
-    """What plans do only if they are asked to, because the run learns something else.
+    """Options that plans have only on request, because they change the results of a run.
 
     Attributes:
-        agree: how replicas agree, where there are several; then all stages have as many, and nothing else is summed.
+        agree: how replicas agree, if there are several. Then all stages have the same number of replicas, and no gradients are summed.
         links: how messages between stages are compressed.
     """
 
@@ -26,7 +26,10 @@ class Extras(NamedTuple):
     links: jpipe.plan.Links | None = None
 
     def of_pipelines(self, width: int, depth: int) -> "Extras":
-        """Return what w pipelines of d stages do: one pipeline agrees on nothing, one stage sends nothing; at most d fragments."""
+        """Return the options that w pipelines of d stages can have.
+
+        One pipeline does not agree, one stage sends no messages, and there are at most d fragments.
+        """
         agree, links = self.agree if width > 1 else None, self.links if depth > 1 else None
         if agree is not None and isinstance(agree.fragments, int) and agree.fragments > depth:
             agree = agree.model_copy(update={"fragments": depth})
@@ -34,11 +37,11 @@ class Extras(NamedTuple):
 
     @property
     def agreed_copies(self) -> int:
-        """The number of further copies of the weights: the agreed weights, their momentum, and changes that are applied late."""
+        """The number of additional copies of the weights: the agreed weights, their momentum, and changes that are applied late."""
         return 0 if self.agree is None else 1 + bool(self.agree.outer.momentum) + bool(self.agree.delay)
 
     def message_bytes(self, sizes: Sequence[int]) -> list[float]:
-        """Return the bytes of messages of these sizes, the mean of activations and gradients."""
+        """Return the bytes of compressed messages of these sizes, the mean of activations and gradients."""
         if self.links is None:
             return [float(size) for size in sizes]
         sent = self.links.compressed_bytes
@@ -46,34 +49,34 @@ class Extras(NamedTuple):
 
 
 NO_EXTRAS = Extras()
-"""Nothing is asked for."""
+"""No option is requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A plan in numbers, its cost, and whether it fits; those that differ only in their cost are equal.
+    """A plan in numbers, its costs, and whether it fits. Candidates that differ only in their costs are equal.
 
     Attributes:
         schedule: a name of `jpipe.schedules.SCHEDULES`.
         rows: rows per microbatch.
-        microbatches: M, microbatches per update, over all replicas.
+        microbatches: M, the microbatches per update over all replicas.
         starts: the first layer of each stage.
         replicas: number of replicas of each stage.
         policies: recomputation policy of each stage.
         options: the options of the schedule.
-        keep_together: as in `jpipe.Plan`, and so are `shard_optimizer`, `agree`, `links` and `offload`.
+        keep_together, shard_optimizer, agree, links, offload: as in `jpipe.Plan`.
         seconds: seconds per batch, in steady state.
         bubble: share of the devices' time in which they do not compute.
         memory: peak bytes of a device of each pipeline rank.
         sent: bytes per row that all devices together send.
         bound: what limits the speed, as text.
-        over: the pipeline rank that lacks most memory and how many bytes; None: it fits.
+        over: the pipeline rank that lacks most memory, and how many bytes it lacks; None: the plan fits.
         chunks: the number of stages that each rank runs.
         degrees: the mesh of each replica.
-        placed_on: the devices, or meshes, of the topology in the order in which ranks get them; None: in the order of their numbers.
-        sum_parts: for each stage how many layers each part of the sum of its gradients has, as in `jpipe.Stage`; empty: no stage
+        placed_on: the devices, or meshes, of the topology in the order of the ranks that get them; None: in the order of their numbers.
+        sum_parts: for each stage the number of layers in each part of the sum of its gradients, as in `jpipe.Stage`; empty: no stage
             sums in parts.
-        on_device: the seconds per batch of the same plan without `offload`, if the devices had the memory.
+        on_device: the seconds per batch of the same plan without `offload`, if the devices had enough memory.
     """
 
     schedule: str
@@ -132,12 +135,12 @@ class Candidate:
 
     @property
     def extras(self) -> Extras:
-        """What it does because it was asked for."""
+        """The options that the plan has on request."""
         return Extras(self.agree, self.links)
 
     @property
     def delay(self) -> float:
-        """The mean delay of its stages in steady state, in updates; 0 with schedules that flush. See `jpipe.Plan.mean_delay`."""
+        """The mean delay of the stages in steady state, in updates; 0 with schedules that flush. See `jpipe.Plan.mean_delay`."""
         if jpipe.schedules.SCHEDULES[self.schedule].flushes:
             return 0.0
         return mean_delay(self.shape)
@@ -152,28 +155,28 @@ class Candidate:
         return replace(self, options=self.options.model_copy(update=options))
 
     def is_within(self, max_delay: float | None) -> bool:
-        """Return whether its mean delay is at most `max_delay` updates, up to rounding; None: any."""
+        """Return whether the mean delay is at most `max_delay` updates, up to rounding. With None, any delay is allowed."""
         return max_delay is None or self.delay <= max_delay + 1e-9
 
     @property
     def is_late_data_parallel(self) -> bool:
-        """Whether it is data parallelism that applies the sum of the gradients one update late."""
+        """Whether the plan is data parallelism that applies the sum of the gradients one update late."""
         return self.depth == 1 and self.num_ranks > 1 and self.agree is None and not jpipe.schedules.SCHEDULES[self.schedule].flushes
 
     @property
     def has_one_stage_each(self) -> bool:
-        """Whether it has one stage on each rank, and a schedule for which all cuts are searched."""
+        """Whether the plan has one stage on each rank, and planners search all cuts for its schedule."""
         return is_planned(self.schedule) and self.chunks == 1
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """The properties that plans of one kind have in common; they differ in sizes, sums in parts and options that save memory."""
+        """The properties that plans of one kind share. They may differ in sizes, sums in parts and options that save memory."""
         options = self.options.vertical_sync, self.options.split_backward, self.options.update_every
         return self.schedule, *options, self.replicas, self.degrees, self.keep_together, self.chunks
 
     @property
     def has_whole_backwards(self) -> bool:
-        """Whether all cuts are searched for the schedule, and its backwards are computed as a whole."""
+        """Whether planners search all cuts for the schedule, backwards are not split, and sums are not in parts."""
         return is_planned(self.schedule) and self.options.split_backward == "joint" and not self.sum_parts
 
     @property
@@ -229,7 +232,7 @@ class Candidate:
         return topology if self.placed_on is None else topology.ordered(self.placed_on)
 
     def most_of_replicas(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Return the largest of the ranks' numbers for each pipeline rank."""
+        """Return for each pipeline rank the largest number of its replicas, from the numbers of all ranks."""
         largest, first = [], 0
         for count in self.replicas[: self.num_pipeline_ranks]:
             largest.append(max(sizes[first : first + count]))
@@ -244,7 +247,7 @@ class Candidate:
 
     @property
     def _ranks(self) -> jpipe.schedules.Ranks | None:
-        """The stages of each pipeline rank as the schedule needs them, in a V for orders of its own; None: one for each."""
+        """The stages of each pipeline rank in the layout of the schedule (a V for custom orders); None: one stage for each."""
         if self.chunks == 1:
             return None
         layout = jpipe.schedules.SCHEDULES[self.schedule].layout
@@ -253,7 +256,7 @@ class Candidate:
 
 @functools.total_ordering
 class _Staleness:
-    """The delay of a candidate in its sort key, which is computed only where candidates are equally fast."""
+    """The delay of a candidate as a part of its sort key. It is computed only if candidates are equally fast."""
 
     def __init__(self, candidate: Candidate) -> None:
         self.candidate = candidate

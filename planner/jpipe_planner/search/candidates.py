@@ -1,4 +1,4 @@
-"""All candidates: parallel equal pipelines of all schedules, and PipeDream's stages, each with its own number of replicas."""
+"""All candidates: equal pipelines of all schedules, and PipeDream's stages, which may have different numbers of replicas."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -19,11 +19,11 @@ __all__ = ["Updates", "find_candidates", "has_searchable_stages"]
 Updates = Literal["batch", "replicas"]
 """How PipeDream's stages update; see `find_candidates`."""
 
-MOST_DIFFERING = 1024  # devices of a topology with differing ones for which PipeDream's stages are searched
+MOST_DIFFERING = 1024  # if devices differ, PipeDream's stages are searched for at most this number of devices
 
 
 def has_searchable_stages(topology: Topology) -> bool:
-    """Return whether PipeDream's stages, each with its own number of replicas, are searched: not for very many devices that differ."""
+    """Return whether PipeDream's stages are searched for a topology. They are not if very many devices differ."""
     return not topology.differing or topology.num_devices <= MOST_DIFFERING
 
 
@@ -41,23 +41,24 @@ def find_candidates(
     global_norm: bool = False,
     extras: Extras = NO_EXTRAS,
 ) -> list[Candidate]:
-    """Return all plans of equal pipelines, and for each microbatch size the best of PipeDream's (1F1B round-robin), with estimates.
+    """Return all plans of equal pipelines, and for each microbatch size the best of PipeDream's plans (1F1B round-robin), with estimates.
 
     Schedules that do not flush are tried with 0, 2 and 4 additional microbatches in flight. If layers share a parameter, or gradients are
-    clipped by their norm over all stages, those that `updates_early` names are left out, and `pipedream` is tried with `vertical_sync`
-    and equal pipelines only. Data parallelism is tried with each schedule that does not flush, too: the sum of an update then overlaps with
-    the next computations, and is applied one update late.
+    clipped by their norm over all stages, schedules are left out if `updates_early` is true for them, and `pipedream` is tried only with
+    `vertical_sync` and equal pipelines. Data parallelism is tried with each schedule that does not flush, too: then the sum of an update
+    overlaps with the next computations, and is applied one update late.
 
     Args:
         profile, topology, batch, exact, replicas, max_delay, global_norm: as in `find_plans`.
-        schedules: the schedules to try, of `planned_schedules`; None: all of them.
-        pipedream: how PipeDream's stages update. "batch": all once per batch, so their replicas divide its microbatches. "replicas": each
-            after one microbatch of each of its replicas, so that their number is free, as in the original; the batch may be smaller.
-        meshes: the meshes to try, each in place of a device; of `possible_degrees`, or others.
-        extras: what plans are to do in addition. Pipelines that agree are equal ones; messages between meshes cannot be compressed.
+        schedules: the schedules to try, from `planned_schedules`; None: all of them.
+        pipedream: how PipeDream's stages update. "batch": all stages update once per batch, so the number of replicas must divide the
+            number of microbatches. "replicas": as in the original, each stage updates after one microbatch of each of its replicas, so the
+            number of replicas is free; the batch may be smaller.
+        meshes: the meshes to try instead of a device, such as `possible_degrees` returns.
+        extras: options that plans must have. Pipelines that agree are equal; messages between meshes cannot be compressed.
 
     Returns:
-        The candidates, the best estimates first, then those that do not fit.
+        The candidates: the best estimates first, plans that do not fit last.
     """
     schedules = planned_schedules() if schedules is None else schedules
     is_restricted = global_norm or bool(profile.shared)
@@ -68,7 +69,7 @@ def find_candidates(
         estimates = Estimates(of_mesh, on_devices, extras)
         yield from equal_pipelines(estimates, batch, schedules, exact=exact, replicas=replicas, syncs=is_restricted)
         if SCHEDULE in schedules and not is_restricted and extras.agree is None and has_searchable_stages(on_devices):
-            plans = pipedream_plans(estimates, batch, pipedream, exact)  # of one stage, they may be among the equal pipelines
+            plans = pipedream_plans(estimates, batch, pipedream, exact)  # plans of one stage may be equal pipelines, too
             yield from (one for one in plans if one.depth > 1 or one.options.update_every == "replicas")
 
     views, found = Meshes(profile, topology), list[Candidate]()
@@ -83,8 +84,8 @@ def find_candidates(
         found += searched if degrees.size == 1 else [on_meshes(candidate, degrees) for candidate in searched]
     useful, seen = list[Candidate](), set[object]()
     for candidate in found:
-        # In one stage there is nothing to pipeline. All schedules that flush are equal there; a schedule that does not applies the sum of
-        # the gradients of several replicas one update late, so that it overlaps with the next computations.
+        # With one stage all schedules that flush are equal. A schedule that does not flush applies the sum of the gradients of several
+        # replicas one update late, so that the sum overlaps with the next computations.
         same: object = candidate
         if candidate.is_late_data_parallel:
             same = candidate.rows, candidate.microbatches, candidate.replicas, candidate.degrees, candidate.delay
@@ -97,5 +98,5 @@ def find_candidates(
 
 
 def on_meshes(candidate: Candidate, degrees: Degrees) -> Candidate:
-    """Return a candidate for meshes from one for their profile and topology."""
+    """Return the candidate on meshes for a candidate from the profile and topology in which each mesh counts as one device."""
     return dataclasses.replace(candidate, degrees=degrees, sent=candidate.sent * degrees.size)

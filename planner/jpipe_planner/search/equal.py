@@ -1,6 +1,6 @@
 """Parallel equal pipelines: every width, depth, schedule, microbatch size and number of microbatches.
 
-PipeDream-2BW (ICML 2021), section 4, for all schedules; data parallelism is a pipeline of one stage.
+This is the search of PipeDream-2BW (ICML 2021, section 4), for all schedules. Data parallelism is a pipeline of one stage.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,24 +15,24 @@ from jpipe_planner.search.balance import balance
 from jpipe_planner.search.candidate import Candidate
 from jpipe_planner.search.estimate import Estimates
 
-EXTRA = (0, 2, 4)  # additional microbatches in flight, tried without a flush; steps try the numbers between
+EXTRA = (0, 2, 4)  # additional microbatches in flight to try without a flush; `improve` tries the numbers between
 
 
 def equal_pipelines(
     estimates: Estimates, batch: int, schedules: Sequence[str], *, exact: bool = True, replicas: bool = True, syncs: bool = False
 ) -> list[Candidate]:
-    """Return all plans of w pipelines of d stages on all w d devices, and of one stage on one device; on others only if none fits.
+    """Return all plans of w pipelines of d stages on all devices, and the plans of one stage on one device.
 
-    Each depth has the cuts that balance compute best without and with recomputation. Where devices differ, plans that leave slow devices
-    idle are tried as well.
+    If no plan fits, plans that leave devices idle are added. Each depth has the cuts that balance computations best without and with
+    recomputation. If devices differ, plans that leave slow devices idle are tried as well.
 
     Args:
         estimates: the estimates of the plans.
         batch: the largest number of rows per update.
-        schedules: the schedules to try, of `planned_schedules`.
-        exact: whether the batch must have exactly that many rows.
-        replicas: whether stages may have replicas. Without: all plans of one pipeline, on any number of the devices.
-        syncs: whether updates depend on the gradients of all stages, so that schedules that need it have `vertical_sync`.
+        schedules: the schedules to try, from `planned_schedules`.
+        exact: whether the batch must have exactly `batch` rows.
+        replicas: whether stages may have replicas. Otherwise all plans of one pipeline are tried, on any number of devices.
+        syncs: whether updates depend on the gradients of all stages. Then schedules have `vertical_sync` if they need it.
     """
     sweep = _Sweep(estimates, batch, schedules, exact, syncs)
     candidates = [candidate for width, depth in sweep.sizes(replicas) for candidate in sweep.candidates(width, depth)]
@@ -41,7 +41,7 @@ def equal_pipelines(
             fewer = list(sweep.candidates(width, depth))
             candidates += fewer
             if fewer and all(candidate.over for candidate in fewer):
-                break  # less depth needs even more memory
+                break  # with fewer stages plans need even more memory
     return candidates
 
 
@@ -52,25 +52,28 @@ class _Sweep:
         self._schedules = [(name, jpipe.schedules.SCHEDULES[name]) for name in schedules]
 
     def sizes(self, replicas: bool) -> list[tuple[int, int]]:
-        """Return each (w, d) with all devices; where they differ, the most pipelines for each depth, also on the faster devices alone."""
+        """Return each (w, d) that uses all devices.
+
+        If devices differ, return the largest w for each d, on all devices and on the faster devices alone.
+        """
         count = self._topology.num_devices
         depths = range(1, min(self._layers, count) + 1)
         if not replicas:
             return [(1, depth) for depth in depths]
         if not self._topology.differing:  # and one stage on one device, for comparison
             return list(dict.fromkeys([*((count // depth, depth) for depth in depths if count % depth == 0), (1, 1)]))
-        leading = {count, *(np.flatnonzero(np.diff(self._topology.slowness)) + 1).tolist()}  # all, and those before a change of speed
+        leading = {count, *(np.flatnonzero(np.diff(self._topology.slowness)) + 1).tolist()}  # all, and up to each change of speed
         return sorted({(some // depth, depth) for depth in depths for some in leading if some >= depth})
 
     def smaller(self) -> Iterator[tuple[int, int]]:
-        """Yield the largest number of pipelines for each depth that leaves devices idle, deepest first."""
+        """Yield (w, d) with the largest w for each d that leaves devices idle, the largest d first."""
         count = self._topology.num_devices
         for depth in range(min(self._layers, count), 0, -1):
             widths = {self._width(rows, count // depth) for rows in self._estimates.profile.sizes} - {0, count / depth}
             yield from ((width, depth) for width in sorted(widths))
 
     def _width(self, rows: int, most: int) -> int:
-        """Return the largest number of pipelines for which the batch has enough microbatches; 0: not enough for one."""
+        """Return the largest number of pipelines for which the batch has enough microbatches; 0: not even for one pipeline."""
         whole, remainder = divmod(self._batch, rows)
         if not self._exact or not whole:
             return min(most, whole)
@@ -89,7 +92,7 @@ class _Sweep:
         cuts = {balance(self._estimates.layers.work(rows, repeats), depth, slowness) for repeats in (0, 1)}
         for name, rules in self._schedules:
             if depth == 1 and rules.flushes and not rules.data_parallel:
-                continue  # the same as another one, because nothing is in flight
+                continue  # the same plan as with another schedule
             sync = self._syncs and depth > 1 and needs_vertical_sync(name)
             extras = EXTRA if "extra_in_flight" in rules.options and not rules.flushes and depth > 1 else (0,)
             for options in (PlanOptions(extra_in_flight=extra, vertical_sync=sync) for extra in extras):
@@ -97,7 +100,7 @@ class _Sweep:
                     yield from self._recut(shape, rows, cuts, keep)
 
     def _recut(self, shape: PlainShape, rows: int, cuts: Iterable[tuple[int, ...]], keep: KeepTogether) -> Iterator[Candidate]:
-        """Yield the plans with these cuts and, if only some stages recompute to fit, with the cut that balances this."""
+        """Yield the plans with these cuts. If only some stages recompute to fit, also yield the plan with the cut that balances this."""
         layers, slowness = self._estimates.layers, self._estimates.links(shape.replicas, keep).slowness
         for starts in sorted(cuts):
             candidate = self._estimates.candidate(shape, rows, starts, keep)
@@ -113,7 +116,7 @@ class _Sweep:
                     yield from () if recut is None else (recut,)
 
     def _microbatches(self, rows: int, depth: int) -> tuple[int, ...]:
-        """Return the numbers of microbatches of a pipeline to try: powers of two, the depth times these, and the largest."""
+        """Return the numbers of microbatches of a pipeline to try: powers of two, the depth times powers of two, and the largest number."""
         most, remainder = divmod(self._batch, rows)
         if self._exact:
             return (most,) if most and not remainder else ()

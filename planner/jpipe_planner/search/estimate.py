@@ -1,6 +1,6 @@
 """Estimates of plans with one stage on each rank: recomputation, memory, and seconds in closed form.
 
-They choose which plans are simulated, so they only have to rank plans roughly.
+Estimates only choose which plans are simulated, so they have to rank plans only roughly.
 """
 
 import math
@@ -22,7 +22,7 @@ from jpipe_planner.search.stages import Layers, Stages
 
 __all__ = ["Estimates"]
 
-STAYING = 2  # microbatches with residuals that stay on a device, where other residuals wait in host memory
+STAYING = 2  # the number of microbatches that keep their residuals on the device if other residuals wait in host memory
 
 
 class Estimates:
@@ -31,8 +31,8 @@ class Estimates:
     Attributes:
         profile: the costs of the layers.
         topology: the devices and links.
-        extras: what plans do in addition.
-        layers: the costs as arrays.
+        extras: options that plans have on request.
+        layers: the costs of the layers as arrays.
     """
 
     def __init__(self, profile: Profile, topology: Topology, extras: Extras = NO_EXTRAS) -> None:
@@ -43,7 +43,7 @@ class Estimates:
     def candidate(
         self, shape: PlainShape, rows: int, starts: tuple[int, ...], keep_together: KeepTogether = "replicas"
     ) -> Candidate | None:
-        """Return a plan with its estimate; each stage has the cheapest recomputation that fits, or the one that needs least.
+        """Return a plan with its estimate. Each stage has the cheapest recomputation that fits, or else the one that needs least memory.
 
         Args:
             shape: schedule, microbatches, replicas and options.
@@ -93,7 +93,7 @@ class Estimates:
         )
 
     def lacks_in_host(self, candidate: Candidate) -> bool:
-        """Return whether a plan does not fit even if optimizer states, and most residuals, wait in host memory."""
+        """Return whether a plan does not fit even if optimizer states and most residuals wait in host memory."""
         facts = schedule_facts(candidate.shape)
         assert facts is not None, "a candidate is legal"
         memory = memory_in_host(self._stages(candidate.starts, candidate.rows), facts, np.array(candidate.replicas))
@@ -102,7 +102,7 @@ class Estimates:
     def _times(
         self, stages: Stages, backward: Any, links: StageLinks, shape: PlainShape, summed: Any, updates: Any, extras: Extras
     ) -> Times:
-        """Return the times of the stages on their devices; agreements are spread over all updates, as if they were applied at once."""
+        """Return the times of the stages on their devices. Agreements count as if they were spread evenly over all updates."""
         messages = np.array(extras.message_bytes(stages.outputs[:-1].tolist()))
         sums = zip(summed.tolist(), shape.replicas, links.rings, strict=True)
         every = 1 if extras.agree is None else extras.agree.every
@@ -125,11 +125,11 @@ def memory_of(
 
     Args:
         stages: the costs of the stages.
-        facts: what the schedule says about them.
-        replicas: the number of replicas of each stage, an array.
-        extras: what the plan does in addition.
-        waiting: the inputs that wait; None: the stages belong to a plan, from which it follows.
-        gradients: likewise the gradients of outputs.
+        facts: the properties of the stages that follow from the schedule.
+        replicas: an array with the number of replicas of each stage.
+        extras: options that the plan has on request.
+        waiting: the number of inputs that wait at each stage; None: `stages` are all stages of a plan, and the numbers follow from them.
+        gradients: the number of gradients of outputs that wait at each stage; None: as for `waiting`.
     """
     trained = stages.weights - stages.frozen
     if waiting is None:
@@ -155,7 +155,7 @@ def memory_of(
 
 
 def memory_in_host(stages: Stages, facts: ScheduleFacts, replicas: Any, **waiting: Any) -> Any:
-    """Return the same while optimizer states, and the residuals of all but `STAYING` microbatches, wait in host memory."""
+    """Return the same as `memory_of` if optimizer states, and the residuals of all but `STAYING` microbatches, wait in host memory."""
     staying = facts._replace(in_flight=np.minimum(facts.in_flight, STAYING))
     computing = memory_of(replace(stages, optimizer=0 * stages.optimizer), staying, replicas, **waiting)
     return np.maximum(computing, memory_of(stages, facts._replace(in_flight=0 * facts.in_flight), replicas, **waiting))

@@ -1,9 +1,9 @@
-"""PipeDream's stages (SOSP 2019, section 3.1), each with its own number of replicas: the recurrence, with memory and ports.
+"""PipeDream's recurrence (SOSP 2019, section 3.1) for stages with different numbers of replicas, extended by memory and ports.
 
-A stage takes neighbouring layers and neighbouring devices. The recurrence goes from the first device and layer to the last: the best way to
-place the layers before j on the first u devices ends with a stage of some layers i .. j - 1 on the last r of them, and takes as long as
-the slower of this stage and the best way to place the layers before i on u - r devices. How long a stage takes depends on its layers and
-its devices alone: it computes, its port sends the messages of both its cuts and its share of a sum, and it must fit.
+A stage takes neighbouring layers and neighbouring devices. The recurrence goes from the first device and layer to the last. The best way to
+place the layers before j on the first u devices ends with a stage of some layers i .. j - 1 on the last r of these devices. It takes as
+long as this stage, or as the best way to place the layers before i on u - r devices, whichever is slower. The time of a stage depends only
+on its layers and devices: it computes, and its port sends the messages of both its cuts and its share of a sum. The stage must also fit.
 """
 
 import math
@@ -26,17 +26,17 @@ __all__ = ["Placement", "fastest_stages", "pipedream_plans"]
 
 SCHEDULE = "pipedream"
 
-MOST_CUTS = 128  # places for cuts; of more layers, those with the smallest outputs are taken
-MOST_BY_DEPTH = 4e7  # numbers to compare, up to which the best stages of each depth are found
+MOST_CUTS = 128  # the most places for cuts; with more layers, cuts are tried after layers with small outputs
+MOST_BY_DEPTH = 4e7  # the most comparisons with which the best stages of each depth are searched
 MOST_DEPTH = 32
-LEAST_DEPTH = 2  # number of stages up to which the best of each depth must be affordable, or only the best of all depths is searched
-MOST_REPLICAS = 64  # numbers of replicas, beyond which only powers of two, their multiples by three, and divisors of the devices are tried
-MARGINS = (1.0, 0.9, 0.8, 0.65)  # shares of the memory with which the recurrence is tried: it counts the fewest microbatches in flight
+LEAST_DEPTH = 2  # if `MOST_BY_DEPTH` does not allow this many stages, only the best stages over all depths are searched
+MOST_REPLICAS = 64  # with more possible numbers of replicas, only 2**k, 3 * 2**k, and divisors of the number of devices are tried
+MARGINS = (1.0, 0.9, 0.8, 0.65)  # shares of the memory to try in the recurrence, which counts too few microbatches in flight
 _INFINITE = float("inf")
 
 
 class Placement(NamedTuple):
-    """Stages on the first devices.
+    """Stages that are placed on the first devices of a topology.
 
     Attributes:
         seconds: the seconds that the slowest stage needs for a microbatch.
@@ -50,13 +50,13 @@ class Placement(NamedTuple):
 
 
 def pipedream_plans(estimates: Estimates, batch: int, every: Literal["batch", "replicas"], exact: bool) -> Iterator[Candidate]:
-    """Yield for each microbatch size the best plans of each depth, with the additional microbatches in flight of `EXTRA`.
+    """Yield for each microbatch size the best plans of each depth, with each number in `EXTRA` of additional microbatches in flight.
 
     Args:
         estimates: the estimates of the plans.
         batch: the largest number of rows per update.
-        every: as `pipedream` of `find_candidates`.
-        exact: whether the microbatches must have exactly that many rows.
+        every: the argument `pipedream` of `find_candidates`.
+        exact: whether the microbatches of an update must have exactly `batch` rows together.
     """
     for rows in estimates.profile.sizes:
         if batch < rows or (exact and batch % rows):
@@ -72,7 +72,7 @@ def pipedream_plans(estimates: Estimates, batch: int, every: Literal["batch", "r
 
 
 def _placements(estimates: Estimates, rows: int, microbatches: int | None) -> list[Placement]:
-    """Return the best placements that fit, counted with a margin; if none does, also those that need least memory, and the fastest."""
+    """Return the best placements that fit with a margin. If none fits, add those with the least memory and the fastest ones."""
     devices, found = estimates.topology.num_devices, list[Placement]()
     counts = [r for r in range(1, devices + 1) if microbatches is None or microbatches % r == 0]
     if len(counts) > MOST_REPLICAS:
@@ -85,7 +85,7 @@ def _placements(estimates: Estimates, rows: int, microbatches: int | None) -> li
     def search(margin: float | None, in_host: bool = False) -> list[Placement]:
         loads = _Loads(estimates, rows, microbatches, places, margin, in_host)
         best = fastest_stages(loads.matrix, layers, devices, counts, depth if depth >= LEAST_DEPTH else None)
-        for width in widths:  # with as many replicas of each stage
+        for width in widths:  # the same number of replicas for each stage
             best += fastest_stages(loads.matrix, layers, devices, [width], devices // width)[-1:]
         return [one._replace(starts=tuple(places[list(one.starts)].tolist())) for one in best]
 
@@ -96,11 +96,14 @@ def _placements(estimates: Estimates, rows: int, microbatches: int | None) -> li
         if estimates.topology.device.limit is None or any(plan is not None and plan.over is None for plan in plans):
             return found
     moved = [one for margin in MARGINS for one in search(margin, in_host=True)] if estimates.topology.device.host.limit else []
-    return [*found, *search(None), *search(math.inf), *moved]  # parts of them may wait in host memory
+    return [*found, *search(None), *search(math.inf), *moved]  # `moved` fit only with parts in host memory
 
 
 def _places(estimates: Estimates, rows: int) -> Any:
-    """Return the layers before which there may be cuts, in each piece of the work the one with least to send, and the number of layers."""
+    """Return the layers before which cuts are tried, and at the end the number of layers.
+
+    If there are more than `MOST_CUTS` layers, the work is divided into pieces: each piece has one cut, where the fewest bytes are sent.
+    """
     layers = estimates.layers
     if layers.count <= MOST_CUTS:
         return np.arange(layers.count + 1)
@@ -112,9 +115,9 @@ def _places(estimates: Estimates, rows: int) -> Any:
 
 
 class _Loads:
-    """The seconds per microbatch of all runs of layers as stages, on any devices, or without a margin their bytes.
+    """The seconds per microbatch of all runs of layers as stages, on any devices. Without a margin, their bytes instead of seconds.
 
-    With `in_host` a stage fits if it does with `memory_in_host`.
+    With `in_host` the memory of a stage is `memory_in_host`.
     """
 
     def __init__(
@@ -132,11 +135,11 @@ class _Loads:
         self._count, self._ranges, self._known = count, DeviceRanges(self._topology), dict[Any, Any]()
 
     def matrix(self, first: int, replicas: int) -> Any:
-        """Return the seconds by first layer and end of the stages on some devices; infinity where a stage is empty or does not fit."""
+        """Return the seconds of the stages on some devices, by first layer and end; infinity if a stage is empty or does not fit."""
         last, devices = first + replicas - 1, self._topology.num_devices
         kind = self._ranges.kind(first, last)
         ahead = -(-(devices - first) // replicas)
-        if ahead > 16:  # nearly the same for all
+        if ahead > 16:  # the memory is nearly the same for all of these
             ahead = -(-ahead // (step := 2 ** (ahead.bit_length() - 3))) * step
         sides = (
             self._side(first, last, first - 1) if first else (1.0, 1),
@@ -151,7 +154,7 @@ class _Loads:
         return self._known[key]
 
     def _side(self, first: int, last: int, neighbour: int) -> tuple[float, int]:
-        """Return the bandwidth of the links to a neighbouring device, and how many ports of the stage share the messages over them."""
+        """Return the bandwidth of the links to a neighbouring device, and how many ports of the stage share the messages to it."""
         ends = min(first, neighbour), max(last, neighbour)
         inside = (1, *self._topology.sizes)[self._topology.level(*ends)]
         return self._ranges.kind(*ends).link.bandwidth, last // inside - first // inside + 1
@@ -191,17 +194,18 @@ class _Loads:
 def fastest_stages(
     seconds: Callable[[int, int], Any], layers: int, devices: int, replicas: list[int], depth: int | None
 ) -> list[Placement]:
-    """Return the stages with the fastest slowest one, by the recurrence.
+    """Return the placements with the smallest time of the slowest stage, by the recurrence.
 
     Args:
-        seconds: (first device, replicas) -> the seconds of a stage by its first layer and one past its last one; infinity: impossible.
+        seconds: (first device, replicas) -> the seconds of a stage, by its first layer and its last layer plus one; infinity: impossible.
         layers: the number of layers.
-        devices: the number of devices; the last ones may stay idle.
+        devices: the number of devices; the last devices may stay idle.
         replicas: the numbers of replicas that a stage may have.
-        depth: the most stages: the best placement of each number of stages is found; None: only the best of all, with any number.
+        depth: the largest number of stages; the best placement for each number of stages is found. None: only the best placement with any
+            number of stages.
 
     Returns:
-        The placements, the fewest stages first; of equally fast ones with as many stages those with the fewest devices.
+        The placements, the fewest stages first. Among equally fast placements, the one with the fewest devices is taken.
     """
     ends, found, step = np.arange(layers + 1), list[Placement](), math.gcd(*replicas)
     best: Any = np.full((devices + 1, layers + 1), _INFINITE)
@@ -227,7 +231,10 @@ def fastest_stages(
 
 
 def _traced(choices: list[tuple[Any, Any]], repeats: bool, used: int, end: int, seconds: float) -> Placement:
-    """Return the stages that lead to a state, from the choices of each number of stages, or always of the last one."""
+    """Return the placement that leads to a state of the recurrence.
+
+    `choices` has the choices for each number of stages; with `repeats`, the last of them are used for all stages.
+    """
     starts, replicas = list[int](), list[int]()
     while end:
         begin, count = choices[-1] if repeats else choices[len(choices) - 1 - len(starts)]

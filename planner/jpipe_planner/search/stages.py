@@ -11,7 +11,7 @@ from jpipe.plan import repeats_forward
 from jpipe_planner.cost.memory import temporary_bytes
 from jpipe_planner.profile.profile import SHARED, Profile
 
-_ONCE = ("update", "state", *SHARED)  # do not depend on the microbatch size
+_ONCE = ("update", "state", *SHARED)  # fields that do not depend on the microbatch size
 
 
 @dataclass(frozen=True)
@@ -20,22 +20,22 @@ class Stages:
 
     Attributes:
         forward: seconds per microbatch, including dispatch.
-        backward: the same, by policy, including recomputation.
-        update: seconds, including dispatch.
-        weights: bytes of one version.
+        backward: seconds per microbatch, by policy, including recomputation and dispatch.
+        update: seconds of an update, including dispatch.
+        weights: bytes of one weight version.
         frozen: the part of `weights` that all versions share.
         accumulators: bytes of accumulated gradients.
-        optimizer: bytes.
-        ahead: bytes, see `stage_bytes`.
-        state: bytes.
-        inputs: bytes of one microbatch.
-        outputs: bytes that cross the cut; 0 at the last stage.
-        labels: bytes; 0 except at the last stage.
-        residuals: bytes of one microbatch, by policy.
-        temporary: bytes, by policy.
-        fused: temporary bytes of a stage with forward and backward in one program; its residuals are among them.
-        exchanged: bytes of shared gradients that a stage holds for the exchange: its own and the other stages'.
-        sent: bytes of shared gradients that it sends to other stages.
+        optimizer: bytes of optimizer state.
+        ahead: bytes of the prediction of `delay_correction`, see `stage_bytes`.
+        state: bytes of layer state.
+        inputs: bytes of the stage input of one microbatch.
+        outputs: bytes of one microbatch that cross the cut after the stage; 0 at the last stage.
+        labels: bytes of the labels of one microbatch; 0 except at the last stage.
+        residuals: bytes of the residuals of one microbatch, by policy.
+        temporary: bytes of scratch memory, by policy.
+        fused: bytes of scratch memory, including residuals, if forward and backward are one program.
+        exchanged: bytes of gradients of shared parameters that a stage holds to exchange them: of this stage and of other stages.
+        sent: bytes of gradients of shared parameters that a stage sends to other stages.
     """
 
     forward: Any
@@ -74,7 +74,7 @@ class Layers:
         self.repeats = np.array([float(repeats_forward(policy)) for policy in self.policies])
         self._once = {name: _sums([getattr(layer, name) for layer in profile.layers]) for name in _ONCE}
         self._unknown_full = _sums([int(any("full" not in one.residuals for one in layer.at)) for layer in profile.layers])
-        # By size, sums of all layers before each one, unless said otherwise.
+        # Arrays by size, with the sums over the layers before each layer, unless a comment says otherwise.
         self._forward, self._backward = (_sums(self._by_size(name)) for name in ("forward", "backward"))
         self._more, self._further = (_sums(self._by_size(name)) for name in ("temporary_more", "remaking_more"))
         self._following, self._scratch = self._by_size("remaking_next"), list(map(_Most, self._by_size("temporary")))  # no sums
@@ -86,28 +86,28 @@ class Layers:
         self._residuals = _sums(residuals - self._shared)
 
     def _by_size(self, name: str) -> Any:
-        """Return a number of each layer at each size."""
+        """Return the field `name` of each layer at each size."""
         layers, sizes = self._profile.layers, range(len(self._profile.sizes))
         return np.array([[getattr(layer.at[n], name) for layer in layers] for n in sizes])
 
     def _by_policy(self, name: str) -> Any:
-        """Return bytes of each layer at each size with each recomputation policy; 0 where they are not known."""
+        """Return the bytes in the field `name` of each layer at each size with each recomputation policy; 0 if they are not known."""
         layers, sizes = self._profile.layers, range(len(self._profile.sizes))
         return np.array([[[getattr(layer.at[n], name).get(policy, 0) for layer in layers] for policy in self.policies] for n in sizes])
 
     def work(self, rows: int, repeats: int) -> list[float]:
-        """Return the seconds of forward and backward of each layer, without dispatch, with the forward repeated."""
+        """Return for each layer the seconds of a forward, a backward and `repeats` repeated forwards, without dispatch."""
         n = self._profile.sizes.index(rows)
         return np.diff((1 + repeats) * self._forward[n] + self._backward[n]).tolist()
 
     def runs(self, first: Any, end: Any, rows: int) -> Stages:
-        """Return the stages of the layers from each `first` up to each `end`, for microbatches of this many rows.
+        """Return the stages of the layers from each `first` up to each `end`, for microbatches of `rows` rows.
 
-        Parameters that layers share are counted for each of them; `cut` counts them once.
+        A parameter that layers share is counted for each of these layers; `cut` counts it once.
 
         Args:
             first: the first layer of each stage, an array of any shape.
-            end: one past the last layer of each; larger than `first`.
+            end: for each stage its last layer plus one, larger than `first`.
             rows: one of the sizes of the profile.
         """
         n, dispatch, last, is_last = self._profile.sizes.index(rows), self._profile.dispatch, end - 1, end == self.count
@@ -133,7 +133,7 @@ class Layers:
         )
 
     def cut(self, starts: Sequence[int], rows: int) -> Stages:
-        """Return the stages of a cut for microbatches of this many rows, with each shared parameter once in a stage.
+        """Return the stages of a cut for microbatches of `rows` rows. A shared parameter counts once in each stage that has it.
 
         Args:
             starts: the first layer of each stage.
@@ -155,7 +155,7 @@ class Layers:
 
 
 class _Most:
-    """The maximum of values[i:j], for arrays of i < j, from two overlapping windows with powers of two as lengths."""
+    """The maximum of values[i:j], for arrays of i < j. It is the maximum over two overlapping windows, with a power of two as length."""
 
     def __init__(self, values: Any) -> None:
         rows = [values]
@@ -171,6 +171,6 @@ class _Most:
 
 
 def _sums(values: Any) -> Any:
-    """Return the sums of all values before each one and of all, along the last axis."""
+    """Return along the last axis the sum of the values before each value, and at the end the sum of all values."""
     sums = np.cumsum(values, -1)
     return np.concatenate([np.zeros_like(sums[..., :1]), sums], -1)

@@ -16,10 +16,10 @@ from jpipe_train.plan.search import search
 
 
 def find_plan(config: Config, reporter: Reporter, team: Team) -> jpipe.Plan:
-    """Profile on this device, measure the links, search and compile; all processes call this and get the same plan.
+    """Profile the model on this device, measure the links, search, and compile. All processes must call this and get the same plan.
 
     Args:
-        config: the config of the run; the plan has its batch size.
+        config: the config of the run, which gives the batch size.
         reporter: prints the result.
         team: the processes of the run.
 

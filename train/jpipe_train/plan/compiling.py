@@ -1,4 +1,4 @@
-"""Compile the best plans of a search until one fits: for which devices, and how commands say it."""
+"""Compile the best plans of a search until one fits, and describe for commands on which devices this was done."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ from jpipe_train.console.terminal import count, first_line
 from jpipe_train.plan.inputs import read_text, read_topology
 from jpipe_train.plan.profiling import Parts
 
-_MOST = 2**20  # bytes of a file
+_MOST = 2**20  # the largest size of a file in bytes
 
 
 def of_this_machine() -> Compiling:
@@ -30,11 +30,11 @@ def of_this_machine() -> Compiling:
 
 
 def read_device(name: str, option: str = "--target") -> Device:
-    """Return the device that stages are to be compiled for.
+    """Return the device to compile stages for.
 
     Args:
-        name: a target of the table, or a YAML file: of a target, or of a topology, for its device.
-        option: the option that names it, for messages.
+        name: a target of the table, or a YAML file with a target, or with a topology, which gives its device.
+        option: the option that has this name, for messages.
 
     Raises:
         InputError: there is no such target or file.
@@ -48,7 +48,7 @@ def read_device(name: str, option: str = "--target") -> Device:
 
 
 def compiled_words(compiling: Compiling) -> str:
-    """Describe which devices the stages are compiled for and, if the plan is for others, that the scratch memory may differ."""
+    """Say for which devices the stages are compiled and, if the plan is for other devices, that the scratch memory may differ."""
     if not compiling.missing:
         return f"compiled for {compiling.kind}"
     return (
@@ -76,10 +76,10 @@ def nothing_fits(choice: Choice) -> InputError:
 
 
 def confirm(plans: Plans, parts: Parts, compiling: Compiling, report: Callable[[Attempt], None]) -> Plans:
-    """Compile the fastest plans until one fits, and those that may be as fast, and put the best first.
+    """Compile the fastest plans until one fits, and other plans that may be as fast, and rank them again.
 
     Args:
-        plans: the plans that were found, by estimates.
+        plans: the result of a search.
         parts: the model.
         compiling: the devices to compile for.
         report: called with each plan that does not fit.

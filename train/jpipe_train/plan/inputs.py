@@ -1,4 +1,4 @@
-"""The request that `jpipe plan` answers, and the topology and profile files that it names."""
+"""The request of a user of `jpipe plan`, and the topology and profile files that it names."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,8 +19,8 @@ from jpipe_train.config.plan_config import PlanConfig
 from jpipe_train.plan.request import LOCAL, Options
 
 ALL = "all"  # in place of the names of schedules
-_MOST_TOPOLOGY = 2**20  # bytes
-_MOST_PROFILE = 2**25  # bytes: thousands of layers at a dozen sizes
+_MOST_TOPOLOGY = 2**20  # the largest size of a topology file in bytes
+_MOST_PROFILE = 2**25  # the largest size of a profile file in bytes: thousands of layers at a dozen sizes
 
 _EXCLUSIONS = (
     Exclusion("--pipedream", "--agree", "all stages of pipelines that agree have as many replicas", "leave one of them out"),
@@ -28,18 +28,18 @@ _EXCLUSIONS = (
     Exclusion("--mesh", "plan.links", "no search prices compressed messages on meshes"),
     Exclusion("plan.links.sums", "search for a plan", "it does not price compressed sums", "remove it, or write the plan by hand"),
 )
-"""What a search cannot combine."""
+"""The options that a search cannot combine."""
 
 
 @dataclass(frozen=True)
 class Request(Options):
-    """The request for a plan: the options, and what follows from the config and the profile.
+    """The request for a plan: the options of the command, and options that follow from the config and the profile.
 
     Attributes:
-        all_devices: whether no device may stay idle, as when each belongs to a process of its own.
-        replicas: whether stages may have replicas; they must not if layers carry state for each row from batch to batch.
-        share_optimizer: whether replicas may share an optimizer; not with a moving average of the weights.
-        extras: what plans are to do in addition, by `agree` and the config.
+        all_devices: whether plans must use all devices, as they must if each device belongs to a process of its own.
+        replicas: whether stages may have replicas; false if layers carry state for each row from batch to batch.
+        share_optimizer: whether replicas may share an optimizer; false with a moving average of the weights.
+        extras: the agreements and compressed messages that `agree` and the config request.
     """
 
     all_devices: bool = False
@@ -48,10 +48,10 @@ class Request(Options):
     extras: Extras = NO_EXTRAS
 
     def with_extras(self, plan: PlanConfig | None) -> "Request":
-        """Return the request with the options of plans that `agree` and the config ask for.
+        """Return the request with the agreements and compressed messages that `agree` and the config request.
 
         Raises:
-            InputError: `agree` does not fit the config's agreement, or options cannot be combined.
+            InputError: `agree` does not fit the agreement of the config, or options cannot be combined.
         """
         agree, links = (None, None) if plan is None else (plan.agree, plan.links)
         sums, meshes = None if links is None else links.sums, None if self.degrees in (None, (NO_MESH,)) else self.meshes
@@ -82,7 +82,7 @@ class Request(Options):
         """The requested meshes; None for all that topology and profile allow.
 
         Raises:
-            InputError: a text names no mesh.
+            InputError: a text does not describe a mesh.
         """
         meshes = self.meshes if self.meshes or self.topology != LOCAL else ("none",)
         return tuple(dict.fromkeys(map(Degrees.read, meshes))) or None
@@ -92,38 +92,39 @@ def read_topology(file: str, option: str = "--topology") -> Topology:
     """Read the topology in a YAML file.
 
     Args:
-        file: its name.
-        option: the option that names it, for messages.
+        file: the name of the file.
+        option: the option that names the file, for messages.
 
     Raises:
-        InputError: it cannot be read, or is no topology.
+        InputError: the file cannot be read, or is not a topology.
     """
     return Topology.from_yaml(read_text(file, option, _MOST_TOPOLOGY), file, expanded(file, option).parent)
 
 
 def read_profile(file: str, rows: int) -> Profile:
-    """Read a profile of jpipe's as JSON, or PipeDream's `graph.txt` (named *.txt) with microbatches of `rows` rows.
+    """Read a JSON profile of jpipe, or a `graph.txt` of PipeDream (any name *.txt) with microbatches of `rows` rows.
 
     Raises:
-        InputError: it cannot be read, or is no profile.
+        InputError: the file cannot be read, or is not a profile.
     """
     text = read_text(file, "--profile", _MOST_PROFILE)
     return read_graph_txt(text, rows, where=file) if Path(file).suffix == ".txt" else Profile.from_json(text, where=file)
 
 
 def read_text(file: str, option: str, most: int) -> str:
-    """Read a file that an option names, of at most `most` bytes."""
+    """Read the file `file`, which the option `option` names. It may have at most `most` bytes."""
     other = f"{option}: expected text in UTF-8 in '{file}', found other bytes"
     return files.read_text(expanded(file, option), most, f"{option}: cannot read '{file}'", "name a file that is there", other)
 
 
 def prepare_devices(request: Request, num_processes: int = 1) -> int | None:
-    """Configure the CPU devices that JAX needs for a plan: for this machine all its devices, for another one its largest mesh.
+    """Configure the CPU devices that JAX needs for a plan.
 
-    Each of several processes has one device, or as many as the largest mesh; they start together.
+    A plan for this machine needs all its devices, a plan for other machines as many as the largest mesh has. If there are several
+    processes, each has one device, or as many as the largest mesh has; the devices of all processes start together.
 
     Returns:
-        The number of devices of this machine to use; None if the topology is a file, or there are several processes, which use all.
+        The number of devices of this machine to use; None if the topology is a file, or if several processes use all their devices.
     """
     if request.topology != LOCAL:
         degrees = request.degrees

@@ -34,8 +34,8 @@ from jpipe_train.plan.profiling import Parts, cores_of, profile_of, profile_toge
 from jpipe_train.plan.request import LOCAL
 from jpipe_train.plan.search import refused_schedules, search
 
-SHOWN = 10  # rows of the table
-EXPLAINED = 20  # rejected plans that are listed
+SHOWN = 10  # the most rows of the table
+EXPLAINED = 20  # the most rejected plans that are listed
 
 
 def main(request: Request, connect_limit: float = 300.0, wait_limit: float = 45.0, connect: Callable[[], int] = lambda: 1) -> None:
@@ -44,11 +44,12 @@ def main(request: Request, connect_limit: float = 300.0, wait_limit: float = 45.
     Args:
         request: the request for a plan.
         connect_limit: as in `jpipe_train.run.loop.main`, in seconds.
-        wait_limit: as there, in seconds.
-        connect: connects the processes, if it is for their devices, and returns their number; process 0 searches, prints and writes.
+        wait_limit: as in `jpipe_train.run.loop.main`, in seconds.
+        connect: connects the processes, if the plan is for their devices, and returns the number of processes. Process 0 searches, prints
+            and writes.
 
     Raises:
-        InputError: something does not fit; nothing was written.
+        InputError: an option is wrong, or no plan fits. Then nothing was written.
         jpipe.PeerLost: another process died, hung or stopped.
     """
     _check(request)
@@ -75,13 +76,13 @@ def main(request: Request, connect_limit: float = 300.0, wait_limit: float = 45.
 
 @dataclass(frozen=True)
 class _Found:
-    """What was found.
+    """The result of a search.
 
     Attributes:
         plans: the plans, the best first.
-        measured: those that ran; None without `--measure`.
-        batch: rows between two updates that were asked for.
-        known_by: how the memory of the plans with compiled stages is known.
+        measured: the plans that ran; None without `--measure`.
+        batch: the requested rows between two updates.
+        known_by: words that say how the memory of the plans with compiled stages was found.
     """
 
     plans: Plans
@@ -91,7 +92,7 @@ class _Found:
 
 
 def _find(request: Request, parts: Parts | None, devices: int | None, reporter: Reporter, team: Team) -> _Found | None:
-    """Profile, search, confirm and measure; return what was found, and None in other processes than process 0."""
+    """Profile, search, confirm and measure. Return the result in process 0, and None in the other processes."""
     if (batch := request.batch) is None:
         raise InputError("--batch: a profile does not say how many rows a batch has; give their number")
     profile, topology = _profile_and_topology(request, parts, batch, devices, reporter, team)
@@ -127,7 +128,7 @@ def _find(request: Request, parts: Parts | None, devices: int | None, reporter: 
 
 
 def _finish(request: Request, found: _Found, parts: Parts | None, reporter: Reporter) -> None:
-    """Print what was found, and write it."""
+    """Print the result of a search, and write its files."""
     plans, choice, measured = found.plans, found.plans.choice, found.measured
     _report(reporter, found)
     configured = None if parts is None else parts.config.plan.agree
@@ -189,7 +190,7 @@ def _check(request: Request) -> None:
 
 
 def _check_by_reading(request: Request, config: Config | None, team: Team) -> None:
-    """Check what the config, the topology and the profile say, before devices start, data are read or layers are profiled."""
+    """Check the config, the topology and the profile before devices start, data are read or layers are profiled."""
     if request.topology != LOCAL:
         read_topology(request.topology)
     if request.profile is not None and team.is_first:
@@ -200,14 +201,14 @@ def _check_by_reading(request: Request, config: Config | None, team: Team) -> No
 
 
 def _most_in_mesh(request: Request, topology: Topology) -> int:
-    """Return the number of devices of the largest mesh to try on the machines of a file."""
+    """Return the number of devices in the largest mesh to try on the machines in a topology file."""
     return topology.most_in_mesh if request.degrees is None else max(mesh.size for mesh in request.degrees)
 
 
 def _profile_and_topology(
     request: Request, parts: Parts | None, batch: int, devices: int | None, reporter: Reporter, team: Team
 ) -> tuple[Profile, Topology]:
-    """Read or measure the profile and the topology; all processes get the same."""
+    """Read or measure the profile and the topology. All processes get the same profile and topology."""
     topology = read_topology(request.topology) if request.topology != LOCAL else None
     local = jax.device_count() if topology is None and devices is None else devices or 1
     if request.profile is not None:
@@ -292,7 +293,7 @@ def _report(reporter: Reporter, found: _Found) -> None:
 
 
 def _memory(chosen: Ranked, confirmed: Compiled | None, p: int) -> str:
-    """Return the peak memory of a rank with its parts; if its stages are compiled, also the error of the estimate."""
+    """Describe the peak memory of a rank and its parts. If the stages of the rank are compiled, add the error of the estimate."""
     peak, persistent = chosen.memory[p], chosen.held
     parts = "" if persistent is None else f" (held {table.size(persistent[p])}, temporary {table.size(peak - persistent[p])})"
     if confirmed is None or p not in confirmed.ranks:
@@ -301,7 +302,7 @@ def _memory(chosen: Ranked, confirmed: Compiled | None, p: int) -> str:
 
 
 def _explain_choice(reporter: Reporter, plans: Plans, measured: trial.Measured | None) -> None:
-    """Compare the chosen plan with the best of other kinds."""
+    """Compare the chosen plan with the best plans of other kinds."""
     reporter.say("why it was chosen, against the best plans of other kinds:")
     rows = table.why_chosen(plans.choice, SHOWN)
     if measured is not None:

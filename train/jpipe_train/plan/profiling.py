@@ -25,9 +25,9 @@ from jpipe_train.data import data
 from jpipe_train.launch.team import Team
 from jpipe_train.plan.inputs import Request
 
-MEASURED_SIZES, PAPER_SIZES = 4, 6  # numbers of microbatch sizes to profile; each takes a compilation, and a run if it is measured
-SECONDS = 8.0  # of measuring, without compilation
-ROUNDS = 9  # their median says what computing at once takes
+MEASURED_SIZES, PAPER_SIZES = 4, 6  # microbatch sizes in measured and analytic profiles; each is compiled, and also run if measured
+SECONDS = 8.0  # for measurements, without compilation
+ROUNDS = 9  # measurements of devices that compute at the same time; their median counts
 _PROFILE = "the profile of process 0"
 
 
@@ -73,7 +73,7 @@ class Parts:
         return {"precision": self.precision, **of_optimizer}
 
     def complete(self, request: Request, team: Team) -> Request:
-        """Return a request with what follows from the config, and from the number of processes."""
+        """Return the request with the options that follow from the config and from the number of processes."""
         return dataclasses.replace(
             request.with_extras(self.config.plan),
             batch=request.batch or self.config.train.batch_size,
@@ -84,14 +84,14 @@ class Parts:
         )
 
     def pipeline(self, plan: jpipe.Plan) -> jpipe.Pipeline:
-        """Return the pipeline with a plan."""
+        """Return the pipeline of the model with a plan."""
         return jpipe.Pipeline(self.stack, plan, self.loss, self.rule, precision=self.precision, **self.config.optimizer.of_pipeline)
 
 
 def sizes_for(batch: int, devices: int, most: int) -> tuple[int, ...]:
-    """Return the microbatch sizes to profile: divisors of the batch, each about twice the previous one.
+    """Return the microbatch sizes to profile: divisors of the batch, each about twice the previous size.
 
-    The largest is about twice each device's share of the batch: with larger ones pipelines are mostly empty.
+    The largest size is about twice each device's share of the batch, because with larger sizes pipelines are mostly empty.
     """
     small = [rows for rows in range(1, math.isqrt(batch) + 1) if batch % rows == 0]
     divisors = sorted({*small, *(batch // rows for rows in small)})
@@ -111,7 +111,7 @@ def profile_of(parts: Parts, topology: Topology | None, batch: int, devices: int
         batch: rows between two updates.
         devices: the number of devices.
         reporter: shows progress.
-        largest_mesh: the number of devices of the largest mesh to try; microbatches of an analytic profile are that much larger.
+        largest_mesh: the number of devices of the largest mesh to try. The largest microbatches of an analytic profile grow with it.
     """
     if topology is None or not topology.device.flops:
         sizes = sizes_for(batch, devices, MEASURED_SIZES)
@@ -123,9 +123,9 @@ def profile_of(parts: Parts, topology: Topology | None, batch: int, devices: int
 
 
 def profile_together(parts: Parts, batch: int, devices: int, reporter: Reporter, team: Team) -> Profile:
-    """Profile the layers in process 0 while the other processes wait; all processes call this and get the same profile.
+    """Profile the layers in process 0 while the other processes wait. All processes must call this and get the same profile.
 
-    How devices slow each other down is another measurement (`cores_of`).
+    Another measurement (`cores_of`) finds how devices slow each other down.
 
     Args:
         parts: the model.
@@ -139,16 +139,16 @@ def profile_together(parts: Parts, batch: int, devices: int, reporter: Reporter,
 
 
 def cores_of(parts: Parts, profile: Profile, devices: int, team: Team) -> float | None:
-    """Measure how many devices can compute at the same time as fast as one alone; all processes call this.
+    """Measure how many devices can compute at the same time as fast as one device alone. All processes must call this.
 
     Args:
         parts: the model.
-        profile: the costs of its layers.
+        profile: the costs of the model's layers.
         devices: the number of devices, over all processes.
         team: the processes of the run.
 
     Returns:
-        The number; None with one device, and for accelerators, which share nothing.
+        The number of devices; None with one device, and for accelerators, which do not share cores.
     """
     local = jax.local_devices()[:devices]
     if devices == 1 or local[0].platform != "cpu":

@@ -1,4 +1,4 @@
-"""`jpipe target NAME --roofline CONFIG`: the least time of the programs of a plan on a device that is not here, kernel by kernel."""
+"""`jpipe target NAME --roofline CONFIG`: the least time of a plan's programs on a target, kernel by kernel, without the device."""
 
 import dataclasses
 import json
@@ -24,19 +24,19 @@ from jpipe_train.console.terminal import align, count
 from jpipe_train.data import data
 from jpipe_train.plan.compiling import compiler_errors, read_device
 
-SHOWN = 10  # kernels
+SHOWN = 10  # the most kernels in the table
 FIGURES: tuple[Literal["bytes", "flops", "seconds"], ...] = ("bytes", "flops", "seconds")
 
 
 def main(target: str, source: str, overrides: Sequence[str] = (), *, allow_code: bool = False, as_json: bool = False) -> list[str]:
-    """Compile the stages of a config's plan for a target, and return lines with their rooflines, or JSON.
+    """Compile the stages of a config's plan for a target, and return lines with their rooflines, or with JSON.
 
     Args:
-        target: the device, as `read_device` reads it.
+        target: the name of the device or file, as in `read_device`.
         source: the config.
         overrides: `key=value` for the config.
         allow_code: whether to import and run the functions that the config names.
-        as_json: whether to return JSON in place of tables.
+        as_json: whether to return JSON instead of tables.
 
     Raises:
         InputError: there is no such target, XLA cannot compile for it here, or the config has no plan or is invalid.
@@ -71,7 +71,7 @@ def of_config(config: Config, device: Device) -> Rooflines:
 
 
 def lines(rooflines: Rooflines, device: Device) -> list[str]:
-    """Return a table of the programs, what the jitted step is of their sum, and the most expensive kernels."""
+    """Return a table of the programs, the throughput relative to the jitted step, and the most expensive kernels."""
     head = ["stage", "op", "calls", "kernels", "bytes", "TFLOP", "ms"]
     whole = [] if rooflines.whole is None else [rooflines.whole]
     rows = [
@@ -118,5 +118,5 @@ def _kernel_cells(kernel: Kernel) -> list[str]:
 
 
 def facts(rooflines: Rooflines, device: Device) -> dict[str, Any]:
-    """Return the same for programs, with every kernel."""
+    """Return the rooflines with all kernels as data for JSON."""
     return {"device": device.name, "assumed": _assumed(device), "share": rooflines.share, **dataclasses.asdict(rooflines)}

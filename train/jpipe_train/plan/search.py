@@ -1,4 +1,4 @@
-"""Search for the plans of a request, and print what was left out."""
+"""Search for the plans that a request allows, and print which plans were left out."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,9 +18,9 @@ from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count
 from jpipe_train.plan.inputs import ALL, Request
 
-_FASTER = 0.01  # relative gain above which a faster plan with delayed weights is mentioned
+_FASTER = 0.01  # the relative gain from which a faster plan with delayed weights is mentioned
 _NEEDS = {"skip_nonfinite": "optimizer.clip_global_norm, skip_nonfinite or a dynamic loss scale", "ties": "shared parameters"}
-_SMALL = jpipe.Plan.even(["a", "b"], 2, replicas=2)  # each schedule is asked what it excludes for this plan
+_SMALL = jpipe.Plan.even(["a", "b"], 2, replicas=2)  # a plan to find out what each schedule excludes
 
 
 def refused_schedules(request: Request, global_norm: bool, shares: bool = False) -> tuple[str, dict[str, str]]:
@@ -32,7 +32,7 @@ def refused_schedules(request: Request, global_norm: bool, shares: bool = False)
         shares: whether layers share parameters.
 
     Returns:
-        What they cannot be used with, and why, by name.
+        The requirements that restrict schedules, as words; and a dict from each schedule that cannot be used to the reason.
 
     Raises:
         InputError: no requested schedule can be used.
@@ -58,10 +58,10 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
         batch: rows between two updates.
         request: further requirements.
         global_norm: whether updates use the norm of the gradients of all stages, which not all schedules support.
-        reporter: prints what was left out.
+        reporter: prints which plans were left out.
 
     Raises:
-        InputError: no plan has such a batch, or none of the requested schedules supports the norm or shared parameters.
+        InputError: no plan has this batch size, or no requested schedule supports the norm or shared parameters.
     """
     needs, reasons = refused_schedules(request, global_norm, bool(profile.shared))
     schedules = tuple(name for name in request.allowed if name not in reasons)
@@ -103,7 +103,7 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
 
 
 def _faster_with_delay(choice: Choice, batch: int, request: Request, options: dict[str, Any]) -> Ranked | None:
-    """Simulate the best plan, by estimate, of the schedules that do not flush; return it if it is faster and delays weights."""
+    """Simulate the best plan, by its estimate, of the schedules that do not flush. Return it if it is faster and has a delay."""
     best, names = choice.ranked[0], [name for name in planned_schedules() if not jpipe.schedules.SCHEDULES[name].flushes]
     considered = find_candidates(choice.profile, choice.topology, batch, schedules=names, meshes=[best.candidate.degrees], **options)
     usable = (
@@ -118,7 +118,7 @@ def _faster_with_delay(choice: Choice, batch: int, request: Request, options: di
 
 
 def _no_candidate(profile: Profile, topology: Topology, batch: int, request: Request, excluded: Sequence[Candidate]) -> InputError:
-    """Return the error if no candidate is left, or none that uses the required number of devices."""
+    """Return the error if no candidate is left, or no candidate uses the required number of devices."""
     named = () if ALL in request.schedules else request.schedules
     conditions = [" or ".join(named)] if named else []
     if request.max_delay is not None:
@@ -146,7 +146,7 @@ def _no_candidate(profile: Profile, topology: Topology, batch: int, request: Req
 
 
 def _meshes(profile: Profile, topology: Topology, request: Request, reporter: Reporter) -> tuple[Degrees, ...]:
-    """Return the meshes to try, and print which requested ones are larger than a server.
+    """Return the meshes to try, and print which requested meshes are larger than a server.
 
     Raises:
         InputError: a requested mesh does not fit the devices or the layers.
@@ -158,7 +158,7 @@ def _meshes(profile: Profile, topology: Topology, request: Request, reporter: Re
     for degrees in request.degrees:
         if reason := mesh_refusal(profile, degrees):
             raise InputError(f"--mesh: {reason}")
-        topology.groups(degrees.size)  # raises InputError unless they fill the machine
+        topology.groups(degrees.size)  # raises InputError unless these meshes fill the machine
         if degrees.size > topology.most_in_mesh:
             level = f"the {count(topology.most_in_mesh, 'device')} of {topology.levels[0].name or 'the innermost level'}"
             reporter.say(f"--mesh: a mesh ({degrees}) is larger than {level}: sums and gathers inside it take longer than inside one")

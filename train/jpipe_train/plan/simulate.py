@@ -32,8 +32,8 @@ from jpipe_train.plan.compiling import compiled_words, compiler_errors, of_this_
 if TYPE_CHECKING:
     import matplotlib.figure
 
-MOST_FORWARDS = 500_000  # about half a minute
-MOST_TICKS = 50_000_000  # about a gigabyte
+MOST_FORWARDS = 500_000  # which take about half a minute
+MOST_TICKS = 50_000_000  # which need about a gigabyte
 
 
 def main(
@@ -49,19 +49,20 @@ def main(
     """Simulate the plan or config in the file `source`, and write the pictures.
 
     Args:
-        source: a plan's JSON or a config's YAML; the content decides.
+        source: a file with the JSON of a plan or the YAML of a config; the content decides.
         overrides: `key=value` for a config.
-        batches: the number of batches to show, from an empty to an empty pipeline; by default three, or as many as a steady state needs.
-        png: the file for the timeline; a config's memory goes into another one next to it, with `-memory` in its name.
+        batches: the number of batches to show, which begin and end with an empty pipeline; by default three, or more if the steady state
+            begins later.
+        png: the file for the timeline. For a config the memory is drawn into another file next to it, with `-memory` in its name.
         allow_code: whether to import and run the functions that a config names.
-        compile: whether to compile the stages of a config; without, the temporaries of their programs are unknown.
-        target: what to compile for, as `read_device` reads it; None: the devices of this machine.
+        compile: whether to compile the stages of a config. Otherwise the temporaries of their programs are unknown.
+        target: the device to compile for, as in `read_device`; None: the devices of this machine.
 
     Returns:
         The text to print: the grid, a line for each stage of each rank, the bubble, the pictures.
 
     Raises:
-        jpipe.InputError: a file or value does not fit; nothing was written.
+        jpipe.InputError: a file or value is wrong. Then nothing was written.
     """
     if batches is not None and batches < 1:
         raise jpipe.InputError(where="--batches", expected="1 or more", found=batches)
@@ -108,16 +109,17 @@ def main(
 def with_agreements(
     plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost] | None, prediction: jpipe.programs.Prediction, batches: int
 ) -> tuple[jpipe.programs.Prediction, list[float]]:
-    """Return a prediction, with agreements if pipelines agree, and the mean bytes that each rank sends per batch.
+    """Return a prediction that includes agreements if pipelines agree, and the mean bytes that each rank sends per batch.
 
-    The plan itself may have no agreement in these batches, but its memory must suffice for one. So in the simulation all stages agree after
-    each batch, or with a delay after every second batch, applied one batch later: changes are always held.
+    The plan itself may have no agreement in the simulated batches, but its memory must suffice for an agreement. So in the simulation all
+    stages agree after each batch. With a delay they agree after every second batch, and apply this one batch later, so that changes are
+    always held.
 
     Args:
         plan: the plan.
         costs: the costs of its stages, if they are known.
-        prediction: the prediction of the plan, which is returned for other plans.
-        batches: how many it has.
+        prediction: the prediction of the plan, which is returned if pipelines do not agree.
+        batches: the number of batches in the prediction.
     """
     if plan.agree is None or costs is None:
         return prediction, [of_rank / batches for of_rank in prediction.moved_bytes]
@@ -135,14 +137,14 @@ def with_agreements(
 
 @dataclass(frozen=True)
 class Subject:
-    """What is simulated.
+    """The plan to simulate, with its costs.
 
     Attributes:
         plan: the plan.
-        costs: the exact costs of its stages, or None for a plan alone, which does not know the model.
-        compiled: what the stages are compiled for, or "".
-        unknown: why the temporaries are unknown if they are not compiled.
-        device: the device that they are compiled for, if one was named.
+        costs: the exact costs of the stages; None for a plan without a config, because then the model is unknown.
+        compiled: words that say for which devices the stages are compiled, or "".
+        unknown: why the temporaries are unknown if the stages are not compiled.
+        device: the device that the user named to compile for; None without one.
     """
 
     plan: jpipe.Plan
@@ -185,9 +187,9 @@ def read(source: str, overrides: Sequence[str], allow_code: bool, compile: bool 
     """Read a plan, or a config with the costs of its stages; see `plan_and_costs`."""
     path = expanded(source, "simulate")
     is_plan = path.suffix == ".json"
-    if not is_plan and path.is_file():  # a pipe can only be read once
+    if not is_plan and path.is_file():  # a named pipe can be read only once
         text = read_text(path).lstrip()
-        is_plan = text.startswith("{") and '"format"' in text  # a key that no config has
+        is_plan = text.startswith("{") and '"format"' in text  # configs do not have this key
     if not is_plan:
         return plan_and_costs(config_file.load(source, overrides, allow_code=allow_code), compile, device)
     if overrides:
@@ -210,8 +212,8 @@ def plan_and_costs(config: Config, compile: bool = True, device: Device | None =
 
     Args:
         config: the config.
-        compile: whether to compile the stages, from which the temporaries are known.
-        device: the device to compile for; None: this machine's.
+        compile: whether to compile the stages, which gives the temporaries.
+        device: the device to compile for; None: the devices of this machine.
     """
     compiling = of_this_machine() if device is None else compiling_for(device)
     silent = Reporter(config.train.length, *data.portion(config), Console(quiet=True))
@@ -260,12 +262,12 @@ def table(
 ) -> list[list[str]]:
     """Return a table with a row for each stage of each rank.
 
-    The sizes of a rank are in it only if they are known; temporaries and peak memory only if its stages are compiled.
+    It has sizes only if they are known, and temporaries and peak memory only if the stages are compiled.
 
     Args:
         plan: the plan.
         prediction: the prediction of enough batches for a steady state.
-        moved: the bytes that each rank sends for a batch.
+        moved: for each rank the bytes that it sends per batch.
         sized: whether sizes are known.
         compiled: whether the stages are compiled.
     """
@@ -294,7 +296,7 @@ def table(
 
 
 def cut_grid(grid: str, width: int) -> str:
-    """Return the ticks of a grid that fit into `width` columns, and their number if some are left out."""
+    """Return the part of a grid that fits into `width` columns. If it leaves out ticks, it ends with the number of ticks."""
     lines = grid.splitlines()
     ends = [match.end() for match in re.finditer(r"\d+", lines[0])]
     fitting = [end for end in ends if end <= width]
@@ -306,7 +308,7 @@ def cut_grid(grid: str, width: int) -> str:
 
 
 def draw(path: Path, plan: jpipe.Plan, prediction: jpipe.programs.Prediction, *, sized: bool) -> list[str]:
-    """Draw the timeline and, if sizes are known, the memory; return a line with the paths."""
+    """Draw the timeline and, if sizes are known, the memory. Return a line with the paths of the pictures."""
     title = f"{plan.schedule}, {plan.microbatches} microbatches per batch (a unit is one forward)"
     shown = {"predicted": [transfer for transfer in prediction.transfers if transfer.end > transfer.start]}
     save(jpipe.draw_timeline({"predicted": prediction.timeline}, shown, title=title, unit="units", plan=plan), path)
@@ -319,7 +321,7 @@ def draw(path: Path, plan: jpipe.Plan, prediction: jpipe.programs.Prediction, *,
 
 
 def save(figure: "matplotlib.figure.Figure", path: Path) -> None:
-    """Write a picture completely or not at all."""
+    """Write a picture, completely or not at all."""
     if path.is_dir():
         raise jpipe.InputError(where="--png", expected="a file to write", found=f"the folder '{path}'", change="choose another name")
     image = BytesIO()

@@ -13,7 +13,7 @@ _ENDINGS = ".yaml", ".yml"
 
 
 def listing() -> list[str]:
-    """Return the table of targets as lines, and what to install for those that cannot be compiled for here."""
+    """Return the table of targets as lines, and for targets without a compiler here the packages to install."""
     targets = known_targets()
     dtypes = list(dict.fromkeys(dtype for target in targets.values() for dtype in target.flops))
     refusals = {name: target_refusal(target) for name, target in targets.items()}
@@ -39,7 +39,7 @@ def _row(name: str, target: Target, dtypes: list[str], refusal: str | None) -> l
 
 
 def description(name: str) -> list[str]:
-    """Return lines that describe a target: its figures, whether XLA can compile for it here, and its sources.
+    """Return lines that describe a target: its figures and sources, and whether XLA can compile for it here.
 
     Raises:
         InputError: there is no such target or file.
@@ -69,13 +69,13 @@ def _listed(values: Mapping[str, str]) -> str:
 
 
 def write_here(out: str | None) -> list[str]:
-    """Write the target of this machine's GPU or TPU into a new file, and return lines that describe it.
+    """Write this machine's GPU or TPU as a target into a new file, and return lines that describe the target.
 
     Args:
-        out: the file; None: one named after the device, in the current folder.
+        out: the file; None: a file in the current folder with the name of the device.
 
     Raises:
-        InputError: there is no such device, or the file cannot be written.
+        InputError: this machine has no GPU or TPU, or the file cannot be written.
     """
     if out is not None and not out.endswith(_ENDINGS):
         raise InputError(where="--out", expected="a name that ends in .yaml", found=f"'{out}'")

@@ -1,6 +1,7 @@
-"""`jpipe plan --measure`: run the best plans of a search for some steps on the devices of this run, put the fastest first, and say so.
+"""`jpipe plan --measure`: run the best plans of a search for some steps on the devices of this run, and rank them by measured speed.
 
-Several processes run each plan together. Process 0 knows the search; the other processes get the plans from it, as text.
+If there are several processes, they run each plan together. Process 0 has the result of the search, and sends the plans to the other
+processes as text.
 """
 
 import dataclasses
@@ -31,26 +32,26 @@ from jpipe_train.data import data
 from jpipe_train.launch.team import Team
 from jpipe_train.plan.profiling import Parts
 
-ROUNDS = 5  # their median counts; each plan runs once in each, so that a change of the machine's speed concerns all
-SECONDS = 1.0  # that the measured steps of a round take
-LEAST = 2  # of these steps
+ROUNDS = 5  # each plan runs once in each round, so that a change of the machine's speed concerns all plans; the median round counts
+SECONDS = 1.0  # the time of the measured steps of a round
+LEAST = 2  # the fewest measured steps of a round
 NEARLY = 0.01  # relative difference up to which measured plans count as equally fast
 LONGEST = 6 * 3600.0  # seconds that process 0 may search and compile while the other processes wait
-_READ = 16  # batches; the largest is used, where they have several shapes
+_READ = 16  # the first batches that are read; if they have several shapes, the largest batch is used
 HEAD = "schedule", "stages", "predicted", "measured", "least to most", "off by"
-"""Columns of `rows`."""
+"""The columns of `rows`."""
 
 
 @dataclass
 class Run:
-    """A plan to run, and what running it gave.
+    """A plan to run, and the results of running it.
 
     Attributes:
         name: the name of the plan, for messages.
-        rows: the number of rows of a batch.
-        pipe: its pipeline; None: it is not made yet, or cannot be.
-        rounds: seconds per step in each round, in the slowest process.
-        failure: why it could not run; "": it could.
+        rows: the number of rows in a batch.
+        pipe: the pipeline of the plan; None if it is not made yet, or cannot be made.
+        rounds: for each round the seconds per step in the slowest process.
+        failure: why the plan could not run, or "".
     """
 
     name: str
@@ -62,11 +63,11 @@ class Run:
 
 @dataclass(kw_only=True)
 class Trial(Run):
-    """A plan to run, as process 0 knows it.
+    """A plan to run with the facts that only process 0 has.
 
     Attributes:
         ranked: the plan with its prediction.
-        compiled: the memory of its stages; None if they are not compiled.
+        compiled: the memory of the compiled stages; None if the stages are not compiled.
     """
 
     ranked: Ranked
@@ -79,7 +80,7 @@ class Trial(Run):
 
     @property
     def is_measured(self) -> bool:
-        """Whether it has a measurement."""
+        """Whether the plan has been measured."""
         return bool(self.rounds) and not self.failure
 
     @property
@@ -94,17 +95,17 @@ class Trial(Run):
 
     @property
     def error(self) -> float:
-        """The excess of the measured step time over the predicted one, relative to the prediction."""
+        """The difference between the measured and the predicted time of a step, relative to the prediction."""
         return self.seconds / self.ranked.seconds - 1
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The plans that ran.
+    """The results of all runs.
 
     Attributes:
-        result: the plans of the search, with the fastest of those that ran first.
-        searched: the same in the order of predictions.
+        result: the plans of the search in a new order: the plans that ran come first, the fastest of them at the top.
+        searched: the plans of the search in the order of predictions.
         trials: the plans that ran, the fastest first.
         failed: the plans that could not run.
     """
@@ -116,23 +117,24 @@ class Measured:
 
 
 def measure(find: Callable[[], Plans], parts: Parts, most: int, reporter: Reporter, team: Team) -> Measured | None:
-    """Run the best plan of each kind until `most` have run, and put these first, by their measured speed; all processes call it.
+    """Run the best plan of each kind until `most` plans have run, and rank these first, by their measured speed.
 
-    Each plan trains fresh weights with one batch of the config's data, so that the speed of reading data does not count. After Ctrl-C a
-    single process stops measuring: the measurements so far decide, or else the predictions. Several processes end.
+    All processes must call this function. Each plan trains fresh weights with one batch of the config's data, so that the speed of reading
+    data does not count. After Ctrl-C a single process stops measuring: the measurements so far decide, or the predictions if there are
+    none. If there are several processes, Ctrl-C ends them.
 
     Args:
         find: searches for the plans and compiles them, in process 0 alone.
         parts: the model.
         most: the number of plans to run.
-        reporter: prints what is run.
+        reporter: prints the plans that run.
         team: the processes of the run.
 
     Returns:
-        What was measured; None in other processes than process 0.
+        The measurements; None in other processes than process 0.
 
     Raises:
-        InputError: no plan could run; or in one of several processes a plan could not.
+        InputError: no plan could run; or there are several processes, and a plan could not run in one of them.
         jpipe.PeerLost: another process died, hung or stopped.
     """
     searched, trials, groups = list[Plans](), list[Trial](), list[list[Run]]()
@@ -164,13 +166,13 @@ def measure(find: Callable[[], Plans], parts: Parts, most: int, reporter: Report
 
 
 def _check_some(trials: Sequence[Trial]) -> None:
-    """Raise InputError if there are trials, and all have failed."""
+    """Raise InputError if there are trials, and all trials have failed."""
     if trials and all(one.failure for one in trials):
         raise jpipe.InputError(*(f"--measure: {one.name}: {one.failure}" for one in trials))
 
 
 def _compile(plans: Plans, trials: list[Trial], parts: Parts, most: int, reporter: Reporter) -> None:
-    """Add `most` plans that fit, and those that fail before, to the trials, each with its pipeline and the memory of its stages."""
+    """Add plans to the trials, each with its pipeline and the memory of its stages, until `most` of them have not failed."""
     programs, known = dict[Any, Any](), {one.ranked.candidate: one for one in plans.compiled}
     for ranked in plans.choice.ranked:
         if sum(not one.failure for one in trials) == most:
@@ -189,7 +191,7 @@ def _compile(plans: Plans, trials: list[Trial], parts: Parts, most: int, reporte
 
 
 def _groups(trials: Sequence[Trial], limit: float | None) -> list[list[Run]]:
-    """Return all plans as one group, which runs in turn, or each alone where their states do not fit into memory together."""
+    """Return all plans as one group, which run in turn. If their states do not fit into memory together, each plan is a group."""
     team = limit is None or sum(max(trial.ranked.memory) for trial in trials) <= limit
     return [[*trials]] if team else [[one] for one in trials]
 
@@ -220,14 +222,14 @@ def _run(group: Sequence[Run], parts: Parts, reporter: Reporter, team: Team) -> 
 
 @contextmanager
 def _failing(run: Run, reporter: Reporter, *, processes: jpipe.processes.Processes | None = None) -> Iterator[None]:
-    """Record why a plan cannot run, and go on; or end, as several processes do, because the other ones wait for this plan."""
+    """Record why a plan cannot run, and go on. With several processes raise the error, because the other processes wait for this plan."""
     try:
         yield
     except (jax.errors.JaxRuntimeError, jpipe.InputError, MemoryError) as error:
         interrupt.check()  # a Ctrl-C can surface as any error
         failure = first_line(error)
         if processes is not None:
-            processes.check()  # whether another process was lost, which surfaces as any error, too
+            processes.check()  # the loss of another process can surface as any error, too
             raise jpipe.InputError(f"--measure: {run.name} cannot run here: {failure}; leave --measure out, or measure fewer") from None
         run.failure = failure
         reporter.say(f"left out: {run.name} cannot run here: {failure}")
@@ -239,7 +241,7 @@ class Running:
     Args:
         pipe: the pipeline of the plan.
         batch: (inputs, labels), the same for each step.
-        team: the processes of the run, which all do the same.
+        team: the processes of the run, which all make the same calls.
     """
 
     def __init__(self, pipe: jpipe.Pipeline, batch: Any, team: Team) -> None:
@@ -250,7 +252,7 @@ class Running:
 
     def round(self) -> float:
         """Run some steps and return the seconds per step in the slowest process."""
-        self._seconds(1)  # caches have what another plan needs
+        self._seconds(1)  # caches still have the data of another plan
         return self._seconds(self._steps)
 
     def drain(self) -> None:
@@ -258,7 +260,7 @@ class Running:
         jax.block_until_ready(self._pipe.drain(self._state))
 
     def _seconds(self, steps: int) -> float:
-        """Run steps and return the seconds per step. All processes begin together; garbage is not collected."""
+        """Run steps and return the seconds per step. All processes begin together, and Python does not collect garbage meanwhile."""
         gc.collect()
         self._team.meet("the next steps to measure")
         gc.disable()
@@ -275,23 +277,23 @@ class Running:
 
 
 def _first_batch(batches: data.Data) -> Any:
-    """Return the first batch; if batches have several shapes, the largest of the first ones."""
+    """Return the first batch. If batches have several shapes, return the largest of the first `_READ` batches."""
     first = (batches.train[batches.first + n] for n in range(_READ if batches.shapes else 1))
     return max(first, key=lambda batch: sum(array.size for array in jax.tree.leaves(jax.tree.map(_rows, batch))))
 
 
 def _rows(array: Any) -> Any:
-    """Read all rows of an array that reads only sliced rows."""
+    """Read all rows of an array that reads rows only when they are sliced."""
     return np.asarray(array[: array.shape[0]])
 
 
 def _resized(batch: Any, rows: int) -> Any:
-    """Return a batch of some rows, by repeating the rows of `batch`."""
+    """Return a batch of `rows` rows, in which the rows of `batch` are repeated."""
     return jax.tree.map(lambda array: np.resize(_rows(array), (rows, *array.shape[1:])), batch)
 
 
 def in_order(trials: Sequence[Trial]) -> list[Trial]:
-    """Sort trials by speed. At each place, the trials within `NEARLY` of the fastest remaining one keep their order."""
+    """Sort trials by speed. Trials within `NEARLY` of the fastest remaining trial keep their order."""
     remaining, ordered = list(trials), list[Trial]()
     while remaining:
         least = (1 - NEARLY) * max(trial.samples_per_second for trial in remaining)
@@ -301,7 +303,10 @@ def in_order(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _compared(searched: Plans, trials: Sequence[Trial]) -> Measured:
-    """Put the plans that ran first, and those that failed after them; after all, if none ran."""
+    """Return the results. In the new order plans that ran come first, then plans that failed, then the rest.
+
+    If no plan ran, the plans that failed come last.
+    """
     measured, failed = in_order([one for one in trials if one.is_measured]), [one for one in trials if one.failure]
     first, last = [one.ranked for one in measured], [one.ranked for one in failed]
     tried = {ranked.candidate for ranked in (*first, *last)}
@@ -314,7 +319,7 @@ def _compared(searched: Plans, trials: Sequence[Trial]) -> Measured:
 
 
 def rows(measured: Measured) -> list[tuple[str, ...]]:
-    """Return a row for each kind of plan that ran, in seconds a step; see `HEAD` for the columns."""
+    """Return a row for each kind of plan that ran, with seconds per step. `HEAD` has the columns."""
     found = list[tuple[str, ...]]()
     for trial in measured.trials:
         plan = table.schedule(trial.ranked.candidate), table.shape(trial.ranked.candidate)
@@ -324,7 +329,7 @@ def rows(measured: Measured) -> list[tuple[str, ...]]:
 
 
 def why(measured: Measured, ranked: Ranked) -> str | None:
-    """Return why a plan that ran was not chosen; None for the chosen one and for those that did not run."""
+    """Return why a plan that ran was not chosen; None for the chosen plan and for plans that did not run."""
     trial = next((trial for trial in measured.trials[1:] if trial.ranked == ranked), None)
     if trial is None:
         return "failed" if any(one.ranked == ranked for one in measured.failed) else None
