@@ -424,7 +424,7 @@ def test_a_warm_start_determines_the_tokenizer(kind, tiny, tokenizer, tokenizer_
     data.load(config)
     shutil.copyfile(tokenizer_files["bert"], beside)
     key, file = ("data.tokenizer", "decoder") if kind == "text" else ("data.path", "tokenizer")
-    message = rf"^{key}: expected the tokens of '.*weights/tokenizer\.json', which the weights have learned, found 300 different tokens in '.*{file}"
+    message = rf"^{key}: expected the tokens of '.*weights/tokenizer\.json', .*, found 300 different tokens in '.*{file}"
     with pytest.raises(InputError, match=message + r"\.json', the first is 0, '<\|endoftext\|>' in place of '\[PAD\]'; use that tokenizer"):
         data.load(config)
     data.load(changed(config.model_dump(), warm_start={"file": str(beside.parent), "mode": "partial"}))

@@ -233,7 +233,7 @@ def test_bytes_without_a_known_form_may_be_learned(tiny, tmp_path):
 
 def test_a_folder_of_tokens_is_recognized(tiny, documents, tokenizer, tmp_path):
     prepare_files(Files([str(documents)]), tokenizer, str(tmp_path / "tokens"), quiet(), 0.3)
-    with pytest.raises(InputError, match=r"data\.path: '.*/tokens' is a folder of tokens from jpipe data prepare; set data\.format: tokens, or set data"):
+    with pytest.raises(InputError, match=r"data\.path: '.*/tokens' is a folder of tokens from .*; set data\.format: tokens, or set data"):
         data.load(configured(tiny, tmp_path / "tokens"))
 
 
