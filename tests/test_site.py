@@ -53,7 +53,7 @@ def test_the_site_is_complete_and_needs_no_network(site):
             assert len(text.split()) >= 4, f"{module}.{name} has no description"
             assert not re.search(r"jaxlib|typing\b|Annotated|jpipe\.\w+\._| at 0x", signature), f"{module}.{name}: {signature}"
     assert '<meta name="description" content="jpipe trains JAX and Flax models that do not fit one accelerator' in pages["index.html"]
-    assert "Show this one with its sources" in pages["reference/cli.html"]
+    assert "Show one device with the sources of its properties" in pages["reference/cli.html"]
     assert "semantic versioning" in pages["reference/changelog.html"]
 
 
