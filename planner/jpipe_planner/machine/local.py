@@ -31,9 +31,8 @@ def local_topology(
 ) -> Topology:
     """Measure the links between all devices of this run, the link to host memory, and what overlaps with computations.
 
-    All processes must call this function. The bandwidth of a link is the slower one of a transfer and a sum. On accelerators both are timed
-    while the first device computes. On CPUs they are timed alone, because a transfer that shares its core with a computation takes as long
-    as the computation.
+    All processes must call this function. The bandwidth of a link is the slower one of a transfer and a sum. Both are timed while the first
+    device computes. Links timed alone predict worse on CPUs, where a transfer shares its core with a computation.
 
     Args:
         count: the number of devices of the topology; by default all devices.
@@ -51,7 +50,7 @@ def local_topology(
     is_cpu, overlap = device.platform == "cpu", usual_overlap(device.platform)
     most = LARGE if is_cpu else LARGE_OF_ACCELERATORS
     small, large = (jpipe.runtime.time_overlap(devices[:count], elements) for elements in (SMALL, most))
-    moves = [{name: each.moved if is_cpu else each.beside for name, each in (times or {}).items()} for times in (small, large)]
+    moves = [{name: each.beside for name, each in (times or {}).items()} for times in (small, large)]
     if large is not None and not is_cpu:
         overlap = overlap_of(large)
         report(overlap_words(large))

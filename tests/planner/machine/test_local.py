@@ -27,14 +27,13 @@ def test_the_devices_here_and_their_links():
 def machine(monkeypatch, transfer, sums, ends=2, processes=1, latency=3e-5, platform="cpu"):
     """Replace the measurements by a machine's with these bandwidths of transfers and sums, between devices of so many processes.
 
-    They are those that count on the platform: alone on CPUs, beside a computation elsewhere.
+    Beside a computation they are these; alone they are others, which must not count.
     """
 
     def time_overlap(devices, elements):
         hops, bytes_ = 2 * (ends - 1), 4 * elements
         moved = {"transfer": hops * (latency + bytes_ / transfer), "sum": hops * (latency + bytes_ / ends / sums)}
-        fields = ("moved", "beside") if platform == "cpu" else ("beside", "moved")
-        return {name: OverlapTimes(9.0, 1.0, 9.0, 1.0)._replace(**{fields[0]: seconds, fields[1]: 7.0}) for name, seconds in moved.items()}
+        return {name: OverlapTimes(9.0, 7.0, 9.0, seconds) for name, seconds in moved.items()}
 
     monkeypatch.setattr(local.jpipe.runtime, "time_overlap", time_overlap)
     facts = {"platform": platform, "device_kind": platform, "memory_stats": lambda: None}
