@@ -64,7 +64,7 @@ class Candidate:
         replicas: number of replicas of each stage.
         policies: recomputation policy of each stage.
         options: the options of the schedule.
-        keep_together, shard_optimizer, agree, links, offload: as in `jpipe.Plan`.
+        keep_together: as in `jpipe.Plan`, and so are `shard_optimizer`, `agree`, `links` and `offload`.
         seconds: seconds per batch, in steady state.
         bubble: share of the devices' time in which they do not compute.
         memory: peak bytes of a device of each pipeline rank.
