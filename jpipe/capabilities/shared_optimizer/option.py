@@ -13,7 +13,7 @@ def check(plan: "jpipe.Plan") -> None:
     """Check that a stage has replicas, which can send each other what they have updated.
 
     Raises:
-        ValueError: no stage has replicas.
+        InputError: no stage has replicas.
     """
     if max(plan.replicas) == 1:
         raise InputError(

@@ -2,6 +2,7 @@
 
 import os
 import random
+import runpy
 import sys
 import types
 from pathlib import Path
@@ -55,7 +56,8 @@ def test_the_search_of_the_page_trains_a_run_for_each_trial(tmp_path, monkeypatc
     _, _, snippet = (ROOT / "docs" / "how-to" / "compare-runs.md").read_text().partition("```python\n")
     code, found, _ = snippet.partition("\n```")
     assert found
-    exec(compile(code.replace("n_trials=20", "n_trials=2"), "compare-runs.md", "exec"), {})
+    (tmp_path / "search.py").write_text(code.replace("n_trials=20", "n_trials=2"))
+    runpy.run_path(str(tmp_path / "search.py"))
     assert len(study.values) == 2
     assert study.values[0] != study.values[1]
     assert all(0 < value < 10 for value in study.values)
