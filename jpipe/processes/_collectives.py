@@ -23,7 +23,7 @@ Spec = jax.ShapeDtypeStruct
 Kind = tuple[Any, tuple[tuple[tuple[int, ...], Any], ...]]  # structure, then shape and dtype of each leaf
 
 AXIS = "process"
-_TOGETHER = 1 << 22  # bytes; any collective of gloo takes 0.2 ms or more, so leaves up to this size in all share one
+_TOGETHER = 1 << 25  # bytes; any collective of gloo takes 0.2 ms or more, so leaves up to this size in all share one
 
 
 class Group:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 import jpipe
-from jpipe_planner.machine.overlap import assumed_words, overlap_of, overlap_words, usual_overlap
+from jpipe_planner.machine.overlap import overlap_of, overlap_words
 from jpipe_planner.machine.targets import Host
 from jpipe_planner.machine.topology import Topology
 
@@ -31,31 +31,29 @@ def local_topology(
 ) -> Topology:
     """Measure the links between all devices of this run, the link to host memory, and what overlaps with computations.
 
-    All processes must call this function. The bandwidth of a link is the slower one of a transfer and a sum. Both are timed while the first
-    device computes. Links timed alone predict worse on CPUs, where a transfer shares its core with a computation.
+    All processes must call this function. The bandwidth of a link is the slower one of a transfer and a sum. What overlaps with
+    computations is timed while the first device computes. The rest is timed alone, because no device of a plan computes meanwhile.
 
     Args:
         count: the number of devices of the topology; by default all devices.
         cores: how many devices can compute at the same time without slowing each other down (`WorkAtOnce`); None: all devices.
-        report: called with a line that says what overlaps with computations, and whether this was measured.
+        report: called with a line that says what overlaps with computations.
 
     Returns:
         One level of equal links, which take no time if there is only one device. The devices of a machine together may use half of its
-        host memory. CPU devices share the memory of the machine, and so cannot move anything to host memory. Their transfers and sums are
-        assumed to overlap with computations, because a measurement would only show how busy the cores are. Only in the process of the first
-        device does the topology have the measurements between several devices.
+        host memory. CPU devices share the memory of the machine, and so cannot move anything to host memory. Only in the process of the
+        first device does the topology have the measurements between several devices.
     """
     devices = jax.devices()
     device, count = devices[0], count or len(devices)
-    is_cpu, overlap = device.platform == "cpu", usual_overlap(device.platform)
+    is_cpu = device.platform == "cpu"
     most = LARGE if is_cpu else LARGE_OF_ACCELERATORS
     small, large = (jpipe.runtime.time_overlap(devices[:count], elements) for elements in (SMALL, most))
-    moves = [{name: each.beside for name, each in (times or {}).items()} for times in (small, large)]
-    if large is not None and not is_cpu:
-        overlap = overlap_of(large)
+    overlap = "none" if large is None else overlap_of(large)
+    if large is not None:
         report(overlap_words(large))
-    elif count > 1:
-        report(assumed_words(overlap))
+    hidden = {"transfer": overlap != "none", "sum": overlap == "transfers and sums"}
+    moves = [{name: each.beside if hidden[name] else each.moved for name, each in (times or {}).items()} for times in (small, large)]
     memory = host_memory() / count if is_cpu else (device.memory_stats() or {}).get("bytes_limit")
     local, shared = jax.local_devices(), 0.0 if is_cpu else _SHARE_FOR_PLANS * host_memory()
     ends = max(len({each.process_index for each in devices[:count]}), 2)

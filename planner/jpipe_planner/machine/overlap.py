@@ -10,11 +10,6 @@ __all__ = ["assumed_words"]
 ENOUGH = 0.5  # a transfer or sum overlaps if more than this share of it, or of the computation if that is shorter, is hidden
 
 
-def usual_overlap(platform: str) -> Overlap:
-    """Return the overlap to assume without a measurement. On CPUs transfers and sums have threads of their own, so they overlap."""
-    return "transfers and sums" if platform == "cpu" else "none"
-
-
 def overlap_of(times: Mapping[jpipe.runtime.Moved, jpipe.runtime.OverlapTimes]) -> Overlap:
     """Return what overlaps with computations according to these times; "none" also if only sums overlap."""
     if times["transfer"].hidden <= ENOUGH:

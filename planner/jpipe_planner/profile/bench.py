@@ -220,12 +220,13 @@ def longest_layer(profile: Profile, rows: int) -> tuple[str, float]:
     return ids[0], seconds
 
 
-def cores(alone: float, together: float, devices: int) -> float:
+def cores(rounds: Sequence[tuple[float, float]], devices: int) -> float:
     """Return how many devices can compute at the same time as fast as one device alone.
 
     Args:
-        alone: the seconds of one device alone.
-        together: the seconds of all devices together.
+        rounds: for each round the seconds of one device alone, and of all devices together right after. The median of their ratios counts,
+            so that a change of the machine's speed concerns one round.
         devices: the number of devices.
     """
-    return min(max(devices * alone / together, 1.0), float(devices)) if together > 0 else float(devices)
+    ratio = statistics.median(alone / together if together > 0 else 1.0 for alone, together in rounds)
+    return min(max(devices * ratio, 1.0), float(devices))

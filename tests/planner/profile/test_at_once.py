@@ -66,17 +66,25 @@ def test_all_devices_run_the_same_work_at_once(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("alone", "together", "devices", "expected"),
-    [(1.0, 1.6, 2, 1.25), (1.0, 1.0, 8, 8), (1.0, 0.5, 8, 8), (1.0, 9.0, 4, 1), (0.0, 0.0, 2, 2)],
+    ("rounds", "devices", "expected"),
+    [
+        ([(1.0, 1.6)], 2, 1.25),
+        ([(1.0, 1.0)], 8, 8),
+        ([(1.0, 0.5)], 8, 8),
+        ([(1.0, 9.0)], 4, 1),
+        ([(0.0, 0.0)], 2, 2),
+        ([(1.0, 1.6), (9.0, 1.6), (2.0, 3.2)], 2, 1.25),  # something else ran in the second round
+        ([(1.0, 1.6), (3.0, 4.8), (2.0, 9.0)], 2, 1.25),
+    ],
 )
-def test_cores_are_between_one_and_the_number_of_devices(alone, together, devices, expected):
-    assert cores(alone, together, devices) == pytest.approx(expected)
+def test_cores_are_between_one_and_the_number_of_devices(rounds, devices, expected):
+    assert cores(rounds, devices) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.25, 1.6, 2.0])
 def test_what_computes_at_once_takes_as_much_longer_as_it_did_when_measured(factor):
     profile = profile_of(sizes=(1,), **dict.fromkeys("abcd", 0.01))
-    topology = Topology.flat(2, 1e12).model_copy(update={"cores": cores(1.0, factor, 2)})
+    topology = Topology.flat(2, 1e12).model_copy(update={"cores": cores([(1.0, factor)], 2)})
     plans = {name: jpipe.Plan.even("abcd", 2, name, 4) for name in ("naive", "pipedream_2bw")}
     plans["data parallel"] = jpipe.Plan.even("abcd", 1, "pipedream_flush", 4, replicas=2)
     seconds = {name: simulate_plan(plan, profile.stage_costs(plan, 1), topology).batch_seconds for name, plan in plans.items()}

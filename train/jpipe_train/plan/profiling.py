@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import statistics
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +26,7 @@ from jpipe_train.plan.inputs import Request
 
 MEASURED_SIZES, PAPER_SIZES = 4, 6  # microbatch sizes in measured and analytic profiles; each is compiled, and also run if measured
 SECONDS = 8.0  # for measurements, without compilation
-ROUNDS = 9  # measurements of devices that compute at the same time; their median counts
+ROUNDS = 9  # measurements of devices that compute at the same time; the median counts
 _PROFILE = "the profile of process 0"
 
 
@@ -161,8 +160,7 @@ def cores_of(parts: Parts, profile: Profile, devices: int, team: Team) -> float 
         seconds = work.seconds(1) if team.is_first else 0.0
         team.meet("all devices to compute at once")
         rounds.append((team.largest("the time alone", seconds), team.largest("the time at once", work.seconds(len(local)))))
-    alone, at_once = (statistics.median(seconds) for seconds in zip(*rounds, strict=True))
-    return cores(alone, at_once, devices)
+    return cores(rounds, devices)
 
 
 def _spec(rows: Any) -> jax.ShapeDtypeStruct:
