@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.extend.core as jex
 
 from jpipe.model.jaxprs._dependence import calls_host, is_literal, reached
 from jpipe.model.jaxprs._wanted import evaluate_wanted
@@ -47,6 +48,15 @@ class Residuals:
     def count(self) -> int:
         """The number of arrays that the forward returns for the backward."""
         return len({source.position for source in self.sources if source.kind == "saved"})
+
+    def run(self, params: Tree, arguments: Tree, rng: Tree) -> tuple[Tree, tuple[Any, ...]]:
+        """Run the traced forward: return (y, new state), and the leaves of the VJP that it returns for the backward.
+
+        The model is not traced again: JAX caches the VJPs of jitted functions, so that another trace may find other leaves.
+        """
+        results = jex.jaxpr_as_fun(self.forward)(*jax.tree.leaves((params, arguments, rng)))
+        outputs, vjp = jax.tree.unflatten(jax.tree.structure(self.results), results)
+        return outputs, self.saved(jax.tree.leaves(vjp))
 
     def saved(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
         """Select the leaves of the VJP that the forward must return: each array once, in order of first use."""

@@ -122,8 +122,8 @@ class StageFunctions:
 
     def forward(self, params: Tree, state: Tree, x: Tree, labels: Tree, rng: tuple[Any, Any]) -> tuple[Tree, Tree, tuple[jax.Array, ...]]:
         """Run the forward: return y, the changed part of the state, and the arrays saved for the backward."""
-        (y, new_state), vjp = self.linearize(params, (state, x, labels), rng)
-        return y, self.changed.part(new_state), self.residuals.saved(jax.tree.leaves(vjp))
+        (y, new_state), saved = self.residuals.run(params, (state, x, labels), rng)
+        return y, self.changed.part(new_state), saved
 
     def backward(
         self, params: Tree, forward_arrays: Any, saved: Tree, message: Tree, accumulators: Tree, rng: tuple[Any, Any], scale: Any = None

@@ -140,3 +140,21 @@ def test_an_array_that_several_layers_need_is_stored_once():
     arguments, outputs = f.residuals.keep(f.specs.arguments, (y, state))
     assert [a.shape for a in arguments] == [(ROWS, 3)]
     assert sorted(leaf.shape for leaf in jax.tree.leaves((saved, outputs))) == [(ROWS, WIDTH), (ROWS, HIDDEN)]
+
+
+def test_a_forward_returns_the_residuals_that_were_found_although_another_trace_would_find_more():
+    """JAX caches what it traces, so that the same model may have other residuals when it is traced again."""
+    traces = []
+
+    def longer_each_time(x):
+        traces.append(None)
+        for _ in traces:
+            x = jnp.sin(x)
+        return x
+
+    stack = LayerStack({"a": models.dense(WIDTH, longer_each_time), "b": lambda x: x})
+    pipe = Pipeline(stack, models.cut(stack.ids, (1, 1), microbatches=2, schedule="gpipe"), models.squares, optax.sgd(0.1))
+    f = pipe.stage_functions((np.zeros((2 * ROWS, 3), np.float32), np.zeros((2 * ROWS, WIDTH), np.float32)))[0]
+    for _ in range(2):
+        saved = jax.eval_shape(f.forward, f.specs.params, *f.specs.arguments, f.specs.rng)[2]
+        assert len(jax.tree.leaves(saved)) == f.residuals.count
