@@ -29,10 +29,12 @@ from jpipe_planner.cost.simulated import Simulated, simulate_plan
 from jpipe_planner.ranking import table
 from jpipe_train.assemble.build import force_cpu_devices
 from jpipe_train.config import config_file
+from jpipe_train.console.options import Process
 from jpipe_train.console.progress import Reporter
 from jpipe_train.data import data
 from jpipe_train.launch import distributed
 from jpipe_train.launch.local import launch
+from jpipe_train.launch.local.launch_request import Request
 from jpipe_train.launch.team import Team, joined
 from jpipe_train.plan.profiling import Parts, cores_of, profile_together
 from jpipe_train.plan.trial import Running
@@ -120,7 +122,7 @@ def main(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "figures.json"
         program = sys.executable, "-m", "benchmarks.planner.measured", str(options.rounds), str(file)
-        if code := launch.main(2, [], pin=True, program=program):
+        if code := launch.main(Request((), 2, pin=True), program=program):
             sys.exit(code)
         figures["two processes"] = json.loads(file.read_text(encoding="utf-8"))
     return figures
@@ -197,7 +199,7 @@ def _one_of_several(rounds: int, file: str, coordinator: str, num_processes: int
     """Measure as one of the processes that `jpipe launch` starts; the first one writes the figures into a file."""
     jpipe.keep_freed_memory()
     jax.config.update("jax_platforms", "cpu")
-    with joined(distributed.start(coordinator, num_processes, process_id), _CONNECT, _WAIT) as team:
+    with joined(distributed.start(Process(coordinator, num_processes, process_id)), _CONNECT, _WAIT) as team:
         force_cpu_devices(1)
         team.start_devices(_CONNECT)
         figures = _measured(team, rounds)

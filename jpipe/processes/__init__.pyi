@@ -1,4 +1,4 @@
-from . import addresses, handshake, jax_internals
+from . import handshake, jax_internals
 from ._collectives import Group
 from ._connections import Connection, DevicePutConnection, Reduction
 from ._membership import Processes
@@ -13,7 +13,6 @@ __all__ = [
     "Processes",
     "Reduction",
     "Rendezvous",
-    "addresses",
     "handshake",
     "jax_internals",
 ]

@@ -1,4 +1,4 @@
-"""The channel between the processes of a run. Each process connects to process 0, has one thread, and sends messages as lines of JSON.
+"""The channel between the processes of a run. Each process connects to process 0, has one thread, and sends messages in JSON.
 
 Process 0 listens, the other processes connect. A process posts its messages to process 0, where the `Coordinator` answers to all processes.
 A main thread can be stuck in a collective, which never raises by itself; the channel's thread still listens and sends heartbeats. The
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from jpipe.processes._coordinator import Beat, Coordinator, Message
 from jpipe.processes._rendezvous import Host, Rendezvous, connect
 
-LONGEST_LINE = 2**26  # bytes; a line may hold a config, a plan or a trace
+_HEAD = 4  # bytes before a message, with its length
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,9 @@ class Channel:
     """
 
     def __init__(self, index: int, count: int, limits: Limits, take: Callable[[Message], None], beat: Callable[[], Beat]) -> None:
-        self._index, self._count, self._limits, self._take, self._beat = index, count, limits, take, beat
+        self._index, self._limits, self._take, self._beat = index, limits, take, beat
         self.coordinator = Coordinator(count)  # used in process 0 only
         self._peers: dict[int, asyncio.StreamWriter] = {}  # in process 0: for all other processes; elsewhere: for process 0
-        self._talks: set[asyncio.Task[None]] = set()  # one for each of these connections
         self._silent: dict[int, int] = {}  # by process, the beats since its last message
         self._ready: Future[None] = Future()  # messages posted earlier would be lost
         self._parting = False
@@ -83,20 +82,10 @@ class Channel:
             NotConnected: processes did not connect in time; the message names them.
             OSError: the thread cannot start.
         """
-        listener = None
-        if self._index == 0:
-            listener = rendezvous.open()
-        else:
-            rendezvous.find(limit)
-        talk = self._run(rendezvous, listener, limit, secret)
-        # With a loop factory, the loop does not become the event loop of the caller's thread.
-        runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
-        self._loop = runner.get_loop()
 
         def run() -> None:
             try:
-                with runner:
-                    runner.run(talk)
+                asyncio.run(self._run(rendezvous, limit, secret))
             except BaseException as error:
                 if self._ready.done():
                     raise
@@ -134,24 +123,29 @@ class Channel:
         while self._index == 0 and self._peers and time.monotonic() < end:
             time.sleep(0.005)
 
-    async def _run(self, rendezvous: Rendezvous, listener: socket.socket | None, limit: float, secret: bytes | None) -> None:
-        """Connect to process 0, or in process 0 accept all other processes at `listener`; then send heartbeats until the end."""
-        callers = [] if listener is None else await Host(rendezvous, secret).gathered(listener, limit)
-        links = {caller.index: caller.link for caller in callers}
-        if listener is None:
-            links[0] = await connect(rendezvous, limit, secret)
-            await asyncio.get_running_loop().shutdown_default_executor()  # it has one thread, for the calls of `socket.create_connection`
-        for peer, link in links.items():
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # otherwise a line waits 40 ms for an acknowledgement
-            reader, self._peers[peer] = await asyncio.open_connection(sock=link, limit=LONGEST_LINE)
-            self._talks.add(asyncio.create_task(self._listen(reader, peer)))
+    async def _run(self, rendezvous: Rendezvous, limit: float, secret: bytes | None) -> None:
+        """Connect to process 0, or in process 0 accept all other processes; then send heartbeats until the end."""
+        self._loop, callers = asyncio.get_running_loop(), []
+        if self._index == 0:
+            callers = await Host(rendezvous, secret).gathered(limit)
+            streams = {caller.index: (caller.reader, caller.writer) for caller in callers}
+        else:
+            rendezvous.find(limit)
+            streams = {0: await connect(rendezvous, limit, secret)}
+            await self._loop.shutdown_default_executor()  # its thread has looked up the name of a host
+        talks = []
+        for peer, (reader, writer) in streams.items():
+            # Otherwise a message waits 40 ms for an acknowledgement. asyncio sets it for one end only.
+            writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._peers[peer] = writer
+            talks.append(asyncio.create_task(self._listen(reader, peer)))
         for caller in callers:  # only now, because the answer to a message goes to all
             caller.answer("go")
         self._ready.set_result(None)
         await self._keep_beating()
         for writer in self._peers.values():
             writer.close()
-        await asyncio.gather(*self._talks)
+        await asyncio.gather(*talks)
 
     async def _keep_beating(self) -> None:
         """Send heartbeats, and count the missing heartbeats of others. Time in which this process was suspended does not count."""
@@ -168,13 +162,14 @@ class Channel:
 
     async def _listen(self, reader: asyncio.StreamReader, peer: int) -> None:
         """Handle the messages of a process until its connection ends."""
-        with contextlib.suppress(OSError, ValueError):  # a reset, or a line without an end, also ends a connection
-            while (line := await reader.readline()).endswith(b"\n"):
+        with contextlib.suppress(OSError, EOFError, ValueError):  # a reset, or what is no message, also ends a connection
+            while True:
+                message = json.loads(await reader.readexactly(int.from_bytes(await reader.readexactly(_HEAD))))
                 self._silent[peer] = 0
                 if self._index == 0:
-                    self._decide(peer, json.loads(line))
+                    self._decide(peer, message)
                 else:
-                    self._take(json.loads(line))
+                    self._take(message)
         if not self._parting:
             how = f"process {peer} disconnected unexpectedly: it was killed or crashed, see its own output"
             self._lose(how, at_once=peer == 0)
@@ -184,7 +179,7 @@ class Channel:
         if self._index == 0:
             self._decide(0, message)
         elif 0 in self._peers:
-            self._peers[0].write(_line(message))
+            self._peers[0].write(_framed(message))
 
     def _decide(self, sender: int, message: Message) -> None:
         answer = self.coordinator.answer(sender, message)
@@ -198,10 +193,11 @@ class Channel:
         self._take({"lost": how, "at once": at_once})
 
     def _broadcast(self, message: Message) -> None:
-        line = _line(message)
+        data = _framed(message)
         for writer in self._peers.values():
-            writer.write(line)
+            writer.write(data)
 
 
-def _line(message: Message) -> bytes:
-    return json.dumps(message).encode() + b"\n"
+def _framed(message: Message) -> bytes:
+    text = json.dumps(message).encode()
+    return len(text).to_bytes(_HEAD) + text

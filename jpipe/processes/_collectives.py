@@ -9,8 +9,9 @@ the calling thread if its inputs are ready and it has few steps and little arith
 program is a single collective. Packing and unpacking are programs of their own.
 """
 
+import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -76,13 +77,10 @@ class Group:
 
 
 class Collective:
-    """A compiled program that all devices of a group run together.
-
-    Attributes:
-        done: the number of collectives that have run in this process. While it grows, a long wait does not count as a hang.
-    """
+    """A compiled program that all devices of a group run together."""
 
     done = 0
+    """The number of collectives that have run in this process. While it grows, a long wait does not count as a hang."""
 
     def __init__(self, group: Group, program: jax.stages.Compiled) -> None:
         self._group, self._program = group, program
@@ -114,45 +112,38 @@ def kind_of(tree: Tree) -> Kind:
     return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
-def known(tree: Tree, programs: Mapping[Kind, Any]) -> Kind:
-    """Return the kind of a tree, after checking that this kind has been compiled."""
-    kind = kind_of(tree)
-    assert kind in programs, f"not compiled for {_described(kind)}, but for {'; '.join(map(_described, programs)) or 'nothing'}"
-    return kind
-
-
-def _described(kind: Kind) -> str:
-    leaves = [f"{dtype}[{','.join(map(str, shape))}]" for shape, dtype in kind[1]]
-    return str(jax.tree.unflatten(kind[0], leaves))
-
-
 class Packing:
     """The packing of a tree for sending: large leaves as they are, small leaves of a dtype concatenated, empty leaves left out.
-
-    Args:
-        group: the devices that send trees to each other.
-        kind: the kind of the tree.
 
     Attributes:
         leaves: the specs of the leaves of the tree, on the device of this process.
         arrays: the specs of the arrays that are sent.
         dtypes: for each of these arrays, the dtype of the numbers that it carries.
+        group: the devices that send trees to each other.
     """
 
     def __init__(self, group: Group, kind: Kind) -> None:
-        self.leaves = leaves = [Spec(shape, dtype, sharding=SingleDeviceSharding(group.device)) for shape, dtype in kind[1]]
-        groups = _grouped(leaves)
+        self.group, self.leaves = group, [Spec(shape, dtype, sharding=SingleDeviceSharding(group.device)) for shape, dtype in kind[1]]
+        leaves, groups = self.leaves, _grouped(self.leaves)
         self._alone = [i for i, *more in groups if not more and group.plain(leaves[i].dtype) == leaves[i].dtype]
         self._together = [positions for positions in groups if positions[0] not in self._alone]
         self._plain = [group.plain(leaves[i].dtype) for i, *_ in self._together]
         self._empty = {i: group.zeros(leaf) for i, leaf in enumerate(leaves) if leaf.size == 0}
-        apart = [[self.leaves[i] for i in positions] for positions in self._together]
+        apart = [[leaves[i] for i in positions] for positions in self._together]
         together = [group.local_spec(array.shape, array.dtype) for array in jax.eval_shape(self._joined, apart)]
         # Compiled, not run: the devices may be a description, for which programs are only compiled.
         self._join = jax.jit(self._joined).lower(apart).compile() if apart else self._joined
         self._split = jax.jit(self._pieces).lower(together).compile() if apart else self._pieces
-        self.arrays = [*(self.leaves[i] for i in self._alone), *together]
+        self.arrays = [*(leaves[i] for i in self._alone), *together]
         self.dtypes = [leaves[i].dtype for i in (*self._alone, *(i for i, *_ in self._together))]
+
+    @functools.cached_property
+    def placeholders(self) -> list[jax.Array]:
+        """The receiver's inputs. They are kept, because creating them for each message would take as much memory traffic as the message.
+
+        They are allocated at the first access, because a description of a device can hold no arrays.
+        """
+        return jax.block_until_ready([self.group.shared(self.group.zeros(array)) for array in self.arrays])
 
     def pack(self, leaves: Sequence[jax.Array], *, traced: bool = False) -> list[jax.Array]:
         """Pack a tree into arrays to send: by a compiled program, or if `traced` as a part of the program that is being traced."""

@@ -6,14 +6,14 @@ dtypes), so that no process waits in a collective while another one compiles.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from jpipe.errors import InputError
-from jpipe.processes._collectives import AXIS, Collective, Group, Kind, Packing, Spec, Tree, kind_of, known
+from jpipe.processes._collectives import AXIS, Collective, Group, Kind, Packing, Spec, Tree, kind_of
 
 Rows = list[jax.Array]  # an array for each device, or from each device
 _Step = Callable[[Tree], Tree]  # a step of a sum
@@ -39,7 +39,7 @@ class Connection:
         self._group = Group((source, to))
         self._byte = self._group.compile(_onward, _BYTE)
         self._sends = self._group.device == source
-        self._programs: dict[Kind, _Moves] = {}
+        self._programs: dict[Kind, tuple[Packing, list[Collective]]] = {}
 
     @property
     def programs(self) -> list[jax.stages.Compiled]:
@@ -55,15 +55,15 @@ class Connection:
         kind = kind_of(spec)
         if kind not in self._programs:
             packing = Packing(self._group, kind)
-            self._programs[kind] = _Moves(packing, [self._group.compile(_onward, array) for array in packing.arrays], [])
+            self._programs[kind] = packing, [self._group.compile(_onward, array) for array in packing.arrays]
 
     def connect(self) -> None:
         """Open the connection. Both processes call this within 30 s of each other; all processes must open connections in the same order.
 
         Without this call, the first message opens the connection, and gloo fails if the peer does not ask for the message within 30 s.
         """
-        for moves in () if self._sends else self._programs.values():
-            self._placeholders(moves)
+        for packing, _ in () if self._sends else self._programs.values():
+            _ = packing.placeholders
         self._byte(self._group.zeros(_BYTE))
 
     def send(self, tree: Tree) -> None:
@@ -73,7 +73,7 @@ class Connection:
             tree: arrays on `source`, with the structure, shapes and dtypes of a compiled spec. They are not copied and stay valid.
         """
         assert self._sends, "this process has the receiving end of the link"
-        packing, programs, _ = self._programs[known(tree, self._programs)]
+        packing, programs = self._programs[kind_of(tree)]
         for program, array in zip(programs, packing.pack(jax.tree.leaves(tree)), strict=True):
             program(array)
 
@@ -87,17 +87,9 @@ class Connection:
             The message, committed to the device `to`, with the same bits as the sent message.
         """
         assert not self._sends, "this process has the sending end of the link"
-        kind = known(spec, self._programs)
-        moves = self._programs[kind]
-        arrays = [program.run(placeholder) for program, placeholder in zip(moves.programs, self._placeholders(moves), strict=True)]
-        return jax.tree.unflatten(kind[0], moves.packing.unpack(arrays))
-
-    def _placeholders(self, moves: "_Moves") -> Rows:
-        """Return the receiver's inputs, allocated at the first call, because a description of a device can hold no arrays."""
-        if not moves.placeholders:
-            moves.placeholders.extend(self._group.shared(self._group.zeros(array)) for array in moves.packing.arrays)
-            jax.block_until_ready(moves.placeholders)
-        return moves.placeholders
+        packing, programs = self._programs[kind_of(spec)]
+        arrays = [program.run(placeholder) for program, placeholder in zip(programs, packing.placeholders, strict=True)]
+        return jax.tree.unflatten(jax.tree.structure(spec), packing.unpack(arrays))
 
 
 class DevicePutConnection:
@@ -136,21 +128,6 @@ class DevicePutConnection:
     def _received(self, spec: Spec) -> jax.Array:
         coming = jax.make_array_from_single_device_arrays(spec.shape, self._source, [], dtype=spec.dtype)
         return jax.device_put(coming, self._to)
-
-
-class _Moves(NamedTuple):
-    """The compiled transfers of one kind of message.
-
-    Attributes:
-        packing: the packing of its leaves.
-        programs: one for each array that is sent.
-        placeholders: the receiver's inputs, empty before the first message. They are kept, because creating them for each message would
-            take as much memory traffic as the message.
-    """
-
-    packing: Packing
-    programs: list[Collective]
-    placeholders: Rows
 
 
 class Reduction:
@@ -261,7 +238,7 @@ class Reduction:
 def _run(programs: Mapping[Kind, list[_Step]], tree: Tree) -> Any:
     """Run the steps for a tree of a compiled kind; each step gets the result of the step before."""
     moved = jax.tree.leaves(tree)
-    for step in programs[known(tree, programs)]:
+    for step in programs[kind_of(tree)]:
         moved = step(moved)
     return moved
 

@@ -3,21 +3,28 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 Message = dict[str, Any]
+Facts = Mapping[int, Mapping[str, str]]  # by process
 
 
 END = "the end"
 """The name of the last meeting of all processes, at the end of the run."""
 
 
-class _Comparison(NamedTuple):
-    """The facts that processes have stated at a comparison so far, and the advice to the user if facts differ."""
+@dataclass(frozen=True)
+class _Meeting:
+    """A place that all processes reach, and the facts that they have stated there so far.
 
-    facts: dict[int, dict[str, str]]
+    Attributes:
+        hint: the advice to the user if facts differ, in a comparison, for which no process waits; empty in a meeting.
+        facts: the facts by process.
+    """
+
     hint: str
+    facts: dict[int, dict[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -50,8 +57,7 @@ class Coordinator:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._meetings: dict[str, dict[int, dict[str, str]]] = {}
-        self._comparisons: dict[str, _Comparison] = {}  # comparisons that some processes have not reached
+        self._meetings: dict[str, _Meeting] = {}  # those that some processes have not reached
         self._beats: dict[int, Beat] = {}
 
     def answer(self, sender: int, message: Message) -> Message | None:
@@ -59,28 +65,13 @@ class Coordinator:
 
         Args:
             sender: the index of a process.
-            message: one of `broadcast`, `meet`, `compare`, `stop` and `beat`.
+            message: one of `broadcast`, `meet` (for a comparison with a `hint`), `stop` and `beat`.
         """
         match message:
             case {"broadcast": _}:
                 return message
             case {"meet": place, "facts": facts}:
-                present = self._meetings.setdefault(place, {})
-                present[sender] = facts
-                if early := self._finished_early():
-                    return {"refused": early}
-                if len(present) == self._count and place == END and self._comparisons:
-                    name, (compared, hint) = next(iter(self._comparisons.items()))
-                    return {"refused": f"only {named(compared)} came to {name}; {hint}"}
-                if len(present) == self._count:
-                    return {"met": place, "differences": _differences(self._meetings.pop(place))}
-            case {"compare": name, "facts": facts, "hint": hint}:
-                compared, _ = self._comparisons.setdefault(name, _Comparison({}, hint))
-                compared[sender] = facts
-                if len(compared) == self._count:
-                    del self._comparisons[name]
-                    if outliers := _outliers(compared):
-                        return {"refused": f"{outliers}; {hint}"}
+                return self._meet(sender, place, facts, message.get("hint", ""))
             case {"stop": reason}:
                 return {"lost": f"process {sender} stopped: {reason}"}
             case {"beat": beat}:
@@ -91,13 +82,30 @@ class Coordinator:
                         return {"lost": self._blame(sender, culprit)}
         return None
 
+    def _meet(self, sender: int, place: str, facts: dict[str, str], hint: str) -> Message | None:
+        """Record the facts of a process at a place; once all have come, return whether they agree."""
+        present = self._meetings.setdefault(place, _Meeting(hint)).facts
+        present[sender] = facts
+        if not hint and (early := self._finished_early()):
+            return {"refused": early}
+        if len(present) < self._count:
+            return None
+        del self._meetings[place]
+        if place == END and self._meetings:
+            name, comparison = next(iter(self._meetings.items()))
+            return {"refused": f"only {named(comparison.facts)} came to {name}; {comparison.hint}"}
+        if not hint:
+            return {"met": place, "differences": _differences(present)}
+        differences = _differences(present, hint)
+        return {"refused": differences[0]} if differences else None
+
     def _finished_early(self) -> str | None:
         """Return a message if a process has finished while others wait for it at a meeting; otherwise None."""
-        for place, present in self._meetings.items():
+        for place, meeting in self._meetings.items():
             for process in self.finished():
-                if place != END and process not in present:
+                if place != END and not meeting.hint and process not in meeting.facts:
                     return (
-                        f"process {process} has finished, and '{place}' of {named(sorted(present))} waits for it; "
+                        f"process {process} has finished, and '{place}' of {named(sorted(meeting.facts))} waits for it; "
                         "call the same methods of the pipeline in all processes"
                     )
         return None
@@ -108,7 +116,7 @@ class Coordinator:
 
     def finished(self) -> set[int]:
         """Return the processes that have come to the last meeting, `END`."""
-        return set(self._meetings.get(END, ()))
+        return set(self._meetings[END].facts) if END in self._meetings else set()
 
     def _culprit(self, waiter: int) -> int:
         """Return the process that hangs when `waiter` has waited too long.
@@ -143,40 +151,24 @@ class Coordinator:
 
     def _awaited(self, waiter: int) -> Iterable[int]:
         """Return the processes that a process waits for."""
-        on = self._beats[waiter].on
-        return on or (k for present in self._meetings.values() if waiter in present for k in range(self._count) if k not in present)
+        meetings = [meeting.facts for meeting in self._meetings.values() if not meeting.hint and waiter in meeting.facts]
+        return self._beats[waiter].on or (k for present in meetings for k in range(self._count) if k not in present)
 
 
-def _differences(facts: Mapping[int, Mapping[str, str]]) -> list[str]:
-    """Return a line for each fact in which a process differs from process 0."""
+def _differences(facts: Facts, hint: str = "") -> list[str]:
+    """Return a line for each fact in which processes differ from most others; with a `hint`, a missing or empty fact is no difference."""
     lines = []
     for name in dict.fromkeys(name for values in facts.values() for name in values):
-        first = facts[0].get(name, "")
-        differing = [process for process, values in sorted(facts.items()) if values.get(name, "") != first]
-        if differing:
-            other = facts[differing[0]].get(name, "")
-            same = next((place for place, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
-            line = f" (line {first.count(chr(10), 0, same) + 1})" if "\n" in first or "\n" in other else ""
-            who = f"processes 0 and {', '.join(map(str, differing))}"
-            parts = f"{_around(first, same)!r} against {_around(other, same)!r}"
-            lines.append(f"{name} differs between {who}: {parts}{line}; start all processes with the same {name}")
+        texts = {process: values.get(name, "") for process, values in sorted(facts.items()) if values.get(name) or not hint}
+        usual, _ = Counter(texts.values()).most_common(1)[0] if texts else ("", 0)  # in a tie, the fact of the first process
+        if differing := [process for process, text in texts.items() if text != usual]:
+            first, other = next(process for process in texts if texts[process] == usual), texts[differing[0]]
+            same = next((place for place, (a, b) in enumerate(zip(usual, other, strict=False)) if a != b), min(len(usual), len(other)))
+            line = f" (line {usual.count(chr(10), 0, same) + 1})" if "\n" in usual or "\n" in other else ""
+            who = f"processes {first} and {', '.join(map(str, differing))}"
+            parts = f"{_around(usual, same)!r} against {_around(other, same)!r}"
+            lines.append(f"{name} differs between {who}: {parts}{line}; {hint or f'start all processes with the same {name}'}")
     return lines
-
-
-def _outliers(facts: Mapping[int, Mapping[str, str]]) -> str:
-    """Return the first fact in which some processes differ from most others, and these processes; empty if there is none.
-
-    A process that does not know a fact states an empty text.
-    """
-    for name in dict.fromkeys(name for values in facts.values() for name in values):
-        known = {process: values[name] for process, values in sorted(facts.items()) if values.get(name)}
-        usual, _ = Counter(known.values()).most_common(1)[0] if known else ("", 0)  # in a tie, the fact of the first process
-        differing = [process for process, fact in known.items() if fact != usual]
-        if differing:
-            fact = known[differing[0]]
-            those, most = (named(process for process, other in known.items() if other == value) for value in (fact, usual))
-            return f"{name} differs in {those}: {fact}, and {usual} in {most}"
-    return ""
 
 
 def named(processes: Iterable[int]) -> str:

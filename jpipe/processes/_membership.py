@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jpipe.errors import InputError, PeerLost
-from jpipe.processes._channel import LONGEST_LINE, Channel, Limits
+from jpipe.processes._channel import Channel, Limits
 from jpipe.processes._coordinator import END, Message
-from jpipe.processes._rendezvous import JaxStore, Rendezvous
+from jpipe.processes._rendezvous import Rendezvous
 from jpipe.processes._waits import Wait, Waits
 
 _MAX_UNREAD = 65536  # unread messages; if there are more, the oldest are dropped
@@ -67,7 +67,7 @@ class Processes:
         Raises:
             InputError: process 0 cannot be reached or has another secret, or processes did not join in time; the message names them.
         """
-        rendezvous = JaxStore() if rendezvous is None else rendezvous
+        rendezvous = Rendezvous.of_jax() if rendezvous is None else rendezvous
         processes = cls(rendezvous.index, rendezvous.count, Limits() if limits is None else limits, progress)
         if processes.count > 1:
             processes._channel.open(rendezvous, limit, secret)
@@ -111,19 +111,17 @@ class Processes:
             facts: texts that must be the same in all processes, by name. A process that does not know a fact passes an empty text.
             hint: the advice in the message if a fact differs.
         """
-        self._channel.post({"compare": name, "facts": dict(facts), "hint": hint})
+        self._channel.post({"meet": name, "facts": dict(facts), "hint": hint})
 
     def broadcast(self, name: str, data: bytes) -> None:
         """Send bytes to all processes, including this one, without waiting.
 
         Args:
             name: the name for `receive`. Only one process may broadcast under this name, once in a run.
-            data: the bytes, at most 48 MiB.
+            data: the bytes, at most 3 GiB.
         """
         self._waits.moved()
-        text = base64.b64encode(data).decode()
-        assert len(text) < LONGEST_LINE - 1000, f"{name}: {len(data)} bytes are too many for a message"
-        self._channel.post({"broadcast": name, "data": text})
+        self._channel.post({"broadcast": name, "data": base64.b64encode(data).decode()})
 
     def receive(self, name: str, on: int | None = None, what: object = None) -> bytes:
         """Wait for the bytes that a process broadcasts under a name. They can be read once. At most 65,536 unread messages are kept.

@@ -1,29 +1,29 @@
-"""How the processes of a run find each other: at an address that all are given, or at one that process 0 leaves in a store."""
+"""How the processes of a run find each other: at the address of process 0, which all are given, or which it leaves in JAX's store."""
 
 import asyncio
-import contextlib
 import errno
-import itertools
-import json
+import ipaddress
 import math
 import os
 import re
 import secrets
 import socket
 import time
+from asyncio import StreamReader, StreamWriter
 from collections import Counter
 from typing import Any, NamedTuple
 
 from jpipe.errors import InputError
 from jpipe.processes import handshake, jax_internals
-from jpipe.processes.addresses import is_loopback, listen_everywhere
 from jpipe.processes.handshake import Caller
 
 ANSWER_LIMIT = 5.0  # seconds that process 0's answer may take after its limit has passed
 _RETRY = 0.2
 _PATIENCE = 10.0  # seconds in which a caller must finish its proof
 _MOST = 256  # callers at a time without a proof; if one more comes, the oldest is dropped
-_LOOK = 0.01  # seconds until a listener that cannot accept tries again
+_LONGEST_LINE, _LONGEST_ANSWER = 128, 4096  # bytes, of a caller before its proof and of process 0
+_KEY = "jpipe/processes"  # of JAX's key-value store
+_LONGER = "to wait longer, raise --connect-limit, or limit in Python"
 
 
 class NotConnected(InputError):
@@ -55,158 +55,148 @@ class Address(NamedTuple):
             raise InputError(where=where, expected="a port from 1 to 65535", found=f"{match[3]} in {text!r}")
         return cls(match[1] or match[2], port)
 
+    @property
+    def is_loopback(self) -> bool:
+        """Whether the host is `localhost` or a loopback address, which only this machine can reach. Other names are not resolved."""
+        try:
+            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    @property
+    def loopback(self) -> "Address | None":
+        """The address at which process 0 listens if only this machine has to reach it; None if it is not a loopback address."""
+        return Address("127.0.0.1" if self.host == "localhost" else self.host, self.port) if self.is_loopback else None
+
 
 class Rendezvous:
-    """The address of process 0, which all processes are given, to find each other there.
+    """The place where the processes of a run find each other.
 
     Args:
-        address: the address of process 0.
+        address: the address of process 0; with a store, its port is not known yet.
         index: the number of this process.
         count: the number of processes.
         listen: the address on which process 0 listens; by default the port of `address`, on every network of its host.
+        store: the client of JAX's key-value store, in which process 0 leaves its address and a token; None if all know the address.
 
     Attributes:
         token: a part of the key for proofs. In a run without a secret, every process that can read the token can prove to belong to the
             run.
     """
 
-    token = ""
-    retries = True
-    """Whether another process tries to connect again if process 0 does not listen yet."""
-    longer = "--connect-limit waits longer"
-    """What a user can do to let the processes wait longer for each other."""
+    def __init__(self, address: Address, index: int, count: int, listen: Address | None = None, store: Any = None) -> None:
+        self.address, self.index, self.count, self._listen, self._store, self.token = address, index, count, listen, store, ""
 
-    def __init__(self, address: Address, index: int, count: int, listen: Address | None = None) -> None:
-        self.address, self.index, self.count, self._listen = address, index, count, listen
+    @classmethod
+    def of_jax(cls, state: Any = None) -> "Rendezvous":
+        """Return the rendezvous by the store of `jax.distributed`, on the host of JAX's coordinator, which all processes have reached.
+
+        Args:
+            state: the state of `jax.distributed`; by default of this process.
+        """
+        state = jax_internals.distributed_state() if state is None else state
+        address = Address((state.coordinator_address or "").rpartition(":")[0].strip("[]"), 0)
+        return cls(address, state.process_id, state.num_processes, address.loopback, state.client)
 
     def open(self) -> socket.socket:
         """Listen; process 0 calls this.
 
         Raises:
-            InputError: the port is in use, or the host of process 0 does not have the address.
+            InputError: the port is in use, the host of process 0 does not have the address, or its address cannot be published.
         """
-        host, port = self._listen or ("::", self.address.port)
+        host, port = self._listen or ("", self.address.port)
+        everywhere = not host and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if everywhere or ":" in host else socket.AF_INET
         try:
-            if host == "::":
-                return listen_everywhere(port)
-            return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+            listener = socket.create_server((host, port), family=family, dualstack_ipv6=everywhere)
         except OSError as error:
             reason = "another program uses it" if error.errno == errno.EADDRINUSE else (error.strerror or str(error)).lower()
             raise InputError(
                 f"process 0 cannot listen at port {port} of {self.address}: {reason}; choose another port, the same for all processes"
             ) from None
+        if self._store is not None:
+            self.address, self.token = Address(self.address.host, listener.getsockname()[1]), secrets.token_hex(16)
+            try:
+                self._store.key_value_set(_KEY, f"{self.address} {self.token}")
+            except RuntimeError as error:
+                listener.close()
+                raise InputError(
+                    f"process 0 cannot publish its address ({_status(error)}): the key exists already; "
+                    "start the run again, on a network that strangers cannot reach"
+                ) from None
+        return listener
 
     def find(self, seconds: float) -> None:
         """Wait until `address` and `token` are known; the other processes call this.
 
         Raises:
-            InputError: process 0 did not publish them in time.
+            InputError: process 0 did not publish them in time, or somebody else did.
         """
-
-
-class JaxStore(Rendezvous):
-    """The key-value store of `jax.distributed`, in which process 0 leaves the address where it listens, and a token.
-
-    The host in the address is the host of JAX's coordinator, which all other processes have already reached. All processes must create
-    equally many stores, because these are numbered.
-
-    Args:
-        state: the state of `jax.distributed`.
-    """
-
-    retries = False
-    longer = "let all processes join at the same place, or with a longer limit"
-    _joins = itertools.count()
-
-    def __init__(self, state: Any = None) -> None:
-        state = jax_internals.distributed_state() if state is None else state
-        host = (state.coordinator_address or "").rpartition(":")[0].strip("[]")
-        listen = Address("127.0.0.1" if host == "localhost" else host, 0) if is_loopback(host) else None
-        super().__init__(Address(host, 0), state.process_id, state.num_processes, listen)
-        self._client, self._key = state.client, f"jpipe/processes/{next(self._joins)}"
-
-    def open(self) -> socket.socket:
-        listener, self.token = super().open(), secrets.token_hex(16)
-        self.address = Address(self.address.host, listener.getsockname()[1])
+        if self._store is None:
+            return
         try:
-            self._client.key_value_set(self._key, json.dumps([*self.address, self.token]))
-        except RuntimeError as error:
-            listener.close()
-            raise InputError(
-                f"process 0 cannot publish its address ({_status(error)}): the key exists already; "
-                "start the run again, on a network that strangers cannot reach"
-            ) from None
-        return listener
-
-    def find(self, seconds: float) -> None:
-        try:
-            text = self._client.blocking_key_value_get(self._key, math.ceil(seconds * 1000))
+            text = self._store.blocking_key_value_get(_KEY, math.ceil(seconds * 1000))
         except RuntimeError as error:
             raise InputError(
                 f"process {self.index} did not get the address of process 0 within {seconds:g} s ({_status(error)}); see what "
                 "process 0 says, and let all processes of a run join at the same place"
             ) from None
-        try:
-            host, port, token = json.loads(text)
-            if not (isinstance(host, str) and isinstance(token, str) and isinstance(port, int) and 0 < port < 65536):
-                raise ValueError
-        except (ValueError, TypeError, RecursionError):
-            raise InputError(
-                f"expected the address of process 0 in JAX's store, found {text[:80]!r}: somebody else has written there"
-            ) from None
-        self.address, self.token = Address(host, port), token
+        address, _, self.token = text[:1000].partition(" ")
+        self.address = Address.parse(address, f"JAX's store, key {_KEY}")
 
 
-async def connect(at: Rendezvous, limit: float, secret: bytes | None) -> socket.socket:
+async def connect(at: Rendezvous, limit: float, secret: bytes | None) -> tuple[StreamReader, StreamWriter]:
     """Connect to process 0, and return when all processes have connected; processes other than process 0 call this.
 
     Raises:
         InputError: no program or another program listens at the address; or process 0 has another secret, does not answer, or refuses.
     """
-    deadline, key, reason = time.monotonic() + limit, handshake.key(secret, at.token), "no answer"
+    deadline, reason = time.monotonic() + limit, "no answer"
     while (remaining := deadline - time.monotonic()) > 0:
         try:
-            link = await asyncio.to_thread(socket.create_connection, at.address, timeout=min(remaining, ANSWER_LIMIT))
+            async with asyncio.timeout(min(remaining, ANSWER_LIMIT)):
+                reader, writer = await asyncio.open_connection(*at.address, limit=_LONGEST_ANSWER)
         except OSError as error:
-            reason = (error.strerror or str(error) or type(error).__name__).lower()
+            known = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+            reason = (known or str(error) or "no answer").lower()
         else:
-            link.setblocking(False)
-            word = ""
-            try:
-                async with asyncio.timeout(limit + ANSWER_LIMIT):
-                    word, _, refusal = (await handshake.call(link, key, at.index, at.count)).partition(" ")
-            except (TimeoutError, handshake.OtherSecret, handshake.OtherProgram) as error:
-                raise InputError(_problem(error, at, limit)) from None
-            finally:
-                if word != "go":
-                    link.close()
-            if word == "go":
-                return link
-            if word:
-                raise (NotConnected if word == "late" else InputError)(refusal)
+            if await _may_go(at, reader, writer, limit, secret):
+                return reader, writer
             reason = "it closed the connection"
-        if not at.retries:
-            break
         await asyncio.sleep(_RETRY)
     raise NotConnected(
         f"process {at.index} cannot reach the coordinator, process 0, at {at.address} within {limit:g} s ({reason}); check that "
-        f"process 0 was started there, that the address is right and that no firewall is between; {at.longer}"
+        f"process 0 was started there, that the address is right and that no firewall is between; {_LONGER}"
     )
 
 
-def _problem(error: Exception, at: Rendezvous, limit: float) -> str:
-    """Return the message for a failed handshake with the program at the address of process 0."""
-    if isinstance(error, TimeoutError):
-        return (
+async def _may_go(at: Rendezvous, reader: StreamReader, writer: StreamWriter, limit: float, secret: bytes | None) -> bool:
+    """Introduce this process to process 0, and return whether all have connected; False if the connection was closed."""
+    answer = ""
+    try:
+        async with asyncio.timeout(limit + ANSWER_LIMIT):
+            answer = await handshake.call(reader, writer, handshake.key(secret, at.token), at.index, at.count)
+    except TimeoutError:
+        raise InputError(
             f"process {at.index} had no answer from {at.address} within {limit + ANSWER_LIMIT:g} s; if process 0 runs there, it still "
             "waits for other processes: give all the same --connect-limit; if another program uses that port, choose another one"
-        )
-    if isinstance(error, handshake.OtherSecret):
-        return (
+        ) from None
+    except handshake.OtherSecret:
+        raise InputError(
             f"process {at.index} and process 0 at {at.address} have different secrets; give all processes of the run the same "
             f"{handshake.VARIABLE} or --secret-file, or none of them any"
-        )
-    return f"{at.address}: expected process 0 of this run, found another program at that port; choose another port, or end that program"
+        ) from None
+    except handshake.OtherProgram:
+        raise InputError(
+            f"{at.address}: expected process 0 of this run, found another program at that port; choose another port, or end that program"
+        ) from None
+    finally:
+        if answer != "go":
+            writer.close()
+    word, _, refusal = answer.partition(" ")
+    if refusal:
+        raise (NotConnected if word == "late" else InputError)(refusal)
+    return answer == "go"
 
 
 class Host:
@@ -218,22 +208,25 @@ class Host:
     """
 
     def __init__(self, at: Rendezvous, secret: bytes | None) -> None:
-        self._at, self._secret, self._key = at, secret, handshake.key(secret, at.token)
-        self._unproved: dict[asyncio.Task[None], None] = {}  # in the order of arrival
+        self._at, self._secret, self._key = at, secret, b""
+        self._connections: set[asyncio.Task[None]] = set()
+        self._unproved: list[asyncio.Task[None]] = []  # those without a proof, in the order of arrival
         self._dropped: Counter[str] = Counter()
         self._present: dict[int, Caller] = {}
         self._mistake = ""  # a mistake of the user, which ends all processes
         self._changed = asyncio.Event()
+        self._is_open = True
 
-    async def gathered(self, listener: socket.socket, limit: float) -> list[Caller]:
-        """Wait until all other processes have connected, close the listener, and return these processes; each waits for an answer.
+    async def gathered(self, limit: float) -> list[Caller]:
+        """Listen until all other processes have connected, and return these processes; each waits for an answer.
 
         Raises:
-            InputError: some processes did not connect; or, with a secret, two have the same number, or counts of processes differ. The
-                processes that have connected get the same message.
+            InputError: process 0 cannot listen; some processes did not connect; or, with a secret, two have the same number, or counts of
+                processes differ. The processes that have connected get the same message.
         """
-        tasks: set[asyncio.Task[None]] = set()
-        tasks.add(asyncio.create_task(self._accept(listener, tasks)))
+        listener = self._at.open()
+        self._key = handshake.key(self._secret, self._at.token)
+        server = await asyncio.start_server(self._receive, sock=listener, limit=_LONGEST_LINE)
         try:
             async with asyncio.timeout(limit):
                 while len(self._present) < self._at.count - 1 and not self._mistake:
@@ -243,57 +236,39 @@ class Host:
         except TimeoutError:
             reason = NotConnected("; ".join(filter(None, [self._missing(limit), self._summary()])))
         finally:
-            for task in tasks:
-                task.cancel("that said nothing in time")
-            await asyncio.gather(*tasks, return_exceptions=True)
-            listener.close()
+            self._is_open = False
+            server.close()
+            for connection in self._connections:
+                connection.cancel("that said nothing in time")
+            await asyncio.gather(*self._connections, return_exceptions=True)
         if reason is not None:
             for caller in self._present.values():
                 caller.answer(f"{'late' if isinstance(reason, NotConnected) else 'no'} {reason}")
-                caller.link.close()
+                caller.writer.close()
             raise reason
         if summary := self._summary():
             os.write(2, f"jpipe: {summary} while the processes connected\n".encode())
         return list(self._present.values())
 
-    async def _accept(self, listener: socket.socket, tasks: set[asyncio.Task[None]]) -> None:
-        listener.setblocking(False)
-        while True:
-            try:
-                link, _ = await asyncio.get_running_loop().sock_accept(listener)
-            except OSError:  # the caller is gone already, or this process has too many open files
-                self._drop_oldest()
-                await asyncio.sleep(_LOOK)
-                continue
-            link.setblocking(False)
-            if len(self._unproved) >= _MOST:
-                self._drop_oldest()
-            task = asyncio.create_task(self._receive(link))
-            self._unproved[task] = None
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-            await asyncio.sleep(0)  # so that the task begins before it can be cancelled
-
-    def _drop_oldest(self) -> None:
-        if self._unproved:
-            oldest = next(iter(self._unproved))
-            del self._unproved[oldest]
-            oldest.cancel("beyond the most at a time")
-
-    async def _receive(self, link: socket.socket) -> None:
+    async def _receive(self, reader: StreamReader, writer: StreamWriter) -> None:
         """Drop a stranger, or count a process as present until it disconnects, since it may be restarted."""
-        reason = ""
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
+        self._unproved.append(task)
+        if len(self._unproved) > _MOST:
+            self._unproved.pop(0).cancel("beyond the most at a time")
         try:
-            async with asyncio.timeout(_PATIENCE):
-                caller = await handshake.hear(link, self._key)
+            async with asyncio.timeout(_PATIENCE if self._is_open else 0):
+                caller = await handshake.hear(reader, writer, self._key)
+            reason = ""
         except (handshake.Refused, asyncio.CancelledError) as refused:
             reason = str(refused)
         except TimeoutError:
             reason = "that said nothing in time"
-        except OSError:
-            reason = "that closed early"
-        finally:
-            self._unproved.pop(asyncio.current_task(), None)  # type: ignore[arg-type]  # there is one
+        if task in self._unproved:
+            self._unproved.remove(task)
         if reason:
             self._dropped[reason] += 1
         elif mistake := self._mistake_of(caller):
@@ -305,11 +280,15 @@ class Host:
         else:
             self._present[caller.index] = caller
             self._changed.set()
-            with contextlib.suppress(OSError):
-                await asyncio.get_running_loop().sock_recv(link, 1)  # returns if the other end closes; processes of a run send nothing
+            try:
+                await reader.read(1)  # returns if the other end closes; processes of a run send nothing
+            except asyncio.CancelledError:  # all have connected
+                return
+            except OSError:
+                pass
             del self._present[caller.index]
         self._changed.set()
-        link.close()
+        writer.close()
 
     def _mistake_of(self, caller: Caller) -> str:
         """Return a message if the index or the count of a process is wrong; otherwise an empty string."""
@@ -333,7 +312,7 @@ class Host:
         single = len(absent) == 1
         return (
             f"process{'' if single else 'es'} {named} of {self._at.count} did not connect to {self._at.address} within {limit:g} s; "
-            f"check that {'it was' if single else 'they were'} started, with the same coordinator, and can reach it; {self._at.longer}"
+            f"check that {'it was' if single else 'they were'} started, with the same coordinator, and can reach it; {_LONGER}"
         )
 
 

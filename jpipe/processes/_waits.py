@@ -6,6 +6,7 @@ import re
 import tempfile
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from jpipe.processes._coordinator import Beat, named
 
@@ -16,13 +17,14 @@ _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 _CALL = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
+@dataclass(slots=True)
 class Wait:
     """A wait of a thread. Its duration is counted in beats, so that time in which this process is stopped does not count."""
 
-    __slots__ = ("beats", "limit", "on", "what")
-
-    def __init__(self, what: object, on: tuple[int, ...], limit: float) -> None:
-        self.what, self.on, self.limit, self.beats = what, on, limit, 0
+    what: object
+    on: tuple[int, ...]
+    limit: float
+    beats: int = 0
 
     def __str__(self) -> str:
         return f"{self.what} of {named(self.on)}" if self.on else str(self.what)

@@ -93,7 +93,6 @@ def test_modules_of_rooms_are_private_except_the_named_ones():
             "errors.py",
             "files.py",
             "context.py",
-            "processes/addresses.py",
             "processes/handshake.py",
             "processes/jax_internals.py",
         }

@@ -19,7 +19,7 @@ import jpipe.processes._membership  # noqa: E402 - after the stand-in
 from jpipe.errors import InputError, PeerLost  # noqa: E402 - after the stand-in
 from jpipe.processes._channel import Limits  # noqa: E402 - after the stand-in
 from jpipe.processes._membership import Processes  # noqa: E402 - after the stand-in
-from jpipe.processes._rendezvous import JaxStore  # noqa: E402 - after the stand-in
+from jpipe.processes._rendezvous import Address, Rendezvous  # noqa: E402 - after the stand-in
 
 
 class Folder:
@@ -43,7 +43,7 @@ class Folder:
 
 
 def join(limit=30.0, **limits):
-    processes = Processes.join(limit=limit, limits=Limits(**limits), rendezvous=JaxStore(Folder()))
+    processes = Processes.join(limit=limit, limits=Limits(**limits), rendezvous=Rendezvous.of_jax(Folder()))
     print("ready", flush=True)
     return processes
 
@@ -182,9 +182,9 @@ def unreachable():
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         port = bound.getsockname()[1]
-        Folder().key_value_set("", json.dumps(["127.0.0.1", port, "token"]))
+        Folder().key_value_set("", f"{Address('127.0.0.1', port)} token")
         try:
-            join()
+            join(limit=1.0)
         except InputError as error:
             print(str(error).replace(str(port), "PORT"))
 

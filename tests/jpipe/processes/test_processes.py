@@ -23,7 +23,6 @@ from jpipe.processes import Address, Rendezvous, _membership, handshake, jax_int
 from jpipe.processes._channel import Channel
 from jpipe.processes._coordinator import Beat, Coordinator
 from jpipe.processes._membership import Processes
-from jpipe.processes._rendezvous import JaxStore
 from jpipe.runtime import _metrics, _transport
 
 PROGRAM = Path(__file__).parent / "joined.py"
@@ -78,7 +77,7 @@ def test_healthy_processes(tmp_path):
                 "differences": [
                     "config differs between processes 0 and 2: 'learning_rate: 0.1' against 'learning_rate: 0.2' (line 2); "
                     "start all processes with the same config",
-                    "device kind differs between processes 0 and 1, 2: 'cpu' against 'gpu'; start all processes with the same device kind",
+                    "device kind differs between processes 1 and 0: 'gpu' against 'cpu'; start all processes with the same device kind",
                 ],
                 "exact": True,
                 "each": ["from 0", "from 1", "from 2"],
@@ -95,20 +94,24 @@ def test_foreign_connections_are_dropped(tmp_path):
         while not (tmp_path / "address").exists():
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        host, port, token = json.loads((tmp_path / "address").read_text())
+        address, token = (tmp_path / "address").read_text().split()
+        place = Address.parse(address, "")
 
         def say(text):
-            stranger = strangers.enter_context(socket.create_connection((host, port), timeout=30))
+            stranger = strangers.enter_context(socket.create_connection(place, timeout=30))
             stranger.sendall(text)
             return stranger
+
+        async def call(key, number, count):
+            reader, writer = await asyncio.open_connection(*place)
+            with contextlib.closing(writer):
+                return await handshake.call(reader, writer, key, number, count)
 
         for text in ("\n", '{"stop": "all"}\n', f"{token} 2\n", "\0\n", "jpipe 2 3\n"):
             assert say(text.encode()).recv(1) == b""  # dropped
         for key, number, count in (b"another", 2, 3), (handshake.key(None, token), 0, 3), (handshake.key(None, token), 2, 4):
-            link = say(b"")
-            link.setblocking(False)
             with contextlib.suppress(handshake.OtherSecret):
-                assert asyncio.run(handshake.call(link, key, number, count)).startswith("no --")
+                assert asyncio.run(call(key, number, count)).startswith("no --")
         say(b""), say(token.encode())  # these may still want to say something
         processes[2].send_signal(signal.SIGCONT)
         ready(processes)
@@ -212,9 +215,9 @@ def test_an_address_that_cannot_be_reached_is_reported(tmp_path):
     with started("unreachable", tmp_path, count=2) as processes:
         assert ending(processes[1]) == (
             0,
-            "process 1 cannot reach the coordinator, process 0, at 127.0.0.1:PORT within 30 s (connection refused); check that process 0 "
-            "was started there, that the address is right and that no firewall is between; let all processes join at the same place, or "
-            "with a longer limit\n",
+            "process 1 cannot reach the coordinator, process 0, at 127.0.0.1:PORT within 1 s (connection refused); check that process 0 "
+            "was started there, that the address is right and that no firewall is between; to wait longer, raise --connect-limit, or limit "
+            "in Python\n",
             "",
         )
 
@@ -229,7 +232,7 @@ ALONE = Rendezvous(Address("", 0), 0, 1)
 def test_process_0_listens_where_others_reach_it(coordinator, listens):
     client = types.SimpleNamespace(key_value_set=lambda key, value: None)
     state = types.SimpleNamespace(process_id=0, num_processes=2, coordinator_address=coordinator, client=client)
-    with JaxStore(state).open() as listener:
+    with Rendezvous.of_jax(state).open() as listener:
         assert listener.getsockname()[0] in listens
 
 
@@ -306,8 +309,7 @@ def test_a_received_part_has_its_declared_size():
 
 
 def test_a_sending_thread_that_cannot_start_is_reported(monkeypatch):
-    async def fails(channel, rendezvous, listener, *_):
-        listener.close()
+    async def fails(*_):
         raise OSError("too many open files")
 
     monkeypatch.setattr(Channel, "_run", fails)
@@ -433,7 +435,7 @@ def test_processes_that_state_other_facts_than_most_are_named():
     desk = Coordinator(4)
 
     def compare(name, *facts, hint="pass the same"):
-        answers = [desk.answer(process, {"compare": name, "facts": fact, "hint": hint}) for process, fact in enumerate(facts)]
+        answers = [desk.answer(process, {"meet": name, "facts": fact, "hint": hint}) for process, fact in enumerate(facts)]
         assert answers[:-1] == [None] * 3, "nobody is named before all have come"
         return answers[-1]
 
@@ -443,15 +445,15 @@ def test_processes_that_state_other_facts_than_most_are_named():
         "what one does not know it cannot pass wrongly"
     )
     answer = compare("batch 16", {**same, "checksum": "b"}, same, {**same, "checksum": "c"}, same)
-    assert answer == {"refused": "checksum differs in process 0: b, and a in processes 1, 3; pass the same"}
+    assert answer == {"refused": "checksum differs between processes 1 and 0, 2: 'a' against 'b'; pass the same"}
     answer = compare("batch 24", same, same, {"shape": "[3]", "checksum": "c"}, {"shape": "[3]", "checksum": "c"})
-    assert answer == {"refused": "shape differs in processes 2, 3: [3], and [2] in processes 0, 1; pass the same"}
+    assert answer == {"refused": "shape differs between processes 0 and 2, 3: '[2]' against '[3]'; pass the same"}
     assert compare("batch 24", same, same, same, same) is None, "a comparison that is over is forgotten"
 
 
 def test_a_process_that_finishes_before_the_others_is_named():
     desk = Coordinator(2)
-    desk.answer(1, {"compare": "batch 8", "facts": {}, "hint": "pass it in all"})
+    desk.answer(1, {"meet": "batch 8", "facts": {}, "hint": "pass it in all"})
     assert desk.answer(1, {"meet": "the end", "facts": {}}) is None
     assert desk.finished() == {1}
     assert desk.answer(0, {"meet": "the end", "facts": {}}) == {"refused": "only process 1 came to batch 8; pass it in all"}

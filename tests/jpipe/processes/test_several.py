@@ -165,7 +165,7 @@ def test_a_process_that_passes_other_arguments_is_named(tmp_path):
         assert refusals["key"].startswith("key differs between processes 0 and 1: ")
         assert refusals["rows"].startswith("shape of a microbatch differs between processes 0 and 1: ")
         assert re.fullmatch(
-            r"the checksum of inputs of batches 1 to 8 differs in process 1: (\w{8}), and (?!\1)\w{8} in process 0; "
+            r"the checksum of inputs of batches 1 to 8 differs between processes 0 and 1: '(\w{8})' against '(?!\1)\w{8}'; "
             "pass the same arguments in all processes",
             refusals["step"],
         )

@@ -20,7 +20,7 @@ from jpipe_train.checkpoint import checkpoints
 from jpipe_train.config.config_file import to_yaml
 from jpipe_train.console import interrupt, output
 from jpipe_train.console.preemption import Preemption
-from jpipe_train.launch import jax_runtime
+from jpipe_train.launch import distributed
 from jpipe_train.launch.local import process_group
 from jpipe_train.run import loop
 from tests.train.conftest import changed
@@ -191,5 +191,5 @@ def test_the_heartbeat_timeout_covers_hours_of_suspension(monkeypatch):
     arguments = {}
     monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **options: arguments.update(options))
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
-    jax_runtime.start(Address("10.0.0.1", 9876), 2, 0, None, None, 60.0)
+    distributed._start_jax(distributed.Membership(Address("10.0.0.1", 9876), 2, 0), None, 60.0)
     assert arguments["heartbeat_timeout_seconds"] >= 12 * 3600

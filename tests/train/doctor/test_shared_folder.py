@@ -6,8 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from jpipe.processes import Processes
-from jpipe.processes._rendezvous import JaxStore
+from jpipe.processes import Processes, Rendezvous
 from jpipe_train.doctor import doctor
 from jpipe_train.launch.team import Team
 
@@ -35,7 +34,7 @@ def in_all(function, count=3):
     values: queue.Queue[str] = queue.Queue()
 
     def of_one(index):
-        processes = Processes.join(rendezvous=JaxStore(Meeting(index, count, values)), limit=LIMIT)
+        processes = Processes.join(rendezvous=Rendezvous.of_jax(Meeting(index, count, values)), limit=LIMIT)
         try:
             return function(Team(processes))
         finally:

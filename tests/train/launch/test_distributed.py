@@ -20,7 +20,7 @@ import yaml
 from jpipe import InputError, PeerLost, join_processes
 from jpipe.processes import Address, Processes, Rendezvous, _rendezvous
 from jpipe_train.cli import main
-from jpipe_train.console.options import Process
+from jpipe_train.console.options import ALONE, Process
 from jpipe_train.launch import distributed
 from jpipe_train.launch.distributed import Membership, membership
 from jpipe_train.run import loop
@@ -78,7 +78,7 @@ def set_all(monkeypatch, variables):
 )
 def test_flags_that_do_not_fit_are_refused(flags, message):
     with pytest.raises(InputError, match=re.escape(message)) as caught:
-        distributed.start(*flags)
+        distributed.start(Process(*flags))
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
 
@@ -86,7 +86,7 @@ def test_flags_that_do_not_fit_are_refused(flags, message):
 @pytest.mark.parametrize("limit", [0.0, -1.0, float("nan"), float("inf")])
 def test_an_invalid_limit_is_refused(limit):
     with pytest.raises(InputError, match=f"--connect-limit: expected seconds, more than 0, found {limit:g}"):
-        distributed.start("host:1", 2, 0, limit)
+        distributed.start(Process("host:1", 2, 0, limit))
 
 
 def test_an_invalid_wait_limit_is_refused_before_any_wait(tiny, tmp_path, capsys):
@@ -106,37 +106,37 @@ def test_an_address_is_read_and_written(text, address):
 
 
 def test_flags_set_the_process_id():
-    assert membership("host:1", 3, 2) == Membership(Address("host", 1), 3, 2, None)
+    assert membership(Process("host:1", 3, 2)) == Membership(Address("host", 1), 3, 2, None)
 
 
 @pytest.mark.oldest
 def test_a_single_process_waits_for_nobody(monkeypatch):
-    distributed.start(None, None, None)
-    assert membership(None, None, None) is None
+    distributed.start(ALONE)
+    assert membership(ALONE) is None
     set_all(monkeypatch, SLURM)
-    assert membership(None, 1, None) is None
+    assert membership(Process(num_processes=1)) is None
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "0")
-    assert membership(None, 1, None) is None
+    assert membership(Process(num_processes=1)) is None
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("SLURM_NTASKS", "1")
     monkeypatch.setenv("SLURM_PROCID", "0")
-    distributed.start(None, None, None)
+    distributed.start(ALONE)
     distributed.stop()
 
 
 @pytest.mark.oldest
 def test_the_environment_sets_the_process_id(monkeypatch):
     set_all(monkeypatch, SLURM)
-    assert membership(None, None, None) == Membership(Address("node07", 61441), 4, 3, [1])
-    assert membership("host:1", 3, 2) == Membership(Address("host", 1), 3, 2, None), "flags say it all"
+    assert membership(ALONE) == Membership(Address("node07", 61441), 4, 3, [1])
+    assert membership(Process("host:1", 3, 2)) == Membership(Address("host", 1), 3, 2, None), "flags say it all"
     monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "0,1")
-    assert membership(None, None, None).devices is None, "JAX reads the variable"
+    assert membership(ALONE).devices is None, "JAX reads the variable"
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "head:7")
-    assert membership(None, None, None) == Membership(Address("head", 7), 4, 3, None)
+    assert membership(ALONE) == Membership(Address("head", 7), 4, 3, None)
     monkeypatch.setenv("JAX_NUM_PROCESSES", "8")
     monkeypatch.setenv("JAX_PROCESS_ID", "7")
-    assert membership(None, None, None) == Membership(Address("head", 7), 8, 7, None)
+    assert membership(ALONE) == Membership(Address("head", 7), 8, 7, None)
 
 
 @pytest.mark.oldest
@@ -160,7 +160,7 @@ def test_the_environment_sets_the_process_id(monkeypatch):
 def test_an_environment_that_does_not_fit_is_refused(variables, message, monkeypatch):
     set_all(monkeypatch, variables)
     with pytest.raises(InputError, match=re.escape(message)):
-        distributed.start(None, None, None)
+        distributed.start(ALONE)
 
 
 SECRET = b"of these processes"
@@ -207,7 +207,7 @@ def test_processes_that_do_not_join_are_named_by_all_others(address):
     results = meet(address, (2, 4), num_processes=4, host_limit=0.5)
     assert set(results) == {
         f"processes 1, 3 of 4 did not connect to {address} within 0.5 s; check that they were started, with the same coordinator, "
-        "and can reach it; --connect-limit waits longer"
+        "and can reach it; to wait longer, raise --connect-limit, or limit in Python"
     }
 
 
@@ -233,16 +233,17 @@ def test_counts_that_differ_are_refused(address):
 
 def test_a_missing_coordinator_cannot_be_reached(address):
     with pytest.raises(InputError) as caught:
-        distributed.start(str(address), 2, 1, 0.3)
+        distributed.start(Process(str(address), 2, 1, 0.3))
     assert str(caught.value) == (
         f"process 1 cannot reach the coordinator, process 0, at {address} within 0.3 s (connection refused); check that process 0 "
-        "was started there, that the address is right and that no firewall is between; --connect-limit waits longer"
+        "was started there, that the address is right and that no firewall is between; to wait longer, raise --connect-limit, or limit "
+        "in Python"
     )
 
 
 def test_an_invalid_host_is_reported():
     with pytest.raises(InputError, match=re.escape("at no-such-host.invalid:1 within 0.1 s (")):
-        distributed.start("no-such-host.invalid:1", 2, 1, 0.1)
+        distributed.start(Process("no-such-host.invalid:1", 2, 1, 0.1))
 
 
 def test_another_program_at_the_port_is_reported_by_both_sides():
@@ -258,10 +259,10 @@ def test_another_program_at_the_port_is_reported_by_both_sides():
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(InputError, match=f"{address}: expected process 0 of this run, found another program at that port"):
-            distributed.start(str(address), 2, 1, LIMIT)
+            distributed.start(Process(str(address), 2, 1, LIMIT))
         thread.join(LIMIT)
         with pytest.raises(InputError, match=f"process 0 cannot listen at port {address.port} of {address}: another program uses it"):
-            distributed.start(str(address), 2, 0, LIMIT)
+            distributed.start(Process(str(address), 2, 0, LIMIT))
 
 
 def test_the_command_reports_an_internal_error_in_one_line_and_exits_with_1(address, tiny, tmp_path, capsys):
@@ -295,9 +296,10 @@ def test_the_limit_includes_joining_and_no_device_is_queried_before(tiny, tmp_pa
 
 PROGRAM = """
 import os, signal, sys, time
+from jpipe_train.console.options import Process
 from jpipe_train.launch import distributed
 me = int(sys.argv[2])
-distributed.start(sys.argv[1], 3, me, 60.0)
+distributed.start(Process(sys.argv[1], 3, me, 60.0))
 import jax, jpipe
 from jax.experimental import multihost_utils
 import numpy as np
@@ -343,7 +345,7 @@ def test_jax_runs_across_processes_and_survives_one(address):
     assert outputs == [(f"{lost}\nleft\n", ""), ("", ""), (f"later than process 0\n{lost}\nleft\n", "")]
 
 
-@pytest.mark.parametrize("waits", [distributed.start, distributed.membership, loop.main, Process, join_processes])
+@pytest.mark.parametrize("waits", [loop.main, Process, join_processes])
 def test_processes_wait_for_each_other_as_long_as_jax_does(waits):
     parameters = inspect.signature(waits).parameters
     assert parameters.get("connect_limit", parameters.get("limit")).default == 300

@@ -27,10 +27,9 @@ LIMIT = 60  # seconds, for what should take one or two
 LAUNCH = """
 import json, sys
 from jpipe_train.launch.local import elastic
-from jpipe_train.launch.local.process_group import ProcessGroup
-from jpipe_train.launch.local.slots import Limits
+from jpipe_train.launch.local.launch_request import Request
 limits, script, *more = sys.argv[1:]
-code = elastic.main(Limits(**json.loads(limits)), more, program=(sys.executable, "-c", script), grace=0.5, pause=0.0)
+code = elastic.main(Request(tuple(more), **json.loads(limits)), program=(sys.executable, "-c", script), grace=0.5, pause=0.0)
 assert "jax" not in sys.modules, "to start processes JAX is not needed"
 sys.exit(code)
 """
@@ -38,15 +37,14 @@ sys.exit(code)
 READY = """
 import os, signal, sys, time
 from pathlib import Path
+from jpipe_train.launch.local import reported_progress
 me, count, slot = int(sys.argv[-1]), int(sys.argv[-3]), int(os.environ["JAX_LOCAL_DEVICE_IDS"])
 assert sys.argv[-8] == "--elastic"
 print("ready", count, slot, flush=True)
 
 def save(step):
     if me == 0:
-        file = Path(os.environ["JPIPE_PROGRESS"])
-        file.with_suffix(".new").write_text(f"{step} 10")
-        file.with_suffix(".new").rename(file)
+        reported_progress.report(step, 10)
 
 def save_at_signal(step):
     def handle(number, frame):
@@ -73,9 +71,9 @@ def wait():
 
 
 @contextlib.contextmanager
-def launched(script: str, *more: str, **limits: float) -> Iterator[subprocess.Popen]:
+def launched(script: str, *more: str, minimum: int, maximum: int, **limits: float) -> Iterator[subprocess.Popen]:
     """Start the launcher of processes of `script`, and kill it on exit."""
-    command = [sys.executable, "-c", LAUNCH, json.dumps(limits), READY + script, *more]
+    command = [sys.executable, "-c", LAUNCH, json.dumps(limits | {"elastic": f"{minimum}:{maximum}"}), READY + script, *more]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             yield process
@@ -169,7 +167,7 @@ import contextlib, sys
 from jpipe_train.launch.local.process_group import ProcessGroup
 with contextlib.closing(ProcessGroup(60.0, {})) as group:
     for number, script in enumerate(sys.argv[1:]):
-        group.start([sys.executable, "-c", script], number, None)
+        group.start([sys.executable, "-c", script], number, None, number)
     print(group.watch([]), group.to_blame)
 """
 
@@ -272,7 +270,7 @@ def test_a_signal_to_the_launcher_saves_and_starts_nothing():
             "launch --elastic: expected MIN:MAX, found '3:2', in which MIN is larger than MAX; write 2:3",
         ),
         *(
-            (f"-n 2 {option} 3 -- train x", f"launch {option} has no effect without --elastic MIN:MAX; remove the option")
+            (f"-n 2 {option} 4 -- train x", f"launch {option} has no effect without --elastic MIN:MAX; remove the option")
             for option in ("--max-failures", "--retry-after", "--shortage-limit")
         ),
         ("--elastic 1:2 --max-failures 0 -- train x", "launch --max-failures: expected 1 or more, found 0"),

@@ -21,6 +21,7 @@ from jpipe_train.checkpoint.run_folder import RunFolder, of_same_job
 from jpipe_train.cli import main
 from jpipe_train.config.config import Config
 from jpipe_train.launch.local import child, launch
+from jpipe_train.launch.local.launch_request import Request
 from jpipe_train.launch.local.process_group import ProcessGroup
 from jpipe_train.run import loop
 from jpipe_train.run.settings import settings_of
@@ -32,9 +33,10 @@ LIMIT = 60  # seconds, for what should take one
 LAUNCH = """
 import sys
 from jpipe_train.launch.local import launch
+from jpipe_train.launch.local.launch_request import Request
 number, restarts, pause, grace, script, *more = sys.argv[1:]
-seconds = {"pause": float(pause), "grace": float(grace)}
-code = launch.main(int(number), more, pin="--pin" in more, max_restarts=int(restarts), program=(sys.executable, "-c", script), **seconds)
+request = Request(tuple(more), int(number), pin="--pin" in more, max_restarts=int(restarts))
+code = launch.main(request, program=(sys.executable, "-c", script), pause=float(pause), grace=float(grace))
 assert "jax" not in sys.modules, "to start processes JAX is not needed"
 sys.exit(code)
 """
@@ -269,7 +271,7 @@ def test_processes_ended_by_a_signal_are_not_restarted(number):
 
 def test_a_signal_ends_the_wait_before_the_next_attempt():
     with launched(1, "sys.exit(1)", restarts=5, pause=1000) as process:
-        assert "starting all again in 1000 s (1 of 5)" in process.stderr.readline()
+        assert "starting all again in 60 s (1 of 5)" in process.stderr.readline()
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=LIMIT / 2)
     assert (process.returncode, err) == (130, "jpipe: SIGINT received; not starting again\n")
@@ -280,11 +282,11 @@ def test_each_wait_is_twice_as_long_and_a_minute_at_most(monkeypatch):
     monkeypatch.setattr(launch.Job, "is_stopped_within", lambda job, seconds: bool(waits.append(seconds)))
     monkeypatch.setattr(ProcessGroup, "start", lambda *arguments: None)
     monkeypatch.setattr(ProcessGroup, "watch", lambda tree, signals, again, stop: messages.append(again) or 1)
-    assert launch.main(1, [], max_restarts=4) == 1
+    assert launch.main(Request((), 1, max_restarts=4)) == 1
     assert waits == [1, 2, 4, 8]
     assert messages[2:] == ["starting all again in 4 s (3 of 4)", "starting all again in 8 s (4 of 4)", "--max-restarts 4 is used up"]
     waits.clear()
-    assert launch.main(1, [], max_restarts=4, pause=20.0) == 1
+    assert launch.main(Request((), 1, max_restarts=4), pause=20.0) == 1
     assert waits == [20, 40, 60, 60]
 
 

@@ -2,9 +2,10 @@
 
 import pytest
 
-from jpipe_train.launch.local.slots import Limits, Slots
+from jpipe_train.launch.local.launch_request import Request
+from jpipe_train.launch.local.slots import Slots
 
-LIMITS = Limits(2, 4, max_failures=2, retry_after=100.0, shortage_limit=250.0)
+LIMITS = Request((), elastic="2:4", max_failures=2, retry_after=100.0, shortage_limit=250.0)
 
 
 def after(failed: list[int], at: float = 0.0) -> Slots:

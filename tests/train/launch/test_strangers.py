@@ -21,9 +21,9 @@ from jpipe import InputError
 from jpipe.processes import Address, Processes, Rendezvous, _rendezvous, handshake, jax_internals
 from jpipe.processes._channel import Channel, Limits
 from jpipe.processes._coordinator import Beat
-from jpipe.processes._rendezvous import JaxStore, connect
-from jpipe.processes.addresses import is_loopback, private_loopback
-from jpipe_train.launch import distributed, jax_runtime
+from jpipe.processes._rendezvous import connect
+from jpipe_train.console.options import Process
+from jpipe_train.launch import distributed
 from jpipe_train.launch.numeric_settings import _MAY_DIFFER, numeric_settings
 
 LIMIT = 30.0  # seconds, for what should take a fraction of one
@@ -55,9 +55,11 @@ class SharedStore:
     def blocking_key_value_get(self, key: str, milliseconds: int) -> str:
         return self.value
 
-    def of(self, index: int) -> JaxStore:
+    def of(self, index: int) -> Rendezvous:
         """Return the place of a process."""
-        return JaxStore(types.SimpleNamespace(process_id=index, num_processes=COUNT, coordinator_address="127.0.0.1:1", client=self))
+        return Rendezvous.of_jax(
+            types.SimpleNamespace(process_id=index, num_processes=COUNT, coordinator_address="127.0.0.1:1", client=self)
+        )
 
 
 class Meeting:
@@ -123,14 +125,19 @@ class ByStore(Meeting):
     def listens(self) -> None:
         while self.left.value is None:
             time.sleep(0.01)
-        host, port, self.token = json.loads(self.left.value)
-        self.place = host, port
+        address, self.token = self.left.value.split()
+        self.place = Address.parse(address, "")
 
 
 def call(link: socket.socket, key: bytes, index: int, count: int) -> str:
     """Introduce a process to the listener at the other end of a connection, and return its answer."""
-    link.setblocking(False)
-    return asyncio.run(asyncio.wait_for(handshake.call(link, key, index, count), LIMIT))
+
+    async def introduce() -> str:
+        reader, writer = await asyncio.open_connection(sock=link.dup())
+        with contextlib.closing(writer):
+            return await asyncio.wait_for(handshake.call(reader, writer, key, index, count), LIMIT)
+
+    return asyncio.run(introduce())
 
 
 def send_and_read(place, *texts: bytes) -> bytes:
@@ -291,7 +298,7 @@ def test_a_timeout_reports_the_dropped_connections():
         hosting = pool.submit(Processes.join, rendezvous=Rendezvous(address, 0, 2), limit=0.5, secret=SECRET)
         with pytest.raises(InputError):
             asyncio.run(connect(Rendezvous(address, 1, 2), LIMIT, b"another of these"))
-        assert str(hosting.exception(LIMIT)).endswith("--connect-limit waits longer; 1 connection was dropped (1 with another secret)")
+        assert str(hosting.exception(LIMIT)).endswith("or limit in Python; 1 connection was dropped (1 with another secret)")
 
 
 @pytest.mark.parametrize("answer", [b"0" * 64 + b" go\n", b"go\n", b"no all is lost\n", b"%(proof)s go\n", b"x" * 10_000])
@@ -326,7 +333,7 @@ def test_the_contents_of_jaxs_store_do_not_replace_the_secret():
 def test_a_foreign_value_in_jaxs_store_is_reported(word):
     store = SharedStore()
     store.value = word
-    with pytest.raises(InputError, match="expected the address of process 0 in JAX's store"):
+    with pytest.raises(InputError, match=r"JAX's store, key jpipe/processes: expected (HOST:PORT of process 0|a port)"):
         Channel(1, COUNT, Limits(), print, lambda: Beat("")).open(store.of(1), LIMIT)
 
 
@@ -337,7 +344,7 @@ def test_a_key_of_jaxs_store_that_is_in_use_is_reported():
 
     state = types.SimpleNamespace(process_id=0, num_processes=2, coordinator_address="127.0.0.1:1", client=FullClient())
     with pytest.raises(InputError, match=r"process 0 cannot publish its address \(ALREADY_EXISTS\)"):
-        JaxStore(state).open()
+        Rendezvous.of_jax(state).open()
 
 
 @pytest.mark.parametrize(
@@ -374,8 +381,8 @@ def test_all_listen_at_a_loopback_address_where_the_coordinator_is_one(coordinat
     for name in "jax_cpu_collectives_implementation", "jax_enable_preemption_service", "jax_enable_recoverability":
         monkeypatch.setitem(jax.config.values, name, jax.config.values[name])
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
-    monkeypatch.setattr(jax_runtime, "private_loopback", lambda: "127.7.7.7")
-    distributed.start(coordinator, 2, 0)
+    monkeypatch.setattr(distributed, "private_loopback", lambda: "127.7.7.7")
+    distributed.start(Process(coordinator, 2, 0))
     local = coordinator[0] in "1l[" and not coordinator.startswith("10.")
     assert calls[0] == listens
     assert calls[1] == (None if listens is None else str(Address(*listens)))
@@ -390,14 +397,14 @@ def test_certificates_that_do_not_fit_are_refused_before_jax_aborts(tmp_path, mo
 
     def set_certificates(*files):
         values = dict(zip(map(str.lower, names), files, strict=True))
-        monkeypatch.setattr(jax_runtime, "jax", types.SimpleNamespace(config=types.SimpleNamespace(values=values), __version__="0.12.0"))
+        monkeypatch.setattr(distributed, "jax", types.SimpleNamespace(config=types.SimpleNamespace(values=values), __version__="0.12.0"))
 
     def refused(message):
         with pytest.raises(InputError, match=message):
-            jax_runtime.uses_certificates()
+            distributed.uses_certificates()
 
     set_certificates(None, None, None)
-    assert not jax_runtime.uses_certificates()
+    assert not distributed.uses_certificates()
     set_certificates("chain", None, "authority")
     refused("JAX_MTLS_KEY_FILE: missing; JAX needs all of JAX_MTLS_CERT_FILE, JAX_MTLS_KEY_FILE, JAX_MTLS_CA_FILE")
     files = [tmp_path / name for name in ("chain", "key", "authority")]
@@ -407,9 +414,9 @@ def test_certificates_that_do_not_fit_are_refused_before_jax_aborts(tmp_path, mo
         set_certificates(*map(str, files))
         refused("expected PEM files of a certificate, its key and its authority, found .*chain', .*key', .*authority': ")
     monkeypatch.setattr(ssl, "create_default_context", lambda cafile: types.SimpleNamespace(load_cert_chain=lambda *_, password: None))
-    assert jax_runtime.uses_certificates()
-    monkeypatch.setattr(jax_runtime, "jax", types.SimpleNamespace(config=types.SimpleNamespace(values={}), __version__="0.10.2"))
-    assert not jax_runtime.uses_certificates()
+    assert distributed.uses_certificates()
+    monkeypatch.setattr(distributed, "jax", types.SimpleNamespace(config=types.SimpleNamespace(values={}), __version__="0.10.2"))
+    assert not distributed.uses_certificates()
     monkeypatch.setenv(names[0], "chain")  # this JAX would go on without it
     refused("JAX 0.10.2 has no certificates, JAX 0.12 has; unset them, or install a newer JAX")
 
@@ -436,7 +443,7 @@ def test_processes_with_and_without_certificates_do_not_start_jax(monkeypatch):
     monkeypatch.setattr(distributed, "_joined", None)
     monkeypatch.setattr(jax.distributed, "initialize", None)
     with pytest.raises(InputError, match="JAX_MTLS_CERT_FILE differs"):
-        distributed.start("127.0.0.1:7", 2, 0)
+        distributed.start(Process("127.0.0.1:7", 2, 0))
     assert one.reasons == ["JAX_MTLS_CERT_FILE differs"]
 
 
@@ -449,9 +456,9 @@ def test_process_0_listens_where_it_is_told(host):
 
 
 def test_each_process_has_a_loopback_address_of_its_own_for_gloo(monkeypatch):
-    address, other = private_loopback(), private_loopback()
-    assert is_loopback(address)
-    assert is_loopback(other)
+    address, other = distributed.private_loopback(), distributed.private_loopback()
+    assert Address(address, 1).is_loopback
+    assert Address(other, 1).is_loopback
     if sys.platform == "linux":
         assert len({address, other, "127.0.0.1"}) == 3
     with socket.create_server((address, 0)) as listener:
@@ -461,7 +468,7 @@ def test_each_process_has_a_loopback_address_of_its_own_for_gloo(monkeypatch):
         raise OSError("Can't assign requested address")
 
     monkeypatch.setattr(socket, "create_server", refuses)
-    assert private_loopback() == "127.0.0.1"
+    assert distributed.private_loopback() == "127.0.0.1"
 
 
 def test_gloo_listens_at_a_loopback_address(monkeypatch):
@@ -496,7 +503,9 @@ sys.exit(cli.main(sys.argv[1:]))
 LAUNCHED = """
 import sys
 from jpipe_train.launch.local import launch
-sys.exit(launch.main(2, ["train", "config.yaml"], max_restarts=1, program=(sys.executable, "-c", sys.argv[1]), pause=0.0))
+from jpipe_train.launch.local.launch_request import Request
+request = Request(("train", "config.yaml"), 2, max_restarts=1)
+sys.exit(launch.main(request, program=(sys.executable, "-c", sys.argv[1]), pause=0.0))
 """
 
 
@@ -561,7 +570,7 @@ def test_an_invalid_secret_file_is_refused(content, mode, message, tmp_path):
     if content is not None:
         file.chmod(mode)
     with pytest.raises(InputError) as caught:
-        distributed.start("127.0.0.1:1", 2, 1, 0.1, str(file))
+        distributed.start(Process("127.0.0.1:1", 2, 1, 0.1, secret_file=str(file)))
     assert str(caught.value).startswith(f"secret file '{file}': {message}")
 
 
@@ -569,4 +578,4 @@ def test_an_invalid_secret_file_is_refused(content, mode, message, tmp_path):
 def test_a_variable_that_holds_no_secret_is_refused(value, monkeypatch):
     monkeypatch.setenv(handshake.VARIABLE, value)
     with pytest.raises(InputError, match=f"JPIPE_SECRET: expected a secret of 16 bytes or more, found {len(value)}; "):
-        distributed.start("127.0.0.1:1", 2, 1, 0.1)
+        distributed.start(Process("127.0.0.1:1", 2, 1, 0.1))

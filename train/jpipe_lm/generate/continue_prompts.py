@@ -27,8 +27,8 @@ from jpipe_lm.models.transformer import dtype_of
 from jpipe_train.assemble import compile_cache
 from jpipe_train.assemble.build import force_cpu_devices, start_devices
 from jpipe_train.console import interrupt
+from jpipe_train.console.options import Process
 from jpipe_train.console.terminal import count
-from jpipe_train.launch.distributed import CONNECT_LIMIT
 from jpipe_train.launch.team import Team, code_facts
 
 MOST_TOKENS = 10**7
@@ -154,7 +154,7 @@ def start(
         say(line)
     processes = 1 if team.processes is None else team.processes.count
     force_cpu_devices(-(-(request.devices or 1) // processes))
-    team.start_devices(CONNECT_LIMIT)
+    team.start_devices(Process.connect_limit)
 
     def load() -> tuple[model_source.Origin, dict[str, jax.Device], Any]:
         start_devices()

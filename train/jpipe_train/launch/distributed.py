@@ -1,8 +1,12 @@
 """Runs in several processes: the addresses and numbers of the processes, from flags or the cluster, and the start of JAX's runtime."""
 
 import atexit
+import ipaddress
 import math
 import os
+import secrets
+import socket
+import ssl
 import sys
 import threading
 from typing import NamedTuple
@@ -10,12 +14,13 @@ from typing import NamedTuple
 import jax
 
 from jpipe import InputError, join_processes
-from jpipe.processes import Address, Processes, Rendezvous, handshake, jax_internals
-from jpipe.processes.addresses import is_loopback
-from jpipe_train.launch import jax_runtime
+from jpipe.errors import short
+from jpipe.processes import Address, NotConnected, Processes, Rendezvous, handshake, jax_internals
+from jpipe_train.console.options import Process
 
 _FLAGS = ("--coordinator", "--num-processes", "--process-id")
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+_BIND = "JAX_COORDINATOR_BIND_ADDRESS"  # one of several networks of process 0's host; JAX also reads it
 
 _LAUNCHERS = {  # launchers, with the variables for the number of processes and the number of this process
     "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
@@ -24,12 +29,18 @@ _LAUNCHERS = {  # launchers, with the variables for the number of processes and 
     "torchrun": ("WORLD_SIZE", "RANK"),
 }
 
-CONNECT_LIMIT = 300.0  # seconds, as JAX waits: images may have to be pulled
-WAIT_LIMIT = 45.0  # seconds
+# After this time without a heartbeat JAX ends the process by SIGABRT. It includes time in which this process is stopped, so it has to be
+# longer than a laptop sleeps. jpipe's own channel does not include that time, and detects a lost process within a minute.
+_HEARTBEAT_TIMEOUT = 24 * 3600
+_SHUTDOWN_TIMEOUT = 10
 
 # Seconds from the last message to the end, of process 0 and of the other processes. The library ends processes that are stuck after 5 s,
 # process 0 after 6 s; and when process 0 ends, JAX aborts the other processes.
 _LEAVE = 5.5, 4.0
+
+_CERTIFICATES = "jax_mtls_cert_file", "jax_mtls_key_file", "jax_mtls_ca_file"
+CERTIFICATES = ", ".join(_CERTIFICATES).upper()
+"""The variables of certificates; all processes set them, or none."""
 
 _Values = tuple[str | None, int | None, int | None]
 
@@ -52,14 +63,7 @@ class Membership(NamedTuple):
     devices: list[int] | None = None
 
 
-def start(
-    coordinator: str | None,
-    num_processes: int | None,
-    process_id: int | None,
-    connect_limit: float = CONNECT_LIMIT,
-    secret_file: str | None = None,
-    wait_limit: float = WAIT_LIMIT,
-) -> int:
+def start(process: Process) -> int:
     """Join the other processes of this run, before JAX uses a device. For a single process this has no effect.
 
     Without arguments it uses the environment: `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, then the clusters that
@@ -70,12 +74,8 @@ def start(
     one does not connect, JAX ends the process by SIGABRT, with a C++ stack trace, and does not name the missing process.
 
     Args:
-        coordinator: `host:port` of process 0.
-        num_processes: the number of processes. If it is 1 and the only argument, the environment is ignored.
-        process_id: the number of this process, from 0.
-        connect_limit: seconds to wait for the other processes.
-        secret_file: a file with the secret that all processes share; without it, `JPIPE_SECRET` is used.
-        wait_limit: seconds without progress in any process after which the run counts as hanging.
+        process: the place of this process in the job, and its limits. If the number of processes is 1 and the only argument, the
+            environment is ignored.
 
     Returns:
         The number of processes.
@@ -85,28 +85,93 @@ def start(
             secret is invalid or differs between processes.
     """
     global _joined
-    member = membership(coordinator, num_processes, process_id, connect_limit)
+    _check_limit("--wait-limit", process.wait_limit)
+    member = membership(process)
     if member is None or member.num_processes == 1:
         return 1
-    secret, listen = handshake.find_secret(secret_file), jax_runtime.listen_address(member.coordinator)
-    certificates = jax_runtime.uses_certificates()
-    if member.process_id == 0 and secret is None and not is_loopback(member.coordinator.host):
+    coordinator, secret, bind = member.coordinator, handshake.find_secret(process.secret_file), os.environ.get(_BIND)
+    listen = coordinator.loopback or (None if bind is None else Address.parse(bind, _BIND))
+    certificates = uses_certificates()
+    if member.process_id == 0 and secret is None and not coordinator.is_loopback:
         print(
-            f"jpipe: no secret is set: whoever reaches port {member.coordinator.port} of this host can pose as one of the processes; "
+            f"jpipe: no secret is set: whoever reaches port {coordinator.port} of this host can pose as one of the processes; "
             f"set {handshake.VARIABLE} (docs/how-to/security.md)",
             file=sys.stderr,
             flush=True,
         )
-    rendezvous = Rendezvous(member.coordinator, member.process_id, member.num_processes, listen)
-    _joined = join_processes(connect_limit, wait_limit, secret, rendezvous)
+    rendezvous = Rendezvous(coordinator, member.process_id, member.num_processes, listen)
+    _joined = join_processes(process.connect_limit, process.wait_limit, secret, rendezvous)
     assert _joined is not None, "there are several processes"
     try:
-        _joined.agree({jax_runtime.CERTIFICATES: "set" if certificates else "not set"})
-        jax_runtime.start(member.coordinator, member.num_processes, member.process_id, member.devices, listen, connect_limit)
+        _joined.agree({CERTIFICATES: "set" if certificates else "not set"})
+        _start_jax(member, listen, process.connect_limit)
     except BaseException as error:
         _joined.stop(str(error) or type(error).__name__)
         raise
     return member.num_processes
+
+
+def _start_jax(member: Membership, listen: Address | None, limit: float) -> None:
+    """Connect JAX's runtimes after the rendezvous; process 0 listens at `listen`, or on all networks."""
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # With it JAX would handle SIGTERM from here on, even if the process should end immediately; see console/preemption.py.
+    jax.config.update("jax_enable_preemption_service", False)
+    # Without it JAX ends all processes when one of them dies, before they can report which. If process 0 dies, JAX ends them anyway.
+    jax.config.update("jax_enable_recoverability", True)
+    try:
+        jax.distributed.initialize(
+            str(member.coordinator),
+            member.num_processes,
+            member.process_id,
+            local_device_ids=member.devices,
+            cluster_detection_method="deactivate",  # all values are passed; the cluster may have others
+            initialization_timeout=math.ceil(limit),
+            heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT,
+            shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT,
+            coordinator_bind_address=None if listen is None else str(listen),
+        )
+    except jax.errors.JaxRuntimeError as error:
+        raise NotConnected(f"{member.coordinator}: JAX cannot connect the processes: {error}; try again, or with another port") from None
+    if member.coordinator.is_loopback:
+        jax_internals.keep_gloo_at(private_loopback())
+
+
+def private_loopback() -> str:
+    """Choose a loopback address for this process alone, if the system has more than one; otherwise return 127.0.0.1.
+
+    A program that tries the ports of 127.0.0.1, as scanners do, does not find listeners at this address.
+    """
+    address = str(ipaddress.IPv4Address("127.0.0.0") + 2 + secrets.randbelow(2**24 - 4))
+    try:
+        with socket.create_server((address, 0)):
+            return address
+    except OSError:  # macOS has only 127.0.0.1
+        return "127.0.0.1"
+
+
+def uses_certificates() -> bool:
+    """Return whether connections to JAX's coordinator use certificates of both ends (mutual TLS), after checking the files.
+
+    JAX would end the process by SIGABRT if they do not fit.
+
+    Raises:
+        InputError: some of the three are missing or cannot be read, or this version of JAX does not support them.
+    """
+    files = {name.upper(): jax.config.values.get(name) or os.environ.get(name.upper()) for name in _CERTIFICATES}
+    if not any(files.values()):
+        return False
+    if _CERTIFICATES[0] not in jax.config.values:
+        raise InputError(f"{CERTIFICATES}: JAX {jax.__version__} has no certificates, JAX 0.12 has; unset them, or install a newer JAX")
+    if missing := [name for name, file in files.items() if not file]:
+        raise InputError(f"{', '.join(missing)}: missing; JAX needs all of {CERTIFICATES}")
+    chain, private, authority = (file or "" for file in files.values())
+    try:
+        ssl.create_default_context(cafile=authority).load_cert_chain(chain, private, password=lambda: "")  # never prompt for a password
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        shown = ", ".join(short(file) for file in (chain, private, authority))
+        expected = "PEM files of a certificate, its key and its authority"
+        raise InputError(where=CERTIFICATES, expected=expected, found=f"{shown}: {error}") from None
+    return True
 
 
 def stop() -> None:
@@ -120,7 +185,7 @@ def stop() -> None:
         PeerLost: another process was lost before all were done.
     """
     if _joined is not None:  # process 0 leaves last, because JAX ends the other processes when their coordinator ends
-        _joined.close(jax.distributed.shutdown, jax_runtime.SHUTDOWN_TIMEOUT)
+        _joined.close(jax.distributed.shutdown, _SHUTDOWN_TIMEOUT)
 
 
 def is_alone() -> bool:
@@ -154,26 +219,23 @@ def leave_at_once(code: int) -> None:
     atexit.register(leave)  # the last one registered is the first to be called
 
 
-def membership(
-    coordinator: str | None, num_processes: int | None, process_id: int | None, limit: float = CONNECT_LIMIT
-) -> Membership | None:
+def membership(process: Process) -> Membership | None:
     """Return the membership from the flags or the environment, or None for a single process.
 
     Raises:
         InputError: as in `start`, for the arguments and the environment.
     """
-    check_limit("--connect-limit", limit)
-    if (coordinator, num_processes, process_id) == (None, 1, None):
+    _check_limit("--connect-limit", process.connect_limit)
+    values: _Values = process.coordinator, process.num_processes, process.process_id
+    if values == (None, 1, None):
         return None
-    values = (coordinator, num_processes, process_id)
     if values != (None, None, None):
         return _validated(values, _FLAGS, None)
-    variables = os.environ.get(_VARIABLES[0]), _whole(_VARIABLES[1]), _whole(_VARIABLES[2])
-    if None not in variables:
-        return _validated(variables, _VARIABLES, None)
-    detected, devices = _detect(variables, limit)
-    if detected != (None, None, None):
-        return _validated(detected, _VARIABLES, devices)
+    values, devices = (os.environ.get(_VARIABLES[0]), _whole(_VARIABLES[1]), _whole(_VARIABLES[2])), None
+    if None in values:
+        values, devices = _detect(values, process.connect_limit)
+    if values != (None, None, None):
+        return _validated(values, _VARIABLES, devices)
     _check_alone()
     return None
 
@@ -193,12 +255,7 @@ def _check_alone() -> None:
             )
 
 
-def check_limit(flag: str, seconds: float) -> None:
-    """Check a waiting time.
-
-    Raises:
-        InputError: the time is not above 0, or not finite.
-    """
+def _check_limit(flag: str, seconds: float) -> None:
     if not (math.isfinite(seconds) and seconds > 0):
         raise InputError(where=flag, expected="seconds, more than 0", found=f"{seconds:g}")
 
@@ -236,6 +293,5 @@ def _detect(known: _Values, limit: float) -> tuple[_Values, list[int] | None]:
             "JAX detects a cluster, but cannot read this process from its settings: "
             f"{' '.join(str(error).split()) or type(error).__name__}; give {', '.join(_FLAGS)}, or --num-processes 1 for a single process"
         ) from None
-    if devices is None or os.environ.get("JAX_LOCAL_DEVICE_IDS"):  # the user's choice, which JAX reads
-        return (coordinator, num_processes, process_id), None
-    return (coordinator, num_processes, process_id), list(devices)
+    is_chosen = bool(os.environ.get("JAX_LOCAL_DEVICE_IDS"))  # by the user; JAX reads it
+    return (coordinator, num_processes, process_id), None if devices is None or is_chosen else list(devices)

@@ -74,8 +74,7 @@ def doctor(request: Examination, process: Process) -> int:
     """Check the hosts of a job, print what to change, and return the exit code."""
 
     def work(connect: Callable[[], int]) -> int:
-        member = distributed.membership(process.coordinator, process.num_processes, process.process_id, process.connect_limit)
-        return examination.main(request, member, connect, process.connect_limit, process.wait_limit)
+        return examination.main(request, distributed.membership(process), connect, process.connect_limit, process.wait_limit)
 
     return run_process(work, process)
 
@@ -92,13 +91,8 @@ def run_process(work: Callable[[Callable[[], int]], int], process: Process) -> i
     keep_freed_memory()
     code, done = 0, 0
 
-    def connect() -> int:
-        distributed.check_limit("--wait-limit", process.wait_limit)
-        place = process.coordinator, process.num_processes, process.process_id
-        return distributed.start(*place, process.connect_limit, process.secret_file, process.wait_limit)
-
     try:
-        done = work(connect)
+        done = work(lambda: distributed.start(process))
     except InputError as error:
         code = failed(error)
     except team.ReportedElsewhere as error:

@@ -5,82 +5,44 @@ processes, a new port and a plan for their number (`jpipe train --elastic`). Whi
 """
 
 import os
-import re
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from jpipe_train.launch.local import launch, reported_progress
+from jpipe_train.launch.local.launch_request import Request
 from jpipe_train.launch.local.process_group import BAD_INPUT, say
 from jpipe_train.launch.local.reported_progress import Progress
-from jpipe_train.launch.local.slots import Limits, Slots
+from jpipe_train.launch.local.slots import Slots
 
 _GPUS = "CUDA_VISIBLE_DEVICES"
 
 
-def limits(text: str, options: Mapping[str, Any]) -> Limits | str:
-    """Return the limits from `--elastic MIN:MAX` and its related options, or an error message.
+def main(request: Request, *, program: Sequence[str] = launch.JPIPE, grace: float = launch.GRACE, pause: float = launch.PAUSE) -> int:
+    """Train with `request.maximum` processes, or with the remaining ones, until the run is complete.
+
+    When a process fails, all end, and new ones start: all again, or without those that have failed `max_failures` times in a row. One that
+    was left out is tried again after `retry_after` seconds: once the smaller run has written a checkpoint, it is asked to save and end, and
+    a larger one resumes there. Signals are handled as in `launch.main`; after one, and after bad input, nothing starts.
 
     Args:
-        text: the value of `--elastic`.
-        options: the remaining fields of `Limits` that are given.
-    """
-    match, most = re.fullmatch(r"(\d{1,4}):(\d{1,4})", text, re.ASCII), launch.MOST_PROCESSES
-    minimum, maximum = (int(match[1]), int(match[2])) if match else (0, 0)
-    if not 1 <= minimum <= most or not 1 <= maximum <= most:
-        return f"launch --elastic: expected MIN:MAX, the fewest and the most processes, such as 2:4, at most {most}, found '{text}'"
-    if minimum > maximum:
-        return f"launch --elastic: expected MIN:MAX, found '{text}', in which MIN is larger than MAX; write {maximum}:{minimum}"
-    chosen = Limits(minimum, maximum, **options)
-    if chosen.max_failures < 1:
-        return f"launch --max-failures: expected 1 or more, found {chosen.max_failures}"
-    for name, seconds in (("--retry-after", chosen.retry_after), ("--shortage-limit", chosen.shortage_limit)):
-        if not 0 <= seconds <= 1e9:
-            return f"launch {name}: expected seconds, 0 to 1e9, found {seconds:g}"
-    return chosen
-
-
-def main(
-    limits: Limits,
-    command: Sequence[str],
-    *,
-    pin: bool = False,
-    program: Sequence[str] = launch.JPIPE,
-    grace: float = launch.GRACE,
-    pause: float = launch.PAUSE,
-) -> int:
-    """Train with `limits.maximum` processes, or with the remaining ones, until the run is complete.
-
-    When a process fails, all end, and new ones start: all again, or without those that have failed `limits.max_failures` times in a row.
-    One that was left out is tried again after `limits.retry_after` seconds: once the smaller run has written a checkpoint, it is asked to
-    save and end, and a larger one resumes there. Signals are handled as in `launch.main`; after one, and after bad input, nothing starts.
-
-    Args:
-        limits: numbers of processes, of failures and of seconds.
-        command: arguments of each process; `--elastic`, the coordinator, the number of processes and the process number are added.
-        pin: whether each process has one CPU core, as in `launch.main`.
-        program: the program that gets these arguments.
-        grace: seconds from SIGTERM to SIGKILL after a failure.
+        request: the valid arguments of the command.
+        program: as in `launch.main`; `--elastic` is also added to the command.
+        grace: as in `launch.main`.
         pause: seconds before the first restart; doubled each time, up to a minute, until there is a new checkpoint.
 
     Returns:
         The exit code: 0 if the run is complete or was saved at a signal; otherwise as in `launch.main`, of the last attempt.
     """
-    with launch.started_again([*program, *command], pin, grace) as processes:
-        job = _Job(limits, processes)
+    with launch.started(request, program, grace) as processes:
+        job = _Job(request, processes)
         code, failures = 1, 0
-        while job.wait_for_members(_pause(pause, failures)):
+        while job.wait_for_members(launch.pause_after(failures, pause)):
             before = job.progress
             code = job.run()
             if processes.signals or code == BAD_INPUT or (code == 0 and not job.is_unfinished(before)):
                 return code
             failures = 0 if job.progress != before else failures + 1
         return 128 + processes.signals[0] if processes.signals else code
-
-
-def _pause(first: float, failures: int) -> float:
-    """Return the seconds to wait after `failures` failures in a row without a new checkpoint."""
-    return min(first * 2 ** min(failures - 1, 10), launch.LONGEST_PAUSE) if failures else 0.0
 
 
 def _only_gpu(slot: int, environment: Mapping[str, str]) -> dict[str, str]:
@@ -98,8 +60,8 @@ def _named(slots: Sequence[int]) -> str:
 class _Job:
     """The processes of an elastic job, one run after the other."""
 
-    def __init__(self, limits: Limits, processes: launch.Job) -> None:
-        self._limits, self._processes, self._slots = limits, processes, Slots(limits)
+    def __init__(self, request: Request, processes: launch.Job) -> None:
+        self._limits, self._processes, self._slots = request, processes, Slots(request)
         self._members: list[int] = []  # the slots of the next run; process i is in slot `members[i]`
 
     @property

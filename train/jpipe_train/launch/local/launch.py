@@ -15,63 +15,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from jpipe.processes.handshake import VARIABLE as SECRET
 from jpipe_train.console import interrupt
 from jpipe_train.launch.local import reported_progress
+from jpipe_train.launch.local.launch_request import Request
 from jpipe_train.launch.local.process_group import BAD_INPUT, ProcessGroup, say
-from jpipe_train.launch.local.reported_progress import VARIABLE
 
-MOST_PROCESSES = 256  # more is a typo: JAX needs some hundred megabytes in each
 GRACE = 30.0  # seconds from the signal that asks the processes to end, at which they save, to the one that kills them
 PAUSE = 1.0  # seconds before a failed job is restarted
-SECRET = "JPIPE_SECRET"  # the variable with the secret of the processes; also in jpipe.processes.handshake, which imports more
 JOB = "JPIPE_JOB"  # the variable that identifies a job; it is the same for all its attempts
-LONGEST_PAUSE = 60.0  # limits the load of a job that always fails immediately
 JPIPE = (sys.executable, "-P", "-m", "jpipe_train.cli")  # -P: no module of the current folder replaces a library
+_LONGEST_PAUSE = 60.0  # limits the load of a job that always fails immediately
 _TICK = 0.05  # seconds between two looks at the signals
-_SEVERAL = ("train", "plan", "evaluate", "generate", "doctor")  # commands that run in several processes
-_RESERVED = ("--coordinator", "--num-processes", "--process-id")
 
 
-def problem(
-    num_processes: int | None, command: Sequence[str], *, pin: bool = False, max_restarts: int | None = None, elastic: str | None = None
-) -> str | None:
-    """Return an error message for invalid arguments of `main` or of `jpipe_train.launch.local.elastic`, or None, without importing JAX."""
-    if elastic is not None:
-        options = {"-n": num_processes, "--max-restarts": max_restarts}
-        if given := [name for name, value in options.items() if value is not None]:
-            return f"launch --elastic: expected neither -n nor --max-restarts beside it, found {given[0]}; leave out one of them"
-        if command and command[0] != "train":
-            return f"launch --elastic: expected `train CONFIG …` after --, found '{command[0]}'; the other commands have no checkpoints"
-    elif num_processes is None:
-        return "launch: expected -n N or --elastic MIN:MAX, found neither; such as jpipe launch -n 2 -- train CONFIG"
-    elif not 1 <= num_processes <= MOST_PROCESSES:
-        return f"launch -n: expected 1 to {MOST_PROCESSES} processes, found {num_processes}"
-    if max_restarts is not None and max_restarts < 0:
-        return f"launch --max-restarts: expected 0 or more, found {max_restarts}; 0 starts nothing again"
-    if not command:
-        return "launch: expected a command after --, found none; such as jpipe launch -n 2 -- train CONFIG"
-    if command[0] not in _SEVERAL:
-        some = ", ".join(_SEVERAL[:-1])
-        return f"launch: expected `train CONFIG …` after --, found '{command[0]}'; only {some} and {_SEVERAL[-1]} run in several processes"
-    reserved = _RESERVED if elastic is None else (*_RESERVED, "--elastic")
-    for argument in command:
-        if (name := argument.partition("=")[0].replace("_", "-")) in reserved:
-            return f"launch: {name} after -- is given to each process by launch; leave it out there"
-    if pin and not hasattr(os, "sched_setaffinity"):
-        return f"launch --pin: {sys.platform} has no way to give a process a core; leave it out"
-    return None
-
-
-def main(
-    num_processes: int,
-    command: Sequence[str],
-    *,
-    pin: bool = False,
-    max_restarts: int = 0,
-    program: Sequence[str] = JPIPE,
-    grace: float = GRACE,
-    pause: float = PAUSE,
-) -> int:
+def main(request: Request, *, program: Sequence[str] = JPIPE, grace: float = GRACE, pause: float = PAUSE) -> int:
     """Start the processes, forward their output, and wait for all; if one fails, restart all, up to `max_restarts` times.
 
     After the last failure it prints the newest checkpoint of the run, and how to continue from it.
@@ -86,11 +44,8 @@ def main(
     else knows, and listen on loopback addresses only.
 
     Args:
-        num_processes: the number of processes.
-        command: the arguments of each process; the coordinator, the number of processes and the process number are added.
-        pin: whether each process runs on one CPU core, in turn, and XLA uses one thread.
-        max_restarts: how often the job is restarted at most.
-        program: the program that gets these arguments.
+        request: the valid arguments of the command.
+        program: the program that each process runs with the command; the coordinator and the numbers of processes are added.
         grace: seconds from SIGTERM to SIGKILL.
         pause: seconds before the first restart; doubled each time, up to a minute.
 
@@ -98,22 +53,29 @@ def main(
         The exit code: 0 if all processes have ended with 0; otherwise the exit code of the process that failed first, or 128 plus the
         number of the signal that ended that process or this one.
     """
-    restarts = 0
-    with started_again([*program, *command], pin, grace) as job:
-        if not max_restarts:
+    assert request.num_processes is not None, "the request is valid"
+    allowed, restarts = request.max_restarts or 0, 0
+    with started(request, program, grace) as job:
+        if not allowed:
             del job.variables[JOB]
         while True:
-            again = f"starting all again in {pause:g} s ({restarts + 1} of {max_restarts})" if restarts < max_restarts else ""
-            used_up = f"--max-restarts {max_restarts} is used up" if restarts else ""
-            code, _ = job.run(range(num_processes), again=again or used_up)
+            seconds = pause_after(restarts + 1, pause)
+            again = f"starting all again in {seconds:g} s ({restarts + 1} of {allowed})" if restarts < allowed else ""
+            used_up = f"--max-restarts {allowed} is used up" if restarts else ""
+            code, _ = job.run(range(request.num_processes), again=again or used_up)
             if code in (0, BAD_INPUT) or not again:
                 words = "" if code in (0, BAD_INPUT) or job.signals else reported_progress.how_it_goes_on(job.progress)
                 if words:
                     say(words + ("; dmesg says whether memory ran out" if code == 128 + signal.SIGKILL else ""))
                 return code
-            if job.is_stopped_within(pause):
+            if job.is_stopped_within(seconds):
                 return 128 + job.signals[0]
-            restarts, pause = restarts + 1, min(2 * pause, LONGEST_PAUSE)
+            restarts += 1
+
+
+def pause_after(failures: int, first: float) -> float:
+    """Return the seconds to wait after this many failures in a row; `first` is the wait after one failure."""
+    return min(first * 2 ** min(failures - 1, 10), _LONGEST_PAUSE) if failures else 0.0
 
 
 class Job:
@@ -121,7 +83,7 @@ class Job:
 
     Args:
         arguments: the command of each process; the coordinator, the number of processes and the process number are added.
-        pin: whether each process has one CPU core, in turn.
+        pin: whether each process has one CPU core, in turn, and XLA uses one thread.
         grace: seconds from SIGTERM to SIGKILL.
         progress: the file in which the processes report their progress.
         signals: a list to which the signals to this process are appended as they arrive.
@@ -133,7 +95,7 @@ class Job:
     def __init__(self, arguments: Sequence[str], pin: bool, grace: float, progress: Path, signals: Sequence[int]) -> None:
         self.progress, self.signals, self._arguments, self._grace = progress, signals, arguments, grace
         self._cores = sorted(os.sched_getaffinity(0)) if pin else [None]
-        self.variables = {SECRET: secrets.token_hex(32), JOB: secrets.token_hex(8), VARIABLE: str(progress)}
+        self.variables = {SECRET: secrets.token_hex(32), JOB: secrets.token_hex(8), reported_progress.VARIABLE: str(progress)}
 
     def run(
         self,
@@ -170,10 +132,10 @@ class Job:
 
 
 @contextlib.contextmanager
-def started_again(arguments: Sequence[str], pin: bool, grace: float) -> Iterator[Job]:
+def started(request: Request, program: Sequence[str], grace: float) -> Iterator[Job]:
     """Yield a job in a context in which signals are recorded."""
     with interrupt.recorded() as signals, tempfile.TemporaryDirectory(prefix="jpipe-") as folder:
-        yield Job(arguments, pin, grace, Path(folder) / "progress", signals)
+        yield Job([*program, *request.command], request.pin, grace, Path(folder) / "progress", signals)
 
 
 def free_port() -> int:

@@ -40,8 +40,8 @@ class ProcessGroup:
         self._first: int | None = None  # the number of the process that failed first
         self._killed: set[int] = set()  # numbers of the processes that did not end when they were asked to
 
-    def start(self, arguments: Sequence[str], number: int, core: int | None, slot: int | None = None) -> None:
-        """Start process `number`, on CPU core `core` unless it is None, and on GPU `slot`, by default `number`."""
+    def start(self, arguments: Sequence[str], number: int, core: int | None, slot: int) -> None:
+        """Start process `number`, on CPU core `core` unless it is None, and on GPU `slot`."""
         outputs = [None if number == 0 and target.isatty() else subprocess.PIPE for target in (sys.stdout, sys.stderr)]
         piped = number == 0 and sys.stdin is not None and not sys.stdin.isatty()  # a terminal is not its session's
         process = subprocess.Popen(  # noqa: S603, the command is the user's own
@@ -49,7 +49,7 @@ class ProcessGroup:
             stdin=None if piped else subprocess.DEVNULL,
             stdout=outputs[0],
             stderr=outputs[1],
-            env=_environment(number if slot is None else slot, one_thread=core is not None) | self._variables,
+            env=_environment(slot, one_thread=core is not None) | self._variables,
             start_new_session=True,  # only the launcher gets Ctrl-C; and processes that it starts are ended with it
             preexec_fn=functools.partial(_prepare, os.getpid(), core),  # safe: no thread runs here that could hold a lock
         )

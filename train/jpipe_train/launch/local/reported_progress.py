@@ -1,4 +1,4 @@
-"""The progress of a run, which process 0 reports to `jpipe launch` in files, and how to continue a run that has ended.
+"""The progress of a run, which process 0 reports to `jpipe launch` in a file, and how to continue a run that has ended.
 
 This imports neither JAX nor the library's other parts.
 """
@@ -8,7 +8,7 @@ import json
 import os
 import shlex
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jpipe.files import write_atomically
 
@@ -35,34 +35,25 @@ class Progress(NamedTuple):
 
 def begin(folder: str, step: int | None, *, saves: bool) -> None:
     """Report that a run begins, if a launcher wants to know; the arguments are as for `goes_on`."""
-    if file := os.environ.get(VARIABLE):
-        with contextlib.suppress(OSError):
-            write_atomically(_run_file(file), json.dumps([folder, step, saves]))
+    _write(run=[folder, step, saves])
 
 
 def report(step: int, steps: int) -> None:
     """Report a complete checkpoint, if a launcher wants to know; failures are ignored."""
-    if file := os.environ.get(VARIABLE):
-        with contextlib.suppress(OSError):
-            write_atomically(Path(file), f"{step} {steps}")
+    _write(checkpoint=[step, steps])
 
 
 def read(file: Path) -> Progress | None:
-    """Return the last report of the processes; None without one."""
-    try:
-        step, steps = file.read_text(encoding="utf-8").split()
-        return Progress(int(step), int(steps))
-    except (OSError, ValueError):
-        return None
+    """Return the last checkpoint that the processes have reported; None without one."""
+    checkpoint = _read(file).get("checkpoint")
+    return None if checkpoint is None else Progress(*checkpoint)
 
 
 def how_it_goes_on(file: Path) -> str:
     """Describe what is saved of the run that process 0 has reported to this file, and how to continue; "" if no run has begun."""
-    try:
-        folder, step, saves = json.loads(_run_file(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    if (run := _read(file).get("run")) is None:
         return ""
-    newest = read(file)
+    (folder, step, saves), newest = run, read(file)
     return goes_on(folder, step if newest is None else newest.step, saves=saves)
 
 
@@ -83,5 +74,15 @@ def goes_on(folder: str, step: int | None, *, saves: bool = True, in_python: boo
     return f"the checkpoint of step {step} is written, and {again} resumes there"
 
 
-def _run_file(file: str | Path) -> Path:
-    return Path(f"{file}.run")
+def _write(**news: object) -> None:
+    if file := os.environ.get(VARIABLE):
+        with contextlib.suppress(OSError):
+            write_atomically(Path(file), json.dumps(_read(Path(file)) | news))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        reported: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return reported

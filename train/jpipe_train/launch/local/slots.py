@@ -1,28 +1,10 @@
 """The slots of an elastic job: which processes are started, and when the job waits or gives up."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+
+from jpipe_train.launch.local.launch_request import Request
 
 _MOST_DOUBLINGS = 10  # of the time for which a slot is left out
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The limits of an elastic job.
-
-    Attributes:
-        minimum: the smallest number of processes that train.
-        maximum: the number of processes when none is missing.
-        max_failures: how often a slot may fail in a row before it is left out.
-        retry_after: seconds for which a slot is left out at first; twice as long each time that it fails again.
-        shortage_limit: seconds to wait, in total since the last new checkpoint, while fewer than `minimum` can be started.
-    """
-
-    minimum: int
-    maximum: int
-    max_failures: int = 3
-    retry_after: float = 300.0
-    shortage_limit: float = 900.0
 
 
 class Slots:
@@ -31,13 +13,13 @@ class Slots:
     If a slot fails too often in a row, its process is not started again for a while, and the other processes continue without it.
 
     Args:
-        limits: the limits of the job, which has `maximum` slots.
+        limits: the limits of the job in the arguments of the command; it has `maximum` slots.
 
     Attributes:
         failures: how often each slot has failed in a row, without a new checkpoint in between.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Request) -> None:
         self._limits = limits
         self.failures = [0] * limits.maximum
         self._left_out = [0] * limits.maximum  # how often each was left out in a row
