@@ -48,13 +48,8 @@ class Limits:
 class Channel:
     """One process's end of the channel. A run of one process has no thread and no connection: the coordinator answers at once.
 
-    Args:
-        index: the index of this process.
-        count: the number of processes.
-        limits: how long a process may be silent.
-        take: a function that handles the messages of process 0 to all processes. It also gets `{"lost": how, "at once": …}` if a connection
-            is lost; "at once" says whether process 0 is lost. The channel's thread calls it.
-        beat: a function that returns the heartbeat of this process. The channel's thread calls it once per beat.
+    The channel's thread calls `take` with each message of process 0 to all processes, and with `{"lost": how, "at once": …}` if a
+    connection is lost; "at once" says whether process 0 is lost. It calls `beat` for each heartbeat.
     """
 
     def __init__(self, index: int, count: int, limits: Limits, take: Callable[[Message], None], beat: Callable[[], Beat]) -> None:
@@ -68,20 +63,7 @@ class Channel:
         self._thread: threading.Thread | None = None
 
     def open(self, rendezvous: Rendezvous, limit: float, secret: bytes | None = None) -> None:
-        """Start the thread, and return when all processes have connected to process 0.
-
-        Args:
-            rendezvous: where process 0 listens.
-            limit: seconds to wait for the other processes.
-            secret: the secret that all processes share. Without a secret, anybody who knows the address and the token of `rendezvous` can
-                connect.
-
-        Raises:
-            InputError: process 0 cannot listen, cannot be reached or has another secret; or processes have equal numbers or different
-                counts.
-            NotConnected: processes did not connect in time; the message names them.
-            OSError: the thread cannot start.
-        """
+        """Start the thread, and return when all processes have connected to process 0, within `limit` seconds; errors as in `Host`."""
 
         def run() -> None:
             try:

@@ -47,12 +47,7 @@ class Group:
         self.blocks = self.device.platform == "cpu"
 
     def compile(self, function: Callable[..., Tree], *spec: Spec) -> "Collective":
-        """Compile one collective over the axis `AXIS` of the arrays of all devices.
-
-        Args:
-            function: the collective, from `arrays` to `results`.
-            spec: the specs of the arrays.
-        """
+        """Compile one collective over the axis `AXIS` of the arrays of all devices, with these specs."""
         mapped = jax.shard_map(function, mesh=self._mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
         program = jax.jit(mapped).lower(*(Spec(s.shape, s.dtype, sharding=self._sharding) for s in spec)).compile()
         assert not self.blocks or len(steps := _steps(program)) == 1, f"not one step but {steps}: XLA may not run it in the calling thread"

@@ -49,11 +49,7 @@ class Beat:
 
 
 class Coordinator:
-    """The state of process 0's decisions: it takes messages and returns the answer for all processes.
-
-    Args:
-        count: the number of processes.
-    """
+    """The state of process 0's decisions: it takes messages of `count` processes and returns the answer for all of them."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -61,12 +57,7 @@ class Coordinator:
         self._beats: dict[int, Beat] = {}
 
     def answer(self, sender: int, message: Message) -> Message | None:
-        """Handle a message of `sender` and return the message for all processes, or None.
-
-        Args:
-            sender: the index of a process.
-            message: one of `broadcast`, `meet` (for a comparison with a `hint`), `stop` and `beat`.
-        """
+        """Handle a message of a process (`broadcast`, `meet`, `stop` or `beat`) and return the message for all processes, or None."""
         match message:
             case {"broadcast": _}:
                 return message

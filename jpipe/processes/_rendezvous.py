@@ -56,17 +56,13 @@ class Address(NamedTuple):
         return cls(match[1] or match[2], port)
 
     @property
-    def is_loopback(self) -> bool:
-        """Whether the host is `localhost` or a loopback address, which only this machine can reach. Other names are not resolved."""
-        try:
-            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
-
-    @property
     def loopback(self) -> "Address | None":
-        """The address at which process 0 listens if only this machine has to reach it; None if it is not a loopback address."""
-        return Address("127.0.0.1" if self.host == "localhost" else self.host, self.port) if self.is_loopback else None
+        """This address if only its own machine can reach it, at `localhost` or a loopback address; else None. No other name is resolved."""
+        host = "127.0.0.1" if self.host == "localhost" else self.host
+        try:
+            return Address(host, self.port) if ipaddress.ip_address(host).is_loopback else None
+        except ValueError:
+            return None
 
 
 class Rendezvous:
@@ -202,9 +198,7 @@ async def _may_go(at: Rendezvous, reader: StreamReader, writer: StreamWriter, li
 class Host:
     """Process 0 while the other processes connect. It drops and counts connections of strangers, which do not disturb the processes.
 
-    Args:
-        at: the address of process 0.
-        secret: the secret that all processes share. Without a secret anybody can pose as one of the other processes.
+    Without a secret anybody can pose as one of the other processes.
     """
 
     def __init__(self, at: Rendezvous, secret: bytes | None) -> None:

@@ -31,15 +31,10 @@ class Wait:
 
 
 class Waits:
-    """The waits of this process's threads, one per thread, and whether there is progress.
-
-    Args:
-        seconds: the time between two beats.
-        progress: a function that returns a number which grows while this process exchanges data with others.
-    """
+    """The waits of this process's threads, one per thread, and whether there is progress: whether the number `progress()` grows."""
 
     def __init__(self, seconds: float, progress: Callable[[], int]) -> None:
-        self._seconds, self._progress = seconds, progress
+        self._seconds, self._progress = seconds, progress  # the time between two beats
         self._of_threads: dict[int, Wait] = {}
         self._moves = 0  # the number of messages sent and waits ended
         self._seen, self._still = 0, 0  # the progress at the last beat, and the beats since the progress grew

@@ -110,7 +110,7 @@ async def call(reader: StreamReader, writer: StreamWriter, key: bytes, index: in
     Args:
         reader: what comes from the new connection.
         writer: what goes to it.
-        key: the key for proofs, the same as the listener's.
+        key: the key for proofs, the same at both ends.
         index: the index of this process.
         count: the number of processes, as the caller knows it.
 
@@ -140,14 +140,7 @@ async def call(reader: StreamReader, writer: StreamWriter, key: bytes, index: in
 
 @dataclass(frozen=True)
 class Caller:
-    """A caller that has connected and proved to know the secret.
-
-    Attributes:
-        reader: what comes from the connection.
-        writer: what goes to it.
-        index: the index of its process.
-        count: the number of processes, as the caller knows it.
-    """
+    """A caller that has connected and proved to know the secret, with the index of its process and its number of processes."""
 
     reader: StreamReader
     writer: StreamWriter
@@ -162,12 +155,9 @@ class Caller:
 
 
 async def hear(reader: StreamReader, writer: StreamWriter, key: bytes) -> Caller:
-    """Return the caller at a new connection after it has proved to know the secret. A stranger learns nothing about the run.
+    """Return the caller at a new connection after it has proved to know the secret; the arguments are as for `call`.
 
-    Args:
-        reader: what comes from the connection. Its limit is the longest line that a stranger can send.
-        writer: what goes to it.
-        key: the key for proofs, the same as the caller's.
+    A stranger learns nothing about the run, and sends no line longer than the limit of `reader`.
 
     Raises:
         Refused: the caller is a stranger.

@@ -28,13 +28,8 @@ def detect_cluster(
 ) -> tuple[str | None, int | None, int | None, Sequence[int] | None]:
     """Return the values that JAX detects in a cluster for the arguments that are None, and the devices of this process.
 
-    `jax.distributed.initialize` also detects them, but connects at once, and may then end the process.
-
-    Args:
-        coordinator: `host:port` of process 0.
-        num_processes: the number of processes.
-        process_id: the number of this process.
-        limit: seconds that the tools of the cluster may take.
+    `jax.distributed.initialize` also detects them, but connects at once, and may then end the process. The tools of the cluster may take
+    `limit` seconds.
     """
     from jax._src.clusters import ClusterEnv
 

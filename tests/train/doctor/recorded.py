@@ -33,6 +33,6 @@ def several(*changes: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the facts of several connected processes, each with its changes, on hosts of their own."""
     everyone = []
     for index, change in enumerate(changes):
-        process = {"host": f"node0{index}", "index": index, "count": len(changes), "coordinator": "10.0.0.1", "connected": True}
+        process = {"host": f"node0{index}", "index": index, "count": len(changes), "coordinator": "10.0.0.1"}
         everyone.append(recorded(**({"process": process} | change)))
     return everyone

@@ -40,8 +40,7 @@ def test_processes_without_problems_have_links_too():
         ({"folder": {"available": GB // 2}}, "problem", "run folder", "/shared/runs, 0.5 GB free, 400 MB/s", "free space"),
         ({"folder": {"bytes_per_second": 4e6}}, "note", "run folder", "4 MB/s to disk", "checkpoint.every"),
         ({"folder": {"existing": "/shared"}}, "ok", "run folder", "/shared/runs, not yet there; tried in /shared, ", ""),
-        ({"versions": {"flax": "not installed"}}, "problem", "versions", "flax not installed", "pip install ."),
-        ({"versions": {"error": "broken"}}, "problem", "versions", "broken", ""),
+        ({"versions": {"error": "broken"}}, "problem", "versions", "broken", "pip install ."),
     ],
 )
 def test_a_problem_of_a_host_is_recognized(changes, level, what, found, advice):
@@ -74,26 +73,8 @@ def test_a_variable_that_matters_is_recognized(variables, level, found, advice):
     assert advice in finding.advice
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"JAX_PLATFORMS": "cuda,cpu"},
-        {"http_proxy": "(set)"},  # a single process connects to nobody
-    ],
-)
-def test_variables_that_harm_nothing_are_ok(variables):
-    assert {finding.level for finding in judge([recorded(environment=variables)])} == {"ok"}
-
-
-@pytest.mark.parametrize(
-    ("exceptions", "is_exempt"), [("", False), ("10.0.0.1", True), ("localhost, 10.0.0.1", True), ("other, .example.org", False)]
-)
-def test_a_proxy_that_may_catch_the_coordinator_is_recognized(exceptions, is_exempt):
-    environment = {"http_proxy": "(set)", "no_proxy": exceptions}
-    late = recorded(process={"count": 2, "coordinator": "10.0.0.1"}, environment=environment)
-    (finding,) = [finding for finding in judge([late]) if finding.what == "variables"]
-    assert (finding.level, finding.found.startswith("http_proxy=(set) may catch")) == (("ok", False) if is_exempt else ("note", True))
-    assert [row.level for row in judge([several({"environment": environment})[0]]) if row.what == "variables"] == ["ok"], "it has connected"
+def test_variables_that_harm_nothing_are_ok():
+    assert {finding.level for finding in judge([recorded(environment={"JAX_PLATFORMS": "cuda,cpu", "http_proxy": "(set)"})])} == {"ok"}
 
 
 def test_differences_between_processes_name_them():

@@ -457,8 +457,8 @@ def test_process_0_listens_where_it_is_told(host):
 
 def test_each_process_has_a_loopback_address_of_its_own_for_gloo(monkeypatch):
     address, other = distributed.private_loopback(), distributed.private_loopback()
-    assert Address(address, 1).is_loopback
-    assert Address(other, 1).is_loopback
+    assert Address(address, 1).loopback
+    assert Address(other, 1).loopback
     if sys.platform == "linux":
         assert len({address, other, "127.0.0.1"}) == 3
     with socket.create_server((address, 0)) as listener:

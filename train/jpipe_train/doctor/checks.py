@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from jpipe_train.console.terminal import align, count, printable
-from jpipe_train.doctor.facts import LIBRARIES, PROXIES, Facts
+from jpipe_train.doctor.facts import Facts
 
 Level = Literal["ok", "note", "problem"]
 
@@ -37,12 +37,9 @@ class Finding(NamedTuple):
 
 
 def judge(everyone: Sequence[Facts], problems: Sequence[Finding] = ()) -> list[Finding]:
-    """Return the findings, in the order of the table.
+    """Return the findings from the facts of each process, in the order of the table, after the problems while they were gathered.
 
-    Args:
-        everyone: the facts of each process, as `jpipe_train.doctor.facts.gather` returns them; with several processes also `sees folder`,
-            and in process 0 `links`.
-        problems: what went wrong while the facts were gathered.
+    With several processes the facts also have `sees folder`, and in process 0 `links`.
     """
     return [
         *problems,
@@ -85,17 +82,14 @@ def _versions(everyone: Sequence[Facts]) -> Iterator[Finding]:
     """Yield what differs of the versions, and of what else the processes of a run compare at its start: config, code and settings."""
     versions, code = ([facts[section] for facts in everyone] for section in ("versions", "code"))
     if failed := [each["error"] for each in versions if "error" in each]:
-        yield Finding("problem", "versions", failed[0])
+        yield Finding("problem", "versions", failed[0], "install jpipe with its requirements: pip install .")
         return
     for name in versions[0]:
         if different := _differing([each[name] for each in versions]):
             level: Level = "problem" if name in _MUST_AGREE else "note"
             advice = "install the same version on all hosts" + ("; processes of a run end where it differs" if level == "problem" else "")
             yield Finding(level, "versions", f"{name} differs: {different}", advice)
-    if missing := [name for name in LIBRARIES if any(each[name] == "not installed" for each in versions)]:
-        yield Finding("problem", "versions", f"{', '.join(missing)} not installed", "install jpipe with its requirements: pip install .")
-    else:
-        yield Finding("ok", "versions", ", ".join(f"{name} {version}" for name, version in versions[0].items()))
+    yield Finding("ok", "versions", ", ".join(f"{name} {version}" for name, version in versions[0].items()))
     for name in dict.fromkeys(name for each in code for name in each if not name.startswith("version of ")):
         if different := _differing([each.get(name, "") for each in code]):
             advice = "give all processes the same; processes of a run end where it differs"
@@ -149,8 +143,8 @@ def _folder(what: str, facts: Facts, folder: Any) -> Iterator[Finding]:
 
 
 def _variables(what: str, facts: Facts, values: Any) -> Iterator[Finding]:
-    """Yield the variables that change results, hide devices or keep processes from connecting."""
-    gpus, process, findings = facts["gpus"].get("count", 0), facts["process"], []
+    """Yield the variables that change results or hide devices."""
+    gpus, findings = facts["gpus"].get("count", 0), []
     for name, value in values.items():
         level: Level = "note"
         match name:
@@ -160,22 +154,12 @@ def _variables(what: str, facts: Facts, values: Any) -> Iterator[Finding]:
                 level, does, advice = "problem", "hides all GPUs", f"unset {name}"
             case "CUDA_VISIBLE_DEVICES" if gpus:
                 does, advice = f"hides the other GPUs of {gpus}", ""
-            case _ if name in PROXIES and _is_caught(process, values):
-                does = f"may catch the connection to the coordinator {process['coordinator']}"
-                advice = f"add the coordinator to no_proxy, or unset {name}"
             case _ if name in _CHANGES_NUMBERS and value:
                 does, advice = "may change results", "set it in all processes, or in none"
             case _:
                 continue
         findings.append(Finding(level, what, f"{name}={value} {does}", advice))
     yield from findings or [Finding("ok", what, "none that changes results or hides devices")]
-
-
-def _is_caught(process: Facts, values: Facts) -> bool:
-    """Return whether a proxy would be used for the coordinator, to which this process has not connected."""
-    host, exceptions = process.get("coordinator"), values.get("no_grpc_proxy") or values.get("no_proxy", "")
-    ends = [entry.strip().removeprefix("*") for entry in exceptions.split(",") if entry.strip()]
-    return host is not None and not process.get("connected") and not host.endswith(tuple(ends))
 
 
 _DRIVERS = "try JAX alone: python -c 'import jax; print(jax.devices())'; see docs/how-to/install.md for drivers and extras"
@@ -202,12 +186,9 @@ def _links(links: dict[str, Any] | None) -> Iterator[Finding]:
 
 
 def merged(of_processes: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """Merge the findings of all processes; a finding of only some processes names them.
+    """Merge the findings of all processes, in order; a finding of only some processes names them.
 
     Of findings that differ only in their measurement, the one with the least is shown.
-
-    Args:
-        of_processes: the findings of each process, in order.
     """
     having: dict[Finding, list[tuple[float, int, str]]] = {}
     for index, findings in enumerate(of_processes):

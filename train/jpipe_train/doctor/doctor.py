@@ -38,14 +38,6 @@ def main(
 ) -> int:
     """Look at this host and, with several processes, at all hosts and the links between them; process 0 prints.
 
-    Args:
-        request: what to look at.
-        member: the place of this process; None for a single one.
-        connect: connects the processes and returns their number.
-        connect_limit: seconds to wait for the other processes at the start.
-        wait_limit: seconds without progress in any process after which they give up.
-        gather: gathers the facts of this process.
-
     Returns:
         The exit code: 1 if there is a problem, else 0; the same in all processes, unless they lose each other.
 
@@ -81,7 +73,6 @@ def main(
 
 def _compared(team: Team, processes: jpipe.processes.Processes, own: Facts) -> list[Facts]:
     """Return the facts of all processes, with what they find out together."""
-    own["process"]["connected"] = True
     folder = own["folder"].get("existing")
     own["sees folder"] = see_same_folder(team, None if folder is None else Path(folder))
     everyone: list[Facts] = [json.loads(text) for text in processes.gather("facts", json.dumps(own).encode())]
@@ -99,18 +90,12 @@ def _compared(team: Team, processes: jpipe.processes.Processes, own: Facts) -> l
 
 
 def see_same_folder(team: Team, folder: Path | None, limit: float = _APPEARS) -> bool | None:
-    """Return whether this process sees in a folder a file that process 0 writes there; all call it.
+    """Return whether this process sees in a folder a file that process 0 writes there; None if process 0 cannot write. All call it.
 
     Args:
         team: the processes of the job.
         folder: an existing folder, which has the same path in all processes; None where this process has none.
         limit: seconds that the file may take to appear.
-
-    Returns:
-        Whether it is there; None if process 0 cannot write.
-
-    Raises:
-        jpipe.PeerLost: the job is lost.
     """
     with contextlib.ExitStack() as files:
 

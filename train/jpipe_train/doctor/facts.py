@@ -25,23 +25,15 @@ from jpipe_train.launch.team import facts as facts_of_run
 
 Facts = dict[str, Any]
 
-LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-PROXIES = ("http_proxy", "https_proxy", "grpc_proxy")  # JAX's coordinator is reached by gRPC, which reads these
 _NAMES = ("CUDA_VISIBLE_DEVICES", "NVIDIA_TF32_OVERRIDE", "LIBTPU_INIT_ARGS", "LD_LIBRARY_PATH", "no_proxy", "no_grpc_proxy")
 _PREFIXES = "JAX_", "XLA_", "NCCL_", "TPU_", "FLAX_", "SLURM_LOCALID"
-_HIDDEN = (*PROXIES, "JPIPE_SECRET")  # their values may be passwords, or have some
+_HIDDEN = ("http_proxy", "https_proxy", "grpc_proxy", "JPIPE_SECRET")  # their values may be passwords, or have some
 _USER = re.compile(r"//\S*@")  # in an address among other text; a password may have any character, "/" and "@" too
 _SIZE = 2**24  # bytes of a test file: writing it takes some milliseconds on a disk, a second on a slow network
 
 
 def gather(config: Config | None, member: Membership | None, find_devices: Callable[[], Facts] = devices.find) -> Facts:
-    """Return all facts of this process; a fact that cannot be found is `{"error": why}`.
-
-    Args:
-        config: the config of the run, if there is one.
-        member: the place of this process among several.
-        find_devices: starts the devices, like `jpipe_train.doctor.devices.find`.
-    """
+    """Return all facts of this process; a fact that cannot be found is `{"error": why}`."""
     folder = "runs" if config is None or config.run.dir is None else config.run.dir
     probes: dict[str, Callable[[], Facts]] = {
         "process": lambda: _process(member),
@@ -79,15 +71,7 @@ def memory(root: Path = Path("/")) -> Facts:
 
 
 def try_folder(path: Path) -> Facts:
-    """Write to disk in a folder, or in its nearest existing parent, and remove the file.
-
-    Returns:
-        The folder (`path`), the folder that was written to (`existing`), the bytes that are `available`, and the speed
-        (`bytes_per_second`).
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Write a file to disk in a folder, or in its nearest existing parent, remove it, and return how fast that was."""
     existing = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
     available, probe, content = shutil.disk_usage(existing).free, existing / temporary_name(), os.urandom(_SIZE)
     began = time.perf_counter()
@@ -118,21 +102,15 @@ def _attempt(probe: Callable[[], Facts]) -> Facts:
 
 def _process(member: Membership | None) -> Facts:
     """Return the host, this process's number, the number of processes and the coordinator."""
-    if member is None:
-        return {"host": socket.gethostname(), "index": 0, "count": 1, "coordinator": None}
-    place = {"index": member.process_id, "count": member.num_processes, "coordinator": member.coordinator.host}
-    return {"host": socket.gethostname(), **place}
+    index, count, coordinator = (0, 1, None) if member is None else (member.process_id, member.num_processes, member.coordinator.host)
+    return {"host": socket.gethostname(), "index": index, "count": count, "coordinator": coordinator}
 
 
 def _versions() -> Facts:
     """Return the versions of Python, jpipe and the libraries that it computes with."""
-    versions = {"python": platform.python_version(), "jpipe": jpipe.__version__}
-    for name in LIBRARIES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    return versions
+    libraries = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+    versions = {name: importlib.metadata.version(name) for name in libraries}
+    return {"python": platform.python_version(), "jpipe": jpipe.__version__, **versions}
 
 
 def _code(config: Config | None) -> Facts:

@@ -48,14 +48,7 @@ _joined: Processes | None = None  # the processes of this run; like JAX's runtim
 
 
 class Membership(NamedTuple):
-    """The number of this process, and the address of process 0.
-
-    Attributes:
-        coordinator: host and port of process 0.
-        num_processes: the number of processes.
-        process_id: the number of this process, from 0.
-        devices: the accelerators of this host that belong to this process; None for all.
-    """
+    """The address of process 0, the number of processes, the number of this process, and its accelerators of this host; None for all."""
 
     coordinator: Address
     num_processes: int
@@ -68,14 +61,10 @@ def start(process: Process) -> int:
 
     Without arguments it uses the environment: `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, then the clusters that
     JAX detects (SLURM, Open MPI, Kubernetes). If another launcher has started several processes, it raises an error, because each process
-    would run alone.
+    would run alone. With one process as the only argument it ignores the environment.
 
     The processes find each other at the coordinator's address before JAX listens there. JAX's runtime also waits for all processes. But if
     one does not connect, JAX ends the process by SIGABRT, with a C++ stack trace, and does not name the missing process.
-
-    Args:
-        process: the place of this process in the job, and its limits. If the number of processes is 1 and the only argument, the
-            environment is ignored.
 
     Returns:
         The number of processes.
@@ -92,7 +81,7 @@ def start(process: Process) -> int:
     coordinator, secret, bind = member.coordinator, handshake.find_secret(process.secret_file), os.environ.get(_BIND)
     listen = coordinator.loopback or (None if bind is None else Address.parse(bind, _BIND))
     certificates = uses_certificates()
-    if member.process_id == 0 and secret is None and not coordinator.is_loopback:
+    if member.process_id == 0 and secret is None and coordinator.loopback is None:
         print(
             f"jpipe: no secret is set: whoever reaches port {coordinator.port} of this host can pose as one of the processes; "
             f"set {handshake.VARIABLE} (docs/how-to/security.md)",
@@ -131,8 +120,9 @@ def _start_jax(member: Membership, listen: Address | None, limit: float) -> None
             coordinator_bind_address=None if listen is None else str(listen),
         )
     except jax.errors.JaxRuntimeError as error:
-        raise NotConnected(f"{member.coordinator}: JAX cannot connect the processes: {error}; try again, or with another port") from None
-    if member.coordinator.is_loopback:
+        change = "try again, or with another port, or without the variables of a proxy"
+        raise NotConnected(f"{member.coordinator}: JAX cannot connect the processes: {error}; {change}") from None
+    if member.coordinator.loopback is not None:
         jax_internals.keep_gloo_at(private_loopback())
 
 
@@ -220,11 +210,7 @@ def leave_at_once(code: int) -> None:
 
 
 def membership(process: Process) -> Membership | None:
-    """Return the membership from the flags or the environment, or None for a single process.
-
-    Raises:
-        InputError: as in `start`, for the arguments and the environment.
-    """
+    """Return the membership from the flags or the environment, or None for a single process; errors as in `start`."""
     _check_limit("--connect-limit", process.connect_limit)
     values: _Values = process.coordinator, process.num_processes, process.process_id
     if values == (None, 1, None):

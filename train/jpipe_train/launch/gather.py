@@ -1,4 +1,4 @@
-"""Gather measurements: share a number of each process with all processes, and collect the traces of all ranks in process 0."""
+"""Collect the traces of all ranks in process 0."""
 
 import json
 from typing import Any
@@ -6,29 +6,11 @@ from typing import Any
 import jpipe
 
 
-def share(processes: jpipe.processes.Processes, name: str, number: float, what: str | None = None) -> list[float]:
-    """Return the numbers of all processes, in the order of the processes. All processes must call this function.
-
-    Args:
-        processes: the processes of the run.
-        name: the name of these numbers, the same in all processes and unique in a run.
-        number: the value that this process contributes.
-        what: a description of the numbers for messages; by default `name`.
-
-    Raises:
-        jpipe.PeerLost: the run is lost.
-    """
-    return [json.loads(text) for text in processes.gather(name, json.dumps(number).encode(), what)]
-
-
 def gather(processes: jpipe.processes.Processes, pipe: jpipe.Pipeline, name: str, trace: jpipe.runtime.Trace) -> jpipe.runtime.Trace | None:
-    """Return the trace of all ranks in process 0 and None in the other processes. All processes must call this function.
+    """Return the trace of all ranks in process 0 and None in the other processes; all call this with their traces.
 
-    Args:
-        processes: the processes of the run.
-        pipe: the pipeline; its devices determine which process measured which rank.
-        name: the name of this trace, the same in all processes and unique in a run.
-        trace: the trace of this process. In all traces, time 0 must be the same moment.
+    In all traces, time 0 must be the same moment. The devices of the pipeline determine which process measured which rank. The name must be
+    unique in a run.
 
     Raises:
         jpipe.PeerLost: the run is lost.

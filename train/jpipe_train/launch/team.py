@@ -20,7 +20,6 @@ from jpipe_train.assemble.build import start_devices
 from jpipe_train.config import config_file
 from jpipe_train.config.config import Config
 from jpipe_train.console.exit_codes import code_of, may_pass
-from jpipe_train.launch.gather import share
 from jpipe_train.launch.numeric_settings import numeric_settings
 
 T = TypeVar("T")
@@ -30,16 +29,7 @@ _LONG_WORK = 600.0  # seconds that the other processes wait for work of process 
 
 
 class ReportedElsewhere(Exception):
-    """This process ends for a reason that another process reports.
-
-    Args:
-        index: the number of this process.
-        reporting: the number of the process that reports the reason.
-        reason: the mistake of the user, or the error that follows from it.
-
-    Attributes:
-        code: the exit code of a process that ends for this reason.
-    """
+    """This process ends for a reason that another process reports; `code` is the exit code."""
 
     def __init__(self, index: int, reporting: str, reason: Exception) -> None:
         super().__init__(f"process {index} ends; {reporting} says why")
@@ -104,11 +94,6 @@ class Team:
     def attempt(self, what: str, work: Callable[[], T], failure: type[jpipe.InputError]) -> tuple[T | None, str]:
         """Return the result of `work` if no process fails with `failure`; other errors are raised as by `run_on_all`.
 
-        Args:
-            what: a description of `work`, unique in a run.
-            work: the function; it is called in all processes.
-            failure: the error after which the run continues.
-
         Returns:
             The result and ""; or, if any process fails, in all processes None and the message of the first process that fails.
         """
@@ -127,12 +112,7 @@ class Team:
         return (None, message) if message else (cast(T, done), "")
 
     def from_first(self, what: str, work: Callable[[], str], limit: float = _LONG_WORK) -> str:
-        """Return the text of `work`, which runs in process 0 only, in all processes; the other processes wait for it.
-
-        Args:
-            what: a description of the text for messages, unique in a run.
-            work: the function; it is called in process 0 only.
-            limit: seconds that `work` may take, by default ten minutes.
+        """Return the text of `work`, which runs in process 0 only, in all processes; they wait for it, `limit` seconds at most.
 
         Raises:
             jpipe.InputError: `work` raises it; process 0 reports it.
@@ -162,15 +142,15 @@ class Team:
 
     def largest(self, what: str, number: float) -> float:
         """Return the largest of the numbers that all processes pass; all processes call this. `what` describes the numbers in messages."""
-        return number if self.processes is None else max(share(self.processes, f"number {next(self._numbers)}", number, what))
+        if self.processes is None:
+            return number
+        return max(map(float, self.processes.gather(f"number {next(self._numbers)}", str(number).encode(), what)))
 
     def start_devices(self, limit: float) -> None:
         """If there are several processes, start their devices; continue only if all devices are of one kind.
 
         JAX waits for the devices of all processes, so `run_on_all` cannot be used here. If a process fails, it tells the other processes.
-
-        Args:
-            limit: seconds to wait for the other processes; at least a minute, because large machines may take so long to start devices.
+        They wait `limit` seconds, but at least a minute, because large machines may take so long to start devices.
 
         Raises:
             jpipe.InputError: this process has no devices, or the devices of processes differ; reported as by `shared`.
@@ -191,10 +171,7 @@ class Team:
 def joined(num_processes: int, limit: float, wait: float) -> Iterator[Team]:
     """Join the processes of this run for the duration of this context. An error in one process ends all processes.
 
-    Args:
-        num_processes: the number of processes; with 1 nothing is joined.
-        limit: seconds to wait for the other processes.
-        wait: seconds without progress in any process after which the run counts as hanging.
+    The arguments are as for `jpipe.join_processes`; a single process joins nothing.
 
     Raises:
         jpipe.InputError: process 0 cannot be reached, or another process did not connect.

@@ -15,6 +15,7 @@ import jpipe
 from jpipe_train.assemble import build
 from jpipe_train.console.progress import Reporter
 from jpipe_train.launch import gather
+from jpipe_train.launch.team import Team
 from jpipe_train.report.performance.measure import Measure
 from jpipe_train.run import loop
 from tests.train.conftest import changed
@@ -187,28 +188,27 @@ def test_process_0_gathers_all_traces_and_no_process_keeps_them():
     assert [process.kept for process in processes] == [{}, {}, {}]
 
 
-def test_each_process_gets_the_numbers_of_all():
+def test_each_process_gets_the_largest_number_of_all():
     everyone: list[ThreadProcesses] = []
     processes = [ThreadProcesses(index, everyone) for index in range(3)]
     with ThreadPoolExecutor(3) as pool:
-        shared = list(pool.map(lambda process: gather.share(process, "wait", 0.5 * process.index), processes))
-    assert shared == [[0.0, 0.5, 1.0]] * 3
+        assert list(pool.map(lambda process: Team(process).largest("wait", 0.5 * process.index), processes)) == [1.0] * 3
     assert [process.kept for process in processes] == [{}, {}, {}]
 
 
 def test_with_a_window_processes_share_how_long_they_waited_for_its_data(monkeypatch):
     shared = []
 
-    def share(processes, name, number):
-        shared.append((name, number))
-        return [0.0, number]
+    def gather(name, data):
+        shared.append((name, float(data)))
+        return [b"0.0", data]
 
     monkeypatch.setattr(jpipe, "Tracer", NullTracer)
     monkeypatch.setattr(NullTracer, "finish", lambda tracer: None)
-    for name, function in (("share", share), ("gather", lambda *_: None)):
-        monkeypatch.setattr(f"jpipe_train.report.performance.measure.{name}", function)
+    monkeypatch.setattr("jpipe_train.report.performance.measure.gather", lambda *_: None)
     plan = jpipe.Plan.even("ab", 2, "gpipe", 2)
-    measure = Measure(NonCallableMock(spec=jpipe.Pipeline, plan=plan), (), 30, 10, 3, NonCallableMock(spec=jpipe.processes.Processes))
+    processes = NonCallableMock(spec=jpipe.processes.Processes, gather=gather)
+    measure = Measure(NonCallableMock(spec=jpipe.Pipeline, plan=plan), (), 30, 10, 3, processes)
     for step in range(10):
         measure.observer(step)
         measure.waited(float(step))

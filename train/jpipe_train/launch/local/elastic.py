@@ -24,11 +24,7 @@ def main(request: Request, *, program: Sequence[str] = launch.JPIPE, grace: floa
     was left out is tried again after `retry_after` seconds: once the smaller run has written a checkpoint, it is asked to save and end, and
     a larger one resumes there. Signals are handled as in `launch.main`; after one, and after bad input, nothing starts.
 
-    Args:
-        request: the valid arguments of the command.
-        program: as in `launch.main`; `--elastic` is also added to the command.
-        grace: as in `launch.main`.
-        pause: seconds before the first restart; doubled each time, up to a minute, until there is a new checkpoint.
+    The arguments are as for `launch.main`. The pause before a restart is doubled each time until there is a new checkpoint.
 
     Returns:
         The exit code: 0 if the run is complete or was saved at a signal; otherwise as in `launch.main`, of the last attempt.

@@ -45,7 +45,7 @@ def main(request: Request, *, program: Sequence[str] = JPIPE, grace: float = GRA
 
     Args:
         request: the valid arguments of the command.
-        program: the program that each process runs with the command; the coordinator and the numbers of processes are added.
+        program: the program that gets the command, the coordinator and the numbers of processes as arguments.
         grace: seconds from SIGTERM to SIGKILL.
         pause: seconds before the first restart; doubled each time, up to a minute.
 
@@ -81,14 +81,9 @@ def pause_after(failures: int, first: float) -> float:
 class Job:
     """The processes of one command, which are started again and again, each time with a new port.
 
-    Args:
-        arguments: the command of each process; the coordinator, the number of processes and the process number are added.
-        pin: whether each process has one CPU core, in turn, and XLA uses one thread.
-        grace: seconds from SIGTERM to SIGKILL.
-        progress: the file in which the processes report their progress.
-        signals: a list to which the signals to this process are appended as they arrive.
-
     Attributes:
+        progress: the file in which the processes report their progress.
+        signals: the signals to this process, which are appended as they arrive.
         variables: the additional environment variables of all processes.
     """
 
@@ -107,12 +102,7 @@ class Job:
     ) -> tuple[int, list[int]]:
         """Start a process in each slot, wait until all have ended, and return the exit code and the slots that were the first to fail.
 
-        Args:
-            slots: the GPUs, and in turn the cores, of the processes.
-            flags: more arguments.
-            variables: more variables.
-            again: as in `ProcessGroup.watch`.
-            stop: as in `ProcessGroup.watch`.
+        A slot is a GPU and, if processes are pinned, in turn a CPU core. `again` and `stop` are as in `ProcessGroup.watch`.
         """
         flags = (*flags, "--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", str(len(slots)), "--process-id")
         with contextlib.closing(ProcessGroup(self._grace, self.variables | dict(variables or {}))) as group:

@@ -31,8 +31,7 @@ class Request:
         max_failures: With --elastic: a process that fails so many times in a row, without a new checkpoint, is left out.
         retry_after: With --elastic: a process that was left out is tried again at a checkpoint after this time. The time doubles with each
             further failure.
-        shortage_limit: With --elastic: how long to wait, in total since the last new checkpoint, while fewer than MIN processes can be
-            started.
+        shortage_limit: With --elastic: how long to wait while fewer than MIN processes can be started.
     """
 
     command: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar=LAUNCHED, help_behavior_hint="(required)")]

@@ -27,9 +27,7 @@ _GLOO = b"[Gloo] Rank "  # gloo prints it for every connection, and it cannot be
 class ProcessGroup:
     """The processes, from the start of the first to the end of the last.
 
-    Args:
-        grace: seconds from the signal that asks them to end to the one that kills them.
-        variables: additional environment variables for all of them.
+    `grace` is the number of seconds from the signal that asks them to end to the one that kills them.
     """
 
     def __init__(self, grace: float, variables: dict[str, str]) -> None:

@@ -17,12 +17,7 @@ VARIABLE = "JPIPE_PROGRESS"
 
 
 class Progress(NamedTuple):
-    """The progress of a run.
-
-    Attributes:
-        step: the step of the newest complete checkpoint.
-        steps: the number of steps of the whole run.
-    """
+    """The progress of a run: the step of the newest complete checkpoint, and the number of steps of the whole run."""
 
     step: int
     steps: int

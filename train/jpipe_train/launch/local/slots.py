@@ -11,12 +11,7 @@ class Slots:
     """Places for one process each, such as GPUs. All times are seconds of the same clock.
 
     If a slot fails too often in a row, its process is not started again for a while, and the other processes continue without it.
-
-    Args:
-        limits: the limits of the job in the arguments of the command; it has `maximum` slots.
-
-    Attributes:
-        failures: how often each slot has failed in a row, without a new checkpoint in between.
+    `failures` says how often each slot has failed in a row, without a new checkpoint in between.
     """
 
     def __init__(self, limits: Request) -> None:

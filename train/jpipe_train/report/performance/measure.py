@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 import jpipe
-from jpipe_train.launch.gather import gather, share
+from jpipe_train.launch.gather import gather
 
 MOST_FORWARDS = 100_000  # a prediction with this many forwards takes some seconds; larger ones are not computed
 
@@ -87,7 +87,8 @@ class Measure:
         self._window = self._first, self._batches
         if self._processes is not None:
             wait = statistics.fmean(self._waits) if self._waits else 0.0
-            self.data_waits = share(self._processes, f"wait for the data from batch {self._first}", wait)
+            waits = self._processes.gather(f"wait for the data from batch {self._first}", str(wait).encode())
+            self.data_waits = [*map(float, waits)]
             gathered = gather(self._processes, self._pipe, f"trace of batch {self._first}", trace)
             if gathered is None:
                 return
