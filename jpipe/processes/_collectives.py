@@ -41,7 +41,6 @@ class Group:
         assert self.size == len(devices) > 1, f"not one device in each of several processes: {devices}"
         assert local, f"none of the devices is in this process: {devices}"
         self.device = local[0]
-        self.devices = tuple(devices)
         self._mesh = Mesh(np.array(devices), (AXIS,))
         self._sharding = NamedSharding(self._mesh, PartitionSpec())
         self.blocks = self.device.platform == "cpu"

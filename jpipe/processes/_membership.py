@@ -18,6 +18,7 @@ from jpipe.processes._coordinator import END, Message
 from jpipe.processes._rendezvous import Rendezvous
 from jpipe.processes._waits import Wait, Waits
 
+_MEETING_LIMIT = 600.0  # seconds that processes wait for each other, because one of them may compile for so long
 _MAX_UNREAD = 65536  # unread messages; if there are more, the oldest are dropped
 _BLAME_SECONDS = 20.0  # after so long it is known whether another process's death caused a failure
 
@@ -73,32 +74,26 @@ class Processes:
             processes._channel.open(rendezvous, limit, secret)
         return processes
 
-    def agree(self, facts: Mapping[str, str], limit: float = 600.0) -> None:
+    def agree(self, facts: Mapping[str, str]) -> None:
         """Check that all processes state the same facts; all processes call this.
 
         Args:
             facts: texts that must be the same in all processes, by name, such as the config, the plan and versions.
-            limit: seconds to wait for the other processes.
 
         Raises:
             InputError: a fact differs. Every process raises it; the message names the fact and the processes, and quotes the difference.
-            PeerLost: the run is lost, or a process did not come in time.
+            PeerLost: the run is lost, or a process did not come within ten minutes.
         """
-        differences = self._meet("agreement", dict(facts), "all processes to agree", limit)
-        if differences:
+        if differences := self._meet("agreement", dict(facts), "all processes to agree"):
             raise InputError(*differences)
 
-    def barrier(self, name: str, limit: float = 600.0) -> None:
-        """Wait until all processes have arrived.
-
-        Args:
-            name: the name of the place, the same in all processes.
-            limit: seconds to wait for the other processes.
+    def barrier(self, name: str) -> None:
+        """Wait until all processes have arrived at the place of this name.
 
         Raises:
-            PeerLost: the run is lost, or a process did not come in time.
+            PeerLost: the run is lost, or a process did not come within ten minutes.
         """
-        self._meet(f"barrier {name}", {}, f"all processes to reach '{name}'", limit)
+        self._meet(f"barrier {name}", {}, f"all processes to reach '{name}'")
 
     def compare(self, name: str, facts: Mapping[str, str], hint: str) -> None:
         """Compare facts between all processes, without waiting for them; all processes must call this at some time.
@@ -244,7 +239,7 @@ class Processes:
         error: Exception | None = None
         if self._lost is None and not self._has_left:
             try:
-                self._meet(END, {}, "all processes to finish", 600.0)
+                self._meet(END, {}, "all processes to finish")
             except (InputError, PeerLost) as lost:
                 error = lost
         self._has_left = error is None
@@ -284,8 +279,8 @@ class Processes:
         self._channel.be_last()
         os._exit(1)
 
-    def _meet(self, place: str, facts: dict[str, str], what: str, limit: float) -> list[str]:
-        with self.waiting(what, limit=limit):
+    def _meet(self, place: str, facts: dict[str, str], what: str) -> list[str]:
+        with self.waiting(what, limit=_MEETING_LIMIT):
             self._channel.post({"meet": place, "facts": facts})
             return self._await("answer", place)
 
@@ -320,7 +315,10 @@ class Processes:
             case {"refused": why}:
                 self._lose(InputError(_printable(why)))
             case {"lost": how}:
-                self._lose(self._lost or PeerLost(self._what_is_lost(how)), at_once=message.get("at once", False))
+                wait = self._waits.longest()
+                waits = "" if wait is None else f" while waiting for {wait}"
+                lost = self._lost or PeerLost(_printable(f"{how}; process {self.index} stops{waits}"))
+                self._lose(lost, at_once=message.get("at once", False))
 
     def _put(self, kind: str, name: str, value: Any) -> None:
         with self._changed:
@@ -338,11 +336,6 @@ class Processes:
             with self._changed:
                 self._lost = lost
                 self._changed.notify_all()
-
-    def _what_is_lost(self, how: str) -> str:
-        """Describe in one line how the run was lost, and what this process was waiting for."""
-        wait = self._waits.longest()
-        return _printable(f"{how}; process {self.index} stops" + (f" while waiting for {wait}" if wait is not None else ""))
 
     def _end(self, lost: Exception) -> None:
         """End this process at once: its threads may be stuck in collectives, and JAX's exit would wait for lost processes."""

@@ -406,7 +406,9 @@ def test_certificates_that_do_not_fit_are_refused_before_jax_aborts(tmp_path, mo
     set_certificates(None, None, None)
     assert not distributed.uses_certificates()
     set_certificates("chain", None, "authority")
-    refused("JAX_MTLS_KEY_FILE: missing; JAX needs all of JAX_MTLS_CERT_FILE, JAX_MTLS_KEY_FILE, JAX_MTLS_CA_FILE")
+    refused(
+        "JAX_MTLS_CA_FILE: expected PEM files of a certificate, its key and its authority, found 'chain', '', 'authority': JAX needs all"
+    )
     files = [tmp_path / name for name in ("chain", "key", "authority")]
     for text in None, "no certificate":
         for file in files if text else ():

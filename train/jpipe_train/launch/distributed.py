@@ -147,20 +147,18 @@ def uses_certificates() -> bool:
     Raises:
         InputError: some of the three are missing or cannot be read, or this version of JAX does not support them.
     """
-    files = {name.upper(): jax.config.values.get(name) or os.environ.get(name.upper()) for name in _CERTIFICATES}
-    if not any(files.values()):
+    chain, private, authority = files = [jax.config.values.get(name) or os.environ.get(name.upper(), "") for name in _CERTIFICATES]
+    if not any(files):
         return False
     if _CERTIFICATES[0] not in jax.config.values:
         raise InputError(f"{CERTIFICATES}: JAX {jax.__version__} has no certificates, JAX 0.12 has; unset them, or install a newer JAX")
-    if missing := [name for name, file in files.items() if not file]:
-        raise InputError(f"{', '.join(missing)}: missing; JAX needs all of {CERTIFICATES}")
-    chain, private, authority = (file or "" for file in files.values())
     try:
+        if not all(files):
+            raise ValueError("JAX needs all three")
         ssl.create_default_context(cafile=authority).load_cert_chain(chain, private, password=lambda: "")  # never prompt for a password
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-        shown = ", ".join(short(file) for file in (chain, private, authority))
         expected = "PEM files of a certificate, its key and its authority"
-        raise InputError(where=CERTIFICATES, expected=expected, found=f"{shown}: {error}") from None
+        raise InputError(where=CERTIFICATES, expected=expected, found=f"{', '.join(map(short, files))}: {error}") from None
     return True
 
 

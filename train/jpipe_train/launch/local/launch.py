@@ -32,16 +32,10 @@ _TICK = 0.05  # seconds between two looks at the signals
 def main(request: Request, *, program: Sequence[str] = JPIPE, grace: float = GRACE, pause: float = PAUSE) -> int:
     """Start the processes, forward their output, and wait for all; if one fails, restart all, up to `max_restarts` times.
 
-    After the last failure it prints the newest checkpoint of the run, and how to continue from it.
-
     If one fails, all other processes are ended, by SIGTERM and `grace` seconds later by SIGKILL. The same happens if this process gets
-    SIGINT (Ctrl-C), SIGTERM or SIGHUP; a second signal kills all processes. A run that writes checkpoints saves at these signals, and ends
-    normally if `grace` is long enough (`jpipe_train.console.preemption`). On Linux the processes also end if this one is killed; on other
-    systems they continue.
-
-    After such a signal, or after bad input, the job is not restarted. All attempts have the same command and the same `JPIPE_JOB`, by which
-    they find their run folder (`jpipe_train.checkpoint.run_folder`), but different ports. The processes of a job share a secret that nobody
-    else knows, and listen on loopback addresses only.
+    SIGINT (Ctrl-C), SIGTERM or SIGHUP; a second signal kills all processes. A run that writes checkpoints saves at these signals
+    (`jpipe_train.console.preemption`). After a signal, or after bad input, the job is not restarted. On Linux the processes also end if
+    this one is killed. All attempts have the same `JPIPE_JOB`, by which they find their run folder (`jpipe_train.checkpoint.run_folder`).
 
     Args:
         request: the valid arguments of the command.
@@ -104,7 +98,9 @@ class Job:
 
         A slot is a GPU and, if processes are pinned, in turn a CPU core. `again` and `stop` are as in `ProcessGroup.watch`.
         """
-        flags = (*flags, "--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", str(len(slots)), "--process-id")
+        with socket.create_server(("127.0.0.1", 0)) as free:  # if another program takes the port, process 0 reports that
+            port = free.getsockname()[1]
+        flags = (*flags, "--coordinator", f"127.0.0.1:{port}", "--num-processes", str(len(slots)), "--process-id")
         with contextlib.closing(ProcessGroup(self._grace, self.variables | dict(variables or {}))) as group:
             for number, slot in enumerate(slots):
                 group.start([*self._arguments, *flags, str(number)], number, self._cores[slot % len(self._cores)], slot)
@@ -126,10 +122,3 @@ def started(request: Request, program: Sequence[str], grace: float) -> Iterator[
     """Yield a job in a context in which signals are recorded."""
     with interrupt.recorded() as signals, tempfile.TemporaryDirectory(prefix="jpipe-") as folder:
         yield Job([*program, *request.command], request.pin, grace, Path(folder) / "progress", signals)
-
-
-def free_port() -> int:
-    """Return a port that is free now; if another program takes it before process 0 does, process 0 reports that."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port

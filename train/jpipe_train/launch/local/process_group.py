@@ -59,10 +59,9 @@ class ProcessGroup:
     def watch(self, signals: Sequence[int], again: str = "", stop: Callable[[], bool] | None = None) -> int:
         """Copy their output until all have ended; if one fails, report it and end the other processes.
 
-        Args:
-            signals: the signals to this process, as they arrive: the first one is forwarded, the second kills all processes.
-            again: text that announces what follows a failure, except after `BAD_INPUT`.
-            stop: returns whether the processes are to save and end now; then no exit code counts as a failure. Called again and again.
+        Of the signals to this process, which arrive meanwhile, the first one is forwarded and the second kills all processes. `again`
+        announces what follows a failure, except after `BAD_INPUT`. Once `stop` returns True, the processes are to save and end, and no exit
+        code counts as a failure.
 
         Returns:
             The exit code: 0 if all have ended with it, for any reason; the code of the process that failed first; or 128 plus the number of
@@ -72,7 +71,10 @@ class ProcessGroup:
         report_until = math.inf  # then the others, which may report a failure until then, are asked to end
         living, was_stopped = True, False
         while living:
-            living = self._reap()
+            for process in self._processes:
+                if process.returncode is None and process.poll() is not None:
+                    _signal(process, signal.SIGKILL)  # its children
+            living = any(process.returncode is None for process in self._processes)
             self._copy(_TICK)
             now, failed = time.monotonic(), self._failed()
             if code is None and signals:
@@ -82,13 +84,11 @@ class ProcessGroup:
                 self._deadline = min(self._deadline, now + self._grace)
             elif code is None and failed is not None:
                 self._first, report_until = failed, now + min(_REPORT_LIMIT, self._grace)
-                code, description = _describe_end(self._processes[failed].returncode)
-                parts = (
-                    f"process {failed} {description}",
-                    "ending the other processes" if living else "",
-                    again if code != BAD_INPUT else "",
-                )
-                say("; ".join(filter(None, parts)))
+                code = self._processes[failed].returncode
+                how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+                code = 128 - code if code < 0 else code  # as in a shell
+                announced = "ending the other processes" if living else "", again if code != BAD_INPUT else ""
+                say("; ".join(filter(None, (f"process {failed} {how}", *announced))))
             if now > report_until and self._deadline == math.inf:
                 self._end(signal.SIGTERM, self._grace)
             if code is None and failed is None and living and not was_stopped and stop is not None and stop():
@@ -125,13 +125,6 @@ class ProcessGroup:
         for key in self._outputs.get_map().values():
             key.data.source.close()
         self._outputs.close()
-
-    def _reap(self) -> bool:
-        """Record which processes have ended, kill their children, and return whether any is alive."""
-        for process in self._processes:
-            if process.returncode is None and process.poll() is not None:
-                _signal(process, signal.SIGKILL)
-        return any(process.returncode is None for process in self._processes)
 
     def _failed(self) -> int | None:
         """Return the number of a failed process. A process that a signal ended is preferred, because others may fail as a consequence."""
@@ -190,13 +183,6 @@ def _print(text: str, target: TextIO) -> None:
     target.flush()
 
 
-def _describe_end(returncode: int) -> tuple[int, str]:
-    """Return the exit code as in a shell, and a description of how the process ended."""
-    if returncode < 0:
-        return 128 - returncode, f"was ended by {signal.Signals(-returncode).name}"
-    return returncode, f"ended with exit code {returncode}"
-
-
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:
     """Send a signal to a process and to its children."""
     with contextlib.suppress(ProcessLookupError):
@@ -204,17 +190,13 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 def _environment(slot: int, *, one_thread: bool) -> dict[str, str]:
-    current = os.environ
-    # The same import path as here; unbuffered lines; one GPU each, as NCCL requires, listening at a loopback address; and no warning
-    # that recoverability is experimental.
-    changes = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
-    changes[interrupt.LAUNCHER] = str(os.getpid())
-    changes["JAX_LOCAL_DEVICE_IDS"] = current.get("JAX_LOCAL_DEVICE_IDS", str(slot))
-    changes["NCCL_SOCKET_IFNAME"] = current.get("NCCL_SOCKET_IFNAME", "lo")
-    changes["TF_CPP_MIN_LOG_LEVEL"] = current.get("TF_CPP_MIN_LOG_LEVEL", "2")
+    # One GPU each, as NCCL requires, listening at a loopback address; and no warning that recoverability is experimental.
+    defaults = {"JAX_LOCAL_DEVICE_IDS": str(slot), "NCCL_SOCKET_IFNAME": "lo", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    # The same import path as here, and unbuffered lines.
+    fixed = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1", interrupt.LAUNCHER: str(os.getpid())}
     if one_thread:
-        changes["XLA_FLAGS"] = f"{current.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip()
-    return current | changes
+        fixed["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip()
+    return defaults | os.environ | fixed
 
 
 def _prepare(parent: int, core: int | None) -> None:
