@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from jpipe.errors import InputError
 from jpipe.processes import handshake, jax_internals
+from jpipe.processes._coordinator import named
 from jpipe.processes.handshake import Caller
 
 ANSWER_LIMIT = 5.0  # seconds that process 0's answer may take after its limit has passed
@@ -171,20 +172,11 @@ async def _may_go(at: Rendezvous, reader: StreamReader, writer: StreamWriter, li
     answer = ""
     try:
         async with asyncio.timeout(limit + ANSWER_LIMIT):
-            answer = await handshake.call(reader, writer, handshake.key(secret, at.token), at.index, at.count)
+            answer = await handshake.call(reader, writer, handshake.key(secret, at.token), at.index, at.count, at.address)
     except TimeoutError:
         raise InputError(
             f"process {at.index} had no answer from {at.address} within {limit + ANSWER_LIMIT:g} s; if process 0 runs there, it still "
             "waits for other processes: give all the same --connect-limit; if another program uses that port, choose another one"
-        ) from None
-    except handshake.OtherSecret:
-        raise InputError(
-            f"process {at.index} and process 0 at {at.address} have different secrets; give all processes of the run the same "
-            f"{handshake.VARIABLE} or --secret-file, or none of them any"
-        ) from None
-    except handshake.OtherProgram:
-        raise InputError(
-            f"{at.address}: expected process 0 of this run, found another program at that port; choose another port, or end that program"
         ) from None
     finally:
         if answer != "go":
@@ -203,8 +195,7 @@ class Host:
 
     def __init__(self, at: Rendezvous, secret: bytes | None) -> None:
         self._at, self._secret, self._key = at, secret, b""
-        self._connections: set[asyncio.Task[None]] = set()
-        self._unproved: list[asyncio.Task[None]] = []  # those without a proof, in the order of arrival
+        self._connections: dict[asyncio.Task[None], bool] = {}  # in the order of arrival; whether it no longer waits for a proof
         self._dropped: Counter[str] = Counter()
         self._present: dict[int, Caller] = {}
         self._mistake = ""  # a mistake of the user, which ends all processes
@@ -248,11 +239,11 @@ class Host:
         """Drop a stranger, or count a process as present until it disconnects, since it may be restarted."""
         task = asyncio.current_task()
         assert task is not None
-        self._connections.add(task)
-        task.add_done_callback(self._connections.discard)
-        self._unproved.append(task)
-        if len(self._unproved) > _MOST:
-            self._unproved.pop(0).cancel("beyond the most at a time")
+        self._connections[task] = False
+        task.add_done_callback(self._connections.pop)
+        if len(unproved := [each for each, is_over in self._connections.items() if not is_over]) > _MOST:
+            self._connections[unproved[0]] = True
+            unproved[0].cancel("beyond the most at a time")
         try:
             async with asyncio.timeout(_PATIENCE if self._is_open else 0):
                 caller = await handshake.hear(reader, writer, self._key)
@@ -261,8 +252,7 @@ class Host:
             reason = str(refused)
         except TimeoutError:
             reason = "that said nothing in time"
-        if task in self._unproved:
-            self._unproved.remove(task)
+        self._connections[task] = True
         if reason:
             self._dropped[reason] += 1
         elif mistake := self._mistake_of(caller):
@@ -302,11 +292,10 @@ class Host:
 
     def _missing(self, limit: float) -> str:
         absent = sorted({*range(1, self._at.count)} - self._present.keys())
-        named = f"{', '.join(map(str, absent[:8]))}{', …' if len(absent) > 8 else ''}"
-        single = len(absent) == 1
+        who, they = named(absent[:8]) + (", …" if len(absent) > 8 else ""), "it was" if len(absent) == 1 else "they were"
         return (
-            f"process{'' if single else 'es'} {named} of {self._at.count} did not connect to {self._at.address} within {limit:g} s; "
-            f"check that {'it was' if single else 'they were'} started, with the same coordinator, and can reach it; {_LONGER}"
+            f"{who} of {self._at.count} did not connect to {self._at.address} within {limit:g} s; "
+            f"check that {they} started, with the same coordinator, and can reach it; {_LONGER}"
         )
 
 

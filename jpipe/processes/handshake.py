@@ -28,8 +28,6 @@ from jpipe.files import read_bytes
 __all__ = [
     "VARIABLE",
     "Caller",
-    "OtherProgram",
-    "OtherSecret",
     "Refused",
     "call",
     "find_secret",
@@ -43,14 +41,6 @@ SHORTEST = 16  # bytes of a secret; a shorter one could be guessed, because gues
 _HELLO = re.compile(rb"jpipe (\d{1,9}) (\d{1,9}) ([0-9a-f]{32})\n")
 _NONCE = re.compile(rb"[0-9a-f]{32}\n")
 _UNKNOWN = b"unknown\n"
-
-
-class OtherSecret(Exception):
-    """The listener does not accept the proof, because it has another secret."""
-
-
-class OtherProgram(Exception):
-    """The listener is another program, or does not prove that it has the secret."""
 
 
 class Refused(Exception):
@@ -104,7 +94,7 @@ def _proof(key: bytes, author: bytes, begin: bytes, answer: str = "") -> bytes:
     return hmac.digest(key, b" ".join((author, begin, answer.encode())), "sha256").hex().encode()
 
 
-async def call(reader: StreamReader, writer: StreamWriter, key: bytes, index: int, count: int) -> str:
+async def call(reader: StreamReader, writer: StreamWriter, key: bytes, index: int, count: int, at: object = "") -> str:
     """Introduce this process to the listener, and return its answer; "" if the other end closes the connection before it answers.
 
     Args:
@@ -113,28 +103,32 @@ async def call(reader: StreamReader, writer: StreamWriter, key: bytes, index: in
         key: the key for proofs, the same at both ends.
         index: the index of this process.
         count: the number of processes, as the caller knows it.
+        at: the address of the listener, for messages.
 
     Raises:
-        OtherSecret: the listener has another secret.
-        OtherProgram: the listener is another program, or does not prove that it has the secret.
+        InputError: the listener has another secret, is another program, or does not prove that it has the secret.
     """
+    stranger = f"{at}: expected process 0 of this run, found another program at that port; choose another port, or end that program"
     hello = b"jpipe %d %d %s\n" % (index, count, secrets.token_hex(16).encode())
     try:
         writer.write(hello)
         if not _NONCE.fullmatch(nonce := await reader.readuntil()):
-            raise OtherProgram
+            raise InputError(stranger)
         writer.write(_proof(key, b"caller", hello + nonce) + b"\n")
         line = await reader.readuntil()
     except (IncompleteReadError, OSError):
         return ""
     except LimitOverrunError:
-        raise OtherProgram from None
+        raise InputError(stranger) from None
     if line == _UNKNOWN:
-        raise OtherSecret
+        raise InputError(
+            f"process {index} and process 0 at {at} have different secrets; give all processes of the run the same {VARIABLE} or "
+            "--secret-file, or none of them any"
+        )
     proof, _, answer = line.removesuffix(b"\n").partition(b" ")
     text = answer.decode(errors="replace")
     if not hmac.compare_digest(proof, _proof(key, b"listener", hello + nonce, text)):
-        raise OtherProgram
+        raise InputError(stranger)
     return text
 
 
