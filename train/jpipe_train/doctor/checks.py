@@ -66,9 +66,7 @@ def _first(what: str, found: str, *rules: tuple[bool, Level, str], measured: str
 
 
 def _processes(everyone: Sequence[Facts]) -> Finding:
-    hosts: dict[str, list[int]] = {}
-    for index, facts in enumerate(everyone):
-        hosts.setdefault(facts["process"].get("host", "an unknown host"), []).append(index)
+    hosts = _grouped([facts["process"].get("host", "an unknown host") for facts in everyone])
     expected, first = everyone[0]["process"].get("count", 1), next(iter(hosts))
     if expected == 1:
         return Finding("ok", "processes", f"one, on {first}")
@@ -220,10 +218,13 @@ def processes(indices: Sequence[int]) -> str:
 
 def _differing(values: Sequence[str]) -> str:
     """Describe which processes have which value, such as `0.12 in processes 0-2; 0.10 in process 3`; empty if all have the same."""
-    groups: dict[str, list[int]] = {}
-    for index, value in enumerate(values):
-        groups.setdefault(value, []).append(index)
+    groups = _grouped(values)
     return "; ".join(f"{value or 'nothing'} in {processes(indices)}" for value, indices in groups.items()) if len(groups) > 1 else ""
+
+
+def _grouped(values: Sequence[str]) -> dict[str, list[int]]:
+    """Return the processes that have each value."""
+    return {value: [index for index, other in enumerate(values) if other == value] for value in values}
 
 
 def table(findings: Sequence[Finding]) -> list[str]:
