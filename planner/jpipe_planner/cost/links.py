@@ -78,7 +78,7 @@ def find_links(topology: Topology, replicas: Sequence[int], keep_together: KeepT
         levels, bandwidth, (out, into) = _crossed(topology, of_stage, np.roll(of_stage, 1))
         rings.append(jpipe.Link(float(bandwidth.min()), max(topology.levels[n].latency for n in np.unique(levels).tolist())))
         ports[np.concatenate([out, into + 1]), depth - 1 + s] = ring_share(len(of_stage)) / rings[-1].bandwidth
-    used = np.unique(ports, axis=0)
+    used = np.array(list(dict.fromkeys(map(tuple, ports.tolist()))))
     slowness, limits = topology.slowness, topology.limits
     return StageLinks(
         bandwidths,

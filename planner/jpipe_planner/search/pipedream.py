@@ -6,6 +6,7 @@ long as this stage, or as the best way to place the layers before i on u - r dev
 on its layers and devices: it computes, and its port sends the messages of both its cuts and its share of a sum. The stage must also fit.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
@@ -207,7 +208,7 @@ def fastest_stages(
     Returns:
         The placements, the fewest stages first. Among equally fast placements, the one with the fewest devices is taken.
     """
-    ends, found, step = np.arange(layers + 1), list[Placement](), math.gcd(*replicas)
+    seconds, ends, found, step = functools.cache(seconds), np.arange(layers + 1), list[Placement](), math.gcd(*replicas)
     best: Any = np.full((devices + 1, layers + 1), _INFINITE)
     best[0, 0] = 0.0
     choices = list[tuple[Any, Any]]()
