@@ -71,7 +71,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, default=16, help="of a batch (default: %(default)s)")
     parser.add_argument("--rows", type=int, help=f"sequences of a microbatch (default: {GPU.rows})")
     policies = jpipe.plan.RECOMPUTE
-    parser.add_argument("--recompute", nargs="+", default=["none"], choices=policies, help="in the pipelines, one for each (default: none)")
+    parser.add_argument("--recompute", nargs="+", default=["auto"], choices=policies, help="in the pipelines, one for each (default: auto)")
     parser.add_argument("--attention", default="xla", choices=["xla", "cudnn"], help="its implementation (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=6, help="of a round, the first not timed (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")

@@ -106,7 +106,7 @@ class Pipeline:
 
     Args:
         stack: the model.
-        plan: the stages, schedule, microbatches and recomputation.
+        plan: the stages, schedule, microbatches and recomputation. "auto" becomes the policy for the platform of the devices.
         loss: `(outputs, labels) -> (sum of the losses, weight)` of one microbatch, two scalars. The gradient of a batch is divided by the
             batch's total weight, so a loss can leave out padded or masked positions. A third parameter, if the loss has one, gets the
             microbatch's `flax.nnx.Rngs` if it is named `rngs`, or the microbatch's random key if it is named `key`.
@@ -171,6 +171,8 @@ class Pipeline:
         check_ema_decay(ema_decay)
         if plan.order is not None:
             lower(plan, 1, workers=())  # raises an error if the order deadlocks, before anything is compiled
+        self._explicit_devices = None if devices is None else checked_devices(devices)
+        plan = plan.resolved(self._explicit_devices[0].platform if self._explicit_devices else traced_platform())
         self.stack, self.plan, self.loss, self.optimizer = cast_layers(stack, precision), plan, loss, optimizer
         self.clip_global_norm, self.clip_stage_norm = as_python(clip_global_norm), as_python(clip_stage_norm)
         self.skip_nonfinite, self.precision = skip_nonfinite, precision
@@ -180,7 +182,6 @@ class Pipeline:
         others = {"skip_nonfinite": skip_nonfinite, "ema_decay": self.ema_decay, "delay_correction": self.delay_factor}
         arguments = checked_arguments(plan, precision, **norms, **others)
         check_ties(plan, self.stack)
-        self._explicit_devices = None if devices is None else checked_devices(devices)
         self._builder = StageBuilder(self.stack, plan, loss, optimizer, precision, self.ema_decay, self.delay_factor, arguments)
         self._steps: Steps | None = None
         self._executor: Executor | None = None  # once `init` or `restore` has compiled

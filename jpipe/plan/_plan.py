@@ -99,6 +99,11 @@ class Plan(CapabilityOptions, _Layout, PlanOptions, _Pipeline):
             del vars(copied)[name]
         return copied
 
+    def resolved(self, platform: str) -> "Plan":
+        """Return the plan with the recomputation policies that "auto" is on a platform, "cpu", "gpu" or "tpu"."""
+        stages = tuple(stage.resolved(platform) for stage in self.stages)
+        return self if stages == self.stages else self.model_copy(update={"stages": stages})
+
     @property
     def depth(self) -> int:
         """The number of stages, d."""
@@ -218,7 +223,7 @@ class Plan(CapabilityOptions, _Layout, PlanOptions, _Pipeline):
         *,
         replicas: SupportsIndex | Sequence[SupportsIndex] = 1,
         chunks_per_rank: SupportsIndex | None = None,
-        recompute: str | Sequence[str] = "none",
+        recompute: str | Sequence[str] = "auto",
         mesh: Mapping[str, SupportsIndex] | Sequence[Mapping[str, SupportsIndex]] | None = None,
         fsdp: bool = False,
         sum_parts: SupportsIndex = 1,

@@ -14,6 +14,7 @@ from jpipe.errors import nearest
 from jpipe.plan._axes import Mesh
 
 RECOMPUTE = (
+    "auto",
     "none",
     "elementwise",
     "full",
@@ -24,8 +25,8 @@ RECOMPUTE = (
 )
 """The recomputation policies of a stage.
 
-`none` keeps all residuals, `elementwise` keeps all but the results of elementwise operations, and `full` keeps only the stage input. The
-other names are policies of `jax.checkpoint_policies`.
+`none` keeps all residuals, `elementwise` keeps all but the results of elementwise operations, and `full` keeps only the stage input. `auto`
+is `none` on CPUs, and `elementwise` on GPUs and TPUs. The other names are policies of `jax.checkpoint_policies`.
 """
 
 
@@ -35,7 +36,7 @@ def repeats_forward(policy: str) -> bool:
     Args:
         policy: one of `RECOMPUTE`.
     """
-    return policy not in ("none", "elementwise")
+    return policy not in ("auto", "none", "elementwise")
 
 
 class _Layers(pydantic.BaseModel):
@@ -45,7 +46,7 @@ class _Layers(pydantic.BaseModel):
 
     layers: Annotated[tuple[str, ...], Field(min_length=1, strict=False)]
     replicas: Annotated[Int, Field(ge=1, le=65536)] = 1
-    recompute: str = "none"
+    recompute: str = "auto"
     mesh: Mesh = NOTHING
     fsdp: bool = False
 
@@ -56,7 +57,7 @@ class Stage(StageOptions, _Layers):
     Attributes:
         layers: the ids of the layers, in order; at least one. Ids have only printable characters.
         replicas: the number of workers that share the stage, 1 by default, at most 65536.
-        recompute: one of `RECOMPUTE`, "none" by default.
+        recompute: one of `RECOMPUTE`, "auto" by default.
         mesh: the axes and sizes of the mesh of each replica, such as `{"data": 2, "model": 4}`. Empty, the default: one device. The plan's
             rules say over which axes the rows of a microbatch and the weights are sharded.
         fsdp: also shard the weights over the mesh axis that shards the rows; they are gathered where they are used. False by default.
@@ -74,6 +75,12 @@ class Stage(StageOptions, _Layers):
     def devices_each(self) -> int:
         """The number of devices of each replica: the size of its mesh."""
         return math.prod(self.mesh.values())
+
+    def resolved(self, platform: str) -> "Stage":
+        """Return the stage with the recomputation policy that "auto" is on a platform, "cpu", "gpu" or "tpu"."""
+        if self.recompute != "auto":
+            return self
+        return self.model_copy(update={"recompute": "none" if platform == "cpu" else "elementwise"})
 
     def with_layers(self, layers: Sequence[str]) -> "Stage":
         """Return the stage with other layers. Options that depend on the layers are adapted.

@@ -278,7 +278,7 @@ def sum_layer_costs(
     """Return the costs of the stages of a plan, summed from the costs of their layers.
 
     Args:
-        plan: the cut, and the recomputation of each stage.
+        plan: the cut, and the recomputation of each stage; "auto" counts as "none".
         layers: the cost of each layer of the plan, by layer id.
         inputs, labels: bytes of one microbatch's inputs and labels.
         shared: the parameters that several layers share; a stage with several of these layers holds the parameter once.
@@ -290,6 +290,7 @@ def sum_layer_costs(
     Raises:
         InputError: a layer has no cost, or no residual bytes for the recomputation policy of its stage.
     """
+    plan = plan.resolved("cpu")
     for layer_id in plan.layers:
         if layer_id not in layers:
             raise InputError(f"layer costs: layer '{layer_id}' of the plan has none; {nearest(layer_id, layers)}")

@@ -144,6 +144,7 @@ def stage_functions(
     Raises:
         InputError: the loss does not fit the outputs or the labels.
     """
+    stage = stage.resolved(traced_platform())
     first, last, exchange = stage.layers[0] == stack.ids[0], stage.layers[-1] == stack.ids[-1], exchange_of(options.get("capabilities", {}))
     draws = stack.is_stochastic(stage.layers) or (last and random_parameter(loss)) or exchange.draws
     rng = rng_spec() if draws else (None, None)

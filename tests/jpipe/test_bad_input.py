@@ -114,7 +114,7 @@ def without(key):
         ({"stages": [{"replicas": 1}]}, r"^plan\.json: key 'stages\.0\.layers' is missing; add it$"),
         (
             {"stages": [{"layers": IDS, "recompute": "dots"}]},
-            r"stages\.0\.recompute: unknown recomputation policy 'dots'; known: dots_saveable, .*full, none, nothing_saveable$",
+            r"stages\.0\.recompute: unknown recomputation policy 'dots'; known: auto, dots_saveable, .*full, none, nothing_saveable$",
         ),
         (
             {"stages": [{"layers": ["layer0", "layer1"]}, {"layers": ["layer1"]}]},

@@ -23,7 +23,7 @@ from jpipe.model._subset import EVERYTHING, Subset, floats_of, is_float, with_fl
 from jpipe.model.jaxprs._dependence import passed_on
 from jpipe.model.jaxprs._primitives import all_but_elementwise
 from jpipe.model.layerwise._optimizer import LayerwiseOptimizer
-from jpipe.plan import Stage
+from jpipe.plan import Stage, repeats_forward
 from jpipe.stages.functions._effects import describe_effects
 from jpipe.stages.functions._loss import accumulate, call_loss, loss_dtype, zero_accumulators
 from jpipe.stages.functions._residuals import Residuals, find_residuals
@@ -311,7 +311,7 @@ class StageFunctions:
     @property
     def repeated_effects(self) -> str:
         """The layers with side effects that the backward repeats, as text for a message; empty if there are none."""
-        return self.description if self.stage.recompute != "none" and self.residuals.has_effects else ""
+        return self.description if repeats_forward(self.stage.recompute) and self.residuals.has_effects else ""
 
     # Shapes and dtypes -----------------------------------------------------------------------------------------------------
 
@@ -409,14 +409,19 @@ class StageFunctions:
             return (self.sent(y, rng), new_state), None
         match self.stage.recompute:
             case "none":
-                pass
+                recomputing = stage
             case "elementwise":
-                stage = jax.checkpoint(stage, policy=all_but_elementwise, prevent_cse=False)
+                recomputing = jax.checkpoint(stage, policy=all_but_elementwise, prevent_cse=False)
             case "full":
-                stage = jax.checkpoint(stage)
+                recomputing = jax.checkpoint(stage)
             case policy:
-                stage = jax.checkpoint(stage, policy=getattr(jax.checkpoint_policies, policy))
-        _, vjp, (y, new_state) = jax.vjp(stage, trained, floats, has_aux=True)
+                recomputing = jax.checkpoint(stage, policy=getattr(jax.checkpoint_policies, policy))
+        try:
+            _, vjp, (y, new_state) = jax.vjp(recomputing, trained, floats, has_aux=True)
+        except NotImplementedError:  # JAX recomputes no forward with an `io_callback`
+            if self.stage.recompute != "elementwise":
+                raise
+            _, vjp, (y, new_state) = jax.vjp(stage, trained, floats, has_aux=True)
         return (self.sent(y, rng), new_state), vjp
 
     @cached_property

@@ -11,6 +11,7 @@ from pydantic import Field
 
 import jpipe
 from jpipe import InputError
+from jpipe_planner.machine.topology import Topology
 
 FORMAT = "jpipe-profile/1"
 SHARED = ("weights", "frozen", "accumulators", "optimizer", "ahead")
@@ -275,6 +276,15 @@ class Profile(_Data):
             return costs
         timed = ("forward", "backward", "backward_input", "backward_weight", "update")
         return tuple(dataclasses.replace(cost, **{name: getattr(cost, name) + self.dispatch for name in timed}) for cost in costs)
+
+    def is_of_cpus(self, topology: Topology) -> bool:
+        """Return whether the devices of a topology are CPUs. Without a target they are of the kind for which programs were compiled."""
+        return topology.device.target is None and self.compiled_for in ("", "cpu")
+
+    def cheapest_policy(self, topology: Topology) -> str:
+        """Return the recomputation policy "auto" for the devices of a topology, or "none" if its residuals are not known."""
+        known = all("elementwise" in at.residuals for layer in self.layers for at in layer.at)
+        return "elementwise" if known and not self.is_of_cpus(topology) else "none"
 
     def check_layers(self, ids: tuple[str, ...], shared: Sequence[tuple[str, ...]] = ()) -> None:
         """Check that the profile has the layers `ids`, and that the same layers share parameters.

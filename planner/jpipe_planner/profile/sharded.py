@@ -145,10 +145,7 @@ def shard_profile(profile: Profile, degrees: Degrees, topology: Topology) -> Pro
         topology: the devices; the first of them form the mesh.
     """
     size_indices = [n for n, rows in enumerate(profile.sizes) if rows % degrees.rows == 0]
-    # On CPUs tokens are gathered. A topology without a target is for this machine, so its devices are of the kind for which the profile was
-    # compiled.
-    gathers = topology.device.target is None and profile.compiled_for in ("", "cpu")
-    layers = []
+    gathers, layers = profile.is_of_cpus(topology), []  # on CPUs tokens are gathered
     for layer in profile.layers:
         seconds = {n: collective_seconds(layer, profile.sizes[n], degrees, topology, gathers=gathers) for n in size_indices}
         layers.append(_layer(layer, degrees, seconds))

@@ -49,15 +49,15 @@ def offload_bases(candidates: Iterable[Candidate], lacks_in_host: Callable[[Cand
 def find_offloads(choice: Choice, bases: Sequence[Candidate]) -> list[Ranked]:
     """Return simulated plans that fit because parts of their state wait in host memory.
 
-    Each plan is tried with its recomputation, and without recomputation.
+    Each plan is tried with its recomputation, and with the policy that takes least time.
 
     Args:
         choice: the ranking, which gives the profile, the topology and whether updates wait for a norm.
         bases: plans that do not fit, or that do not fit without recomputation.
     """
-    found, spent = list[Ranked](), 0
+    found, spent, cheapest = list[Ranked](), 0, choice.profile.cheapest_policy(choice.topology)
     for base in bases:
-        for policies in dict.fromkeys((base.policies, ("none",) * base.depth)):
+        for policies in dict.fromkeys((base.policies, (cheapest,) * base.depth)):
             if spent <= MOST_IN_ALL:
                 more, forwards = _offloads_of(choice, dataclasses.replace(base, policies=policies, over=None, offload=None))
                 found += more

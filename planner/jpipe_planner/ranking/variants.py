@@ -77,7 +77,7 @@ def find_variants(
     tight = (one for one in usable if lacks_memory(one) and one.schedule in schedules and len(set(one.replicas)) == 1)
     saving = _bases((one for one in tight if one.samples_per_second * (1 + NEAR) >= fastest), SAVING)
     sharing = [base for base in saving if share_optimizer and max(base.replicas) > 1 and base.agree is None]
-    run.simulate((one for base in sharing for one in _with_policies(base, dataclasses.replace(base, shard_optimizer=True))), 0.6)
+    run.simulate((one for base in sharing for one in run.with_policies(base, dataclasses.replace(base, shard_optimizer=True))), 0.6)
     run.simulate((one for base in saving for one in run.with_fewer(base)), 0.4)
     whole = dict[object, Candidate]()
     for base in (one.candidate for one in waiting if one.candidate.has_one_stage_each and not one.candidate.sum_parts):
@@ -93,8 +93,8 @@ def find_variants(
 
 
 def lacks_memory(candidate: Candidate) -> bool:
-    """Return whether a plan does not fit, or recomputes so that it does."""
-    return candidate.over is not None or any(policy != "none" for policy in candidate.policies)
+    """Return whether a plan does not fit, or repeats forwards so that it does."""
+    return candidate.over is not None or any(map(repeats_forward, candidate.policies))
 
 
 def _could_win(base: Candidate, fastest: float) -> bool:
@@ -142,7 +142,7 @@ class _Variants:
         return fitting
 
     def with_fewer(self, base: Candidate) -> Iterator[Candidate]:
-        """Yield the plan with fewer and fewer microbatches in flight, without recomputation; if `base` does not fit, also with both.
+        """Yield the plan with fewer and fewer microbatches in flight, with the policies of `with_policies`.
 
         With fewer than half of the microbatches, a plan that fits would be slower than with recomputation.
         """
@@ -150,7 +150,13 @@ class _Variants:
         most = max(rules.in_flight(usual, s) for s in range(base.depth))
         parts = ((1, 2, 3) if base.over else (3,)) if "max_in_flight" in rules.options and most > 1 else ()
         for limit in sorted({max(most * part // 4, 1) for part in parts}):
-            yield from _with_policies(base, base.with_options(max_in_flight=limit, extra_in_flight=0))
+            yield from self.with_policies(base, base.with_options(max_in_flight=limit, extra_in_flight=0))
+
+    def with_policies(self, base: Candidate, saving: Candidate) -> Iterator[Candidate]:
+        """Yield the plan `saving`, which saves memory, with the fastest policy. If `base` does not fit, also yield it with its policies."""
+        fastest = (self._choice.profile.cheapest_policy(self._choice.topology),) * base.depth
+        for policies in dict.fromkeys((fastest, base.policies) if base.over else (fastest,)):
+            yield dataclasses.replace(saving, policies=policies)
 
     def of_ranks(self, base: Candidate, kinds: Sequence[tuple[object, ...]] | None) -> Iterator[Candidate]:
         """Yield legal plans of the schedules on the ranks of a plan; if `kinds` is not None, only plans of these kinds."""
@@ -213,9 +219,3 @@ class _Variants:
         if chunks > 1 and topology.differing:
             candidate = dataclasses.replace(candidate, starts=balance(seconds, stages, slowness_of(plan, topology)))
         yield candidate
-
-
-def _with_policies(base: Candidate, saving: Candidate) -> Iterator[Candidate]:
-    """Yield the plan `saving`, which saves memory, without recomputation. If `base` does not fit, also yield it with recomputation."""
-    for policies in dict.fromkeys((("none",) * base.depth, base.policies) if base.over else (("none",) * base.depth,)):
-        yield dataclasses.replace(saving, policies=policies)

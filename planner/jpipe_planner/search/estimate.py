@@ -39,6 +39,8 @@ class Estimates:
         self.profile, self.topology, self.extras, self.layers = profile, topology, extras, Layers(profile)
         self.links = lru_cache(maxsize=4096)(partial(find_links, topology))
         self._stages = lru_cache(maxsize=4096)(self.layers.cut)
+        first = self.layers.policies.index(profile.cheapest_policy(topology))
+        self._order = np.array([first, *(n for n in range(len(self.layers.policies)) if n != first)])  # in which policies are tried
 
     def candidate(
         self, shape: PlainShape, rows: int, starts: tuple[int, ...], keep_together: KeepTogether = "replicas"
@@ -60,8 +62,8 @@ class Estimates:
         replicas, links = np.array(shape.replicas), self.links(shape.replicas, keep_together)
         stages, extras = self._stages(starts, rows), self.extras.of_pipelines(shape.replicas[0], shape.depth)
         memory = memory_of(stages, facts, replicas, extras)
-        fits = memory <= links.limits
-        policy = np.where(fits.any(0), fits.argmax(0), memory.argmin(0))
+        fits = (memory <= links.limits)[self._order]
+        policy = np.where(fits.any(0), self._order[fits.argmax(0)], memory.argmin(0))
         chosen, backward = (np.take_along_axis(values, policy[None], 0)[0] for values in (memory, stages.backward))
         updates = np.array([shape.microbatches / shape.microbatches_per_update(s) for s in range(shape.depth)])
         summed = stages.accumulators if extras.agree is None else (stages.weights - stages.frozen) / extras.agree.every

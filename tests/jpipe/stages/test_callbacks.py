@@ -76,6 +76,8 @@ PLANS = {
     "split": {"num_stages": 4, "schedule": "zb_h1"},
     "chunks": {"num_stages": 4, "schedule": "zb_v"},
     "replicas": {"num_stages": 2, "schedule": "pipedream_flush", "replicas": 2},
+    "elementwise": {"num_stages": 3, "schedule": "pipedream_flush", "recompute": "elementwise"},
+    "elementwise, split": {"num_stages": 4, "schedule": "zb_h1", "recompute": "elementwise"},
 }
 
 

@@ -1,9 +1,11 @@
 """Recomputation changes the stored residuals but not the numbers, and does not advance the layer state."""
 
+import jax
 import numpy as np
 import pytest
 
-from jpipe import Pipeline
+from jpipe import Pipeline, Plan
+from jpipe.context import tracing_for
 from tests.jpipe import models
 from tests.jpipe.running import check_close, train, train_as_one_function
 
@@ -50,3 +52,21 @@ def test_stages_may_recompute_differently(float64):
     )
     pipe = Pipeline(STACK, mixed, models.masked_squares, models.momentum())
     check_close(train(pipe, batches), train(pipeline("none"), batches))
+
+
+@pytest.mark.parametrize(("platform", "policy"), [("cpu", "none"), ("gpu", "elementwise"), ("tpu", "elementwise")])
+def test_the_default_depends_on_the_platform_and_named_policies_stay(platform, policy):
+    plan = Plan(schedule="gpipe", microbatches=2, stages=[{"layers": STACK.ids[:1]}, {"layers": STACK.ids[1:], "recompute": "full"}])
+    assert [stage.recompute for stage in Plan.from_json(plan.to_json()).stages] == ["auto", "full"]
+    with tracing_for(platform):
+        pipe = Pipeline(STACK, plan, models.masked_squares, models.momentum())
+        functions = pipe.stage_functions(models.masked_batches(1, 2)[0])
+    assert [stage.recompute for stage in pipe.plan.stages] == [f.stage.recompute for f in functions] == [policy, "full"]
+    assert Plan.from_json(pipe.plan.to_json()) == pipe.plan
+
+
+def test_the_devices_of_a_pipeline_decide_before_the_platform_of_the_process(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    plan = Plan.even(STACK.ids, 1, "gpipe", 2)
+    pipes = [Pipeline(STACK, plan, models.masked_squares, models.momentum(), devices) for devices in (None, jax.devices()[:1])]
+    assert [pipe.plan.stages[0].recompute for pipe in pipes] == ["elementwise", "none"]

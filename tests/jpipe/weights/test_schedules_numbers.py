@@ -37,7 +37,7 @@ def test_equals_the_sequential_reference_bit_for_bit(variant, d, m, extra):
 
 @pytest.mark.slow
 @pytest.mark.thinned(most=1)
-@pytest.mark.parametrize("recompute", ["full", "dots_saveable"])
+@pytest.mark.parametrize("recompute", ["elementwise", "full", "dots_saveable"])
 @pytest.mark.parametrize("variant", models.VARIANTS)
 def test_recomputing_stages_equal_the_sequential_reference_bit_for_bit(variant, recompute):
     check_against_reference(

@@ -382,3 +382,23 @@ def test_weights_versions_and_both_sets_of_gradients_are_what_the_simulator_coun
             assert simulated is not None
             peaks = [max(simulated.peak_bytes[w] for w in devices) for devices in plan.stage_workers]
             assert candidate.memory == pytest.approx(peaks, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("compiled_for", "target", "cheapest"), [("cpu", None, "none"), ("TPU v5 lite", None, "elementwise"), ("cpu", "l4", "elementwise")]
+)
+def test_elementwise_recomputation_is_tried_first_on_gpus_and_tpus(compiled_for, target, cheapest):
+    """Where it does not fit, as with dropout, or its residuals are unknown, the other policies are tried."""
+    residuals = {"none": 1_000, "elementwise": 2_000}
+
+    def policies(memory, residuals):
+        at = [{"forward": 1.0, "backward": 2.0, "outputs": 10, "residuals": residuals}]
+        layers = [{"id": name, "weights": 100, "at": at} for name in "abcd"]
+        profile = Profile(source="analytic", compiled_for=compiled_for, sizes=[1], inputs=[10], labels=[4], layers=layers)
+        device = {"memory": memory, "reserved": 0} if target is None else {"memory": memory, "reserved": 0, "target": target}
+        topology = Topology(levels=[{"count": 2, "bandwidth": 1e9, "latency": 0.0}], device=device)
+        return {one.policies for one in equal(profile, topology, 8, schedules=("gpipe",)) if one.depth == 2 and one.microbatches == 4}
+
+    assert policies(1e6, residuals) == {(cheapest,) * 2}
+    assert policies(12_000, residuals) == {("none",) * 2}
+    assert policies(1e6, {"none": 1_000}) == {("none",) * 2}

@@ -300,7 +300,7 @@ def test_stages_are_cut_to_cost_alike(overrides, sizes):
     assert plan.layers == LAYERS
     assert sum(sizes) == len(LAYERS)
     assert [len(stage.layers) for stage in plan.stages] == sizes
-    assert [stage.recompute for stage in plan.stages] == (config.recompute if isinstance(config.recompute, list) else ["none"] * len(sizes))
+    assert [stage.recompute for stage in plan.stages] == (config.recompute if isinstance(config.recompute, list) else ["auto"] * len(sizes))
 
 
 def test_the_costs_of_layers_that_are_not_there_are_refused():

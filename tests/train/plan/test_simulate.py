@@ -71,7 +71,7 @@ def test_a_plan_is_shown_in_units_of_a_forward_and_without_sizes(simulated, plan
     assert table(printed) == {
         "rank": ["0", "1", "2", "3"],
         "layers": ["layer_0 layer_1 layer_2", "layer_3 layer_4", "layer_5 layer_6", "layer_7 layer_8"],
-        "recompute": ["none"] * 4,
+        "recompute": ["auto"] * 4,
         "in flight": ["4"] * 4,
         "versions": ["1"] * 4,
     }

@@ -70,7 +70,7 @@ def target(
         out: The file that --here writes; it must not exist. By default it is named after the device, in the current folder.
         roofline: Compile the stages of this config's plan for NAME, and show the bytes, FLOPs and least seconds of each program, its most
             expensive kernels, and the same train step as one program. Nothing is run.
-        overrides: With --roofline, replace one key of the config, such as plan.recompute=elementwise.
+        overrides: With --roofline, replace one key of the config, such as plan.recompute=none.
         allow_code: With --roofline, import and run the functions that the config names, as in train.
         json: With --roofline, print JSON.
     """

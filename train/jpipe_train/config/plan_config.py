@@ -24,7 +24,7 @@ class _EvenStages(Section):
     microbatches: Annotated[int, Field(ge=1, le=MOST_MICROBATCHES)] = 4
     chunks_per_rank: Count | None = None
     replicas: int | list[int] = 1
-    recompute: str | list[str] = "none"
+    recompute: str | list[str] = "auto"
     mesh: dict[str, int] | list[dict[str, int]] = {}
     fsdp: bool = False
 
