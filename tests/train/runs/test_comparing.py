@@ -175,7 +175,7 @@ def test_a_plan_from_a_file_and_one_from_keys_are_compared_in_words(tmp_path):
         "plan.file": ["a.json", "null"],
         "the plan": ["gpipe, 2 stages", "pipedream_flush, 2 stages"],
     }
-    assert comparing.gather([one, other, third]).differences["plan.recompute"] == ["–", "none", "full"]
+    assert comparing.gather([one, other, third]).differences["plan.recompute"] == ["–", "auto", "full"]
 
 
 def test_of_many_runs_the_best_are_drawn_and_each_is_a_line_of_the_tables(tmp_path):
