@@ -55,18 +55,14 @@ class Processes:
         progress: Callable[[], int] = lambda: 0,
         secret: bytes | None = None,
     ) -> "Processes":
-        """Join the processes of this run. All processes call this, best before anything else; it returns when all have called it.
+        """Join the processes of this run; arguments and errors are as for `jpipe.join_processes`, which calls this.
 
         Args:
             limit: seconds to wait for the other processes.
             limits: how long silence and waits may last; the same in all processes.
             rendezvous: where the processes find each other; by default the store of `jax.distributed`, which must be initialized.
-            progress: a function that returns a number which grows while this process exchanges data with others. While it grows, waits may
-                last longer.
+            progress: returns a number that grows while this process exchanges data with others. While it grows, waits may last longer.
             secret: the secret by which the processes of the run recognize each other.
-
-        Raises:
-            InputError: process 0 cannot be reached or has another secret, or processes did not join in time; the message names them.
         """
         rendezvous = Rendezvous.of_jax() if rendezvous is None else rendezvous
         processes = cls(rendezvous.index, rendezvous.count, Limits() if limits is None else limits, progress)
@@ -135,8 +131,7 @@ class Processes:
     def has_message(self, name: str) -> bool:
         """Return whether unread bytes have arrived under a name, without waiting.
 
-        Args:
-            name: the name under which the bytes are broadcast. If nobody reads them, several processes may use this name, repeatedly.
+        If nobody reads them, several processes may broadcast under this name, repeatedly.
         """
         return ("message", name) in self._arrived
 
@@ -204,9 +199,6 @@ class Processes:
         """Report the error of a thread that nobody waits for: the waits of all other threads of this process raise the first such error.
 
         First it waits some seconds whether the run is lost, because the cause is often the death of another process; then waits raise that.
-
-        Args:
-            error: the error of the thread.
         """
         if not self._is_lost_within(_BLAME_SECONDS):
             with self._changed:
@@ -214,11 +206,7 @@ class Processes:
                 self._changed.notify_all()
 
     def stop(self, reason: str) -> None:
-        """Announce that this process gives up and ends. All other processes raise `PeerLost` with the reason.
-
-        Args:
-            reason: completes "process 0 stopped: ".
-        """
+        """Announce that this process gives up and ends. All other processes raise `PeerLost`: "process 0 stopped: " and the reason."""
         self._has_left = True
         self._channel.post({"stop": reason})
         self._is_lost_within(self._limits.grace)  # when process 0's answer is back, it has gone to all

@@ -86,11 +86,7 @@ class Rendezvous:
 
     @classmethod
     def of_jax(cls, state: Any = None) -> "Rendezvous":
-        """Return the rendezvous by the store of `jax.distributed`, on the host of JAX's coordinator, which all processes have reached.
-
-        Args:
-            state: the state of `jax.distributed`; by default of this process.
-        """
+        """Return the rendezvous by the store of `jax.distributed`, on the host of JAX's coordinator, which all processes have reached."""
         state = jax_internals.distributed_state() if state is None else state
         address = Address((state.coordinator_address or "").rpartition(":")[0].strip("[]"), 0)
         return cls(address, state.process_id, state.num_processes, address.loopback, state.client)

@@ -82,9 +82,7 @@ def _read(file: str, where: str) -> bytes:
 def key(secret: bytes | None, token: str = "") -> bytes:
     """Return the key for proofs. Without a secret, anybody who knows the token can compute it.
 
-    Args:
-        secret: the secret of the run.
-        token: the token of a connection of the run, so that proofs for one token are not valid for another.
+    Proofs for one token are not valid for another.
     """
     return hmac.digest(secret or b"", f"jpipe {token}".encode(), "sha256")
 

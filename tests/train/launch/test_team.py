@@ -289,7 +289,8 @@ def test_a_process_that_cannot_start_its_devices_says_why_and_ends_the_others():
     with by_hand(*[command(CURVES)] * 2, PJRT_NAMES_AND_LIBRARY_PATHS="none:/no-such-plugin.so") as processes:
         (waiting, waiting_output), (failing, failing_output) = endings(processes)
     assert (waiting, failing) == (1, 2)
-    assert re.fullmatch("jpipe: JAX has no devices to use: [^\n]*no-such-plugin.so[^\n]*; see its variable JAX_PLATFORMS\n", failing_output)
+    change = "check the environment variable JAX_PLATFORMS"
+    assert re.fullmatch(f"jpipe: JAX has no devices to use: [^\n]*no-such-plugin.so[^\n]*; {change}\n", failing_output)
     reason = failing_output.removeprefix("jpipe: ").rstrip()
     assert (
         waiting_output
