@@ -1,4 +1,4 @@
-"""Checks of the arguments of a pipeline. Each function raises `InputError` for an argument that does not fit."""
+"""Checks of the arguments of a pipeline. Each function raises `InputError` for an invalid argument."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -57,7 +57,7 @@ def initial_arrays(params: Tree | None, stack: LayerStack, specs: Mapping[str, L
 
 
 def _first_arrays(specs: Tree, trees: Sequence[Tree]) -> Tree:
-    """Replace each spec by the first tree's array at the same path; keep it if no tree has one."""
+    """Replace each spec by the array at the same path in the first tree that has one; keep the others."""
     arrays: dict[Any, Any] = {}
     for tree in trees:
         leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
@@ -105,7 +105,7 @@ def _params(params: Any, expected: Tree, layer_id: str) -> Tree:
 
 
 def check_model(stack: Any, plan: Any, loss: Any) -> None:
-    """Check that the plan fits the model, and that both and the loss have the right types."""
+    """Check that the plan fits the model, and that the plan, the model and the loss have the right types."""
     if not isinstance(stack, LayerStack):
         raise InputError(f"stack: expected a jpipe.LayerStack, found {type(stack).__name__}; wrap the layers in LayerStack(…)")
     if not isinstance(plan, Plan):
@@ -116,14 +116,14 @@ def check_model(stack: Any, plan: Any, loss: Any) -> None:
     if stack.carries_rows and max(plan.replicas) > 1:
         raise InputError(
             where="plan.replicas",
-            expected="1 for each stage, because layers carry a state of each row from batch to batch",
+            expected="1 for each stage, because layers carry the state of each row from batch to batch",
             found=max(plan.replicas),
             change="use more stages instead, or layers without such a state",
         )
 
 
 def checked_batch(name: str, batch: Any) -> int:
-    """Return the batch number that the argument `name` gives."""
+    """Return the batch number in the argument `name`."""
     if not is_int(batch) or batch < 0:
         raise InputError(where=name, expected="the number of a batch, 0 or more", found=repr(batch))
     return int(batch)
@@ -188,14 +188,14 @@ def checked_delay_factor(delay_correction: Any) -> float | None:
 
 
 def log_correction(plan: Plan, optimizer: optax.GradientTransformation, factor: float) -> None:
-    """Log a warning if a correction is known to go too far, and a note if it does nothing."""
+    """Log a warning if a correction is known to overshoot, and a note if it has no effect."""
     log = logging.getLogger("jpipe")
     if not any(plan.delays):
-        log.info("delay_correction: it does nothing, because no gradients are late under the schedule '%s'", plan.schedule)
+        log.info("delay_correction: it has no effect, because no gradients are late under the schedule '%s'", plan.schedule)
     elif factor > 0.5 and max(plan.delays) > 1 and has_nesterov(optimizer):
         log.warning(
-            "delay_correction: %g was not measured for an optimizer with Nesterov's momentum, which looks ahead itself, and delays of more "
-            "than one update, found %g; use 0.5, or more microbatches",
+            "delay_correction: %g was not measured with Nesterov's momentum, which looks ahead itself, and delays above one update, found "
+            "%g; use 0.5, or more microbatches",
             factor,
             max(plan.delays),
         )

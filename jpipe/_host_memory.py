@@ -11,10 +11,10 @@ def keep_freed_memory() -> bool:
 
     On CPUs XLA allocates the temporaries of each call with `malloc`. glibc maps large blocks anew every time, so each call of a stage
     touches new pages, which the system has to clear. This takes a fifth of the time of a transformer step. A program with one call per step
-    (a scan over microbatches) pays this once per step; a pipeline pays it once per microbatch.
+    (a scan over microbatches) does so once per step; a pipeline, once per microbatch.
 
-    In return, all threads share one arena, which makes many small allocations slower: a microbatch takes a quarter longer in four stages
-    that compute almost nothing.
+    The price: all threads share one arena, which makes many small allocations slower. In four stages that compute almost nothing, a
+    microbatch takes a quarter longer.
 
     Call this function before the first array is made. It affects the whole process, but not GPUs. `jpipe train` calls it.
 

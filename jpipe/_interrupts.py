@@ -1,4 +1,4 @@
-"""Interrupts while a state is consumed: signals wait for the result. The consumed state keeps the result until the caller receives it."""
+"""Interrupts while a state is consumed: signals wait until the call has its result, which the consumed state keeps for the caller."""
 
 import contextlib
 import hashlib
@@ -22,7 +22,7 @@ from jpipe.stages._batch import to_host
 Tree = Any
 
 _DEFERRED = signal.SIGINT, signal.SIGTERM
-_PATIENCE = 3.0  # seconds after which a second Ctrl-C takes effect at once, since the step may be waiting for something that never comes
+_PATIENCE = 3.0  # seconds after which a second Ctrl-C takes effect at once, because the step may wait forever
 
 
 @contextlib.contextmanager
@@ -30,13 +30,13 @@ def delayed_signals() -> Iterator[None]:
     """Delay Ctrl-C and SIGTERM until the end of this context.
 
     A signal that comes more than `_PATIENCE` seconds after the first one is delivered at once. Only signals that a Python function handles
-    are delayed, and only in the main thread: Python runs handlers in no other thread.
+    are delayed, and only in the main thread, because Python runs handlers only there.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     received: list[tuple[int, FrameType | None]] = []
-    first = math.inf  # when the first one came
+    first = math.inf  # when the first signal came
     handlers = {number: handler for number in _DEFERRED if callable(handler := signal.getsignal(number))}
 
     def hold(number: int, frame: FrameType | None) -> None:
@@ -55,7 +55,7 @@ def delayed_signals() -> Iterator[None]:
         if number in handlers and signal.getsignal(number) is hold:
             signal.signal(number, handlers[number])
 
-    # A handler may raise as soon as it is restored, so each has a block of its own.
+    # A handler may raise as soon as it is restored, so each has its own block.
     try:
         try:
             try:
@@ -85,7 +85,7 @@ class Outcome:
         self.batch: bytes | None = None
 
     def note_batch(self, batch: Tree, pieces: int) -> None:
-        """Store the digest of an interrupted step's batch, because the caller may overwrite its memory; read it in `pieces` parts."""
+        """Store the digest of an interrupted step's batch, which is read in `pieces` parts, because the caller may overwrite its memory."""
         if self.result is not None:
             with contextlib.suppress(Exception), delayed_signals():
                 self.batch = _digest(batch, pieces)
@@ -107,7 +107,7 @@ def consuming(before: State, current: State, observe: Observer | None) -> Iterat
         observe: the caller's observer.
 
     Yields:
-        The outcome, and the observer for the body. It calls the caller's observer until this one raises an error.
+        The outcome, and the observer for the body. It calls the caller's observer until that raises an error.
 
     Raises:
         BaseException: what the body raised; or, after the outcome is kept, what a signal's handler or the observer raised.
@@ -155,7 +155,7 @@ def current_state(state: State) -> State:
 
 
 def _keep(before: State, outcome: Outcome) -> None:
-    object.__setattr__(before, "_outcome", outcome)  # it is frozen for everybody else
+    object.__setattr__(before, "_outcome", outcome)  # the class is frozen for all other code
 
 
 def merged(first: Metrics, second: Metrics) -> Metrics:

@@ -1,4 +1,4 @@
-"""Contexts in which layers are traced: they set the platform and the mesh, and suspend the mesh that the user has set."""
+"""Contexts for tracing layers: they set the platform and the mesh, and suspend the user's mesh."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -31,7 +31,7 @@ def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
 
 
 def tracing_for(platform: str) -> contextlib.AbstractContextManager[None]:
-    """Trace layers for a platform that is not JAX's default, such as "gpu" when stages are compiled for a GPU of another machine."""
+    """Trace layers for a platform other than JAX's default, such as "gpu" when stages are compiled for another machine's GPU."""
     return _set(_platform, platform)
 
 
@@ -73,7 +73,7 @@ def traced_mesh() -> StageMesh | None:
 
 @contextlib.contextmanager
 def without_mesh() -> Iterator[None]:
-    """Suspend the mesh that the user has set with `jax.set_mesh`: the plan says which devices a stage has.
+    """Suspend the mesh that the user has set with `jax.set_mesh`, because the plan decides which devices a stage has.
 
     Inside a function that JAX traces, this context changes nothing.
     """

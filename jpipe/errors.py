@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 
 import pydantic
 
-__all__ = ["MISSING", "Problem", "explain", "nearest", "problems_of", "short", "shortened"]  # the errors are in jpipe itself
+__all__ = ["MISSING", "Problem", "explain", "nearest", "problems_of", "short", "shortened"]  # the listed errors are jpipe's own
 
 
 class Problem(NamedTuple):
@@ -40,7 +40,7 @@ class Problem(NamedTuple):
         return ": ".join(filter(None, (self.where, self.key, words))) + (f"; {self.change}" if self.change else "")
 
     def renamed(self, names: Mapping[str, str]) -> "Problem":
-        """Return the problem with its place, `where` or `where.key`, renamed as in `names`. In `outer: inner` only `outer` is renamed."""
+        """Return the problem with its place (`where` or `where.key`) renamed as in `names`. In `outer: inner` only `outer` is renamed."""
         first, _, rest = self.key.partition(".")
         if (place := names.get(f"{self.where}.{first}")) is not None:
             return self._replace(where=place + (f".{rest}" if rest else ""), key="")
@@ -51,7 +51,7 @@ class Problem(NamedTuple):
 class InputError(ValueError):
     """An invalid input; the message says where, what was expected, what was found and what to change.
 
-    The user may not know the place that the raising code names, such as an argument that a config key has set. Code that knows a better
+    The raising code may name a place that the user does not know, such as an argument that a config key has set. Code that knows a better
     name sets it with `at` or `renamed`, instead of editing the text.
 
     Args:
@@ -123,7 +123,7 @@ def _cut(line: str) -> str:
 
 
 class PeerLost(RuntimeError):
-    """A process of the run died, hung or stopped; the message says which one, how it ended and what this process waited for."""
+    """A process of the run died, hung or stopped. The message says which one, how it ended and what this process waited for."""
 
 
 def cause(error: BaseException) -> str:
@@ -147,7 +147,7 @@ def cause(error: BaseException) -> str:
 
 @contextmanager
 def callers_code(message: Callable[[BaseException], str | Problem]) -> Iterator[None]:
-    """Turn an exception of the caller's code into an `InputError`. Ctrl-C and an `InputError` pass unchanged.
+    """Convert an exception of the caller's code into an `InputError`. Ctrl-C and an `InputError` pass unchanged.
 
     Args:
         message: returns the message for the exception; see `cause`.
@@ -168,7 +168,7 @@ _STANDARD_LIBRARY = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", 
 def _is_the_callers(frame: FrameType) -> bool:
     path = Path(frame.f_code.co_filename)
     return not (
-        path.name.startswith("<")  # the code is in no file: it was typed in, or a library generated it
+        path.name.startswith("<")  # the code has no file, because it was typed in or generated
         or frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES
         or _INSTALLED.intersection(path.parts)
         or any(path.is_relative_to(folder) for folder in _STANDARD_LIBRARY)
@@ -201,7 +201,7 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 
 
 MISSING = "add it"
-"""What to change about a missing key."""
+"""The advice about a missing key."""
 
 
 def problems_of(error: ValueError) -> Sequence[Problem]:
@@ -215,8 +215,8 @@ def explain(
     """Turn pydantic's report into one `InputError`, with one line per problem.
 
     Args:
-        error: what a validation raised.
-        model: the class that validated the data; an unknown key is compared with the field names of this class.
+        error: the error of a validation.
+        model: the class that validated the data; unknown keys are compared with its field names.
         where: the source of the data, such as a file name; every line begins with it.
         shown: a function that returns a value as text; by default `short`.
     """
@@ -226,7 +226,7 @@ def explain(
     for problem in problems:
         place = problem["loc"]
         if problem["type"] == "too_short" and any(other["loc"][: len(place)] == place != other["loc"] for other in problems):
-            continue  # pydantic counted only the items without a problem
+            continue  # pydantic has counted only the valid items
         key = ".".join(map(str, place))
         value = problem.get("input")
         match problem["type"]:
@@ -259,7 +259,7 @@ def short(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-_REPR = reprlib.Repr()  # it takes the same time for values of any size
+_REPR = reprlib.Repr()  # `reprlib` is fast even for large values
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 80
 
 

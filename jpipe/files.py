@@ -1,7 +1,7 @@
 """Functions that name, read and write the files of jpipe, jpipe_planner and jpipe_train safely.
 
-A folder may come from a stranger, or strangers may be able to write to it. So nothing is written through a symbolic link or under a name
-that can be guessed, and a file is written completely or not at all.
+Strangers may have made a folder, or may be able to write to it. So nothing is written through a symbolic link or under a name that can be
+guessed, and a file is written completely or not at all.
 """
 
 import contextlib
@@ -37,11 +37,11 @@ __all__ = [
 ]
 
 TEMPORARY = ".jpipe-*.tmp"
-"""The pattern of names of files that are being written. If a killed process has left such a file, it can be removed."""
+"""The pattern of names of files that are being written. Such files of a killed process can be removed."""
 
 
 def unusable(path: str) -> str | None:
-    """Return why no file of this machine can have this path, and what to change; None if one can. The disk is not read.
+    """Return why a path cannot be one of this machine's files, and what to change; None if it can. The disk is not read.
 
     Args:
         path: a path from a user.
@@ -71,18 +71,18 @@ def unusable(path: str) -> str | None:
 
 
 _URL = re.compile(r"\s*[^\s/\\][^/\\]+:/")
-"""The beginning of a URL, also with one slash, as `Path` writes it. `C:/` is no URL, and `./` in front makes any name a path."""
+"""The beginning of a URL, also with one slash, as `Path` writes it. `C:/` is no URL, and `./` in front makes any text a path."""
 
 
 def expanded(path: str, where: str) -> Path:
-    """Return a path, with `~` replaced by the home folder.
+    """Return a path in which the home folder replaces `~`.
 
     Args:
         path: a path from a user.
         where: the config key or option that gives the path, for messages.
 
     Raises:
-        InputError: no file of this machine can have this path: it is a URL, is too long, or begins with an unknown user's home folder.
+        InputError: the path is impossible on this machine: it is a URL, is too long, or begins with an unknown user's home folder.
     """
     if problem := unusable(path):
         raise InputError(problem, where=where)
@@ -122,9 +122,9 @@ def resolved(path: str, where: str) -> Path:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file completely, or not at all if writing fails or the process or the machine dies. On return the file is on disk.
+    """Write a file completely, or not at all if writing fails or the process or machine dies. On return the file is on disk.
 
-    Text is written as UTF-8. An existing file is replaced. A symbolic link is replaced, too, not the file that it points to.
+    Text is written as UTF-8. An existing file is replaced. A symbolic link is replaced itself, not the file that it points to.
 
     Raises:
         OSError: the file cannot be written; nothing is left behind.
@@ -185,7 +185,7 @@ def unused(path: str, where: str) -> Path:
 
 @contextlib.contextmanager
 def new_folder(path: Path, where: str) -> Iterator[Path]:
-    """Yield a temporary folder to write into. At the end it gets the name `path` and is on disk; after an error it is removed.
+    """Yield a temporary folder to write into. At the end it is renamed to `path` and is on disk; after an error it is removed.
 
     Missing parent folders are created.
 

@@ -16,7 +16,7 @@ Leaves = Literal["output", "state", "residuals", "gradient", "stash", "accumulat
 
 @dataclass(frozen=True)
 class Op:
-    """A computation of a stage on a microbatch, which one compiled program does.
+    """A computation of a stage on a microbatch, done by one compiled program.
 
     The program takes the weights, what `reads` names, the accumulators if `leaves` names them, the random numbers and, if it computes
     gradients, the loss scale. It returns what `leaves` names, in this order; a single result is returned without a tuple.
@@ -64,7 +64,7 @@ class Op:
 
     @cached_property
     def pieces(self) -> tuple[str, ...]:
-        """The ops that together compute the same as this op: a forward, then a whole backward or one of its halves."""
+        """The separate ops that together do what this op does: a forward, then a whole backward or one of its halves."""
         backward = {"IW": "B"}.get(after := self.parts.removeprefix("F"), after)
         return tuple(name for name in ("F" * self.begins, backward) if name)
 

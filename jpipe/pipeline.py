@@ -116,24 +116,22 @@ class Pipeline:
             among the devices of all processes. With too few devices, neighbouring ranks share one. (Without chunks a rank is one replica of
             a stage.)
         clip_global_norm: clip the mean gradient of each batch to this norm over all stages, as `optax.clip_by_global_norm` does. The result
-            does not depend on the cut. Weight stashing does not allow it. Under schedules that do not flush no worker waits for the norm: a
-            worker updates when the norm arrives.
-        clip_stage_norm: clip the mean gradient of each stage to this norm of the stage, under any schedule. The result depends on the cut,
-            so prefer `clip_global_norm` if the schedule allows it. The two cannot be combined, and stages must not share trained
-            parameters.
+            does not depend on the cut. It cannot be used with weight stashing. Under schedules that do not flush no worker waits for the
+            norm: it updates when the norm arrives.
+        clip_stage_norm: clip the mean gradient of each stage to this norm, under any schedule. The result depends on the cut, so prefer
+            `clip_global_norm` if the schedule allows it. The two cannot be combined, and stages must not share trained parameters.
         skip_nonfinite: if any gradient of a batch is NaN or infinite, change no weights and no optimizer state at any stage;
             `Metrics.nonfinite` reports such batches. Layer state, such as batch statistics, does change. Only schedules that allow
             `clip_global_norm` allow this. A dynamic loss scale includes it.
         ema_decay: keep an exponential moving average of the weights, `decay * average + (1 - decay) * weights` after each update, from the
             initial weights on, in float32 for weights of lower precision. `evaluate` and `params` use the average with `weights="ema"`. The
-            decay is at least 0 and below 1. Not with `Plan.shard_optimizer`.
+            decay is at least 0 and below 1. It cannot be combined with `Plan.shard_optimizer`.
         precision: the dtypes of parameters, computations and accumulated gradients, and the loss scale.
         delay_correction: correct the delay of gradients under schedules that do not flush: "predict", or a number that replaces 1 as the
             factor of `jpipe.optimizers.predict_delay`. With "predict" each update adds λ times itself to the weights, where λ is the
             stage's delay in updates (`Plan.delay`), and removes what the previous update had added. `evaluate`, `predict`, `params` and the
-            moving average use the weights without this prediction. The optimizer must have momentum; with Nesterov's momentum and delays of
-            more than one update use 0.5. A stage with a delay holds one more copy of its parameters; stages without a delay are not
-            changed.
+            moving average use the weights without this prediction. The optimizer must have momentum; with Nesterov's momentum and delays
+            above one update use 0.5. Each stage with a delay holds one more copy of its parameters; other stages do not change.
 
     Raises:
         InputError: the plan does not fit the model or the devices; the schedule cannot clip or skip batches; both norms to clip to are set;
@@ -184,7 +182,7 @@ class Pipeline:
         check_ties(plan, self.stack)
         self._builder = StageBuilder(self.stack, plan, loss, optimizer, precision, self.ema_decay, self.delay_factor, arguments)
         self._steps: Steps | None = None
-        self._executor: Executor | None = None  # once `init` or `restore` has compiled
+        self._executor: Executor | None = None  # set when `init` or `restore` has compiled
 
     def __repr__(self) -> str:
         return f"Pipeline({self.plan!r}{self._facts()})"
@@ -280,16 +278,16 @@ class Pipeline:
         """Compile as `init` does, and return the state before batch `at` of the run that a `Snapshot` has saved.
 
         Under the same plan the run continues as if it had not ended, bit for bit. The plan may also differ in cuts, replicas, schedule,
-        recomputation or processes. If it reads weight versions that the snapshot does not have, the newest version replaces them. If a
-        stage has another number of replicas, each begins with the mean of the former replicas' layer state; without `sync_state` new
-        replica i begins with the state of former replica i mod n, where n is the former number.
+        recomputation or processes. If the plan reads weight versions that the snapshot lacks, the newest version replaces them. If a stage
+        has another number of replicas, each begins with the mean of the former replicas' layer state; without `sync_state`, new replica i
+        begins with the state of former replica i mod n, of n former replicas.
 
         Args:
             key: the random key of the run, as passed to `init`.
             batch: as in `init`.
             layers: the layers from `Snapshot.layers`, with arrays of any kind; at least the layers of this process's workers.
             at: the batch of the snapshot.
-            fresh_optimizer: begin with new optimizer state; set it if the optimizer is another one than in the snapshot.
+            fresh_optimizer: begin with new optimizer state; set it if the optimizer differs from the snapshot's.
             buckets: as in `init`.
 
         Raises:
@@ -302,7 +300,7 @@ class Pipeline:
 
     @isolated_context()
     def check_layers(self, batch: Batch, layers: Mapping[str, Plain], at: SupportsIndex, *, fresh_optimizer: bool = False) -> None:
-        """Raise InputError if `restore` cannot use the layers; neither compile nor wait for other processes.
+        """Raise InputError if `restore` cannot use the layers, without compiling or waiting for other processes.
 
         Args:
             batch: (inputs, labels); only shapes and dtypes are used.
@@ -428,11 +426,12 @@ class Pipeline:
         Random numbers depend only on the key of the run and the position of the microbatch in the batch, so the same call gives the same
         numbers. The keys differ from those in training.
 
-        The version is the newest that all replicas of all stages hold. While microbatches are in flight there may be none, as under weight
-        stashing without replicas, or mostly under 2BW with replicas. Then a copy of the state is drained, which takes its memory during the
-        call. The same holds for the average of the weights, and with `delay_correction`. With `Plan.agree` the weights are the last on
-        which the pipelines have agreed, after such a drain. Layer state (batch statistics) is what each stage has now, ahead of that
-        version by the microbatches in flight; over replicas it is the mean, unless the plan has `sync_state` false.
+        The version is the newest that all replicas of all stages hold. While microbatches are in flight there may be none, for example
+        under weight stashing without replicas, or mostly under 2BW with replicas. Then a copy of the state is drained, which takes memory
+        for the copy during the call. This also happens for the average of the weights, and with `delay_correction`. With `Plan.agree` the
+        weights are the last on which the pipelines have agreed, after such a drain. Layer state (batch statistics) is the present state of
+        each stage, which is ahead of that version by the microbatches in flight; over replicas it is the mean, unless the plan has
+        `sync_state` false.
 
         Args:
             state: any state that is not consumed.
@@ -515,9 +514,8 @@ class Pipeline:
 
         The arrays are copies, because the next step may overwrite the originals. In a run of several processes each process gets the layers
         of its own workers. If `precision` keeps masters, the float32 masters are returned. Only the newest version has masters: if
-        microbatches are in flight, a copy of the state is drained, and the last masters of this copy are returned. With
-        `Plan.shard_optimizer` each process gets masters (and with `delay_correction` weights without prediction) only of the layers that
-        its replicas update.
+        microbatches are in flight, a copy of the state is drained, and its last masters are returned. With `Plan.shard_optimizer` each
+        process gets masters (and with `delay_correction` weights without prediction) only for the layers that its replicas update.
 
         Args:
             state: any state that is not consumed.
@@ -566,8 +564,8 @@ class Pipeline:
             state: any state that is not consumed.
 
         Returns:
-            The norms over the parameters of all stages. The distance is NaN if no stage holds two versions between two steps. This is so
-            under schedules that flush, and under `pipedream` with many microbatches.
+            The norms over the parameters of all stages. The distance is NaN if no stage holds two versions between two steps, as under
+            schedules that flush, and under `pipedream` with many microbatches.
 
         Raises:
             InputError: the state was already consumed.
@@ -589,7 +587,7 @@ class Pipeline:
 
         Times are in units: a forward takes 1, a backward 2, each half of a backward 1, and recomputation 1 more. Temporaries are known only
         after `init` has compiled, or with `compiled_for`. On a mesh the bytes are for each device of the stage. Before compilation,
-        residuals count as sharded only over the rows; the compiled programs tell how XLA shards them.
+        residuals count as sharded only over the rows; afterwards, they count as XLA shards them.
 
         Args:
             batch: as in `init`; the leaves may be `jax.ShapeDtypeStruct`s.
@@ -711,7 +709,7 @@ class Pipeline:
         return executor.state(executor.at_rest(workers), batch, batch)
 
     def _undivided(self) -> contextlib.AbstractContextManager[None]:
-        """Delay Ctrl-C in a run of several processes even if the call changes no state, because other processes wait for the whole call."""
+        """In a run of several processes, delay Ctrl-C even if the call changes no state, because others wait for the whole call."""
         return contextlib.nullcontext() if self.transfers is None else delayed_signals()
 
     def _running(self, state: State) -> tuple[Executor, State]:

@@ -6,12 +6,12 @@ A capability is a folder in `jpipe/capabilities/` with three modules; each has o
     program.py  PROGRAM, a `ProgramHooks`: instructions, their places in a program, their verification and price; imports no JAX
     runtime.py  RUNTIME, a `RuntimeHooks`: how its instructions run, what it keeps in the state, and what snapshots save of this
 
-Some functions belong to one object of the core, such as one verifier, and need a state of their own. They are methods of a subclass of
-`LoweringHooks`, `VerifyHooks` or `SnapshotHooks`. The core makes one instance for each capability that a plan uses, and calls the methods
-in the order of the registry.
+Some functions belong to one object of the core, such as one verifier, and keep state. They are methods of a subclass of `LoweringHooks`,
+`VerifyHooks` or `SnapshotHooks`. The core makes one instance for each capability that a plan uses, and calls the methods in the order of
+the registry.
 
-Many hooks have one user so far. Each hook is called where the core would otherwise need a branch on this capability. A reader of the core
-sees there that something may happen, and finds the details in the capability's folder. A hook that no capability sets is deleted.
+Many hooks have one user so far. Each hook is called where the core would otherwise need a branch on this capability. Readers of the core
+see there that something may happen, and find the details in the capability's folder. A hook that no capability sets is deleted.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -51,10 +51,10 @@ class Option:
 
     Attributes:
         room: the name of the capability's folder.
-        field: the field of the plan; its value is None or False if the plan does not use the capability. None: the capability has no field,
-            and a program uses it if `Program.uses` has its room.
+        field: the field of the plan; its value is None or False if the plan does not use the capability. None: there is no field, and a
+            program uses the capability if `Program.uses` has its room.
         of_stages: whether the field belongs to each stage instead of the plan; it is empty if the stage does not use the capability.
-        check: `(plan) -> None`, raises ValueError if the value does not fit the plan; only called if the option is set.
+        check: `(plan) -> None`, raises ValueError if the value contradicts the plan; only called if the option is set.
         stands_for: for a capability without a field, the argument of a pipeline with the exclusions that apply to its programs.
         refusal: `(plan, value) -> str`, why no program of a plan can use the capability with this value, or "".
         check_model: `(plan, StageEntries) -> None`, raises InputError if the plan cannot use the capability with the model.
@@ -144,8 +144,8 @@ class ProgramHooks:
         sums: the types of instructions with which the replicas of a stage begin a sum; they stand side by side in the total order.
         waits: `(plan, uses) -> stages` with updates that wait for other stages.
         waits_for: by type of instruction, `(instruction) -> (type, number)`: the sum that the instruction waits for, by its batch.
-        modelled: `(plan) -> plan`, a plan with programs that contain everything that the capability does in any step; `due` selects from
-            these programs.
+        modelled: `(plan) -> plan`, a plan with programs of all that the capability does in any step; `due` selects from these
+            programs.
         due: `(plan, instruction, shift) -> Instruction | None`, an instruction of the modelled plan as it runs `shift` batches later.
         stage_cost: `(plan, stage, StageCost, layers) -> StageCost`, the cost of a stage with the capability.
         sent_cost: `(plan, stage, StageCost) -> StageCost`, the cost with the changes of messages and sums; called after all `stage_cost`.
@@ -274,7 +274,7 @@ class UpdateHooks:
 
 @dataclass(frozen=True)
 class ApartHooks:
-    """How a capability updates some entries of a stage with its own programs.
+    """How a capability updates some entries of a stage with separate programs.
 
     Attributes:
         names: `(StageFunctions) -> names` of the entries.
@@ -340,7 +340,7 @@ class RuntimeHooks:
         pieces: `(Arrays) -> dict[str, specs]` of the arrays that the replicas of a stage sum, by piece (`Instruction.piece`); empty: one
             sum.
         costs: `(Arrays) -> dict[str, Any]`, fields of `StageCost` with the bytes of a stage.
-        join_sums: `(Worker, update) -> None`, joins the pieces of an update's sum, called before the sum is read.
+        join_sums: `(Worker, update) -> None`, joins the pieces of an update's sum before the sum is read.
         used_calls: by type of instruction, `(StageFunctions, instruction) -> names` of the `calls` that the instruction needs.
         shares: `(plan, StageFunctions) -> shares`, the `Share` of each replica in the updates of a stage.
         update: the changes of updates.
@@ -359,7 +359,7 @@ class RuntimeHooks:
         snapshot: the subclass of `SnapshotHooks`; the core makes an instance for the `WorkerSnapshot` of one worker.
         copy_for_snapshot: `(plan, stage, what, tree) -> tree`, copies of the optimizer state or of a weight version; None: the core copies.
         for_updates: the names of the fields that the capability keeps in a pending update until it is made.
-        copied: `(StageFunctions) -> names` of the entries that several stages hold; the order is the same at all stages.
+        copied: `(StageFunctions) -> names` of the entries that several stages hold, in the same order at all stages.
 
     Reading between programs:
         read: `(CompiledStage, WorkerState) -> params`, the weights that are evaluated and returned instead of the newest weights.

@@ -77,15 +77,15 @@ class Costs(
     NormCosts,
     PartCosts,
 ):
-    """The fields of the cost of a stage that belong to capabilities."""
+    """The fields of a stage's cost that belong to capabilities."""
 
 
 @cache
 def programs() -> dict[str, ProgramHooks]:
     """Return the `ProgramHooks` of all capabilities, by name.
 
-    Their modules are imported by this function, because they import the core, which calls it. This avoids an import cycle. Code that lowers
-    and simulates does not import JAX.
+    This function imports their modules, to avoid an import cycle: they import the core, which calls this function. Code that lowers and
+    simulates does not import JAX.
     """
     return {option.room: import_module(f"jpipe.capabilities.{option.room}.program").PROGRAM for option in OPTIONS}
 
@@ -113,7 +113,7 @@ def uses_by(capabilities: Mapping[str, Any]) -> FrozenMapping[Any]:
 
 
 def known_beside() -> dict[str, Option]:
-    """Return the capabilities without a field in the plan, by their names in `Program.uses`."""
+    """Return the capabilities that have no field in the plan, by their names in `Program.uses`."""
     return {option.room: option for option in OPTIONS if option.field is None}
 
 

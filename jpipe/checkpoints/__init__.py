@@ -31,7 +31,7 @@ from jpipe.stages._batch import Batch
 
 __all__ = ["Checkpoint", "at", "layers_to_read", "load", "newest", "prune", "read", "save", "stand_ins", "steps"]
 
-_PATIENCE = 5.0  # after so many seconds without any progress, the processes that have not called `save` are named
+_PATIENCE = 5.0  # seconds without any progress after which the processes that have not called `save` are named
 
 
 def save(
@@ -44,10 +44,10 @@ def save(
     limit: float = 600.0,
     processes: Processes | None = None,
 ) -> None:
-    """Write a checkpoint, such as the folder `checkpoints/40` for a snapshot at batch 40; it is on disk when this returns.
+    """Write a checkpoint, such as the folder `checkpoints/40` for a snapshot at batch 40. On return it is on disk.
 
-    In a run of several processes, all must call this. Each process writes its layers. Then process 0 checks that the copies of parameters
-    that stages and replicas share are equal bit for bit, and completes the checkpoint. The other processes do not wait for process 0.
+    In a run of several processes, all must call this. Each process writes its layers. Then process 0 checks that all copies of shared
+    parameters are equal bit for bit, and completes the checkpoint. The other processes do not wait for process 0.
 
     Args:
         folder: the folder of the run, which all processes share.
@@ -114,8 +114,8 @@ def load(
         The state; its `batch` is the step. None if `step` is None and there is no complete checkpoint.
 
     Raises:
-        InputError: the checkpoint is damaged or belongs to another model or optimizer; there is no checkpoint of `step`; or the run has
-            checkpoints, but all of them are damaged.
+        InputError: the checkpoint is damaged or belongs to another model or optimizer; there is no checkpoint of `step`; or all the run's
+            checkpoints are damaged.
 
     Example:
         >>> state = load(pipe, "runs/mine", key, batches[0]) or pipe.init(key, batches[0])  # doctest: +SKIP
@@ -126,7 +126,9 @@ def load(
     chosen = newest(run, lambda damaged: None) if step is None else at(run, step)
     if chosen is None:
         if steps(run):
-            raise InputError(f"{run}: none of its checkpoints is whole; choose another folder, or remove them to begin anew")
+            raise InputError(
+                f"{run}: none of its checkpoints is complete and undamaged; choose another folder, or remove them to begin anew"
+            )
         return None
     pipe.check_layers(batch, _stand_ins(pipe, chosen), chosen.step)
     return pipe.restore(key, batch, chosen.read(_local_names(pipe, chosen)), chosen.step, buckets=buckets)
@@ -148,7 +150,7 @@ def read(pipe: Pipeline, folder: Path, step: int) -> dict[str, Plain]:
 
 
 def stand_ins(pipe: Pipeline, folder: Path, step: int) -> dict[str, Plain]:
-    """Return arrays with the shapes and dtypes that `read` returns, but without memory, for `Pipeline.check_layers`.
+    """Return arrays as `read` does, but without memory, for `Pipeline.check_layers`.
 
     Arguments and errors are as for `read`; the contents of files are not compared.
     """
@@ -162,7 +164,7 @@ def _stand_ins(pipe: Pipeline, checkpoint: Checkpoint) -> dict[str, Plain]:
 
 
 def layers_to_read(pipe: Pipeline) -> list[str]:
-    """Return the layers of this process's workers, and for each shared parameter that these use the first layer that has it."""
+    """Return the layers of this process's workers, and the first layer of each shared parameter that they use."""
     ids, ties = _local_layers(pipe), pipe.stack.ties
     return list(dict.fromkeys((*ids, *(ties.first[name][0] for name in ties.names(ids)))))
 
@@ -193,7 +195,8 @@ def _check(snapshot: Any, keep: int | None) -> None:
         folders.check_keep(keep)
     if not snapshot.complete:
         raise InputError(
-            f"checkpoint: expected a complete snapshot, found one at batch {snapshot.batch}, which its run has not come to yet; step on"
+            f"checkpoint: expected a complete snapshot, found one at batch {snapshot.batch}, which its run has not reached yet; run more "
+            "steps"
         )
 
 
@@ -207,7 +210,7 @@ def _await_calls(processes: Processes, step: int) -> None:
                 if finished := processes.finished().intersection(absent):
                     raise InputError(
                         f"checkpoint of step {step}: expected all processes to call checkpoints.save, {named(sorted(finished))} finished "
-                        "without; call it in all processes"
+                        "without calling it; call it in all processes"
                     )
                 if time.monotonic() > patience and processes.still() > _PATIENCE:
                     text = f"the checkpoint of step {step} waits for {named(absent)} to call checkpoints.save; call it in all processes"
@@ -240,7 +243,7 @@ def _complete(
     failed = {k for k, (well, _) in reports.items() if not well} | ({0} if problem is not None else set())
     writing.await_parts(place, step, sorted({*range(count)} - failed), max(end - time.monotonic(), 0.0))
     if silent := sorted({*range(1, count)} - reports.keys()):
-        raise TimeoutError(f"{place}: waited {limit:g} s for {named(silent)} to say that the part of step {step} is written")
+        raise TimeoutError(f"{place}: waited {limit:g} s for {named(silent)} to report that the part of step {step} is written")
     try:
         if problem is not None:
             raise problem

@@ -17,7 +17,7 @@ def run_folder(folder: str | Path) -> Path:
     """Return the folder of a run as an absolute path.
 
     Raises:
-        InputError: `folder` is not a path, or is a path that no folder can have, such as a URL. Checkpoints are in local folders.
+        InputError: `folder` is not a path, or cannot be a local folder's path, such as a URL.
     """
     if not isinstance(folder, str | Path):
         raise InputError(where="folder", expected="the path of a run's folder", found=type(folder).__name__)
@@ -38,8 +38,8 @@ class Checkpoint:
         path: the folder of the checkpoint.
 
     Raises:
-        Damaged: raised by any method or attribute that reads a file: the file is missing, cut off or changed.
-        InputError: raised in the same places: the checkpoint has another format, or a file may not be read.
+        Damaged: in any method or attribute that reads a file, that file is missing, cut off or changed.
+        InputError: in the same places, the checkpoint has another format, or permission to read a file is missing.
     """
 
     def __init__(self, folder: str | Path, step: int) -> None:
@@ -82,7 +82,7 @@ class Checkpoint:
         return True
 
     def specs(self) -> dict[str, Tree]:
-        """Return the shapes and dtypes of all layers, as `read` returns the arrays. No array is read, so no hash of one is compared."""
+        """Return the shapes and dtypes of all layers, as of the arrays from `read`. No array is read, and no array's hash is compared."""
         verify_files(self._item, files_in(self.path, self._parts), contents=False)
         with _damaged(self._item):
             return with_optimizers({layer: self._specs[layer] for layer in self.layers})
@@ -94,8 +94,8 @@ class Checkpoint:
             names: the names of the layers; None for all.
 
         Returns:
-            `{name: nested dicts of NumPy arrays}`, in the order of `names`. Each layer includes its optimizer state, which any replica may
-            have kept.
+            `{name: nested dicts of NumPy arrays}`, in the order of `names`. Each layer includes its optimizer state, which may come from
+            any replica.
 
         Raises:
             InputError: there is no such layer.

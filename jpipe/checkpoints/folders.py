@@ -45,7 +45,7 @@ def step_folders(folder: Path) -> list[tuple[int, Path]]:
         InputError: the folder of the checkpoints is a file or a link, or all of them are of format 1.
     """
     parent = folder / "checkpoints"
-    if parent.is_symlink():  # its target may belong to somebody else, and old checkpoints are removed
+    if parent.is_symlink():  # the link may lead to somebody else's folder, and old checkpoints are removed
         raise InputError(f"{parent}: expected a folder, found a symbolic link; move the checkpoints here, or choose another run.dir")
     try:
         names = os.listdir(parent)
@@ -82,7 +82,7 @@ def newest(folder: str | Path, report: Callable[[Damaged], None], before: int | 
 
     Args:
         folder: the folder of the run.
-        report: gets an error for each newer checkpoint that is damaged or unfinished; these are left in place.
+        report: a function that gets an error for each damaged or unfinished newer checkpoint; these stay in place.
         before: consider only checkpoints of earlier steps than this; None: consider all.
 
     Raises:
@@ -125,10 +125,11 @@ def publish(folder: Path, step: int) -> None:
 
 
 def begin(folder: Path, step: int | None) -> list[str]:
-    """Make room for the checkpoints that a run will write after `step`; process 0 calls this before any process writes.
+    """Make room for the checkpoints that a run will write after `step`. Process 0 calls this before any process writes.
 
     Without this, a part that an earlier attempt has written could be mistaken for a part of the next checkpoint. Unfinished checkpoints are
-    removed. Complete checkpoints of later steps are renamed, for example to `40.old`: they are damaged, or the user went back to `step`.
+    removed. Complete checkpoints of later steps are renamed, for example to `40.old`, because they are damaged, or the user went back to
+    `step`.
 
     Args:
         folder: the folder of the run.
@@ -158,7 +159,9 @@ def begin(folder: Path, step: int | None) -> list[str]:
             else:
                 remove(path)
         except OSError as error:
-            raise InputError(f"{path}: in the way of checkpoints to come, and is not removed: {error.strerror}; move it away") from None
+            raise InputError(
+                f"{path}: it is in the way of later checkpoints, and cannot be removed: {error.strerror}; move it away"
+            ) from None
     return renamed
 
 
@@ -184,14 +187,14 @@ def prune(
     """Remove old checkpoints, and unfinished checkpoints that will not be finished; process 0 calls this after a save.
 
     The newest `keep` checkpoints stay, and older checkpoints that `keep_every`, `keep_hours` or `also` selects. If files of the newest
-    checkpoint are missing or cut off (contents are not read), nothing is removed. Older checkpoints with such files are neither removed nor
-    counted.
+    checkpoint are missing or cut off (contents are not read), nothing is removed. Older checkpoints with missing or cut-off files are
+    neither removed nor counted.
 
     Args:
         folder: the folder of the run.
         keep: the number of newest checkpoints to keep, at least 1.
         keep_every: also keep each checkpoint of a step that is a multiple of this.
-        keep_hours: also keep one checkpoint for each period of so many hours, by the time of the marker file.
+        keep_hours: also keep one checkpoint for each period of this many hours, by the time of the marker file.
         also: further steps to keep, such as the steps of the best checkpoints.
 
     Raises:
@@ -213,7 +216,7 @@ def prune(
 def remove(path: Path) -> None:
     """Remove the folder of a checkpoint, complete or not.
 
-    The marker is removed first: if the process dies before the end, the rest counts as an unfinished checkpoint, not as a damaged one.
+    The marker is removed first, so that the remainder counts as unfinished, not as damaged, if the process dies before the end.
 
     Raises:
         OSError: the folder cannot be removed; or it holds something that jpipe has not written, and is therefore left as it is.
@@ -228,7 +231,7 @@ def remove(path: Path) -> None:
 
 
 def remove_part(path: Path, process: int) -> None:
-    """Remove what a process wrote into an unfinished checkpoint. Errors are ignored: a file that stays hinders only the next attempt."""
+    """Remove what a process wrote into an unfinished checkpoint. Errors are ignored: remaining files hinder only the next attempt."""
     for part in (path / f"process-{process}", *path.glob(f"process-{process}.*")):
         if not _OURS.fullmatch(part.name):
             continue
@@ -240,7 +243,7 @@ def remove_part(path: Path, process: int) -> None:
 def _steps_to_keep(folder: Path, complete: list[int], keep: int, keep_every: int | None, keep_hours: float | None) -> set[int]:
     """Return the steps of the complete checkpoints that `prune` keeps."""
     whole = itertools.islice((step for step in reversed(complete) if Checkpoint(folder, step).has_all_files()), keep)
-    oldest = min(whole)  # the newest is whole
+    oldest = min(whole)  # the newest is complete
     to_keep = {step for step in complete if step >= oldest}
     if keep_every is not None:
         to_keep |= {step for step in complete if step % keep_every == 0}
@@ -282,7 +285,7 @@ _OURS_INSIDE = re.compile(r"[_.].*|structure\.json|commit_success\.txt|array_met
 
 
 def _not_ours(path: Path) -> str | None:
-    """Return the reason not to remove `path` (not a folder, or it has files that jpipe does not write), or None. Links can be removed."""
+    """Return why `path` must not be removed (no folder, or it has files that jpipe does not write), or None. Links can be removed."""
     if path.is_symlink():
         return None
     if not path.is_dir():

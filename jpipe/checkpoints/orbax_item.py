@@ -1,7 +1,7 @@
-"""Writing of Orbax items in parts, one for each process, and reading of their arrays with TensorStore.
+"""Write Orbax items in parts, one for each process, and read their arrays with TensorStore.
 
-Orbax's handlers write exports, the metadata of items, and the joined indices of items. But they write arrays of process 0 only, and parse
-the metadata of a whole item whenever a layer is read. So TensorStore writes the arrays of parts, and reads all arrays.
+Orbax's handlers write exports, the metadata of items, and the joined indices of items. But they write only process 0's arrays, and parse a
+whole item's metadata whenever a layer is read. So TensorStore writes the arrays of parts, and reads all arrays.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ STRUCTURE = "structure.json"
 def write_part(path: Path, layers: Mapping[str, Tree], process: int) -> list[Path]:
     """Write the layers of one process as a part of an item, without waiting for other processes.
 
-    After writing, the arrays are read again and compared, to notice files that have vanished or that a disk has lost.
+    After writing, the arrays are read again and compared, to detect files that have vanished or that a disk has lost.
 
     Args:
         path: a new folder; its parent exists.
@@ -104,7 +104,7 @@ def item_specs(path: Path) -> dict[str, Tree]:
     """Return the shapes and dtypes of an item that `join_parts` has written, by layer id; no array is read.
 
     Raises:
-        Exception: of any kind, if `join_parts` has not written the item.
+        Exception: of any kind, if `join_parts` did not write the item.
     """
     metadata = _read_metadata(path)
     if metadata["use_zarr3"] is not False or metadata["use_ocdbt"] is not True:
@@ -118,7 +118,7 @@ def item_specs(path: Path) -> dict[str, Tree]:
     declared = sum(size for spec in jax.tree.leaves(specs) if (size := math.prod(spec.shape) * spec.dtype.itemsize) > _INLINE)
     on_disk = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     if declared > on_disk:  # the arrays are stored uncompressed
-        raise ValueError(f"it declares arrays of {declared:,} bytes, and its files hold {on_disk:,}")
+        raise ValueError(f"it declares arrays of {declared:,} bytes, but its files hold {on_disk:,}")
     return unescape_names({layer: parts for layer, parts in specs.items() if layer != _NO_LAYER})
 
 
@@ -143,7 +143,7 @@ def tree_specs(path: Path) -> Tree:
     """Return the shapes and dtypes of the tree of any Orbax item, without reading an array.
 
     Returns:
-        Nested dicts (lists become dicts, too) with `jax.ShapeDtypeStruct`s as leaves; a leaf that is not an array, such as a string, is
+        Nested dicts (in place of lists as well) with `jax.ShapeDtypeStruct`s as leaves; a leaf that is not an array, such as a string, is
         `...`.
 
     Raises:
@@ -236,7 +236,7 @@ def _system_errors(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_tracebacks() -> Iterator[None]:
-    """Keep Orbax from logging tracebacks of exceptions: it raises these exceptions, too."""
+    """Keep Orbax from logging tracebacks of exceptions that it also raises."""
 
     def is_wanted(record: logging.LogRecord) -> bool:
         return not (record.exc_info and "orbax" in record.pathname)
@@ -272,16 +272,16 @@ _INLINE = 1024  # bytes of an array that OCDBT may keep in its compressed index;
 
 
 def _read_metadata(path: Path) -> dict[str, Any]:
-    """Read an item's metadata. Check that no name leads out of the item's folder, and that the tree is not too deep for recursive code."""
+    """Read an item's metadata. Check that no name leads out of the item's folder, and that the tree is not too deep for recursion."""
     metadata = json.loads(files.read_bytes(path / "_METADATA", _MOST_METADATA))
     entries = metadata["tree_metadata"].values()
     if metadata.get("use_ocdbt") is None:  # written by an old Orbax
         metadata["use_ocdbt"] = (path / "manifest.ocdbt").exists()
     for entry in entries:
         if len(entry["key_metadata"]) > _DEEPEST:
-            raise ValueError(f"expected at most {_DEEPEST} dicts in each other")
+            raise ValueError(f"expected at most {_DEEPEST} nested dicts")
         if metadata["use_ocdbt"] is not True and any("/" in str(part["key"]) for part in entry["key_metadata"]):
-            raise ValueError("expected names without '/' for arrays in folders of their own")
+            raise ValueError("expected names without '/' for arrays in separate folders")
     return dict(metadata)
 
 
@@ -292,7 +292,7 @@ def _open_arrays(path: Path, metadata: Mapping[str, Any], names: Iterable[str]) 
         ValueError: an array is missing or cannot be opened.
     """
     base = {"driver": "file", "path": f"{path.absolute()}/"}
-    context, opening = ts.Context({"cache_pool": {"total_bytes_limit": _MOST_INDEX}}), {}  # all read the index once
+    context, opening = ts.Context({"cache_pool": {"total_bytes_limit": _MOST_INDEX}}), {}  # all together read the index once
     for name in names:
         store = (
             {"driver": "ocdbt", "base": base, "path": f"{name}/"} if metadata["use_ocdbt"] else base | {"path": f"{base['path']}{name}/"}
@@ -342,7 +342,7 @@ def _store_spec(path: Path) -> dict[str, Any]:
 
 
 def _write_store(path: Path, arrays: Mapping[str, np.ndarray], headers: Mapping[str, bytes]) -> None:
-    """Write arrays in the format that Orbax reads: an OCDBT store with Zarr arrays of version 2, each uncompressed and in one chunk."""
+    """Write arrays as Orbax reads them: an OCDBT store with Zarr arrays of version 2, each uncompressed and in one chunk."""
     with ts.Transaction() as transaction:
         store = ts.KvStore.open(_store_spec(path), transaction=transaction).result()
         for name, array in arrays.items():

@@ -1,4 +1,4 @@
-"""The JSON files of a checkpoint. They record the sizes and hashes of its other files, which are compared here.
+"""The JSON files of a checkpoint, which record the sizes and hashes of its other files, and their comparison.
 
 `jpipe.checkpoints.writing` shows the folder.
 """
@@ -27,8 +27,8 @@ FORMAT_1, FORMAT = "jpipe-checkpoint/1", "jpipe-checkpoint/2"
 MARKER = "checkpoint.json"
 ROWS = "metrics.jsonl"
 _FAMILY = "jpipe-checkpoint/"
-_MOST_JSON = 2**23  # bytes of a marker or of `process-0.json`: plans and configs have lower limits, and 10,000 files take 2 MB
-_MOST_ROWS = 2**30  # bytes of `metrics.jsonl`: five million logged steps
+_MOST_JSON = 2**23  # the most bytes of a marker or of `process-0.json`: plans and configs have lower limits, and 10,000 files take 2 MB
+_MOST_ROWS = 2**30  # the most bytes of `metrics.jsonl`, for five million logged steps
 
 
 class Damaged(InputError):
@@ -77,8 +77,7 @@ class Marker(_Strict):
         index: the files of the item that belong to no single process, by their paths inside the folder of the step.
         rows: the SHA-256 hash of `metrics.jsonl`.
         facts: the facts of the run that were passed to `save`, of any JSON types.
-        sha256: the SHA-256 hash of the other fields; it does not depend on the layout of the JSON text. This rule holds for later formats,
-            too.
+        sha256: the SHA-256 hash of the other fields, independent of the layout of the JSON text, in later formats as well.
     """
 
     format: str
@@ -121,7 +120,7 @@ def read_marker(folder: Path, step: int) -> Marker:
     if marker.format != FORMAT or marker.processes != len(names) or set(marker.items) != names:
         raise _foreign(path)
     if marker.step != step:
-        raise Damaged(path, f"is the marker of step {marker.step}, not of {step} as the folder's name says")
+        raise Damaged(path, f"is the marker of step {marker.step}, but the folder's name is {step}")
     return marker
 
 
@@ -145,7 +144,7 @@ def read_parts(folder: Path, marker: Marker) -> list[ProcessRecord]:
         files = marker.index | part.files
         for file in map(PurePosixPath, files):
             if file.is_absolute() or ".." in file.parts:
-                raise Damaged(folder, f"names a file outside of itself, '{file}'")
+                raise Damaged(folder, f"names a file outside its folder, '{file}'")
         parts.append(ProcessRecord(layers=part.layers, files=files))
     return parts
 
@@ -171,7 +170,7 @@ def verify_files(item: Path, files: Mapping[Path, File], contents: bool = True) 
         Damaged: a file is missing, cut off or changed, or the item has something that is neither a file nor a folder, such as a FIFO.
         InputError: a file may not be read.
     """
-    for path in item.rglob("*"):  # also files without a record: Orbax and TensorStore open whatever is there
+    for path in item.rglob("*"):  # including files without a record, because Orbax and TensorStore open all files
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             raise Damaged(path, "is no regular file, was not written by jpipe")
     for path, file in files.items():
@@ -221,7 +220,7 @@ def _read(path: Path, most: int) -> bytes:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Raise `Damaged` if the disk has lost the file, and `InputError` if the file cannot be read at present."""
+    """Raise `Damaged` if the disk has lost the file, and `InputError` if the file cannot be read now."""
     try:
         yield
     except FileNotFoundError:
@@ -264,7 +263,7 @@ def _changed(path: Path) -> Damaged:
 
 
 def _foreign(path: Path) -> Damaged:
-    return Damaged(path, "has the hashes of a checkpoint, but was not written by jpipe")
+    return Damaged(path, "has the right hashes, but was not written by jpipe")
 
 
 def _digest(data: dict[str, Any]) -> str:

@@ -50,7 +50,7 @@ def write_layers(folder: Path, step: int, layers: Mapping[str, Tree], process: i
         written = write_part(path, layers, process)
         files = {f"{ITEM}/{file.relative_to(path).as_posix()}": describe(file) for file in written}
         folders = [inner for inner in path.rglob("*") if inner.is_dir()]
-        for inner in (*written, *folders, path, place, place.parent, folder):  # the system would do so later: TensorStore does not sync
+        for inner in (*written, *folders, path, place, place.parent, folder):  # TensorStore does not sync, so the system would write later
             to_disk(inner)
         part = ProcessRecord(layers=list(layers), files=files)
         write_atomically(place / f"process-{process}.json", part.model_dump_json(indent=1))
@@ -60,7 +60,7 @@ def write_layers(folder: Path, step: int, layers: Mapping[str, Tree], process: i
 
 
 def await_parts(folder: Path, step: int, processes: Collection[int], limit: float) -> None:
-    """Wait until these processes have written their parts into the shared folder; process 0 calls this.
+    """Wait until these processes have written their parts into the shared folder. Process 0 calls this.
 
     Args:
         folder: the folder of the run.
@@ -79,7 +79,7 @@ def await_parts(folder: Path, step: int, processes: Collection[int], limit: floa
 
 
 def complete(folder: Path, step: int, processes: int, facts: Any, rows: bytes = b"") -> None:
-    """Join the parts of all processes, write the marker and give the checkpoint its name; process 0 calls this.
+    """Join the parts of all processes, write the marker and give the checkpoint its name. Process 0 calls this.
 
     Args:
         folder: the folder of the run.

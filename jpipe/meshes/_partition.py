@@ -31,7 +31,7 @@ class Partition:
         rows: the number of rows of a microbatch.
         batch: the mesh axes over which the rows are sharded.
         params: the `PartitionSpec` of each stored parameter, by entry and path; parameters that each device has whole are left out.
-        gathered: the `PartitionSpec` of each parameter in use, by entry and path: without the axis of the rows, which `fsdp` adds.
+        gathered: the `PartitionSpec` of each parameter in use, by entry and path, without the axis of the rows that `fsdp` adds.
         axes: for each logical axis that is sharded, the mesh axis that shards it.
     """
 
@@ -71,7 +71,7 @@ class Partition:
         return {entry: self._like_params(entry, optimizer[entry], params[entry]) for entry in optimizer}
 
     def flow(self, tree: Tree) -> Tree:
-        """Return a `PartitionSpec` for each array between stages: the first dim is sharded if it holds the rows."""
+        """Return a `PartitionSpec` for each array between stages. The first dim is sharded if it is the rows."""
         over = WHOLE if not self.batch else PartitionSpec(self.batch if len(self.batch) > 1 else self.batch[0])
         return jax.tree.map(lambda leaf: over if leaf.ndim and leaf.shape[0] == self.rows else WHOLE, tree)
 
@@ -165,9 +165,9 @@ def _partition(
 def _axes_of_rows(rules: Mapping[str, str | None], mesh: Mapping[str, int], axes: Mapping[str, Axes]) -> tuple[str, ...]:
     """Return the axes of a mesh over which the rows of a microbatch are sharded.
 
-    These are the mesh axis of `batch` and, if a parameter of the model has the logical axis `expert`, the mesh axis of experts, unless
-    another logical axis uses this mesh axis, too. With both, each device computes a part of the rows in all other layers, and experts get
-    their tokens from all devices.
+    These are the mesh axis of `batch` and, if a parameter has the logical axis `expert`, the mesh axis of experts, unless another logical
+    axis also uses that. With both, each device computes a part of the rows in all other layers, and experts get their tokens from all
+    devices.
     """
     over, experts = [rules["batch"]], rules["expert"]
     others = [axis for name, axis in rules.items() if name not in ("batch", "expert")]
@@ -229,7 +229,7 @@ def _sharded(
 
 
 def _over_rows(in_use: PartitionSpec, spec: Any, mesh: Mapping[str, int], batch: str) -> PartitionSpec:
-    """Also shard the largest unsharded dim that the axis of the rows divides over this axis, if there is one."""
+    """Shard over the axis of the rows the largest unsharded dim that it divides, if there is one."""
     over = [*in_use, *[None] * (len(spec.shape) - len(in_use))]
     free = [dim for dim, axis in enumerate(over) if axis is None and spec.shape[dim] and spec.shape[dim] % mesh[batch] == 0]
     if batch not in over and free:

@@ -67,9 +67,9 @@ class Place:
 def crowded_meshes(places: Iterable[Place]) -> frozenset[Place]:
     """Return the meshes of CPU devices that several of these workers share.
 
-    On CPUs, collectives of XLA block the computing threads; there is one per device or core. The programs of several workers on the same
-    devices are independent of each other. If many programs have begun on one device but not on another, no thread is left for the programs
-    that they wait for, and XLA aborts the process. So these workers must compute one after the other.
+    On CPUs, collectives of XLA block the computing threads; there is one per device or core. The programs of several workers on
+    the same devices are independent. If many have begun on one device but not on another, no thread is left for the programs that they wait
+    for, and XLA aborts the process. So these workers must compute one after the other.
     """
     count = Counter(place for place in places if place.mesh and place.first.platform == "cpu")
     return frozenset(place for place, workers in count.items() if workers > 1)

@@ -1,4 +1,4 @@
-"""The routes of arrays between workers: the pieces that go from one device to another. Each is sent once; nothing is gathered."""
+"""The routes of arrays between workers: the pieces that devices send each other. Each is sent once; nothing is gathered."""
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,8 +33,8 @@ class Piece(NamedTuple):
 class Route:
     """The route of one kind of message to a worker in another process, or to a worker with other shards.
 
-    Each distinct shard of the receiver arrives in pieces, one from each shard of the sender that overlaps it. A pair of devices carries
-    each piece. If several devices of the receiver need a shard, it arrives once and is copied among them.
+    Each distinct shard of the receiver arrives in pieces, one from each of the sender's shards that overlap it. Each piece goes between one
+    pair of devices. If several devices of the receiver need a shard, it arrives once and is copied among them.
 
     Args:
         sent: the specs of the message, with the shardings of the sender.
@@ -103,7 +103,7 @@ class Shards:
             if len(devices) == 1:
                 self._owned.setdefault(0, []).append((leaf, tuple((0, size) for size in spec.shape)))
                 continue
-            for box, owners in holders(spec.sharding, spec.shape).items():  # one of its devices owns a shard, in turn
+            for box, owners in holders(spec.sharding, spec.shape).items():  # of the devices that hold a shard, one owns it, in turn
                 self._owned.setdefault(number[owners[leaf % len(owners)]], []).append((leaf, box))
 
     @cached_property
@@ -154,7 +154,7 @@ def same_shards(a: Tree, b: Tree) -> bool:
 
 
 def assembled(shape: tuple[int, ...], sharding: Sharding, parts: Mapping[jax.Device, jax.Array]) -> jax.Array:
-    """Assemble an array from its distinct shards. Each shard is on one device that needs it; the others get copies."""
+    """Assemble an array from its distinct shards. Each shard is on one device that needs it; the other devices get copies."""
     shards = []
     for devices in holders(sharding, shape).values():
         shard = next(parts[device] for device in devices if device in parts)
@@ -163,7 +163,7 @@ def assembled(shape: tuple[int, ...], sharding: Sharding, parts: Mapping[jax.Dev
 
 
 def joined(futures: "Sequence[Future[Tree]]", join: Callable[[list[Tree]], Tree], fail: Callable[[BaseException], None]) -> "Future[Tree]":
-    """Combine futures: the thread of the last one calls `join` on all results; `fail` gets errors of the futures and of `join`."""
+    """Combine futures. The last one's thread calls `join` on all results; `fail` gets errors of the futures and of `join`."""
     assert futures, "nothing to wait for"
     whole: Future[Tree] = Future()
     lock, results, joins = threading.Lock(), dict[int, Tree](), [join]
@@ -176,7 +176,7 @@ def joined(futures: "Sequence[Future[Tree]]", join: Callable[[list[Tree]], Tree]
                 if len(results) < len(positions):
                     return
             result = joins.pop()([results[i] for i in positions])
-            results.clear()  # a future holds this function, which would keep the arrays alive
+            results.clear()  # a future holds this function, which otherwise would keep the arrays alive
             whole.set_result(result)
         except BaseException as error:
             fail(error)

@@ -99,7 +99,7 @@ def is_constructor(layer: Any) -> bool:
     while isinstance(layer, functools.partial):
         layer = layer.func
     if inspect.ismethod(layer) and isinstance(layer.__self__, (nnx.Module, linen.Module)):
-        return False  # the forward of a built module may take rngs, too
+        return False  # the forward of a built module may also take rngs
     if isinstance(layer, type):  # flax's metaclass hides the signature of its constructor
         layer = getattr(layer, "__init__")  # noqa: B009 - read, never called
     return "rngs" in parameters_of(layer)
@@ -123,11 +123,11 @@ def linen_layer(where: str, module: linen.Module, num_inputs: int | None = None)
     Args:
         where: the name of the module, for messages.
         module: a module that is not bound to variables.
-        num_inputs: for a whole model the number of its inputs; it is initialized with the unchanged key, and may draw from any random
-            streams. None for a layer of a stack.
+        num_inputs: for a whole model the number of its inputs; the model is initialized with the unchanged key, and may draw from any
+            random streams. None for a layer of a stack.
 
     Raises:
-        InputError: while it is traced, a forward makes variables, or draws random numbers that it does not get.
+        InputError: while it is traced, a forward makes variables, or draws random numbers that jpipe does not provide.
     """
     # If an attribute is set, Linen rejects the argument of the same name, and the attribute decides.
     call = functools.partial(type(module).__call__, module)
@@ -148,8 +148,7 @@ def linen_layer(where: str, module: linen.Module, num_inputs: int | None = None)
         for collection in after:
             if jax.tree.structure(after[collection]) != jax.tree.structure(state.get(collection)):  # type: ignore[operator]
                 raise InputError(
-                    f"its forward stores something new in the collection '{collection}', as sow does, and a pipeline has no place "
-                    "to collect it",
+                    f"its forward stores something new in the collection '{collection}', as sow does, but a pipeline cannot collect it",
                     where=where,
                     change="return the value as a part of the output, or remove the sow",
                 )
@@ -172,7 +171,7 @@ def linen_layer(where: str, module: linen.Module, num_inputs: int | None = None)
                 "parameter train, pass deterministic=not train to its dropout, and draw only from the stream 'dropout'"
             ) from error
 
-    # Linen uses a "dropout" key only if it needs one. This is known only after tracing, so the module always gets one.
+    # Whether Linen needs a "dropout" key is known only after tracing, so the module always gets one.
     draws = is_whole or bool(mode(True))
     return Layer(init, apply, draws, owner=module, axes=axes, draws_in_evaluation=draws)
 
@@ -208,7 +207,7 @@ def reject_shared_modules(layers: Mapping[str, Any]) -> None:
         for layer_id, layer in constructors.items():
             calls[id(layer)] += 1
             if calls[id(layer)] > 2:
-                continue  # one constructor that returns a module twice is detected by two calls
+                continue  # two calls show whether one constructor returns the same module twice
             try:
                 with nnx.use_eager_sharding(False):
                     module = layer(rngs=nnx.Rngs(key))

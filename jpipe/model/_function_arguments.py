@@ -1,4 +1,4 @@
-"""Arguments that a user's function requests by the names of its parameters: the mode (training or evaluation) and random numbers."""
+"""Arguments that a user's function requests through its parameter names: the mode (training or evaluation) and random numbers."""
 
 import functools
 import inspect
@@ -21,7 +21,7 @@ Loss = Callable[..., tuple[jax.Array, jax.Array]]
 _MODES = {"train": True, "training": True, "is_training": True, "deterministic": False, "use_running_average": False}
 """The value of each mode parameter in training, by name; in evaluation the value is the opposite."""
 
-_LIKE_MODES = ("train", "determin", "running_av", "eval", "infer", "dropout")  # parts of names of flags that may select training
+_LIKE_MODES = ("train", "determin", "running_av", "eval", "infer", "dropout")  # parts of parameter names that may select training
 _RANDOM = ("key", "rng", "dropout_rng", "rngs")  # parameters that ask for random numbers
 
 
@@ -34,7 +34,7 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def closed_over(function: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the closed-over variables of a function, with their names, except unassigned ones; nothing for other objects."""
+    """Yield the names and values of a function's closed-over variables, except unassigned ones; nothing for other objects."""
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=False):
         try:
@@ -143,7 +143,7 @@ def random_parameter(function: Loss) -> str | None:
 
 
 def call_with_randomness(function: Loss, outputs: Tree, labels: Tree, key: jax.Array | None) -> Any:
-    """Call a loss or a metric. If it asks for random numbers, `rngs` gets a `flax.nnx.Rngs`, and `key` gets the key."""
+    """Call a loss or metric. If it asks for random numbers, `rngs` gets a `flax.nnx.Rngs`, and `key` gets the key."""
     name = random_parameter(function)
     if name is None:
         return function(outputs, labels)

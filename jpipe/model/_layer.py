@@ -23,7 +23,7 @@ class Layer:
             microbatch, in training if `stochastic` and in evaluation if `draws_in_evaluation`; otherwise it is None.
         stochastic: whether `apply` draws random numbers in training (dropout).
         draws_in_evaluation: whether `apply` also draws random numbers in evaluation (sampling from a distribution).
-        owner: an object that no other layer may use, because both layers would share its parameters; None if there is none.
+        owner: an object that no other layer may use, because the layers would share its parameters; None without such an object.
         axes: for stages on meshes: for each parameter with logical axes, by path with keys joined by "/", the logical axis of each dim or
             None. Layers made from Flax modules fill it in while `init` is traced.
         of_model: whether the layer was cut from a whole model. Then its random numbers do not depend on its id, but only on the key of the
@@ -48,7 +48,7 @@ class LayerSpec:
         params: the parameters.
         state: the layer state.
         output: the output in training.
-        evaluated: the output in evaluation. Only the last layer may have other shapes or another structure there than in training.
+        evaluated: the output in evaluation. Only the last layer's may differ in shapes or structure from its output in training.
         axes: as in `Layer`.
     """
 
@@ -139,5 +139,5 @@ def _as_arrays(tree: Tree, where: str) -> Tree:
 
 
 def _strong(leaf: Any) -> Any:
-    """Remove JAX's weak type from an array. It would be lost at the end of a stage, so numbers would depend on the cut."""
+    """Remove JAX's weak type from an array. Otherwise it would be lost at the end of a stage, so numbers would depend on the cut."""
     return jax.lax.convert_element_type(leaf, leaf.dtype) if getattr(leaf, "weak_type", False) else leaf

@@ -17,7 +17,7 @@ from jpipe.model._layer import Layer, key_spec
 from jpipe.model.jaxprs._dependence import reached
 
 Tree = Any
-_ARRAYS = "an array"  # arrays may change, because they are layer state
+_ARRAYS = "an array"  # may change, because arrays are layer state
 _FROZEN = ("deterministic", "use_running_average")  # the attributes that nnx.Module.train() and eval() set
 
 
@@ -196,7 +196,7 @@ def _build(where: str, constructor: Callable[..., Any], key: jax.Array) -> nnx.M
 
 
 def _graphs(module: nnx.Module) -> tuple[dict[bool | None, Any], Any]:
-    """Return the static part of a module, unchanged (None), in training (True) and in evaluation (False), and its arrays.
+    """Return a module's static part by mode, unchanged (None), training (True) and evaluation (False); and its arrays.
 
     Args:
         module: the module, which is changed.
@@ -216,13 +216,13 @@ def _split(module: nnx.Module) -> Any:
 
 
 def is_in_evaluation(module: nnx.Module) -> bool:
-    """Return whether all parts that have an evaluation mode are in this mode, as after `module.eval()`; False if no part has one."""
+    """Return whether all parts with an evaluation mode are in this mode, as after `module.eval()`; False if no part has one."""
     flags = [getattr(part, name) for _, part in nnx.iter_modules(module) for name in _FROZEN if getattr(part, name, None) is not None]
     return bool(flags) and all(flags)
 
 
 def _set_to_train(module: nnx.Module) -> None:
-    """Call `module.train()`, but keep the parts frozen that a constructor has frozen."""
+    """Call `module.train()`, but keep frozen the parts that a constructor has frozen."""
     frozen = [(part, name) for _, part in nnx.iter_modules(module) for name in _FROZEN if getattr(part, name, None) is True]
     module.train()
     for part, name in frozen:
@@ -250,7 +250,7 @@ def _holds_arrays(value: Any) -> bool:
 
 
 def _static_attributes(module: nnx.Module) -> dict[str, Any]:
-    """Return the attributes that are neither variables nor modules (numbers, text, None), by path. A mark stands for arrays."""
+    """Return the attributes that are neither variables nor modules (numbers, text, None), by path. A mark replaces each array."""
     attributes: dict[str, Any] = {}
     for path, part in nnx.iter_modules(module):
         for name, value in _attributes(part):
@@ -295,11 +295,10 @@ def _reject_new(where: str, before: dict[str, tuple[str, Any]], after: dict[str,
     for name, (kind, _) in after.items():
         if before.get(name) != after[name]:
             raise InputError(
-                f"its forward stores something new in the nnx.{kind} '{name}', as nnx.Module.sow does, and a pipeline has no "
-                "place to collect it",
+                f"its forward stores something new in the nnx.{kind} '{name}', as nnx.Module.sow does, but a pipeline cannot collect it",
                 where=where,
-                change="return the value as a part of the output, or remove the sow; for values that a layer carries from forward to "
-                "forward, make a variable in its constructor",
+                change="return the value as a part of the output, or remove the sow; if a layer carries values from forward to forward, "
+                "make a variable in its constructor",
             )
 
 
@@ -329,5 +328,5 @@ def _reject_learning(where: str, written: Callable[[Tree, Tree], Tree], params: 
 def _same(a: Any, b: Any) -> bool:
     try:
         return a is b or bool(a == b)
-    except Exception:  # an object of the user's that cannot be compared
+    except Exception:  # a user's object that cannot be compared
         return False

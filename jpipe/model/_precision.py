@@ -24,7 +24,7 @@ class LossScale(NamedTuple):
     """The current value of a dynamic loss scale, as scalars.
 
     Attributes:
-        value: the factor of the gradient of the loss, float32.
+        value: the factor of the loss gradient, float32.
         finite: the number of consecutive batches with finite gradients since the last change of the factor, int32.
     """
 
@@ -97,12 +97,12 @@ class Precision:
             With "bfloat16" or "float16" the optimizer state also holds each parameter in float32, its master. Updates change the masters,
             and each version is a copy of the masters in this dtype.
         compute: the dtype of everything that layers read and return (parameters, inputs and outputs), and so of messages. The loss gets the
-            outputs in float32. None: the same as `params` if this is "bfloat16" or "float16"; otherwise the layers decide.
+            outputs in float32. None: as `params` if that is "bfloat16" or "float16"; otherwise the layers decide.
         accumulate: the dtype of sums of gradients over microbatches and over replicas; gradients of wider parameters keep their dtype.
             "float64" needs JAX with `jax_enable_x64`.
         loss_scale: a factor of the gradient of the loss at the last stage. Each stage divides the gradients by this factor when it
             accumulates them, so that small gradients do not vanish in float16. A power of two adds no rounding. None: 1. With a
-            `DynamicLossScale`, or "dynamic" for the default one, the factor adapts, and batches with infinite or NaN gradients are skipped.
+            `DynamicLossScale`, or "dynamic" for its default, the factor adapts, and batches with infinite or NaN gradients are skipped.
 
     Raises:
         InputError: a dtype is unknown, or the loss scale is none of these values.
@@ -150,7 +150,7 @@ class Precision:
         return self.loss_scale if isinstance(self.loss_scale, DynamicLossScale) else None
 
     def version_dtype(self, dtype: Any) -> Any:
-        """Return the dtype in the weight versions of a parameter that has this dtype in its layer."""
+        """Return the dtype that a parameter with this dtype in its layer has in the weight versions."""
         return jnp.dtype(self.params) if self.has_masters and dtype in _NARROW else dtype
 
     def accumulator_dtype(self, dtype: Any) -> Any:
@@ -199,7 +199,7 @@ def check_precision(precision: Any) -> None:
 
 
 def wider(dtype: Any, least: Any) -> Any:
-    """Return `dtype`, or `least` if it has more bits."""
+    """Return `dtype`, or `least` if that has more bits."""
     return max(jnp.dtype(dtype), jnp.dtype(least), key=lambda one: one.itemsize)
 
 

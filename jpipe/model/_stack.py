@@ -85,7 +85,7 @@ class LayerStack:
         mixes_rows: bool = False,
     ) -> None:
         layers = layers_by_id(layers)
-        if not list(layers):  # a length may be wrong
+        if not list(layers):  # `len` may be wrong
             raise InputError(where="LayerStack", expected="at least one layer", found="none")
         for layer_id in layers:
             if not isinstance(layer_id, str) or not layer_id:
@@ -392,7 +392,7 @@ class LayerStack:
         return specs
 
     def like(self, layer_id: str, x: Tree) -> Any:
-        """Return what a layer's spec depends on. Layers that are one object, such as one constructor, are traced once for each input."""
+        """Return what determines a layer's spec. Layers that are one object, such as one constructor, are traced once for each input."""
         leaves, treedef = jax.tree.flatten(x)
         same = self._object_ids[layer_id] if self.traced is None else self.traced.first_equal(layer_id, x)
         return same, layer_id == self.ids[-1], treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves), context()
@@ -437,7 +437,7 @@ class LayerStack:
 
 
 def _fold(key: jax.Array, layer_id: str) -> jax.Array:
-    digest = hashlib.blake2b(layer_id.encode(), digest_size=8).digest()  # 64 bits, in two halves, as a key takes 32 bits at a time
+    digest = hashlib.blake2b(layer_id.encode(), digest_size=8).digest()  # 64 bits in two halves, because a key takes 32 bits at a time
     for half in (digest[:4], digest[4:]):
         key = jax.random.fold_in(key, int.from_bytes(half, "little"))
     return key

@@ -22,8 +22,8 @@ class StageEntries:
     """The entries (see `Ties`) of the stages of a plan.
 
     Attributes:
-        groups: pairs (stages, names of parameters), one for each set of two or more stages that hold the same parameters.
-        counted: for each stage the entries that no earlier stage has. The stage counts them in sums that count each entry once.
+        groups: a pair (stages, names of parameters) for each set of two or more stages that hold the same parameters.
+        counted: for each stage the entries that no earlier stage has; it counts these in sums that count each entry once.
     """
 
     groups: tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]
@@ -78,7 +78,7 @@ class Ties:
         for tie in _checked(ties, ids):
             name = f"{tie.first[0]} shared {tie.first[1]}"
             if self.first.get(name, tie.first) != tie.first:
-                raise InputError(f"ties: {_words(tie.first)} and {_words(self.first[name])} would have one name, '{name}'; rename a layer")
+                raise InputError(f"ties: {_words(tie.first)} and {_words(self.first[name])} would both be named '{name}'; rename a layer")
             if name in self._index:
                 raise InputError(f"ties: a layer has the name '{name}' of a tie; rename the layer")
             if tie.second in seconds:
@@ -168,7 +168,7 @@ class Ties:
             yield layer_id, _replaced(tree, dict.fromkeys(shared))
 
     def parts(self, params: Mapping[str, Tree], trained: Subset = EVERYTHING) -> dict[str, dict[str, Tree]]:
-        """Return each entry in the form for an optimizer: its arrays in the structure of its layer, with masked nodes elsewhere.
+        """Return each entry for an optimizer: its arrays in the structure of its layer, with masked nodes elsewhere.
 
         Args:
             params: the parameters by layer id; parameters in second places are dropped.
@@ -297,7 +297,7 @@ def _leaf(tree: Tree, path: str) -> Any:
 
 
 def _replaced(tree: Tree, values: Mapping[str, Any]) -> Tree:
-    """Replace the values at the paths in `values`."""
+    """Replace the values at the paths of `values`."""
     if not values:
         return tree
     treedef = jax.tree.structure(tree, is_leaf=lambda leaf: leaf is None)

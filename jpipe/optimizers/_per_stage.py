@@ -44,7 +44,7 @@ def per_stage(make: Callable[..., optax.GradientTransformation], **arguments: An
 
     Raises:
         InputError: a list is empty, or has a value that is neither a finite number nor a schedule; values for the stages are not in a list;
-            or `make` does not have an argument, or needs another one. From `update`: the length of a list is not `num_stages`.
+            or `make` lacks an argument, or needs another one. From `update`: the length of a list is not `num_stages`.
 
     Example:
         >>> optimizer = per_stage(optax.adamw, learning_rate=[1e-4, 2e-4, optax.cosine_decay_schedule(3e-4, 1000)], b1=0.95)

@@ -1,7 +1,7 @@
 """SOAP: Adam in the eigenbases of the gradients' covariances.
 
 Every n-th update decomposes matrices to refresh the bases. In a pipeline all stages do this at the same updates, so its time is lost only
-once. If stages did it at different updates, the other stages would wait each time.
+once; otherwise the other stages would wait each time.
 
 Reference:
     Vyas, Morwani, Zhao, Kwun, Shapira, Brandfonbrener, Janson, Kakade: SOAP: Improving and Stabilizing Shampoo using Adam, 2024,
@@ -58,7 +58,7 @@ def scale_by_soap(
 
     The covariance of the gradients along each dim of a parameter is averaged over updates. Every `precondition_frequency` updates one step
     of power iteration with a QR decomposition brings the basis of each dim closer to the eigenvectors of its covariance. The gradient is
-    rotated into these bases; Adam computes an update there, which is rotated back. The first update is zero: it computes the first bases by
+    rotated into these bases; Adam computes an update there, which is rotated back. The first update is zero; it computes the first bases by
     an eigendecomposition.
 
     A parameter with more than two dims has a basis for each dim. Dims larger than `max_dim` are not rotated. Parameters with fewer than two
@@ -181,7 +181,7 @@ class _Rule(NamedTuple):
         return tuple(self.shampoo_beta * c + (1 - self.shampoo_beta) * product for c, product in zip(covariances, products, strict=True))
 
     def rotated(self, array: Any, bases: tuple[Any, ...], back: bool = False) -> Any:
-        """Return a gradient in the given bases, or back from these in the ordinary one."""
+        """Return a gradient in the given bases, or back from them in the ordinary one."""
         of_dim = dict(zip(self.rotated_dims(array.shape), bases, strict=True))
         for dim in range(array.ndim):  # each turn takes the first dim and appends it, rotated
             if dim in of_dim:

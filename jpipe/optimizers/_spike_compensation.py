@@ -86,7 +86,7 @@ def scale_by_compensated_muon(
 ) -> optax.GradientTransformationExtraArgs:
     """Orthogonalize the momentum of matrices as Muon does, with spike compensation before the orthogonalization.
 
-    For τ = 0 the updates equal `optax.contrib.scale_by_muon(nesterov=False)` bit for bit. The state is the same, too.
+    For τ = 0 the updates equal `optax.contrib.scale_by_muon(nesterov=False)` bit for bit. The state is also the same.
 
     Args:
         ns_steps: the number of Newton-Schulz iterations.
@@ -99,7 +99,7 @@ def scale_by_compensated_muon(
         A transformation of matrices. Its `update` takes the argument `delay`, τ.
     """
     init = optax.contrib.scale_by_muon(mu_dtype=mu_dtype).init
-    # Without memory of its own, Muon orthogonalizes the momentum that it gets.
+    # Without its own momentum, Muon orthogonalizes the momentum that it gets.
     orthogonalize = optax.contrib.scale_by_muon(ns_steps=ns_steps, beta=0.0, eps=eps, nesterov=False, adaptive=adaptive)
 
     def update(updates: Tree, state: Any, params: Tree = None, *, delay: ArrayLike = 0.0, **extra_args: Any) -> tuple[Tree, Any]:
@@ -206,7 +206,7 @@ def compensated_muon(
 
 
 def _compensated(momentum: Tree, gradients: Tree, decay: ArrayLike, count: Any, delay: ArrayLike) -> Tree:
-    """Return the mean of the `count` gradients so far, weighted as in û; `momentum` is their moving average."""
+    """Return the mean of the `count` gradients so far, weighted as in û, from their moving average `momentum`."""
     retained = _power(decay, delay)
     total = 1 - decay**count * retained
 

@@ -21,7 +21,7 @@ RULES: Mapping[str, str | None] = {
     "expert": "expert",
     "vocab": "model",
 }
-"""For each logical axis the mesh axis over which it is sharded, or None. `Plan.rules` adds to these rules and overrides them."""
+"""For each logical axis, the mesh axis over which it is sharded, or None. `Plan.rules` adds to these rules and overrides them."""
 
 
 def _mesh(value: Any) -> FrozenMapping[int]:

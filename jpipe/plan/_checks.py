@@ -43,7 +43,7 @@ def _check_layers(stages: Sequence[Stage]) -> None:
     owner: dict[str, int] = {}
     for s, stage in enumerate(stages):
         for layer_id in stage.layers:
-            if not layer_id or not layer_id.isprintable():  # a plan may come from a stranger, and a terminal shows the ids
+            if not layer_id or not layer_id.isprintable():  # a plan may be untrusted, and a terminal shows the ids
                 raise InputError(key=f"stages.{s}.layers", expected="names of printable characters", found=short(layer_id))
             if layer_id in owner:
                 raise ValueError(
@@ -139,7 +139,7 @@ def _check_per_rank(plan: "jpipe.Plan") -> None:
         raise InputError(
             key="predicted.stage_seconds", expected=f"one number for each of {plan.depth} stages", found=count, change="plan again"
         )
-    # a plan may come from a stranger, and a terminal shows its texts
+    # a plan may be untrusted, and a terminal shows its texts
     if len(predicted.devices) not in (0, ranks) or not all(map(str.isprintable, predicted.devices)):
         found = short(list(predicted.devices))
         raise InputError(key="predicted.devices", expected=f"a printable text for each of {ranks} {of}", found=found, change="plan again")

@@ -47,7 +47,7 @@ def even_ranks(schedule: str, num_stages: int, num_layers: int, chunks: Any) -> 
     if not is_int(chunks) or chunks < 1:
         raise InputError(where="plan", key="chunks_per_rank", expected="an integer of 1 or more", found=short(chunks))
     if schedule not in SCHEDULES:
-        return None  # the plan raises the error
+        return None  # the plan raises the error itself
     rules = SCHEDULES[schedule]
     if reason := rules.refuses_chunks(int(chunks)):
         raise InputError(f"chunks_per_rank: {reason}", where="plan")
@@ -66,7 +66,7 @@ def even_ranks(schedule: str, num_stages: int, num_layers: int, chunks: Any) -> 
 
 
 def _for_each(value: Any, kind: Any, num_stages: int, what: str) -> list[Any]:
-    """Return one value for each stage, from one for all stages or from a list."""
+    """Return one value for each stage, from one value for all stages or from a list."""
     if isinstance(value, kind):
         return [value] * num_stages
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):

@@ -1,4 +1,4 @@
-"""Options that cannot be combined: pairs of options of a plan or of a pipeline, each pair with the reason."""
+"""Options that cannot be combined: pairs of options of a plan or of a pipeline, each with the reason."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -38,7 +38,7 @@ _PROPERTIES: Mapping[str, Callable[["jpipe.Plan"], Any]] = MappingProxyType(
         _STASHING: lambda plan: SCHEDULES[plan.schedule].updates_early(plan) or None,
     }
 )
-"""Functions from a plan to the value of a property that is no field, or that counts as set only if it changes something; None: not set."""
+"""For properties that are not fields, or count as set only if they change something: functions from a plan to the value; None: not set."""
 
 _STAGE = Stage.model_fields
 

@@ -25,13 +25,13 @@ RECOMPUTE = (
 )
 """The recomputation policies of a stage.
 
-`none` keeps all residuals, `elementwise` keeps all but the results of elementwise operations, and `full` keeps only the stage input. `auto`
+`none` keeps all residuals, `elementwise` keeps all except results of elementwise operations, and `full` keeps only the stage input. `auto`
 is `none` on CPUs, and `elementwise` on GPUs and TPUs. The other names are policies of `jax.checkpoint_policies`.
 """
 
 
 def repeats_forward(policy: str) -> bool:
-    """Return whether a policy makes a backward longer by about a forward. "elementwise" does not: it recomputes in almost no time.
+    """Return whether a policy makes a backward longer by about a forward. "elementwise" does not, because it recomputes in almost no time.
 
     Args:
         policy: one of `RECOMPUTE`.

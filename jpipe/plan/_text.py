@@ -71,7 +71,7 @@ def read_json(text: str | bytes, expected: str, where: str) -> dict[str, Any]:
     """Read a JSON object with the expected value of the key `format`.
 
     Args:
-        text: JSON text from any source; a key that occurs twice gets a value that no field accepts.
+        text: JSON text from any source. A key that occurs twice gets a value that no field accepts.
         expected: the format, such as "jpipe-plan/1".
         where: the name of the source, such as a file, for error messages.
 

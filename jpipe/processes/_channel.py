@@ -24,15 +24,15 @@ _HEAD = 4  # bytes before a message, with its length
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a process may be silent, or may let others wait, before it counts as lost; in all less than a minute.
+    """How long a process may be silent, or let others wait, before it counts as lost: in all less than a minute.
 
-    In `agree`, `barrier` and `close`, processes wait ten minutes for each other, because one of them may compile for so long. The death of
-    a process is noticed at once there, too.
+    In `agree`, `barrier` and `close`, processes wait ten minutes for each other, because one of them may compile that long. Even there, the
+    death of a process is noticed at once.
 
     Attributes:
-        silence: seconds that a process may send no heartbeat; a main thread may hold Python's lock for so long.
+        silence: seconds without a heartbeat that are allowed, because a main thread may hold Python's lock that long.
         wait: seconds that one wait inside `Processes.waiting` may last while no process makes progress.
-        grace: seconds from the loss of the run until a process that has not ended by itself is ended.
+        grace: seconds from the loss of the run until processes that have not ended by themselves are ended.
     """
 
     silence: float = 30.0
@@ -85,12 +85,12 @@ class Channel:
             self._loop.call_soon_threadsafe(self._send, message)
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
-        """Call a function later in the channel's thread. Only this thread calls `later`. In a run of one process it does nothing."""
+        """Call a function later in the channel's thread, the only caller of `later`. In a run of one process it does nothing."""
         if self._thread is not None:
             self._loop.call_later(seconds, action)
 
     def part(self) -> None:
-        """Treat disconnections as no loss from now on; the channel's thread calls this when all processes have finished."""
+        """From now on, disconnections are no loss. The channel's thread calls this when all processes have finished."""
         self._parting = True
 
     def hang_up(self) -> None:
@@ -121,7 +121,7 @@ class Channel:
             writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._peers[peer] = writer
             talks.append(asyncio.create_task(self._listen(reader, peer)))
-        for caller in callers:  # only now, because the answer to a message goes to all
+        for caller in callers:  # not earlier, because the answer to a message goes to all
             caller.answer("go")
         self._ready.set_result(None)
         await self._keep_beating()
@@ -138,7 +138,9 @@ class Channel:
             for peer in self._peers:
                 self._silent[peer] = beats = self._silent.get(peer, 0) + 1
                 if beats * self._limits.beat > self._limits.silence and not self._parting:
-                    self._lose(f"process {peer} gave no sign of life for {self._limits.silence:.0f} s: it is stopped, or cut off")
+                    self._lose(
+                        f"process {peer} gave no sign of life for {self._limits.silence:.0f} s: it is suspended, or its network is cut off"
+                    )
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), self._limits.beat)
 

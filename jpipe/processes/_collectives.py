@@ -1,12 +1,12 @@
 """Collectives over one device each of several processes, and the packing of trees for them.
 
-To JAX, each array is replicated over the devices, although the copies differ. This works for arrays of any number of axes, and each process
-passes and receives its own copy unchanged.
+JAX sees each array as replicated over the devices, although the copies differ. This works for any number of axes, and each process passes
+and receives its own copy unchanged.
 
 On CPUs a collective blocks a thread until all peers have called it. This must be the calling thread: all computations share a pool of
-threads, a single one if there is one core, and two processes with a blocked pool could wait for each other forever. XLA runs a program in
-the calling thread if its inputs are ready and it has few steps and little arithmetic. So inputs are awaited before the call, and each
-program is a single collective. Packing and unpacking are programs of their own.
+threads (one thread on one core), and two processes with blocked pools could wait for each other forever. XLA runs a program in the calling
+thread if its inputs are ready and it has few steps and little arithmetic. So inputs are awaited before the call, and each program is a
+single collective. Packing and unpacking are separate programs.
 """
 
 import functools
@@ -24,7 +24,7 @@ Spec = jax.ShapeDtypeStruct
 Kind = tuple[Any, tuple[tuple[tuple[int, ...], Any], ...]]  # structure, then shape and dtype of each leaf
 
 AXIS = "process"
-_TOGETHER = 1 << 25  # bytes; any collective of gloo takes 0.2 ms or more, so leaves up to this size in all share one
+_TOGETHER = 1 << 25  # bytes: leaves up to this total size share a collective, because any collective of gloo takes at least 0.2 ms
 
 
 class Group:
@@ -107,7 +107,7 @@ def kind_of(tree: Tree) -> Kind:
 
 
 class Packing:
-    """The packing of a tree for sending: large leaves as they are, small leaves of a dtype concatenated, empty leaves left out.
+    """The packing of a tree for sending: large leaves stay, small leaves of a dtype are concatenated, empty leaves are left out.
 
     Attributes:
         leaves: the specs of the leaves of the tree, on the device of this process.
@@ -125,7 +125,7 @@ class Packing:
         self._empty = {i: group.zeros(leaf) for i, leaf in enumerate(leaves) if leaf.size == 0}
         apart = [[leaves[i] for i in positions] for positions in self._together]
         together = [group.local_spec(array.shape, array.dtype) for array in jax.eval_shape(self._joined, apart)]
-        # Compiled, not run: the devices may be a description, for which programs are only compiled.
+        # Only compiled: the devices may be descriptions, on which nothing can run.
         self._join = jax.jit(self._joined).lower(apart).compile() if apart else self._joined
         self._split = jax.jit(self._pieces).lower(together).compile() if apart else self._pieces
         self.arrays = [*(leaves[i] for i in self._alone), *together]
@@ -154,7 +154,8 @@ class Packing:
         return [leaves[i] for i in range(len(self.leaves))]
 
     def _joined(self, groups: list[list[jax.Array]]) -> list[jax.Array]:
-        # Leaves are viewed as the sent dtype before they are joined: XLA would convert bfloat16 and back, which changes the bits of NaN.
+        # Leaves are viewed as the sent dtype before they are joined, because XLA would convert bfloat16 and back, which changes the bits of
+        # NaN.
         return [jnp.concatenate([leaf.view(plain).ravel() for leaf in group]) for group, plain in zip(groups, self._plain, strict=True)]
 
     def _pieces(self, arrays: Sequence[jax.Array]) -> list[list[jax.Array]]:

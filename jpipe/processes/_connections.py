@@ -19,7 +19,7 @@ Rows = list[jax.Array]  # an array for each device, or from each device
 _Step = Callable[[Tree], Tree]  # a step of a sum
 
 _BYTE = Spec((), jnp.uint8)
-_MOST_TPUS = 3  # with one chip in each of four hosts of a v5e 4x4, libtpu 0.0.50 aborts while it compiles an all-gather
+_MOST_TPUS = 3  # with one chip in each of a v5e 4x4's four hosts, libtpu 0.0.50 aborts while it compiles an all-gather
 
 
 class Connection:
@@ -27,8 +27,8 @@ class Connection:
 
     Both processes create the connection and compile the same specs before any message. The receiver must take the messages in the order in
     which they are sent. Several threads may use different connections at once: a blocked connection delays no other connection and no
-    computation. Only one thread at a time may use a connection. Create only one connection from a device to another device, because gloo
-    would mix the messages of two.
+    computation. Only one thread at a time may use a connection. Create only one connection between two devices in one direction, because
+    gloo would mix the messages of two.
 
     Args:
         source: the device that sends.
@@ -60,7 +60,7 @@ class Connection:
     def connect(self) -> None:
         """Open the connection. Both processes call this within 30 s of each other; all processes must open connections in the same order.
 
-        Without this call, the first message opens the connection, and gloo fails if the peer does not ask for the message within 30 s.
+        Otherwise the first message opens the connection, and gloo fails if the peer does not ask for it within 30 s.
         """
         for packing, _ in () if self._sends else self._programs.values():
             _ = packing.placeholders
@@ -131,11 +131,11 @@ class DevicePutConnection:
 
 
 class Reduction:
-    """A sum over several processes with one device each, or a gathering of the parts without adding them.
+    """A sum over several processes with one device each, or a gathering of the parts without adding.
 
     The parts are added in the order of the devices, ((p0 + p1) + p2) + …, so every process gets the same bits as one process that adds in
-    this order. Each process adds up one share of the tree and sends this sum to all; it sends 2 (n - 1) / n of the tree, as in a ring.
-    JAX's `psum` is not used: gloo adds in another order, XLA uses another thread, and a kilobyte takes 4 ms if a process has one core.
+    this order. Each process adds up one share of the tree and sends the sum to all; in total it sends 2 (n - 1) / n of the tree, as in a
+    ring. JAX's `psum` is not used: gloo adds in another order, XLA uses another thread, and with one core a kilobyte takes 4 ms.
 
     Other threads may use connections at the same time. Two reductions over the same devices, in any order, must not overlap in time.
 
@@ -149,8 +149,8 @@ class Reduction:
     def __init__(self, devices: Sequence[jax.Device]) -> None:
         if devices[0].platform == "tpu" and len(devices) > _MOST_TPUS:
             raise InputError(
-                f"replicas: expected a stage's replicas in at most {_MOST_TPUS} processes on TPUs, found {len(devices)}: libtpu's compiler "
-                "aborts for sums over some sets of more chips; use fewer replicas, or meshes"
+                f"replicas: expected a stage's replicas in at most {_MOST_TPUS} processes on TPUs, found {len(devices)}: libtpu's "
+                "compiler aborts for sums over some larger sets of chips; use fewer replicas, or meshes"
             )
         self._group = Group(devices)
         self._connect = self._compiled_exchange([_BYTE])

@@ -1,4 +1,4 @@
-"""What process 0 decides for all processes: whether facts agree, whether all have met, and which process is lost. No sockets or threads."""
+"""The decisions of process 0 for all processes: whether facts agree, all have met, or a process is lost. No sockets or threads."""
 
 import math
 from collections import Counter
@@ -37,7 +37,7 @@ class Beat:
         on: the processes for which it waits, if they are known.
         seconds: the duration of that wait.
         limit: the seconds that the wait may last.
-        still: seconds since this process last exchanged an array, began an instruction or ended a wait.
+        still: seconds since this process last made progress: exchanged an array, began an instruction or ended a wait.
     """
 
     at: str
@@ -67,7 +67,7 @@ class Coordinator:
                 return {"lost": f"process {sender} stopped: {reason}"}
             case {"beat": beat}:
                 latest = self._beats[sender] = Beat(**beat | {"on": tuple(beat["on"])})  # JSON has lists only
-                if latest.seconds > latest.limit and self.still() > latest.limit:  # no loss while large arrays pass slow links
+                if latest.seconds > latest.limit and self.still() > latest.limit:  # while large arrays pass slow links, nothing is lost
                     culprit = self._culprit(sender)
                     if not self._may_wait(culprit, latest):
                         return {"lost": self._blame(sender, culprit)}
@@ -112,8 +112,8 @@ class Coordinator:
     def _culprit(self, waiter: int) -> int:
         """Return the process that hangs when `waiter` has waited too long.
 
-        The waits are followed from process to process. The culprit is the first process that has waited for less than half of this time, or
-        the last process if all wait for each other.
+        The waits are followed from process to process. The culprit is the first that has waited less than half of this time, or the last if
+        all wait for each other.
         """
         seconds, reached = self._beats[waiter].seconds / 2, [waiter]
         for process in reached:  # the list grows in the loop
@@ -125,7 +125,7 @@ class Coordinator:
         return reached[-1]
 
     def _may_wait(self, culprit: int, overdue: Beat) -> bool:
-        """Return whether a process is still within the limit of work that it has announced to take longer than others may wait."""
+        """Return whether a process is within the limit of long work that it has announced."""
         beat = self._beats.get(culprit, overdue)
         return bool(beat.what) and beat.limit > overdue.limit and beat.seconds < beat.limit and not [*self._awaited(culprit)]
 

@@ -20,13 +20,13 @@ from jpipe.processes._waits import Wait, Waits
 
 _MEETING_LIMIT = 600.0  # seconds that processes wait for each other, because one of them may compile for so long
 _MAX_UNREAD = 65536  # unread messages; if there are more, the oldest are dropped
-_BLAME_SECONDS = 20.0  # after so long it is known whether another process's death caused a failure
+_BLAME_SECONDS = 20.0  # seconds after which it is known whether another process's death has caused a failure
 
 
 class Processes:
-    """All processes of a run, from the view of one process; created by `join`. If a process is lost, the run is lost: all processes end.
+    """All processes of a run, as seen by one process; `join` creates it. If a process is lost, the run is lost: all processes end.
 
-    If a process is stuck, for example in a collective, when the run is lost, it is ended after `Limits.grace` with exit code 1 and the
+    A process that is stuck, for example in a collective, when the run is lost, is ended after `Limits.grace` with exit code 1 and the
     message of `PeerLost` on standard error. If process 0 dies, the others are ended at once, because JAX aborts them 50 ms later.
 
     Attributes:
@@ -92,7 +92,7 @@ class Processes:
         self._meet(f"barrier {name}", {}, f"all processes to reach '{name}'")
 
     def compare(self, name: str, facts: Mapping[str, str], hint: str) -> None:
-        """Compare facts between all processes, without waiting for them; all processes must call this at some time.
+        """Compare facts between all processes, without waiting for them. All processes must call this at some time.
 
         If a fact differs, the run is lost: every wait of every process raises `InputError`, which names the processes that differ from most
         others.
@@ -196,9 +196,10 @@ class Processes:
         return self._channel.coordinator.finished()
 
     def fail(self, error: BaseException) -> None:
-        """Report the error of a thread that nobody waits for: the waits of all other threads of this process raise the first such error.
+        """Report the error of a thread that nobody waits for. The waits of all other threads of this process raise the first such error.
 
-        First it waits some seconds whether the run is lost, because the cause is often the death of another process; then waits raise that.
+        It first waits some seconds to see whether the run is lost, because another process's death is often the cause; then waits raise
+        that.
         """
         if not self._is_lost_within(_BLAME_SECONDS):
             with self._changed:
@@ -214,11 +215,11 @@ class Processes:
     def close(self, leave: Callable[[], None] = lambda: None, limit: float = 10.0) -> None:
         """Wait until all processes call this, and leave the run. After that the end of a process is no loss. A second call does nothing.
 
-        Process 0 leaves last. Call it after a loss, too, once the loss is reported: if the process has not ended by itself when
-        `Limits.grace` is over, because JAX waits at its exit for lost processes, the process is ended without a message.
+        Process 0 leaves last. Also call this after a loss, once it is reported: then, if the process has not ended by itself within
+        `Limits.grace`, because JAX waits at its exit for lost processes, it is ended without a message.
 
         Args:
-            leave: a function that ends further connections of this process with the others.
+            leave: a function that closes this process's other connections.
             limit: seconds that process 0 waits for the others to disconnect.
 
         Raises:
@@ -311,12 +312,12 @@ class Processes:
     def _put(self, kind: str, name: str, value: Any) -> None:
         with self._changed:
             self._arrived[kind, name] = value
-            if len(self._arrived) > _MAX_UNREAD:  # but no answer, because somebody waits for it
+            if len(self._arrived) > _MAX_UNREAD:  # but never an answer, because somebody waits for it
                 del self._arrived[next(key for key in self._arrived if key[0] == "message")]
             self._changed.notify_all()
 
     def _lose(self, lost: InputError | PeerLost, *, at_once: bool = False) -> None:
-        if at_once:  # before any thread of the caller notices the loss
+        if at_once:  # before any of the caller's threads notices the loss
             self._end(lost)
         if self._lost is None:
             # Process 0 ends last, because JAX aborts the other processes when its coordinator ends.

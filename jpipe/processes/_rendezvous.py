@@ -20,8 +20,8 @@ from jpipe.processes.handshake import Caller
 
 ANSWER_LIMIT = 5.0  # seconds that process 0's answer may take after its limit has passed
 _RETRY = 0.2
-_PATIENCE = 10.0  # seconds in which a caller must finish its proof
-_MOST = 256  # callers at a time without a proof; if one more comes, the oldest is dropped
+_PATIENCE = 10.0  # seconds within which a caller must finish its proof
+_MOST = 256  # the most callers at a time that lack a proof; of more, the oldest is dropped
 _LONGEST_LINE, _LONGEST_ANSWER = 128, 4096  # bytes, of a caller before its proof and of process 0
 _KEY = "jpipe/processes"  # of JAX's key-value store
 _LONGER = "to wait longer, raise --connect-limit, or limit in Python"
@@ -30,7 +30,7 @@ _LONGER = "to wait longer, raise --connect-limit, or limit in Python"
 class NotConnected(InputError):
     """Processes have not connected, perhaps because some were late."""
 
-    may_pass = True  # if all processes are restarted
+    may_pass = True  # joining may succeed if all processes are restarted
 
 
 class Address(NamedTuple):
@@ -184,7 +184,7 @@ async def _may_go(at: Rendezvous, reader: StreamReader, writer: StreamWriter, li
 
 
 class Host:
-    """Process 0 while the other processes connect. It drops and counts connections of strangers, which do not disturb the processes.
+    """Process 0 while the other processes connect. It drops and counts strangers' connections, which do not disturb the processes.
 
     Without a secret anybody can pose as one of the other processes.
     """
@@ -194,7 +194,7 @@ class Host:
         self._connections: dict[asyncio.Task[None], bool] = {}  # in the order of arrival; whether it no longer waits for a proof
         self._dropped: Counter[str] = Counter()
         self._present: dict[int, Caller] = {}
-        self._mistake = ""  # a mistake of the user, which ends all processes
+        self._mistake = ""  # a user's mistake, which ends all processes
         self._changed = asyncio.Event()
         self._is_open = True
 
@@ -232,7 +232,7 @@ class Host:
         return list(self._present.values())
 
     async def _receive(self, reader: StreamReader, writer: StreamWriter) -> None:
-        """Drop a stranger, or count a process as present until it disconnects, since it may be restarted."""
+        """Drop a stranger, or count a process as present until it disconnects, because it may be restarted."""
         task = asyncio.current_task()
         assert task is not None
         self._connections[task] = False

@@ -1,4 +1,4 @@
-"""What each heartbeat reports: the longest wait of this process's threads and, if there is no progress, the calls of the main thread."""
+"""The content of heartbeats: the longest wait of this process's threads and, without progress, the calls of the main thread."""
 
 import faulthandler
 import os
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from jpipe.processes._coordinator import Beat, named
 
 LOOK_AFTER = 5
-"""After so many beats without progress, heartbeats report the calls of the main thread. A process is blamed after ten or more."""
+"""After this many beats without progress, heartbeats report the calls of the main thread. Ten or more are needed to blame a process."""
 
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 _CALL = re.compile(r'  File "(.*)", line (\d+) in (.*)')
@@ -67,8 +67,8 @@ class Waits:
     def beat(self) -> Beat:
         """Count one more beat, and return a report of the longest wait; only one thread may call this.
 
-        The report has the calls of the main thread only if there is no progress. Reading them is not quite safe, so they are read after
-        `LOOK_AFTER` beats, after twice as many, and so on; the beats in between repeat the last reading.
+        Without progress, the report has the calls of the main thread. Reading them is not quite safe, so this happens after `LOOK_AFTER`
+        beats, after twice as many, and so on; the beats in between repeat the last reading.
         """
         for wait in list(self._of_threads.values()):
             wait.beats += 1
@@ -86,7 +86,7 @@ class Waits:
 
 
 def main_thread_calls() -> list[str]:
-    """Return `file.py:12 (function)` for each call of the main thread, innermost first; nothing if there are more than 100 threads.
+    """Return `file.py:12 (function)` for each call of the main thread, innermost first; nothing with more than 100 threads.
 
     Python's `faulthandler` prints the calls while no other thread runs. Call this rarely, because no way to read the calls is quite safe.
     In tests that called this every second for a day, `faulthandler` ended three processes by SIGSEGV on Python 3.13.0. On Python 3.11,

@@ -7,8 +7,8 @@ The end that connects speaks first, in lines of text:
     caller:    PROOF
     listener:  PROOF ANSWER, or the word `unknown`
 
-A proof is an HMAC of its author (caller or listener), the first two lines, and the answer if there is one. So a proof is valid for one
-connection and one direction only. Everything that follows on the connection is neither signed nor encrypted.
+A proof is an HMAC of its author (caller or listener), the first two lines, and the answer if there is one. So a proof is valid only for one
+connection and one direction. What follows on the connection is neither signed nor encrypted.
 
 Nothing here needs JAX.
 """
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 VARIABLE = "JPIPE_SECRET"
-SHORTEST = 16  # bytes of a secret; a shorter one could be guessed, because guesses can be tested on an intercepted proof
+SHORTEST = 16  # the least bytes of a secret; a shorter one could be guessed, by testing guesses on an intercepted proof
 
 _HELLO = re.compile(rb"jpipe (\d{1,9}) (\d{1,9}) ([0-9a-f]{32})\n")
 _NONCE = re.compile(rb"[0-9a-f]{32}\n")

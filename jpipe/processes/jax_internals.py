@@ -26,9 +26,9 @@ def distributed_state() -> Any:
 def detect_cluster(
     coordinator: str | None, num_processes: int | None, process_id: int | None, limit: int
 ) -> tuple[str | None, int | None, int | None, Sequence[int] | None]:
-    """Return the values that JAX detects in a cluster for the arguments that are None, and the devices of this process.
+    """Return the values that JAX detects in a cluster for arguments that are None, and the devices of this process.
 
-    `jax.distributed.initialize` also detects them, but connects at once, and may then end the process. The tools of the cluster may take
+    `jax.distributed.initialize` also detects them, but it connects at once, and may end the process. The tools of the cluster may take
     `limit` seconds.
     """
     from jax._src.clusters import ClusterEnv
@@ -41,8 +41,8 @@ def detect_cluster(
 def keep_gloo_at(host: str) -> None:
     """Make gloo, which sends arrays between CPUs, listen at `host` instead of at the address to which this host's name resolves.
 
-    JAX's setting `jax_cpu_collectives_implementation` selects gloo, but no setting gives gloo an address. If a version of JAX has other
-    private names, this function has no effect. Call it before JAX starts a device.
+    JAX's setting `jax_cpu_collectives_implementation` selects gloo, but no setting gives gloo an address. If JAX's private names differ,
+    this function has no effect. Call it before JAX starts a device.
     """
     from jax.extend import backend
 

@@ -1,4 +1,4 @@
-"""Costs of computations in seconds and bytes, for `simulate`. They can be written by hand, summed over layers, or measured."""
+"""Costs of computations in seconds and bytes, for `simulate`. They are written by hand, summed over layers, or measured."""
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -15,7 +15,7 @@ from jpipe.schedules import SCHEDULES
 
 
 class KeptByBoth(NamedTuple):
-    """Arrays that a stage receives from the previous stage while the previous stage keeps them, too.
+    """Arrays that a stage receives from the previous stage, and that the previous stage keeps as well.
 
     Attributes:
         size: the size in bytes.
@@ -52,11 +52,11 @@ class StageCost(Costs):
         state: layer state (batch statistics).
         accumulators: accumulated gradients.
         temporary: scratch memory, the maximum over the stage's programs.
-        passed: the arrays of the stage input that the previous stage keeps, too. If both stages are on one rank, they count once.
+        passed: the arrays of the stage input that the previous stage also keeps. If both stages are on one rank, they count once.
         updated: with `Plan.shard_optimizer`, for each replica the bytes of one version that it updates and sends to the other replicas.
         kept: arrays that capabilities keep in addition to the optimizer state, such as the errors of compressed sums, or agreed weights.
-        gathered: if each replica computes sums itself: for each piece of a sum (see `pieces_of`) the bytes that a replica sends to each
-            other replica. If empty, gradients and then their sums go around a ring.
+        gathered: if each replica computes sums itself, for each piece of a sum (see `pieces_of`) the bytes that it sends to each other
+            replica. If empty, gradients and then their sums go around a ring.
     """
 
     forward: float = 1.0
@@ -95,7 +95,7 @@ class StageCost(Costs):
 
 
 def pieces_of(plan: Plan, stage: Stage, cost: StageCost) -> list[float]:
-    """Return the bytes of each piece in which the replicas of a stage sum its gradients: one piece, unless a capability divides them."""
+    """Return the bytes of each piece in which replicas sum a stage's gradients: one piece, unless a capability divides them."""
     cut = (pieces(stage, cost) for pieces in hooks("pieces", programs_of(plan)))
     return next((sizes for sizes in cut if sizes), [cost.accumulators])
 
@@ -112,21 +112,21 @@ class LayerCost:
         accumulators: accumulated gradients; None: as many bytes as `weights` without `frozen`.
         frozen: the part of `weights` that no update changes.
         backward_weight: the part of `backward` that computes the gradients of the weights; None: half of `backward`.
-        stash: the arrays kept from the first half of a backward for the second, by recomputation policy; for a policy without an entry, the
+        stash: the arrays kept from the first half of a backward for the second, by recomputation policy; without an entry for a policy, the
             residuals of "none" and the output.
         optimizer: optimizer state.
         state: layer state (batch statistics).
-        residuals: the arrays kept from forward to backward in a stage of this layer alone, by recomputation policy. Without an entry for
-            `full` it is the stage input.
+        residuals: the arrays kept from forward to backward in a stage of only this layer, by recomputation policy; without an entry for
+            `full`, the stage input.
         shared: the part of `residuals` that is kept only once, or not at all, if the next layer is in the same stage, by recomputation
-            policy; for a policy without an entry, nothing.
+            policy; without an entry for a policy, nothing.
         update: time of one update.
         temporary: scratch memory, the maximum over the layer's programs, without recomputation.
         temporary_more: the scratch memory that a stage of this layer and the next needs in addition to the larger `temporary` of both.
-        remaking: the scratch memory of a backward that computes all residuals of the layer itself, as with recomputation; None: not known.
+        remaking: the scratch memory of a backward that recomputes all residuals of the layer; None if unknown.
         remaking_next: the additional scratch memory of such a backward if one more layer of the stage follows.
         remaking_more: the additional scratch memory of such a backward if several more layers of the stage follow.
-        ahead: the predicted weights of `delay_correction`, which only stages with late gradients hold.
+        ahead: the weights that `delay_correction` predicts, which only stages with late gradients hold.
     """
 
     forward: float
@@ -161,7 +161,7 @@ class LayerCost:
 
     @property
     def trained(self) -> int:
-        """Bytes of a version that updates change."""
+        """The bytes that updates change in a version."""
         return self.weights - self.frozen
 
 
@@ -193,8 +193,8 @@ class Link:
     Attributes:
         bandwidth: bytes per second.
         latency: seconds from the end of sending to the arrival. The link is free during this time.
-        ports: what a message occupies while it is sent, such as the network card of a host; other links may share ports. (): the link has
-            one port for each direction, which it shares with no other link.
+        ports: what a message occupies while it is sent, such as the network card of a host; other links may share ports. (): one port for
+            each direction, shared with no other link.
     """
 
     bandwidth: float = float("inf")
@@ -213,7 +213,7 @@ def _is_amount(value: Any) -> bool:
 
 
 def check_costs(plan: Plan, costs: Sequence[StageCost]) -> None:
-    """Check that times and sizes are finite numbers of at least 0, and that fields for the pieces of a sum have a number for each piece.
+    """Check that times and sizes are finite numbers of at least 0, and that fields for pieces of a sum have one number per piece.
 
     Args:
         plan: the plan.
@@ -306,7 +306,7 @@ def sum_layer_costs(
         known = all(stage.recompute in layer.residuals for layer in layer_costs)
         residuals = _residuals(layer_costs, stage.recompute) if known else before
         fused = SCHEDULES[plan.schedule].begins_fused(plan, s)
-        inside = _residuals(layer_costs, "none") if fused or stage.recompute != "none" else 0  # of the backward's program
+        inside = _residuals(layer_costs, "none") if fused or stage.recompute != "none" else 0  # scratch memory of the backward's program
         backward = sum(layer.backward for layer in layer_costs) + again
         for_weights = sum(layer.for_weights for layer in layer_costs) if of_input else backward  # stage 0 has no input gradient
         costs.append(
@@ -347,7 +347,7 @@ def _scratch(layers: Sequence[LayerCost], unchanged: int, remade: int, inputs: i
     Args:
         layers: the layers of the stage.
         unchanged: bytes of the residuals of these layers without recomputation.
-        remade: the part of these residuals that the program of the backward computes itself.
+        remade: the part of these residuals that the backward's program recomputes.
         inputs: bytes of the stage input, which no program computes.
     """
     scratch = max(layer.temporary for layer in layers) + sum(layer.temporary_more for layer in layers[:-1])
@@ -360,7 +360,7 @@ def _scratch(layers: Sequence[LayerCost], unchanged: int, remade: int, inputs: i
 
 
 def _gradient_flows(plan: Plan, layers: Mapping[str, LayerCost]) -> list[bool]:
-    """Return for each stage's input, and for the last output, whether its gradient is computed: not if all layers before are frozen."""
+    """Return whether the gradients of each stage's input and of the last output are computed: not if all layers before are frozen."""
     flows, trained, frozen = [True], False, False
     for stage in plan.stages:
         trained = trained or any(layers[layer_id].trained for layer_id in stage.layers)
@@ -370,7 +370,7 @@ def _gradient_flows(plan: Plan, layers: Mapping[str, LayerCost]) -> list[bool]:
 
 
 def _once(plan: Plan, costs: Sequence[StageCost], shared: Sequence[SharedCost]) -> list[StageCost]:
-    """Return the costs with each shared parameter counted only once in a stage."""
+    """Return the costs in which each shared parameter counts only once per stage."""
     once = list(costs)
     for parameter in shared:
         for s, stage in enumerate(plan.stages):

@@ -46,9 +46,9 @@ def name_of(plan: Plan, worker: int) -> str:
 def walk(program: Program) -> Iterator[Instruction]:
     """Yield all instructions in an executable order: each rank runs its instructions in order, and waits for other ranks.
 
-    A transfer waits until both ranks have come to it; then its receive follows its send at once. An update, and any instruction between it
-    and its sum, waits until all replicas have begun to sum the gradients of the batch. An agreement waits likewise for the sum of the
-    changes of the weights. If the program has the instructions of some workers only, no instruction waits for other workers.
+    A transfer waits until both ranks have reached it; then its receive follows its send directly. An update, and any instruction between it
+    and its sum, waits until all replicas have begun to sum the batch's gradients. Likewise an agreement waits for the sum of the weight
+    changes. If the program has only some workers' instructions, no instruction waits for other workers.
 
     Raises:
         Violation: a send has no receiver, the total order has an instruction before one that it waits for, or the ranks deadlock.
@@ -56,7 +56,7 @@ def walk(program: Program) -> Iterator[Instruction]:
     plan, instructions, rank_of = program.plan, program.instructions, program.plan.rank_of
     workers = range(len(plan.workers)) if program.workers is None else program.workers
     local = [sum(w in workers for w in replicas) for replicas in plan.stage_workers]
-    queues: list[list[int]] = [[] for _ in plan.rank_workers]  # by rank, the indices of its instructions
+    queues: list[list[int]] = [[] for _ in plan.rank_workers]  # the indices of the instructions of each rank
     for index, instruction in enumerate(instructions):
         queues[rank_of[instruction.worker]].append(index)
     heads = [0 for _ in queues]
@@ -127,13 +127,13 @@ class _Sums:
         self._begun: dict[tuple[int, int, type], list[int]] = {}  # indices of instructions, by stage, batch and type
 
     def woken_by(self, i: Any) -> list[int]:
-        """Return the ranks that can continue after an instruction begins a sum: none, or the ranks of all replicas if all have begun it."""
+        """Return the ranks that can continue after an instruction begins a sum: all replicas' if all have begun it, otherwise none."""
         s, _ = self._plan.workers[i.worker]
         complete = len(self._begun[s, i.batch, type(i)]) >= self._counts[s]
         return [self._plan.rank_of[w] for w in self._plan.stage_workers[s]] if complete else []
 
     def allow(self, i: Any, index: int) -> bool:
-        """Note that an instruction begins a sum. Return whether all replicas have begun the sum for which the instruction waits.
+        """Record that an instruction begins a sum. Return whether all replicas have begun the sum that the instruction waits for.
 
         Raises:
             Violation: in the total order the instruction stands before the sum.

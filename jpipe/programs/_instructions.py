@@ -1,7 +1,7 @@
 """Instructions and programs: frozen data that `lower` writes, `simulate` verifies and the runtime interprets.
 
-Each instruction has the number of its worker, which is one replica of one stage; `Plan.workers` and `Plan.rank_of` map it to stage and
-rank.
+Each instruction has the number of its worker, which is one replica of one stage; `Plan.workers` and `Plan.rank_of` map that number to stage
+and rank.
 """
 
 from collections.abc import Collection, Iterator
@@ -19,7 +19,7 @@ Data = Literal["inputs", "labels"]
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """The base class of all instructions, also of capabilities. Each has a field `worker`, the number of the worker that runs it."""
+    """The base class of all instructions, also of capabilities. The field `worker` is the number of the worker that runs it."""
 
     if TYPE_CHECKING:
 
@@ -28,7 +28,7 @@ class Instruction:
 
     @property
     def piece(self) -> str:
-        """The piece of a computation or sum, as a suffix of the names of its calls; "" for the whole, or for the last piece of a sum."""
+        """The piece of a computation or sum, as a suffix for the names of its calls; "" for the whole, or for the last piece of a sum."""
         return ""
 
     @property
@@ -125,7 +125,7 @@ CoreInstruction = Load | Compute | Send | Receive | AllReduce | Update | Release
 
 
 def ends_update(plan: Plan, s: int, k: int) -> bool:
-    """Return whether microbatch k is the last one before an update that its replica of stage s computes."""
+    """Return whether microbatch k is the last before an update that its replica of stage s computes."""
     replicas = plan.replicas[s]
     return (k // replicas + 1) % (plan.microbatches_per_update(s) // replicas) == 0
 
@@ -148,7 +148,7 @@ class Program:
         end: one past the last batch that it loads.
         drained: whether the pipeline is empty after the program.
         uses: what the program does in addition to its plan, by the names of capabilities.
-        separates_sums: for each stage, whether it sets the gradients of a batch aside until their update, to accumulate the next batch
+        separates_sums: for each stage, whether it sets a batch's gradients aside until their update, and accumulates the next batch
             meanwhile.
         versions: for each worker, after the program, the oldest version that a microbatch will still read, and the newest version.
         ended: the batches for which the program completes the gradients of the last stage, over all replicas.

@@ -1,8 +1,8 @@
-"""How messages about a batch travel through all stages without a flush: along with the messages of certain microbatches.
+"""How messages about a batch travel through all stages without a flush: together with the messages of certain microbatches.
 
-A message about a batch travels from the last stage to the first along with the input gradients of one microbatch, the j-th after the batch.
-From stage 0 another message travels back along with activations. Each worker updates by the batch just before the first forward that reads
-an activation with this message. No worker waits for these messages, because each arrives with a message that the worker needs anyway.
+A message about a batch travels from the last stage to the first with the input gradients of one microbatch, the j-th after the batch. From
+stage 0 another message travels back with activations. Each worker updates by the batch just before the first forward that reads an
+activation with this message. No worker waits for these messages, because each arrives with a message that the worker needs anyway.
 
     q = (t + 1) m - 1 + j       the message about batch t travels to stage 0 with the input gradients of microbatch q K = min(A(q), V)
     at stage s the message back arrives with the activations of the microbatches K .. K + r_s - 1
@@ -34,18 +34,18 @@ class Route:
     arrivals: tuple[int, ...]
 
     def to_first_with(self, k: int) -> int | None:
-        """Return the batch, if any, with a message that travels to stage 0 along with the input gradient of microbatch k."""
+        """Return the batch, if any, that sends a message to stage 0 with the input gradient of microbatch k."""
         batch, offset = divmod(k + 1 - self.delay, self.plan.microbatches)
         return batch - 1 if offset == 0 and batch > 0 else None
 
     def complete_after(self, s: int, k: int) -> int | None:
-        """Return the batch, if any, with gradients that stage s has summed by the backward of microbatch k; each replica gets it once."""
+        """Return the batch, if any, with gradients that stage s has summed after the backward of microbatch k; a replica gets it once."""
         replicas = self.plan.replicas[s]
         batch, offset = divmod(k - (self.delay if replicas > 1 else 0), self.plan.microbatches)
         return batch if batch >= 0 and offset >= self.plan.microbatches - replicas else None
 
     def from_first_with(self, s: int, k: int) -> int | None:
-        """Return the batch, if any, with a message from stage 0 that arrives at stage s along with the activation of microbatch k."""
+        """Return the batch, if any, that gets a message from stage 0 at stage s with the activation of microbatch k."""
         period, m = len(self.arrivals), self.plan.microbatches
         for n, arrival in enumerate(self.arrivals):
             periods, offset = divmod(k - arrival, period * m)

@@ -27,9 +27,9 @@ def simulate(
     """Verify a program of whole batches (from an empty to an empty pipeline) and predict its time, memory and bytes moved.
 
     Each rank runs its own instructions in order. A message is sent as soon as it is computed; inside a rank this takes no time. An update
-    waits until all r replicas have summed their gradients; for this each replica sends 2 (r - 1) / r of the gradients. Messages and sums
-    that share ports are served in the order of the times from which they can begin; each begins when all of its ports are free. A program
-    is verified once, independently of `lower`:
+    waits until all r replicas have summed their gradients, for which each replica sends 2 (r - 1) / r of the gradients. Messages and sums
+    that share ports are served in the order in which they become ready; each begins when all its ports are free. A program is verified
+    once, independently of `lower`:
 
     - each rank computes in the order of the schedule, and reads the weight versions given by the schedule's formula, which must be alive;
     - no more versions are alive than the schedule allows;
@@ -46,13 +46,13 @@ def simulate(
         link: the link between any two ranks, or a function of two ranks that returns their link. By default transfers and sums are free. A
             sum has the speed of the slowest link between neighbouring replicas, and occupies the ports of all of these links.
         overlap: what can overlap with the computations of a rank. A transfer or sum that cannot overlap begins when all of its ranks have
-            come to it in their programs, and they compute nothing until it has ended, as if it was an entry in the queue of a device.
+            reached it in their programs, and they compute nothing until it has ended, like an entry in a device's queue.
         host: the link from a rank to the memory of its host, for the moves of `Plan.offload`, or a function of a rank that returns this
             link. By default moves are free. Each direction carries one move at a time. From the beginning of a move, the moved bytes count
             at the destination.
 
     Returns:
-        The timeline, the memory and quantities that follow from both, in the units of the costs.
+        The timeline, the memory and derived quantities, in the units of the costs.
 
     Raises:
         ProgramError: the verification fails; the message says where, with the text grid up to there.
@@ -78,7 +78,7 @@ def simulate(
 def has_equal_batches(plan: Plan) -> bool:
     """Return whether all batches of a plan have the same program, as `simulate_batches` requires.
 
-    They have if the schedule flushes and no capability carries anything from one batch to later batches.
+    This is so if the schedule flushes and no capability carries anything from one batch to later ones.
     """
     return SCHEDULES[plan.schedule].flushes and not any(hooks.carries_over for hooks in programs_of(plan))
 
@@ -103,8 +103,8 @@ def simulate_batches(
         costs: the cost of each stage.
         link: as in `simulate`.
         overlap: as in `simulate`.
-        until_periodic: whether to stop after the first batch that repeats the batch before it with all times shifted by the same seconds:
-            all following batches would also repeat it.
+        until_periodic: whether to stop after the first batch that repeats the previous one with all times shifted by the same seconds,
+            because all later batches would repeat it as well.
 
     Returns:
         The prediction, and the seconds from a repeated batch to the next (None if no batch has repeated). The timeline ends after the
@@ -145,8 +145,8 @@ def _link_of(name: str, link: Link | Callable[..., Link] | None) -> Callable[...
 def verify(program: Program) -> None:
     """Verify a program as `simulate` does, or its part for some workers.
 
-    In a part, each of its workers is verified, and deadlocks between them are found. Its outputs and gradients must go to and come from the
-    right workers, but the instructions of other workers at the other ends of these transfers are not verified.
+    In a part, all its workers are verified, and deadlocks between them are found. Outputs and gradients must go to and come from the right
+    workers, but the instructions of workers outside the part are not verified.
 
     Raises:
         ProgramError: the verification fails.
@@ -182,15 +182,15 @@ def _check(program: Any, costs: Any, link: Any, overlap: Any, host: Any) -> None
         raise InputError(where="simulate", expected="a program", found=type(program).__name__, change="give jpipe.lower(plan, batches)")
     if program.workers is not None and not _is_closed(program, program.workers):
         raise InputError(
-            "simulate: expected the program of all workers, or of some that send messages only to each other, found one of some that send "
-            "to others or receive from them; lower it without workers"
+            "simulate: expected the program of all workers, or of some that send messages only to each other, found one of some workers "
+            "that exchange messages with others; lower it without workers"
         )
     if not program.drained or program.begin != program.start:
-        raise InputError("simulate: expected the program of a whole run, found a part of one; lower it with begin = start and drain=True")
+        raise InputError("simulate: expected the program of a whole run, found a part of a run; lower it with begin = start and drain=True")
     if not (link is None or isinstance(link, Link) or callable(link)):
-        raise InputError(where="simulate", expected="a jpipe.Link, or a function of two ranks that gives one", found=short(link))
+        raise InputError(where="simulate", expected="a jpipe.Link, or a function from two ranks to their link", found=short(link))
     if not (host is None or isinstance(host, Link) or callable(host)):
-        raise InputError(where="simulate", key="host", expected="a jpipe.Link, or a function of a rank that gives one", found=short(host))
+        raise InputError(where="simulate", key="host", expected="a jpipe.Link, or a function from a rank to its link", found=short(host))
     if overlap not in OVERLAPS:
         raise InputError(where="simulate", key="overlap", expected=f"one of {', '.join(map(repr, OVERLAPS))}", found=short(overlap))
     if costs is None:

@@ -1,4 +1,4 @@
-"""The few programs that a pipeline repeats, however long it runs, and the weight versions that all workers hold between steps."""
+"""The few programs that a pipeline repeats in a run of any length, and the weight versions that all workers hold between steps."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -16,7 +16,7 @@ from jpipe.programs.lowering import Run, batches_until_full
 from jpipe.schedules import SCHEDULES
 
 MOST_VERIFIED = 200_000
-"""The most instructions that a process lowers and verifies for all workers, in about 2 seconds; above, it does so for its workers only."""
+"""The most instructions that a process lowers and verifies for all workers, in about 2 seconds; of more, only its own workers'."""
 
 
 class Steps:
@@ -27,8 +27,8 @@ class Steps:
 
     The batches that are flushed first also share one program: the program of the first batch of a plan that flushes only this batch.
 
-    If a capability acts in some steps only, the verified programs have its instructions in all steps. A step leaves out the instructions
-    that are not due; this only removes waits. So there are fewer programs than different steps.
+    If a capability acts only in some steps, the verified programs have its instructions in all steps, and a step leaves out those that are
+    not due, which only removes waits. So there are fewer programs than different steps.
 
     Args:
         plan: the plan that runs.
@@ -48,8 +48,8 @@ class Steps:
         self._chosen = {everyone: self} if self._workers is None else {}
         self._flushes = SCHEDULES[plan.schedule].flushes
         self._runs: dict[int, Run] = {}  # by the batch before which the pipeline is empty
-        self._parts: dict[tuple[int, int, bool], Program] = {}  # by this batch, batches since, and whether it is a drain
-        self._programs: dict[tuple[int, int, bool], Program] = {}  # the same with these workers alone
+        self._parts: dict[tuple[int, int, bool], Program] = {}  # by this batch, the batches since, and whether it is a drain
+        self._programs: dict[tuple[int, int, bool], Program] = {}  # the same with only these workers
         # The same with only the due instructions of capabilities, by these instructions.
         self._programs_due: dict[tuple[tuple[int, int, bool], tuple[Instruction | None, ...]], Program] = {}
 
@@ -64,8 +64,8 @@ class Steps:
     def verified_runs(self) -> tuple[Program, ...]:
         """Return verified runs, from the first batch and from a batch in steady state. They contain all steps that the pipeline repeats.
 
-        A process verifies the instructions of all workers or, if these are more than `MOST_VERIFIED`, of its own workers only; `verify`
-        says what is not verified then.
+        A process verifies the instructions of all workers or, if there are more than `MOST_VERIFIED`, only of its own workers; `verify`
+        says what that leaves out.
 
         Raises:
             ProgramError: the verification fails.
@@ -83,7 +83,7 @@ class Steps:
         return tuple(runs)
 
     def program(self, since: int, batch: int, drain: bool) -> tuple[Program, int]:
-        """Return the program of a step or drain at `batch`, `since` batches after an empty pipeline, and the batches to shift it by."""
+        """Return the program of a step or drain at `batch`, `since` batches after an empty pipeline, and its shift in batches."""
         start, model_since = self._modelled(since, batch, drain)
         name = start, model_since, drain
         if name not in self._programs:
@@ -98,7 +98,7 @@ class Steps:
         return self.program(since, since + self._flushed, False)[0]
 
     def _with_due(self, name: tuple[int, int, bool], shift: int) -> Program:
-        """Return a program with those instructions of capabilities that are due if it is shifted by `shift` batches."""
+        """Return a program with only those instructions of capabilities that are due when it is shifted by `shift` batches."""
         program = self._programs[name]
         chosen: dict[Instruction, Instruction | None] = {
             i: self._due[type(i)](self._given, i, shift) for i in program.instructions if type(i) in self._due
@@ -132,7 +132,7 @@ class Steps:
 
     @property
     def _steady(self) -> int:
-        """The batch, counted after the batches that are flushed first, from which on all runs from an empty pipeline are the same."""
+        """The batch, not counting batches that are flushed first, from which on all runs from an empty pipeline are the same."""
         return 2 * self._full
 
     @cached_property
@@ -174,7 +174,8 @@ class Steps:
 
     def _run(self, start: int) -> Run:
         plan, batches = self._plan, 1 if self._flushes else self._plan.flush_first + self._steady + self._full + 2 * self._period
-        few = 6 * batches * plan.microbatches * plan.depth <= MOST_VERIFIED  # 6: loads, computations, transfers of a microbatch at a stage
+        # 6 instructions per microbatch and stage: loads, computations and transfers
+        few = 6 * batches * plan.microbatches * plan.depth <= MOST_VERIFIED
         return Run(plan, start, start + self._distinct(start), self.uses, None if few else self._workers)
 
     def _of_workers(self, program: Program) -> Program:

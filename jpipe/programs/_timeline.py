@@ -101,7 +101,7 @@ def whole_spans(spans: Sequence[Span]) -> list[Span]:
 
 
 def to_ticks(timeline: Sequence[Sequence[Span]], tick: float = 1.0) -> Timeline:
-    """Round all times to whole ticks; every span has at least one tick.
+    """Round all times to whole ticks. Every span has at least one tick.
 
     Args:
         timeline: the spans of each rank.

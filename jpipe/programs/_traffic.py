@@ -38,7 +38,8 @@ class Traffic:
         self._numbers: dict[Hashable, int] = {}  # the number of each port, by its name
         self._ports: dict[int, _Ports] = {}
         self._divided = 0  # how often a group of ports has been divided
-        self._known: dict[tuple[int, ...], tuple[int, list[_Ports]]] = {}  # the results of `_together`, with `_divided` at the time
+        # the results of `_together`, each with the value of `_divided` at that time
+        self._known: dict[tuple[int, ...], tuple[int, list[_Ports]]] = {}
 
     def link(self, source: int, to: int, size: float) -> tuple[tuple[int, ...], float, float]:
         """Return the ports of a link, the seconds for which a message of `size` bytes occupies them, and the latency after that."""
@@ -48,7 +49,7 @@ class Traffic:
     def ring(self, ranks: Sequence[int], size: float, rounds: int = 2) -> tuple[tuple[int, ...], float, float]:
         """Return the ports, the seconds and the latency of a sum: each rank sends `size` bytes to its neighbour in a ring.
 
-        Data goes around the ring `rounds` times, each time with the latency of all links but one.
+        Data goes around the ring `rounds` times, each time with the latency of all links except one.
         """
         ports, bandwidth, latency = self._ring(tuple(ranks))
         return ports, size / bandwidth, rounds * (len(ranks) - 1) * latency
@@ -69,7 +70,7 @@ class Traffic:
         return ports, min(bandwidth for _, bandwidth, _ in ring), max(latency for _, _, latency in ring)
 
     def occupy(self, numbers: tuple[int, ...], ready: float, seconds: float) -> float:
-        """Occupy the ports for `seconds`, from the first time after `ready` at which all are free for so long, and return the end."""
+        """Occupy the ports for `seconds`, from the first time after `ready` at which all are free for that long, and return the end."""
         if seconds == 0:
             return ready
         known = self._known.get(numbers)
@@ -94,7 +95,7 @@ class Traffic:
         return end
 
     def _together(self, numbers: tuple[int, ...]) -> list[_Ports]:
-        """Return the ports as groups that have been busy at the same times. A large sum has thousands of ports, but few groups."""
+        """Return the ports as groups that have been busy at the same times: a large sum has thousands of ports, but few groups."""
         groups: dict[_Ports | None, list[int]] = {}
         for number in numbers:
             groups.setdefault(self._ports.get(number), []).append(number)

@@ -31,8 +31,8 @@ class Transfer(NamedTuple):
     Attributes:
         what: `activation`, `gradient` or another message of `Send`; `sum`, or the name of other arrays that are summed or moved.
         ranks: the sender and the receiver, with -1 for host memory; for a sum the ranks of all replicas.
-        number: the microbatch, the weight version, or for a sum the batch. A message about a batch has the number of the last microbatch of
-            that batch; the optimizer state has 0.
+        number: the microbatch, the weight version, or for a sum the batch. A message about a batch has the number of its last microbatch;
+            the optimizer state has 0.
         start: when it begins to occupy its links, in seconds.
         end: when the links are free again.
         arrival: when it has arrived, after the latency; for a sum, when the sum is complete.
@@ -71,7 +71,7 @@ class Transfer(NamedTuple):
 
 
 def in_rows(transfers: Iterable[Transfer]) -> dict[str, list[Transfer]]:
-    """Return the transfers that take time, by row and in order of time: first rows of messages, then of moves, and of sums."""
+    """Return the transfers that take time, by row and in order of time. The rows are of messages, then moves, then sums."""
     rows: dict[str, list[Transfer]] = {}
     lasting = [transfer for transfer in transfers if transfer.arrival > transfer.start]
     for transfer in sorted(lasting, key=lambda transfer: (transfer.is_sum, transfer.is_move, transfer.ranks, transfer.start)):

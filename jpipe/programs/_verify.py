@@ -30,7 +30,7 @@ def rank_computations(program: Program) -> list[Iterator[Action]]:
 
 
 def versions_before(plan: Plan, worker: int, batch: int) -> set[int]:
-    """Return the weight versions of a worker if the pipeline is empty before `batch`: from the version that is read next to the newest."""
+    """Return the weight versions of a worker if the pipeline is empty before `batch`: from the next version to be read to the newest."""
     s, replica = plan.workers[worker]
     oldest = SCHEDULES[plan.schedule].version(plan, s, batch * plan.microbatches + replica)
     return set(range(oldest, batch * plan.updates_per_batch(s) + 1))
@@ -196,7 +196,7 @@ class Verifier:
         if i.version != version:
             self.fail(f"{i} reads version {i.version}, the formula says {version}")
         if version not in self.versions:
-            self.fail(f"{i} reads version {version}, alive are {sorted(self.versions)}")
+            self.fail(f"{i} reads version {version}, but the stage has {sorted(self.versions)}")
         self.check_whole(version, i)
         self.need("versions", version, i)
 
@@ -210,7 +210,7 @@ class Verifier:
             hook(what, number, i)
 
     def _check_other(self, i: Send | Receive, other: int, workers: Sequence[int], step: int) -> None:
-        """Check that `other`, one of the `workers` of the stage `step` stages on, is the replica that runs the message's microbatch."""
+        """Check that the worker `other`, one of `workers` and `step` stages on, is the replica that runs the message's microbatch."""
         if not workers or other != workers[i.microbatch % len(workers)]:
             self.fail(f"{i}: worker {other} does not run microbatch {i.microbatch} at stage {self.stage + step}")
 
@@ -238,13 +238,13 @@ class Verifier:
             self.fail(f"update {batch} after {self._accumulated} backwards, expected {expected}")
 
     def look_at_complete_sum(self, batch: int) -> None:
-        """Check that the gradients of a whole batch are there, and are complete for all parameters that begin at this stage."""
+        """Check that the gradients of a whole batch exist, and are complete for all parameters that begin at this stage."""
         self.look_at_sum(batch)
         for hook in self._complete:
             hook(batch)
 
     def look_at_sum(self, batch: int) -> None:
-        """Check that the gradients of a whole batch are there, and keep them for the update."""
+        """Check that the gradients of a whole batch exist, and keep them for the update."""
         if self._separates_sums:
             self.look_at(self._aside_as, batch)
         else:
@@ -256,19 +256,19 @@ class Verifier:
         return "summed" if self.plan.sums_gradients(self.stage) else "sums"
 
     def take(self, kind: str, k: int) -> int:
-        """Remove a buffer, which must be there."""
+        """Remove a buffer, which must exist."""
         try:
             self.buffers.remove((kind, k))
         except KeyError:
-            self.fail(f"{kind} of microbatch {k} used before it was there, or twice")
+            self.fail(f"{kind} of microbatch {k} used before it was made, or twice")
         return k
 
     def look_at(self, kind: str, k: int) -> None:
-        """Check that a buffer is there, and keep it."""
+        """Check that a buffer exists, and keep it."""
         self.put(kind, self.take(kind, k))
 
     def put(self, kind: str, k: int) -> None:
-        """Add a buffer, which must not be there yet."""
+        """Add a buffer, which must not exist yet."""
         buffer = kind, k
         if buffer in self.buffers:
             self.fail(f"{kind} of microbatch {k} made twice")
@@ -276,13 +276,13 @@ class Verifier:
 
     def _free(self, version: int, i: Instruction) -> None:
         if version not in self.versions:
-            self.fail(f"{i} frees version {version}, alive are {sorted(self.versions)}")
+            self.fail(f"{i} frees version {version}, but the stage has {sorted(self.versions)}")
         self.versions.remove(version)
         for hook in self._freed:
             hook(version)
 
     def _fail_unused(self, i: Instruction) -> NoReturn:
-        self.fail(f"{i}: the plan does not use what it is for")
+        self.fail(f"{i}: the plan does not use the capability of this instruction")
 
     def fail(self, what: str) -> NoReturn:
         raise Violation.at(self.plan, self.number, what)

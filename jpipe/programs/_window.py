@@ -1,4 +1,4 @@
-"""Windows of a run in steady state. Their step time and bubble are computed in the same way for predictions and measurements."""
+"""Windows of a run in steady state. Predictions and measurements compute step time and bubble from them in the same way."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -71,7 +71,7 @@ def extract_window(
         (begin, first_rank, first_index), (end, *_) = (entries[batch * microbatches] for batch in (first, first + batches))
     except KeyError as missing:
         raise InputError(
-            f"extract_window: expected a run that holds the batches {first} to {first + batches}, found none of microbatch {missing}"
+            f"extract_window: expected a run that holds the batches {first} to {first + batches}, found no microbatch {missing}"
         ) from None
     rows = tuple(_cut_spans(spans, begin, end, first_index if rank == first_rank else 0) for rank, spans in enumerate(timeline))
     busy = sum(span.end - span.start + span.update_time for spans in rows for span in spans)
@@ -111,7 +111,7 @@ def _cut_spans(spans: Sequence[Span], begin: float, end: float, first: int) -> t
     """Return the parts of a rank's spans between two times.
 
     The spans before index `first` have ended by `begin`, but updates after them may start later. Times alone do not show which spans have
-    ended: measured spans can have length 0, because a busy machine records the ends of several computations at once.
+    ended: measured spans can have length 0, because a busy machine records several ends at once.
     """
     inside = []
     for index, span in enumerate(spans):

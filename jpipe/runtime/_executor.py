@@ -37,7 +37,7 @@ Tree = Any
 Weights = Literal["newest", "ema"]
 To = Literal["all", "first"]
 
-_FILLS = 8  # the number of times that a prediction fills the pipeline before it copies the outputs to the host
+_FILLS = 8  # how often a prediction fills the pipeline before it copies the outputs to the host
 
 
 class Executor:
@@ -76,7 +76,7 @@ class Executor:
         before: "Executor | None" = None,
     ) -> None:
         functions, self.specs = buckets[0].functions, [bucket.spec for bucket in buckets]
-        if processes is not None:  # otherwise a difference would be noticed late or never
+        if processes is not None:  # otherwise differences would be found late or never
             processes.agree(
                 {"plan": plan.to_json(), "shape of a microbatch": describe_shapes(self.specs), "model": model_of(functions), **facts}
             )
@@ -131,7 +131,7 @@ class Executor:
             self._processes.barrier(f"{self._exchange.name}: connected")
 
     def compiled_for(self, functions: Sequence[StageFunctions]) -> dict[int, CompiledStage]:
-        """Return this process's stages, compiled for the bucket of these functions, or for the first bucket if none fits."""
+        """Return this process's stages, compiled for the bucket of these functions, or for the first bucket if none matches."""
         inputs = functions[0].specs.x
         return next((stages for stages, bucket in zip(self._compiled, self.buckets, strict=True) if bucket.spec[0] == inputs), self.stages)
 
@@ -198,7 +198,7 @@ class Executor:
         return self.state(workers, state.batch, state.batch)
 
     def average(self, state: State) -> State:
-        """If replicas average their layer state when it is read, return the state with the mean; this takes one sum per stage."""
+        """If replicas average their layer state when it is read, return the state with the mean, which takes one sum per stage."""
         if state.averaged:
             return state
         workers = dict(zip(self.stages, state.workers, strict=True))
@@ -217,14 +217,14 @@ class Executor:
     def settle(self, state: State, weights: Weights) -> tuple[State, int]:
         """Return the state and the newest version, in batches, that all workers of all processes hold; drain a copy if there is none.
 
-        A stage holds the moving average of its newest version only, so with updates in flight the stages have no common version. The same
-        is true of weights without prediction, and of weights that some capabilities read.
+        A stage holds the moving average only of its newest version, so with updates in flight the stages have no common version. This also
+        holds for weights without prediction, and for weights that some capabilities read.
         """
         version_read = hooks("version_read", runtimes_of(self._plan))
         if weights == "ema" or version_read or any(f.predicts for f in self.functions):
             whole = state if state.start == state.batch else self.drained_copy(state)
             return whole, min((version(self._plan, state.batch) for version in version_read), default=state.batch)
-        # After a restore or a drain the workers are ahead of an uninterrupted run, and hold all of its common versions.
+        # After a restore or a drain the workers are ahead of an uninterrupted run, and hold all its common versions.
         since = 0 if state.start == state.batch else state.batch - self._plan.flush_first
         version = self._steps.common_version(since, state.batch)
         if version is None:
@@ -295,7 +295,8 @@ class Executor:
             f = self.stages[w].functions
             if weights == "ema":
                 entries = jax.tree.map(lambda mean, spec: mean.astype(spec.dtype), entries, f.specs.fresh)
-            layers = (layer_id for layer_id in f.stage.layers if layer_id in entries and layer_id not in params)  # replicas hold the same
+            # replicas hold the same parameters
+            layers = (layer_id for layer_id in f.stage.layers if layer_id in entries and layer_id not in params)
             params |= {layer_id: f.stack.ties.whole(layer_id, entries) for layer_id in layers}
         return copy({layer_id: params[layer_id] for layer_id in self._plan.layers if layer_id in params})
 
@@ -304,11 +305,11 @@ class Executor:
         state = self.average(state)
         layer_state: dict[str, Tree] = {}
         for worker in state.workers:
-            layer_state = {**worker.layer_state, **layer_state}  # replicas hold the same
+            layer_state = {**worker.layer_state, **layer_state}  # replicas hold the same state
         return copy(layer_state)
 
     def delay_norms(self, state: State) -> DelayNorms:
-        """Return the norms of the prediction and of the distance between the newest versions; replicas report what they update."""
+        """Return the norms of the prediction and of the distance between the newest versions. Replicas report what they update."""
         squared = {}
         for (w, stage), worker in zip(self.stages.items(), state.workers, strict=True):
             (_, replica), share, versions = self._plan.workers[w], stage.arrays.share, worker.weights.versions

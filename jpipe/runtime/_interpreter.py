@@ -69,8 +69,8 @@ def run(
         transport: the transport between the workers.
         data: the data from `read_data`, which is consumed.
         observe: a function that is called after each instruction is dispatched.
-        added: the additions of the plan's capabilities; None: look them up.
-        consume: delete the arrays of the states that the new states do not share. If False, the program must not train.
+        added: the additions of the plan's capabilities; None looks them up.
+        consume: whether to delete the arrays of the states that the new states do not share. If False, the program must not train.
 
     Returns:
         The new states, and the losses, evaluations and other numbers.
@@ -108,7 +108,7 @@ def run(
 
 
 def read_data(program: Program, batches: Mapping[str, Tree], rows_each: int) -> Data:
-    """Read all rows that the program loads. Reading may fail, so it is done before the run, which consumes the states.
+    """Read all rows that the program loads. Reading may fail, so it precedes the run, which consumes the states.
 
     Args:
         program: the program that will run.

@@ -1,4 +1,4 @@
-"""Joining the processes of a run, comparing their batches, and sharing the rows of predictions."""
+"""Join the processes of a run, compare their batches, and share the rows of predictions."""
 
 import atexit
 import zlib
@@ -23,14 +23,14 @@ _joined: list[Processes] = []  # the processes of this run, once they have joine
 def join_processes(
     limit: float = 300.0, wait: float = Limits.wait, secret: bytes | None = None, rendezvous: Rendezvous | None = None
 ) -> Processes | None:
-    """Join the processes of this run, or return None if there is only one. All processes call it; later calls return the first result.
+    """Join the processes of this run, or return None if there is only one. All processes call this; later calls return the first result.
 
     It does not start JAX devices. When Python ends, the process leaves the run (`Processes.end`).
 
     Args:
         limit: the time in seconds that the first call waits for the other processes.
-        wait: the time in seconds without progress in any process after which the run counts as hanging. The first call sets it. It must be
-            the same in all processes, and longer than a computation of a microbatch and anything that one process does alone.
+        wait: the time in seconds without progress in any process after which the run counts as hanging. Only the first call sets it. It
+            must be equal in all processes, and longer than a microbatch's computation and anything that one process does alone.
         secret: a secret that all processes share, and by which they authenticate each other (`jpipe.processes.handshake`). The default is
             the value of the environment variable `JPIPE_SECRET`. Without a secret, anyone who reaches JAX's coordinator can join.
         rendezvous: the place where the processes find each other; by default the store of `jax.distributed`. With a rendezvous the
@@ -52,11 +52,11 @@ def join_processes(
 Tree = Any
 
 _EVERY = 8  # the number of batches that one message covers
-_MOST_BYTES = 1 << 16  # the most bytes that a checksum reads of one array of one batch, which takes some microseconds
+_MOST_BYTES = 1 << 16  # the most bytes of an array of a batch that a checksum reads, in some microseconds
 
 
 class BatchComparison:
-    """Compares the batches of this process with the other processes', to find a mistake in reading or shuffling them.
+    """Compares the batches of this process with the batches of other processes, to find a mistake in reading or shuffling them.
 
     Each process uses only the parts of a batch that its own stages need. Without the comparison a run could use the inputs of one batch
     with the labels of another. A comparison is a message for which no process waits. It is sent after the first batch and after every
@@ -74,7 +74,7 @@ class BatchComparison:
     def __init__(self, name: str, processes: Processes, rows_each: int, several_shapes: bool) -> None:
         self._name, self._processes, self._rows, self._several_shapes = name, processes, rows_each, several_shapes
         self._first: int | None = None  # the first batch that has not been compared
-        self._checksums: dict[str, int] = {}  # of the batches that have not been compared, by array
+        self._checksums: dict[str, int] = {}  # checksums of the batches that have not been compared, by array
         self._evaluations = 0
 
     def step(self, number: int, batch: Tree) -> None:
@@ -103,7 +103,7 @@ def _facts(batches: str, batch: Tree, checksums: Mapping[str, int]) -> dict[str,
 
 
 def _checksums(batch: Tree, rows_each: int, before: Mapping[str, int]) -> dict[str, int]:
-    """Return the checksums by array name: the checksums in `before`, continued with the rows of this batch."""
+    """Return checksums by array name, which continue the checksums `before` with the rows of this batch."""
     checksums = dict(before)
     for name, array in _by_name(batch).items():
         if isinstance(array, np.ndarray) and array.size:
@@ -133,7 +133,7 @@ def share_rows(
     Returns:
         The outputs by microbatch; empty without `keep`.
     """
-    processes.barrier(name)  # after it all have computed, so no process waits in a collective for another's computation
+    processes.barrier(name)  # then all have computed, and no process waits in a collective for another's computation
     blank = jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), outputs)
     results = {}
     for k, source in enumerate(sources):

@@ -161,7 +161,7 @@ class MetricsExchange:
         return metrics
 
     def check_complete(self, what: str, worker: int, batches: Sequence[int], local: Collection[int]) -> None:
-        """If a worker is in this process, check that it has numbers of these batches. Missing numbers are an error in jpipe."""
+        """If a worker is in this process, check that it has these batches' numbers. Missing numbers are an error in jpipe."""
         if self._devices[worker].process_index == jax.process_index():
             _check_complete(what, batches, local)
 
@@ -176,13 +176,14 @@ class MetricsExchange:
     def _share_losses(
         self, batches: Sequence[int], results: RunResults, metrics: Metrics, unchanged: Sequence[Mapping[int, Any]] | None
     ) -> None:
-        """Put the losses and weights of these batches into the metrics; with pipelines that agree, those over all of them.
+        """Put the losses and weights of these batches into the metrics. With pipelines that agree, they are over all pipelines.
 
         Args:
             batches: the batches.
             results: the results of this process.
             metrics: what to put them into.
-            unchanged: for each pipeline, by batch, a number that is not 0 if its update changed nothing; None if none did.
+            unchanged: for each pipeline, by batch, a number other than 0 if its update changed nothing; None if no
+                capability reports this.
         """
         of_pipelines: list[tuple[dict[int, Any], dict[int, Any]]] = []
         for pipeline, worker in enumerate(self.reporting):
@@ -219,7 +220,7 @@ class MetricsExchange:
         local: Mapping[int, Callable[[], Sequence[Number]]],
         into: Sequence[dict[int, Any]],
     ) -> None:
-        """Put a worker's numbers of these batches into the dicts `into`, in all processes; `local` has the numbers of this process."""
+        """Put a worker's numbers of these batches into the dicts `into`, in all processes. `local` has this process's numbers."""
         source = self._devices[worker].process_index
         for batch in batches:
             if self._processes is None:

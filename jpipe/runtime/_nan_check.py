@@ -1,4 +1,4 @@
-"""The check for NaN and infinity in each computation, while `jax_debug_nans` or `jax_debug_infs` is on."""
+"""Check each computation for NaN and infinity, while `jax_debug_nans` or `jax_debug_infs` is on."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -14,7 +14,7 @@ from jpipe.plan import Plan
 
 
 def place(plan: Plan, devices: Sequence[jax.Device] | None = None) -> tuple[Place, ...]:
-    """Return for each worker where it computes (devices and mesh). All workers of a rank share the place of the rank.
+    """Return where each worker computes (devices and mesh). All workers of a rank share the rank's place.
 
     Args:
         plan: the plan. Its `placement` names the devices; without one, `keep_together` decides the order of the ranks.
@@ -22,8 +22,8 @@ def place(plan: Plan, devices: Sequence[jax.Device] | None = None) -> tuple[Plac
             processes, by process; if there are fewer devices than ranks need, neighbouring ranks share devices.
 
     Raises:
-        InputError: the number of devices does not fit (the message lists workers and devices), the devices are of different kinds, or a
-            mesh has devices of several processes.
+        InputError: the number of devices is wrong (the message lists workers and devices), the devices are of different kinds, or a mesh
+            has devices of several processes.
     """
     sizes = [plan.stages[plan.pipeline_ranks[p][0]].devices_each for p, _ in plan.rank_positions]
     of_ranks = _place_ranks(plan, sizes, devices)
@@ -36,7 +36,7 @@ def place(plan: Plan, devices: Sequence[jax.Device] | None = None) -> tuple[Plac
 
 
 def place_on(devices: jax.Device | Sequence[jax.Device], mesh: FrozenMapping[int]) -> Place:
-    """Return a place to compile for: a mesh on the first of these devices, or on the first local devices of the kind of one device.
+    """Return a place to compile for: a mesh on the first of these devices, or on the first local devices of one device's kind.
 
     Raises:
         InputError: there are too few devices.
@@ -56,7 +56,7 @@ def place_on(devices: jax.Device | Sequence[jax.Device], mesh: FrozenMapping[int
 
 
 def _check_chips(devices: Sequence[jax.Device], size: int) -> None:
-    """Reject meshes of TPU chips if their size is not a power of two: libtpu ends the process when it compiles collectives over them."""
+    """Reject meshes of TPU chips if the size is not a power of two: libtpu ends the process when it compiles their collectives."""
     if size & (size - 1) and any(device.platform == "tpu" for device in devices):
         raise InputError(
             where="plan",
@@ -67,7 +67,7 @@ def _check_chips(devices: Sequence[jax.Device], size: int) -> None:
 
 
 def _local_devices_like(device: jax.Device) -> list[jax.Device]:
-    """Return this process's devices of the same kind; only the device itself if JAX has no such platform here."""
+    """Return this process's devices of the same kind, or only the device itself if JAX has no such platform here."""
     try:
         local = jax.local_devices(backend=device.platform)
     except RuntimeError:
@@ -99,7 +99,7 @@ def _place_ranks(plan: Plan, sizes: Sequence[int], devices: Sequence[jax.Device]
 
 
 def _place_in_order(plan: Plan, sizes: Sequence[int], everywhere: Sequence[jax.Device]) -> list[tuple[jax.Device, ...]]:
-    """Return the devices of each rank in order, if the plan names none. With too few devices, neighbouring ranks share them."""
+    """Return the devices of each rank in order, for a plan that names none. With too few devices, neighbouring ranks share them."""
     processes, needed = jax.process_count(), sum(sizes)
     if processes > 1 and needed < len(everywhere):
         meshes = max(sizes) > 1
@@ -144,8 +144,8 @@ def _check_apart(plan: Plan, of_ranks: Sequence[tuple[jax.Device, ...]]) -> None
                 where="plan",
                 expected=f"{len(devices)} different devices of one process for the mesh of rank {rank}",
                 found=shown,
-                change="use a mesh that divides the devices of a process, or another placement: otherwise a stage's collectives "
-                "would cross the network in each layer",
+                change="use a mesh that divides the devices of a process, or another placement; otherwise the stage's collectives would "
+                "cross the network in each layer",
             )
         for device in devices:
             if owner.setdefault(device, devices) != devices:

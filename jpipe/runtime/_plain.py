@@ -47,7 +47,7 @@ def from_plain(specs: Tree, plain: Any, where: str, hint: str = "is it of anothe
 
 
 def _leaves(flat: Flat, values: Mapping[Names, Any], unmatched: Mapping[Names, Any], where: str, hint: str) -> list[Any]:
-    """Check the leaves and return them in the order of their specs; `unmatched` has the leaves without a spec."""
+    """Check the leaves and return them in the order of their specs. `unmatched` has the leaves without a spec."""
     leaves = []
     for path, spec in flat:
         name, leaf = "/".join(_names(path)), values.get(_names(path))
@@ -100,7 +100,7 @@ def filled(specs: Tree, arrays: Tree, where: str) -> Tree:
 
 
 def overlaid(plain: Plain, above: Plain) -> Plain:
-    """Merge two nested dicts; if both have a leaf, the result has the leaf of `above`."""
+    """Merge two nested dicts. If both have a leaf, the result has the leaf of `above`."""
     both = {name: overlaid(plain[name], above[name]) for name in plain.keys() & above.keys() if isinstance(above[name], dict)}
     return {**plain, **above, **both}
 
@@ -108,8 +108,8 @@ def overlaid(plain: Plain, above: Plain) -> Plain:
 def _by_names(flat: Flat, plain: Plain) -> tuple[dict[Names, Any], dict[Names, Any]]:
     """Return two dicts of leaves by the names on their paths: the leaves that have a spec, and the remaining leaves.
 
-    A key of `plain` may join several names of a path by "/". Equal paths are matched first, so a tree may have a parameter "a/b" and also a
-    parameter "b" inside of "a".
+    A key of `plain` may join several names of a path by "/". Equal paths are matched first, so a tree may have both a parameter "a/b" and a
+    parameter "b" inside "a".
     """
     wanted, unmatched = [_names(path) for path, _ in flat], _paths(plain)
     leaves = {names: unmatched.pop(names) for names in wanted if names in unmatched}

@@ -1,4 +1,4 @@
-"""Snapshots of a running pipeline, which copy each worker's arrays after its update, and workers restored from snapshots."""
+"""Snapshots of a running pipeline, which copy each worker's arrays after its update; and workers restored from snapshots."""
 
 import zlib
 from collections.abc import Iterable, Mapping
@@ -31,7 +31,7 @@ Tree = Any
 
 
 class CopiesDiffer(RuntimeError):
-    """Stages hold different bits of a parameter that they share: a device, a link or a program has failed."""
+    """Stages hold different bits of a shared parameter, because a device, a link or a program has failed."""
 
 
 class Copy(NamedTuple):
@@ -81,7 +81,7 @@ class Snapshot:
         """Observe one instruction."""
         i = event.instruction
         self._parts[i.worker].see(event)
-        if isinstance(i, self._sums):  # after the last replica of this process, all its replicas have the sum
+        if isinstance(i, self._sums):  # after this process's last replica, all its replicas have the sum
             for w in self.plan.stage_workers[self.plan.workers[i.worker][0]]:
                 if w in self._parts:
                     self._parts[w].see_sum(event)
@@ -122,8 +122,8 @@ class Snapshot:
 
 
 _OTHER_OPTIMIZER = (
-    "is it of another optimizer or precision? (With ema_decay or accumulate_batches the optimizer is another one, too.) "
-    "To begin with new state, set fresh_optimizer=True (in a config resume.optimizer: reset)"
+    "is it of another optimizer or precision? (ema_decay and accumulate_batches also change the optimizer.) To begin with new state, set "
+    "fresh_optimizer=True (in a config resume.optimizer: reset)"
 )
 
 # One call copies a whole tree: a call for each leaf would delay the thread that dispatches the steps.
@@ -162,7 +162,7 @@ class WorkerSnapshot:
         self._optimizer: Tree = None
         self.kept: dict[str, Tree] = {}
         self._state: Tree = None  # layer state after the last forward before the batch
-        self._open: int | None = None  # a version that an update has made, but that a capability has yet to complete
+        self._open: int | None = None  # a version that an update has made, but a capability must complete
         self._copies, of_capabilities = hooks("copy_for_snapshot", runtimes_of(plan)), made("snapshot", runtimes_of(plan), self)
         self._see, self._completes = hooks("see", of_capabilities), hooks("completes", of_capabilities)
         self._is_complete, self._saved = hooks("is_complete", of_capabilities), hooks("saved", of_capabilities)
@@ -216,7 +216,7 @@ class WorkerSnapshot:
                         self._scales[version] = state.loss_scales[version]
 
     def _copied(self, what: Literal["optimizer", "versions"], tree: Tree) -> Tree:
-        """Copy arrays on the device, or to another memory if a capability says so because they may not fit on the device."""
+        """Copy arrays on the device, or to another memory if a capability requires that: a copy may not fit on the device."""
         for copy in self._copies:
             if (copies := copy(self.plan, self.stage, what, tree)) is not None:
                 return copies
@@ -234,7 +234,7 @@ class WorkerSnapshot:
 
     def layers(self) -> dict[str, Plain]:
         layers: dict[str, Plain] = {layer_id: {} for layer_id in (*self._entries, *self._ids)}
-        has_all = self.replica == 0 or self.plan.has_parallel_pipelines  # all optimizer state, not only what this replica alone updates
+        has_all = self.replica == 0 or self.plan.has_parallel_pipelines  # all optimizer state, not only what this replica updates
         updated = self._optimizer if has_all else () if self._share is None else self._share.exclusive
         for layer_id, plain in layers.items():
             if self._saved:
@@ -270,7 +270,7 @@ def shared_place(name: str, layers: Mapping[str, Plain]) -> tuple[str, str] | No
 
 
 def with_optimizers(layers: Mapping[str, Plain]) -> dict[str, Plain]:
-    """Return the layers with the optimizer state in the entry of each layer; with `Plan.shard_optimizer` other entries may have it.
+    """Return the layers, each with its optimizer state, which may be in another entry of `layers` with `Plan.shard_optimizer`.
 
     Args:
         layers: the layers from `Snapshot.layers`, with arrays of any kind.
@@ -289,9 +289,8 @@ def fitting(
 ) -> tuple[dict[int, Tree], Tree, Tree, dict[str, Tree]]:
     """Return a worker's weights by version, optimizer state, layer state and `capabilities`, from a snapshot.
 
-    The newest version replaces versions that the snapshot does not have. If the pipeline does not flush and the number of replicas is the
-    same, layer state comes from the same replica; otherwise it is the mean over the saved replicas. Without `sync_state` it always comes
-    from one replica.
+    The newest version replaces versions that the snapshot lacks. If the pipeline does not flush and has equally many replicas, layer state
+    comes from the same replica; otherwise it is the mean over the saved replicas. Without `sync_state` it always comes from one replica.
 
     Args:
         plan: the plan of the restored run, which may differ from the plan of the snapshot.
@@ -349,7 +348,7 @@ def fitting(
 
 
 def for_stage(f: StageFunctions, layers: Mapping[str, Plain], fresh: bool) -> Mapping[str, Plain]:
-    """Prepare the layers of a snapshot for a stage: with the optimizer state in each layer, and without prediction if the stage uses none.
+    """Prepare a snapshot's layers for a stage: put the optimizer state into each layer, and remove the prediction if the stage uses none.
 
     Args:
         f: the functions of the stage.

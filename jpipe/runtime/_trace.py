@@ -1,4 +1,4 @@
-"""Traces of a pipeline, measured during training: the times of computations, and the bytes that each rank holds."""
+"""Traces of a pipeline, measured during training: the times of computations, and the bytes on each rank."""
 
 import itertools
 import statistics
@@ -33,9 +33,8 @@ class Trace:
     Attributes:
         timeline: the spans of each rank, in seconds from the start of the trace.
         memory: the bytes that each rank holds after each of its computations.
-        transfers: the messages between ranks, the sums over replicas and the moves to host memory and back, from post to arrival. In a run
-            of several processes each process has the transfers of its own workers, and unknown times are NaN; `join_transfers` joins the
-            transfers of all processes.
+        transfers: the messages between ranks, the sums over replicas and the moves to host memory and back, each from post to arrival. In a
+            run of several processes each process has its own workers' transfers, and unknown times are NaN; `join_transfers` joins them.
     """
 
     timeline: Timeline
@@ -135,7 +134,7 @@ _usual_interval = sys.getswitchinterval()
 
 
 def _switch_often(begin: bool) -> None:
-    """Make Python's threads switch more often while a tracer is open, so that they record the end of a computation without delay."""
+    """Make Python's threads switch more often while a tracer is open, so that they record the end of a computation promptly."""
     global _tracers, _usual_interval
     if begin and _tracers == 0:
         _usual_interval = sys.getswitchinterval()
@@ -170,7 +169,8 @@ class _Watcher:
         self.is_shared = workers > 1
         self._began = began
         self._sizes: dict[int, dict[str, int]] = {}  # by worker, the sizes of parts of constant size: optimizer, accumulators, layer state
-        self._weights: dict[int, tuple[tuple[tuple[int, int, bool], ...], dict[int, int]]] = {}  # by worker: last versions, bytes
+        # by worker: the last versions and their bytes
+        self._weights: dict[int, tuple[tuple[tuple[int, int, bool], ...], dict[int, int]]] = {}
         self._parts: dict[int, _Parts] = {}
         self._first_parts: dict[int, _Parts] = {}
         self._buffers: dict[int, _Buffers] = {}  # by worker
@@ -193,7 +193,8 @@ class _Watcher:
     def look(self, worker: int, state: WorkerState) -> None:
         """Record the bytes that a worker holds."""
         sizes = self._sizes.setdefault(worker, {})
-        count = 0 if state.accumulators is None else len(state.accumulators.get("gradients", ()))  # fewer entries while parts are set aside
+        # there are fewer entries while parts are set aside
+        count = 0 if state.accumulators is None else len(state.accumulators.get("gradients", ()))
         summed = f"accumulators of {count} entries"
         optimizer = "optimizer elsewhere" if any(map(is_away, jax.tree.leaves(state.optimizer))) else "optimizer"
         like_optimizer = state.optimizer, state.capabilities
@@ -254,7 +255,7 @@ class _Sample(NamedTuple):
 
 
 class _Buffers(NamedTuple):
-    """The bytes of the arrays of microbatches in flight and pending updates, by array id: arrays kept for backwards, and other arrays."""
+    """The bytes of the arrays of microbatches in flight and pending updates, by array id: arrays kept for backwards, and others."""
 
     residuals: dict[int, int]
     other: dict[int, int]
@@ -283,7 +284,7 @@ def _on_each_device(leaf: Any) -> int:
 
 
 def _waits_for(ranks: Sequence[Sequence[_Computation]], plan: Plan, uses: Collection[str]) -> dict[_Key, list[_Key]]:
-    """Return for each computation the computations that it waits for: the ones that make its inputs, and the previous one on its rank."""
+    """Return for each computation those that it waits for: the ones that make its inputs, and the previous one on its rank."""
     keys = [[key_of(c.instruction) for c in row] for row in ranks]
     computations = dict.fromkeys(itertools.chain(*keys))
     instructions = [c.instruction for row in ranks for c in row]
@@ -332,7 +333,7 @@ def key_of(instruction: _Instruction) -> _Key:
 
 
 def _inputs(key: _Key, plan: Plan) -> list[_Key]:
-    """Return the computations that may make a computation's input: ops of a neighbouring stage; for an update the backwards it sums."""
+    """Return the computations that may make a computation's input: ops of a neighbouring stage; for an update, backwards."""
     worker, op, k, _ = key
     s = plan.workers[worker][0]
     match OPS[op].reads if op in OPS else "":  # an update is not an op
@@ -344,7 +345,7 @@ def _inputs(key: _Key, plan: Plan) -> list[_Key]:
             return []
         case _:
             first = (k + 1) * plan.microbatches_per_update(s) - plan.replicas[s]
-            replicas = [plan.workers[worker][1]] if plan.has_parallel_pipelines else range(plan.replicas[s])  # they update alone
+            replicas = [plan.workers[worker][1]] if plan.has_parallel_pipelines else range(plan.replicas[s])  # only these update
             return [key for j in replicas for key in that_leave("accumulators", plan, s, first + j)]
 
 
@@ -364,9 +365,9 @@ def _consistent(ends: dict[_Key, float], waits_for: dict[_Key, list[_Key]]) -> d
 def fit_costs(costs: Sequence[StageCost], timeline: Timeline, plan: Plan | None = None) -> tuple[StageCost, ...]:
     """Replace the times in `costs` with each stage's median forward, backward and update times in a measured timeline.
 
-    If forward and backward are one computation, its time is divided in their ratio in `costs`, or in the ratio of `Pipeline.costs` if both
-    are 0. If only the halves of backwards were measured, a whole backward takes the sum of its halves; if only whole backwards were
-    measured, the halves keep their ratio. Times without a measurement become 0.
+    If forward and backward are one computation, its time is divided in their ratio in `costs`, or in `Pipeline.costs` if both are
+    0. If only the halves of backwards were measured, a whole backward takes their sum; if only whole backwards were measured, the halves
+    keep their ratio. Times without a measurement become 0.
 
     Args:
         costs: one cost for each stage; their bytes are kept.
@@ -416,7 +417,7 @@ def _fit_whole(cost: StageCost, spans: Sequence[Span]) -> StageCost:
 
 
 def _share(part: float, other: float, usual: float) -> float:
-    """Return the share of `part` in the sum of both times, or `usual` if both are 0 because an earlier fit measured neither."""
+    """Return the share of `part` in the sum of both times, or `usual` if both are 0 because an earlier fit has measured neither."""
     return part / (part + other) if part + other else usual
 
 

@@ -25,7 +25,7 @@ from jpipe.stages._bytes import nbytes
 Tree = Any
 _Key = tuple[int, int, str, int]  # a kind of message: sender, receiver, name, bucket
 
-_LOOK_SECONDS = 0.5  # between two checks whether the run is lost
+_LOOK_SECONDS = 0.5  # seconds between two checks whether the run is lost
 
 
 class TransferThread:
@@ -33,7 +33,7 @@ class TransferThread:
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[Callable[[], Tree], Tree, Callable[[BaseException], None], Future[Tree]]] = queue.SimpleQueue()
-        threading.Thread(target=self._work, daemon=True).start()  # a daemon, because a collective never ends if its peer is gone
+        threading.Thread(target=self._work, daemon=True).start()  # a daemon thread, because a collective never ends if its peer is gone
 
     def put(self, transfer: Callable[[], Tree], needs: Tree, fail: Callable[[BaseException], None]) -> "Future[Tree]":
         """Queue a transfer, which runs when the arrays in `needs` are computed; `fail` gets its error, even if nobody waits."""
@@ -125,7 +125,7 @@ class PendingTransfer:
                     self._processes.check()
                     with contextlib.suppress(TimeoutError):
                         self._future.exception(timeout=_LOOK_SECONDS)
-                while self._future.exception() is not None:  # mostly because a process is gone; then `check` raises an error
+                while self._future.exception() is not None:  # usually a process is gone, and `check` raises an error
                     self._processes.check()
                     time.sleep(_LOOK_SECONDS)
         return self._entry(self._future.result())
@@ -135,7 +135,7 @@ class PendingTransfer:
 
 
 def arrived(tree: Tree) -> Tree:
-    """Return the arrays of a message; if they are still in transfer from another process, wait for them."""
+    """Return the arrays of a message, after waiting if they are still in transfer from another process."""
     return tree.wait() if isinstance(tree, PendingTransfer) else tree
 
 
@@ -197,10 +197,10 @@ class Transport:
         crowded = crowded_meshes(places[w] for w in self._local)
         self.crowded = frozenset(w for w in self._local if places[w] in crowded)
         self._replicas = {worker: tuple(workers) for workers in stage_workers for worker in workers}
-        self._used: dict[Hashable, Connection | Reduction] = {}  # by thread, in the order in which all processes connect them
-        self._routes: dict[_Key, Route] = {}  # of messages between processes, or between different shardings
+        self._used: dict[Hashable, Connection | Reduction] = {}  # links by thread, in the order in which all processes connect them
+        self._routes: dict[_Key, Route] = {}  # routes of messages between processes, or between different shardings
         self._arriving: dict[_Key, Tree] = {}  # specs of messages at the receiver
-        self._targets: dict[_Key, Any] = {}  # of messages inside this process: a device or shardings; None: the arrays stay
+        self._targets: dict[_Key, Any] = {}  # targets of messages inside this process: a device or shardings; None: the arrays stay
         self._copied: set[_Key] = set()  # messages that stay on a device, as copies
         self._loads: dict[tuple[int, str], Any] = {}  # shardings of host arrays, by worker and name
         self.way: Literal["collectives", "device_put"] = "collectives"
@@ -271,7 +271,7 @@ class Transport:
             except jax.errors.JaxRuntimeError as error:
                 raise jax.errors.JaxRuntimeError(
                     f"the processes cannot be connected: {(str(error).splitlines() or [''])[0]}; gloo and NCCL, which carry arrays, fail "
-                    "like this if another program connects to their ports at that moment, as port scanners do; start the run again"
+                    "like this if another program, such as a port scanner, connects to their ports at that moment; start the run again"
                 ) from error
         if self._processes is not None and not self._threads:
             self._probe(self._processes, name)
@@ -279,15 +279,15 @@ class Transport:
     def _probe(self, processes: Processes, name: str) -> None:
         """Check whether `device_put` moves arrays over all links of all processes. If it does, use it for messages."""
         if all(place.first.platform == "cpu" for place in self._places):
-            return  # `device_put` between processes is not dependable on CPUs
+            return  # `device_put` between processes is unreliable on CPUs
         pairs = dict.fromkeys(pair for pair in self._used if isinstance(pair, tuple))
-        with processes.waiting("a number to arrive by jax.device_put"):
+        with processes.waiting("a number sent by jax.device_put"):
             works = [device_put_between(*pair).works() for pair in pairs]  # each link is tried, because the other process tries it
         if all(vote == b"yes" for vote in processes.gather(f"{name}: device_put works", b"yes" if all(works) else b"no")):
             self.way = "device_put"
 
     def load(self, worker: int, name: str, data: Tree) -> Tree:
-        """Copy inputs or labels from the host to a worker of this process; nobody may write into the host arrays (see `read_rows`)."""
+        """Copy inputs or labels from the host to a worker of this process. Nobody may write into the host arrays (see `read_rows`)."""
         Transport.calls += 1
         return jax.tree.map(_put, data, self._loads[worker, name])
 
@@ -345,9 +345,8 @@ class Transport:
             words: a description of the result, for messages; by default the sum of gradients.
 
         Returns:
-            Nothing before the last replica of this process has called; then, for each of its replicas, `finish` of the sum over all
-            replicas, which may be a `PendingTransfer`. The parts are added in the order of the replicas; if processes have several
-            replicas, first inside each process.
+            Nothing until this process's last replica has called; then, for each of its replicas, `finish` of the sum over all replicas,
+            which may be a `PendingTransfer`. Parts are added in the order of the replicas, first inside each process.
         """
         replicas = self._replicas[i.worker]
         local = [w for w in replicas if w in self._local]
@@ -409,7 +408,7 @@ class Transport:
             total: the program that computes the result from the parts of all replicas, in order.
 
         Returns:
-            Nothing before the last replica of this process has called; then, for each of its replicas, `total` of all parts.
+            Nothing until this process's last replica has called; then, for each of its replicas, `total` of all parts.
         """
         replicas = self._replicas[i.worker]
         local = [w for w in replicas if w in self._local]
@@ -466,7 +465,7 @@ class Transport:
         return jax.device_put(tree, place.like(tree) if place.mesh else place.first)
 
     def _copies(self, total: Tree, workers: Sequence[int]) -> dict[int, Tree]:
-        """Copy the sum to each worker's devices. Each worker gets memory of its own, because its update writes into the sum."""
+        """Copy the sum to each worker's devices. Each worker gets separate memory, because its update writes into the sum."""
         copies, first = {workers[0]: total}, self._places[workers[0]]
         for w in workers[1:]:
             moved = self._moved(total, self._places[w])
@@ -482,7 +481,7 @@ class Transport:
         join: Callable[[Mapping[Any, Tree]], Tree],
         specs: Callable[[], Tree],
     ) -> Tree:
-        """Start these transfers, and return `join` of their results by thread, which may be a `PendingTransfer`."""
+        """Start these transfers, and return `join` of their results by thread, perhaps as a `PendingTransfer`."""
         assert self._processes is not None
         if not calls:  # a message without arrays
             return join({})

@@ -1,4 +1,4 @@
-"""The workers of the interpreter: each holds its state while a program runs, and has a method for each type of instruction."""
+"""The workers of the interpreter. Each holds its state while a program runs, and has a method for each type of instruction."""
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -55,7 +55,7 @@ _Part = tuple[int, str, int]  # a part of the state: worker, kind (see `Worker.r
 class ConsumedArrays:
     """Deletes each array of the consumed states as soon as no part of the workers' current states holds it.
 
-    `jax.Array.delete` waits for no computation: as after a donation, memory is free when the computations that read the array have ended.
+    `jax.Array.delete` does not wait: as after a donation, memory is free when the computations that read the array have ended.
     Arrays that the run itself has made are not counted, because only the run holds them.
 
     Attributes:
@@ -89,7 +89,7 @@ class ConsumedArrays:
                     self._arrays[key].delete()
 
     def keep(self, tree: Tree) -> None:
-        """Stop counting these arrays, so that they are never deleted: something other than the workers' states holds them."""
+        """Stop counting these arrays, so that they are never deleted, because something other than the workers' states holds them."""
         for leaf in jax.tree.leaves(tree) if self._uses else ():
             self._uses.pop(id(leaf), None)
 
@@ -132,7 +132,7 @@ class _MutableState:
 
 
 def _with_copies(state: "WorkerState | _MutableState") -> dict[str, Any]:
-    """Return the fields of a state, with copies of its dicts, so that instructions change only one of the two states."""
+    """Return the fields of a state with copied dicts, so that instructions change only one of the two states."""
     entries = {name: {number: {**fields} for number, fields in getattr(state, name).items()} for name in ("microbatches", "updates")}
     return {**vars(state), **entries, "loss_scales": {**state.loss_scales}, "capabilities": {**state.capabilities}}
 
@@ -170,7 +170,7 @@ class Worker:
         sums: whether the replicas sum their gradients.
         separates_sums: as in `Program`, for the worker's stage.
         microbatch_shift, version_shift: the numbers to add to microbatches and versions of the program to get the numbers of the run.
-        compiled, functions, calls: the compiled stage for the first bucket, its functions and its calls; see also `stage_for`.
+        compiled, functions, calls: the compiled stage for the first bucket, its functions and its calls (see `stage_for`).
         stages, buckets: the arguments of `run`, for the worker's stage.
         transport: the transport to and from other workers.
         added: the additions of capabilities.
@@ -235,7 +235,7 @@ class Worker:
         jax.block_until_ready([leaf for leaf in arrays if not leaf.is_deleted()])
 
     def count_arrays(self) -> None:
-        """Count the arrays of the consumed state. Donation deletes the arrays that are not counted, such as the optimizer state."""
+        """Count the arrays of the consumed state. Donation deletes arrays that are not counted, such as the optimizer state."""
         state = self.state
         numbers = {"weights": state.weights.versions, "microbatch": state.microbatches, "update": state.updates, "layer state": (0,)}
         for part in [(self.number, kind, number) for kind, numbers_of_kind in numbers.items() for number in numbers_of_kind]:
@@ -266,10 +266,10 @@ class Worker:
             leaf.delete()
 
     def changed(self, kind: str, number: int = 0) -> None:
-        """Record that the instruction has changed a part of the state, if this may free arrays of a consumed state.
+        """Record that the instruction has changed a part of the state, if that may free arrays of a consumed state.
 
-        If an instruction moves arrays from one part to another, it must first change the part that has them: a part without counted arrays
-        is recorded only after a part with counted arrays.
+        An instruction that moves arrays must first change the part that has them: a part without counted arrays is recorded only after a
+        part with counted arrays.
         """
         part = self.number, kind, number
         if self.changed_parts or part in self.consumed.parts:
@@ -355,7 +355,7 @@ class Worker:
         return stash
 
     def fresh_accumulators(self, i: Compute) -> Tree:
-        """Return new accumulators for a computation, after the last ones were set aside."""
+        """Return new accumulators for a computation, after the previous ones were set aside."""
         return self.calls["zero_accumulators"](self.state.weights.read(i.version + self.version_shift))
 
     def after_backward(self, k: int) -> None:
@@ -471,7 +471,7 @@ class Worker:
         return accumulators
 
     def finish(self, update: int, loss: Tree) -> None:
-        """Keep (mean loss, weight) of an update. The last update of a batch reports the losses of all updates of the batch."""
+        """Keep (mean loss, weight) of an update. A batch's last update reports the losses of all its updates."""
         rate = self.plan.updates_per_batch(self.stage)
         self.change_update(update, loss=loss)
         if (update + 1) % rate == 0:

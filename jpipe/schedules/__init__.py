@@ -1,4 +1,4 @@
-"""The registry of schedules. A new schedule is one file in this folder and one line here; code of your own calls `register`."""
+"""The registry of schedules. A new schedule of jpipe is one file in this folder and one line here; your own code calls `register`."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -32,7 +32,7 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(_BY_NAME)
 
 
 def register(schedule: Schedule) -> Schedule:
-    """Add a schedule of your own to `SCHEDULES`, where plans, pipelines and planners look up schedules by name.
+    """Add your own schedule to `SCHEDULES`, where plans, pipelines and planners look up schedules by name.
 
     In a run of several processes each process must register the schedule before it makes or reads a plan.
 
@@ -60,7 +60,7 @@ def register(schedule: Schedule) -> Schedule:
 def written_order(plan: Shape) -> tuple[str, ...]:
     """Return the order of a plan for a batch that begins and ends with an empty pipeline, in the form of `PlanOptions.order`.
 
-    Use the order of a schedule as a start for an order of your own. With replicas, it has the microbatches of one replica, counted from 0.
+    You can start from a schedule's order to write your own. With replicas, it has the microbatches of one replica, counted from 0.
 
     Returns:
         The text of each pipeline rank's order.

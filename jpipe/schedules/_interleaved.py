@@ -1,8 +1,8 @@
 """Orders of ranks that run several chunks in turn, after Megatron's interleaved 1F1B.
 
-Microbatches come in groups. A rank does the forwards of a group at its first chunk, then at its second chunk, and so on, then the forwards
-of the next group. Backwards go from the last chunk to the first. After a warm-up of (v - 1) g + a (d - 1 - p) forwards, rank p does a
-forward and a backward in turn. Here d is the number of ranks, v the chunks of each rank, g the microbatches of a group, and a the number of
+Microbatches come in groups. A rank runs the forwards of a group at its first chunk, then at its second chunk, and so on; then the next
+group follows. Backwards go from the last chunk to the first. After a warm-up of (v - 1) g + a (d - 1 - p) forwards, rank p does a forward
+and a backward in turn. Here d is the number of ranks, v the chunks of each rank, g the microbatches of a group, and a the number of
 microbatches by which a rank runs ahead of the next one.
 
 Reference: Narayanan et al. 2021, section 2.2.
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from jpipe.schedules._schedule import Action, Shape, fused, pipeline_in_flight, pipeline_order, split_early
 
 _AHEAD = 2
-"""The value of a without a flush. Chunks make transfers more frequent; with 2 microbatches ahead for each link their latency is hidden."""
+"""The value of a without a flush. Chunks make transfers more frequent; 2 microbatches ahead for each link hide their latency."""
 
 
 def flushed_order(plan: Shape, p: int, microbatches: Sequence[int], ahead: int, delay: int | None = None) -> list[Action]:
@@ -44,9 +44,9 @@ def endless_order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterable[
 def _interleaved(
     plan: Shape, p: int, microbatches: Sequence[int], group: int, begun: int, ahead: int, delay: int | None
 ) -> Iterator[Action]:
-    """Return the order of whole groups, without the microbatches that are missing.
+    """Return the order of whole groups, leaving out missing microbatches.
 
-    The first group lacks its first `begun` microbatches; the last group may lack microbatches at its end.
+    The first group lacks its first `begun` microbatches; the last group may lack some at its end.
     """
     stages, count = plan.pipeline_ranks[p], len(microbatches)
     groups = [range(first, first + group) for first in range(-begun, count, group)]
@@ -100,7 +100,7 @@ def endless_period(plan: Shape) -> int:
 
 
 def unequal_replicas(plan: Shape) -> str:
-    """Return why a schedule that needs the same replicas of each stage cannot run this plan, or ""."""
+    """Return why a schedule that needs equally many replicas of each stage cannot run this plan, or ""."""
     if len(set(plan.replicas)) > 1:
         several = " with several stages on a rank" if plan.depth > len(plan.pipeline_ranks) else ""
         actual = f"found replicas {list(plan.replicas)}; give all stages the same number"

@@ -12,11 +12,11 @@ from jpipe.errors import short
 
 REMOVED: Mapping[str, str] = MappingProxyType(
     {
-        "noam": "the schedules have as many microbatches in flight as keep every worker busy; set max_in_flight for fewer",
+        "noam": "schedules already keep just enough microbatches in flight for every worker to be busy; set max_in_flight for fewer",
         "scale_learning_rate": "give each stage its own learning rate with jpipe.optimizers.per_stage, or optimizer.per_stage of a config",
     }
 )
-"""Options of earlier versions, which were false by default, and what to use instead of each."""
+"""Options of earlier versions, which were false by default, each with what to use instead."""
 
 
 class ScheduleOptions(pydantic.BaseModel):
@@ -59,7 +59,7 @@ class ScheduleOptions(pydantic.BaseModel):
 
 
 class PlanOptions(ScheduleOptions):
-    """The options of a plan's schedule: the options that configs have, too, and an order, which only plans have.
+    """The options of a plan's schedule: those that configs also have, and an order, which only plans have.
 
     Attributes:
         order: for `auto_zero_bubble`: for each rank what it computes in a batch, such as "F0.0 F0.1 I0.0 W0.0". "F0.1" is the forward of

@@ -78,7 +78,7 @@ class Schedule:
     Attributes:
         name: the schedule's name in plans.
         flushes: whether the pipeline is empty after each batch.
-        order: `(plan, p, microbatches) -> computations` of one replica of pipeline rank p, from an empty pipeline to an empty pipeline.
+        order: `(plan, p, microbatches) -> computations` of one replica of pipeline rank p, from an empty to an empty pipeline.
             `microbatches` has at least one microbatch, in order: the microbatches of one batch if the schedule flushes, of several batches
             otherwise. At each stage the forwards are in the order of the microbatches, and so are the backwards, and each half of them.
         in_flight: `(plan, s) -> n_s`, the largest number of microbatches that a replica of stage s has begun but not finished.
@@ -92,7 +92,7 @@ class Schedule:
         versions_alive: `(plan, s) -> int`, the largest number of versions that a replica of stage s holds.
         refusal: `(plan) -> str`, why the schedule cannot run this plan, or "".
         updates_early: `(plan) -> bool`, whether a stage updates with a batch, and reads these weights, before all stages have computed the
-            gradients of the batch. Then an update cannot depend on the gradients of all stages. This is so under weight stashing.
+            batch's gradients. Then no update can depend on the gradients of all stages, as under weight stashing.
         options: the names of the `PlanOptions` that the schedule reads; a plan that sets any other option is illegal.
         closed_form: the form of the batches if planners have a closed-form price for it: "serial": one microbatch after the other; "fill
             and drain": all forwards, then all backwards; or "1F1B". None: planners walk through the order, which takes longer.
@@ -138,7 +138,7 @@ class Schedule:
         """
         every = plan.microbatches_per_update(s)
         k, end, total = update * every, (update + 1) * every, 0
-        while k < end:  # one run of equal versions after the other, since versions do not decrease
+        while k < end:  # handles one run of equal versions after the other, because versions do not decrease
             version = self.version(plan, s, k)
             after = k + bisect_right(range(k, end), version, key=lambda number: self.version(plan, s, number))
             total += (after - k) * (update - version)
@@ -179,7 +179,7 @@ class Schedule:
             start = end
 
     def first_op(self, plan: Shape, s: int) -> str:
-        """Return the first op of stage s. It shows whether the stage runs forward and backward as one program."""
+        """Return the first op of stage s, which shows whether the stage runs forward and backward as one program."""
         return _ops(self, plan)[s][0]
 
     def begins_fused(self, plan: Shape, s: int) -> bool:
@@ -375,8 +375,8 @@ def pipeline_in_flight(plan: Shape, s: int) -> int:
     """Return the n_s that keeps every worker busy: 1 at the last stage, else 1 + ceil(n_{s+1} r_{s+1} / r_s) + extra_in_flight.
 
     Without replicas and `extra_in_flight` n_s is d - s. `max_in_flight` lowers all n_s in proportion, so that no n_s is larger than this
-    option. It also keeps (n_s - 1) r_s from growing from stage to stage: otherwise a stage would wait for microbatches that the stage
-    before may not begin.
+    option. It also keeps (n_s - 1) r_s from growing along the stages: otherwise a stage would wait for microbatches that the previous stage
+    must not begin.
     """
     return _all_in_flight(plan.replicas, plan.options.extra_in_flight, plan.options.max_in_flight)[s]
 
@@ -391,7 +391,7 @@ def _all_in_flight(replicas: tuple[int, ...], extra: int, most: int | None) -> t
 
 
 def _limited(replicas: tuple[int, ...], ahead: Sequence[int], most: int) -> tuple[int, ...]:
-    """Return n_s for each stage: `ahead` lowered in proportion to at most `most`, and limited by the n_s of the stage before."""
+    """Return n_s for each stage: `ahead` lowered in proportion to at most `most`, and limited by the previous stage's n_s."""
     limited: list[int] = []
     for s, n in enumerate(ahead):
         n = min(n, -(-n * most // max(ahead)))

@@ -7,7 +7,7 @@ from jpipe.ops import OPS
 from jpipe.schedules._schedule import Action, Shape, fused
 
 Slot = tuple[str, int]
-"""An op and the number of the chunk for which a rank computes it."""
+"""An op, and the number of the chunk for which a rank computes it."""
 
 
 def in_turn(pattern: str, times: int) -> list[Slot]:

@@ -30,7 +30,7 @@ class Share:
 
     Attributes:
         exclusive: the entries that only this replica updates; it sends them to the other replicas.
-        common: the entries that every replica updates, because other stages hold them, too.
+        common: the entries that every replica updates, because other stages also hold them.
     """
 
     exclusive: tuple[str, ...]
@@ -61,7 +61,7 @@ class Arrays:
         functions: the functions of the stage.
         place: the devices of the stage, or a place without devices if only the sizes of shards are needed.
         chosen: the shardings that XLA chose for arrays that one program leaves for another, in order: "saved" by the forward, "stash" by
-            the first half of a backward. Before these shardings are known, the arrays count as sharded like messages between stages.
+            the first half of a backward. Until they are known, such arrays count as sharded like messages between stages.
         share: the entries that this replica updates; None: all.
     """
 
@@ -225,7 +225,7 @@ class Arrays:
         return self.place.specs(tree, self.functions.partition.flow(tree))
 
     def as_chosen(self, name: str, specs: Sequence[Spec]) -> list[Spec]:
-        """Return specs with the shardings that XLA chose, or with the default shardings if `chosen` has none of this name."""
+        """Return specs with the shardings that XLA chose, or with the default shardings if `chosen` lacks this name."""
         if name not in self.chosen:
             return list(self._flow(list(specs)))
         return [Spec(spec.shape, spec.dtype, sharding=sharding) for spec, sharding in zip(specs, self.chosen[name], strict=True)]

@@ -37,8 +37,8 @@ def _checked_rows(batch: Tree, where: str) -> int:
         ) from None
     if masked := [leaf for leaf in leaves if isinstance(leaf, np.ma.MaskedArray)]:
         raise InputError(
-            f"{where}: expected arrays without masks, found a masked array {describe(masked[0])}: its mask would be dropped; "
-            "give filled values (numpy.ma.filled), and the mask as an array of its own"
+            f"{where}: expected arrays without masks, found a masked array {describe(masked[0])}: its mask would be dropped; give filled "
+            "values (numpy.ma.filled), and the mask as a separate array"
         )
     sizes = {leaf.shape[0] if getattr(leaf, "ndim", 0) else -1 for leaf in leaves}
     if len(sizes) != 1 or -1 in sizes:
@@ -83,8 +83,7 @@ def bucket_of(batch: Any, count: int, specs: Sequence[Batch]) -> int:
     """Return the index of the spec that the `count` microbatches of a batch have.
 
     Raises:
-        InputError: the microbatches have none of the specs, or the batch is not a pair of arrays with a number of rows that `count`
-            divides.
+        InputError: the microbatches have none of the specs, or the batch is not a pair of arrays with a multiple of `count` rows.
     """
     for number, spec in enumerate(specs):
         if _has_spec(batch, count, spec):
@@ -98,7 +97,7 @@ def bucket_of(batch: Any, count: int, specs: Sequence[Batch]) -> int:
 def _has_spec(batch: Any, count: int, spec: Batch) -> bool:
     """Return whether a batch consists of NumPy or JAX arrays that fit this spec, each with `count` times as many rows.
 
-    This check is quick, because every step makes it. `microbatch_spec` also takes other arrays, and says what is wrong with a batch.
+    This check is quick, because every step makes it. `microbatch_spec` accepts other arrays as well, and says what is wrong with a batch.
     """
     try:
         leaves, structure = jax.tree.flatten(batch)
@@ -241,6 +240,8 @@ def _rows_of_leaf(leaf: Any, start: int, stop: int) -> np.ndarray:
     expected = jax.ShapeDtypeStruct((stop - start, *leaf.shape[1:]), jax.dtypes.canonicalize_dtype(leaf.dtype))
     if array.dtype == object or (array.shape, jax.dtypes.canonicalize_dtype(array.dtype)) != (expected.shape, expected.dtype):
         raise InputError(
-            where="batch", expected=f"rows {start} to {stop - 1} as {describe(expected)}, as its shape and dtype say", found=describe(array)
+            where="batch",
+            expected=f"rows {start} to {stop - 1} as {describe(expected)}, like the whole array",
+            found=describe(array),
         )
     return array

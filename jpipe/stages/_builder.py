@@ -30,7 +30,7 @@ Tree = Any
 
 @dataclasses.dataclass
 class StageBuilder:
-    """A builder of the functions of each stage, which checks that model, plan, loss, optimizer and batch fit each other.
+    """A builder of each stage's functions, which checks that model, plan, loss, optimizer and batch are compatible.
 
     It keeps its last result, because building traces the whole model.
 
@@ -69,7 +69,7 @@ class StageBuilder:
             return self._built[1]
         inputs, labels = spec
         layers = self.stack.specs(inputs)
-        unprobed = LayerwiseOptimizer(self.optimizer)  # a placeholder: a wrong loss is reported before a wrong optimizer
+        unprobed = LayerwiseOptimizer(self.optimizer)  # a placeholder, so that a wrong loss is reported before a wrong optimizer
         split = partitions(self.plan, self.stack, layers, rows_of(spec))
         entries = self.stack.ties.in_stages([stage.layers for stage in self.plan.stages])
         capabilities = values_of(self.plan, self.arguments, entries)
@@ -98,7 +98,7 @@ class StageBuilder:
 
     @property
     def _average_state(self) -> Literal["update", "read"] | None:
-        """When replicas average their layer state: at each "update" if the pipeline flushes, else when the state is "read"; None: never.
+        """Return when replicas average their layer state: at each "update" if the pipeline flushes, else when it is "read"; None: never.
 
         Parallel pipelines average only when the state is read, even if they flush.
         """
@@ -118,7 +118,7 @@ class StageBuilder:
             layerwise = find_layerwise(
                 self.optimizer, params, self.precision.has_masters, self.stack.ties, predicts, self.plan.depth, self.stack.tree
             )
-            self.stack.probed.clear()  # only the newest is kept
+            self.stack.probed.clear()  # only the newest result is kept
             probed = self.stack.probed[key] = Probed(self.optimizer, params, layerwise)
         return probed.layerwise
 

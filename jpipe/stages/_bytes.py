@@ -47,8 +47,8 @@ def measure_bytes(
 ) -> StageCost:
     """Compute the bytes of one stage on each of its devices from shapes.
 
-    The bytes are exact, with one exception. On a mesh XLA chooses the sharding of some arrays. Until the choice is known (`chosen`), these
-    arrays count as sharded only over the rows, which is usually more than a device holds.
+    The bytes are exact, with one exception. On a mesh XLA chooses the sharding of some arrays. Until that is known (`chosen`), they count
+    as sharded only over the rows, usually with more bytes than a device holds.
 
     Times are in units: a forward takes 1, a backward 2, each half of a backward 1, and recomputation 1 more. A half that computes nothing,
     because the parameters that it would need are frozen, takes 0.
@@ -105,12 +105,12 @@ def _of_microbatch(a: Arrays, splits: bool) -> tuple[tuple[list[Any], list[Any]]
 
 
 def arrays_of(functions: StageFunctions, chosen: Mapping[str, Sequence[Any]] | None = None) -> Arrays:
-    """Return the `Arrays` of a stage without devices, for the sizes of the arrays; `chosen` as in `Arrays`."""
+    """Return a stage's `Arrays` without devices, from which only sizes are read; `chosen` is the same as in `Arrays`."""
     return Arrays(functions, Place((), functions.partition.mesh), {} if chosen is None else chosen)
 
 
 def kept_by_both(before: StageFunctions, after: StageFunctions, splits: tuple[bool, bool]) -> tuple[KeptByBoth, ...]:
-    """Return the arrays that a stage sends to the next stage and that both stages keep.
+    """Return the arrays that a stage sends to the next stage and that both keep.
 
     Args:
         before: the stage.

@@ -93,7 +93,7 @@ def _always_used(f: StageFunctions) -> set[str]:
 def _compile_in_turns(
     stages: Sequence[tuple[Arrays, list[str]]], known: CompiledPrograms | None = None
 ) -> list[dict[str, jax.stages.Compiled]]:
-    """Compile the named calls of each stage. On a mesh the calls of `sharded_by_xla` come before the calls that read their results.
+    """Compile the named calls of each stage. On a mesh the calls of `sharded_by_xla` precede those that read their results.
 
     With `known` the calls are compiled only for analysis, while further calls are traced. Programs in `known` are not compiled again, and
     new programs are added to it.
@@ -123,8 +123,8 @@ def _compile_in_turns(
 def _compile_unknown(programs: Iterable[tuple[Place, jax.stages.Lowered]], known: CompiledPrograms) -> list[tuple[Place, str]]:
     """Compile the programs that `known` lacks, add them, and return the keys of all programs in `known`.
 
-    The programs are only for analysis. Threads compile them while the next ones are lowered. Programs with the same `program_key`, as equal
-    stages have them, are compiled once. After an error nothing more is compiled.
+    The programs are only for analysis. Threads compile them while the next ones are lowered. Programs with the same `program_key`, as of
+    equal stages, are compiled once. After an error nothing more is compiled.
     """
     keys, begun = list[tuple[Place, str]](), dict[tuple[Place, str], Future[jax.stages.Compiled]]()
     pool = ThreadPoolExecutor(os.cpu_count())  # XLA releases Python's lock while it compiles
@@ -151,7 +151,7 @@ def with_outputs(workers: Mapping[int, CompiledStage]) -> dict[int, CompiledStag
 
 
 def _evaluating_by(workers: Mapping[int, CompiledStage], name: str) -> dict[int, CompiledStage]:
-    """Return copies of the workers that run this call as their evaluation."""
+    """Return copies of the workers with this call as their evaluation."""
     lowered = {stage.place: _lower_call(replace(stage.arrays, share=None), name) for stage in workers.values()}
     compiled = dict(zip(lowered, compile_in_parallel(list(lowered.values())), strict=True))
     return {w: replace(stage, calls=stage.calls | {"evaluate": compiled[stage.place]}) for w, stage in workers.items()}
@@ -239,9 +239,9 @@ _RESULT_NAME = re.compile(r'jax\.result_info = "[^"]*"')  # such as the id of a 
 def compile_for_analysis(program: jax.stages.Lowered, device: jax.Device) -> jax.stages.Compiled:
     """Compile a program that will not run, to read its memory.
 
-    XLA assigns memory before it makes kernels, and kernels take most of the time. So the kernels are made with little effort. For CPUs LLVM
-    does not optimize. For a GPU of another machine XLA tries no variants of kernels, uses the smallest tiles for matrix products, and
-    reuses the kernels of earlier programs. In all programs that were compared, the memory was the same as with usual compilation.
+    XLA assigns memory before it makes kernels, which take most of the time. So kernels are made with little effort. For CPUs LLVM does not
+    optimize. For another machine's GPU XLA tries no variants of kernels, uses the smallest tiles for matrix products, and reuses kernels of
+    earlier programs. In all compared programs, the memory was the same as with usual compilation.
 
     Args:
         program: the program, lowered for the device.
@@ -260,7 +260,7 @@ def compile_for_analysis(program: jax.stages.Lowered, device: jax.Device) -> jax
                 unknown = _UNKNOWN_OPTION.search(str(error))
                 if unknown is None or unknown[1] not in options:
                     break
-                del options[unknown[1]]  # this version of XLA does not have the option
+                del options[unknown[1]]  # this version of XLA lacks the option
     return program.compile({"xla_gpu_autotune_level": 0})  # some products or convolutions need other tiles, or none
 
 
@@ -281,9 +281,9 @@ _KERNEL_LOCK = threading.Lock()  # without it two threads could make two folders
 
 @contextlib.contextmanager
 def _kernel_file() -> Iterator[dict[str, str]]:
-    """Yield the option that names a file with the kernels of earlier programs; no other thread uses this file at the same time.
+    """Yield the option that names a file with kernels of earlier programs, which no other thread uses at the same time.
 
-    If no folder for temporary files can be made, the option is left out.
+    Without a folder for temporary files, the option is left out.
     """
     try:
         name = _KERNEL_FILES.get_nowait()
@@ -332,7 +332,7 @@ def _lower_call(arrays: Arrays, name: str) -> jax.stages.Lowered:
 
 
 _RUN_ONCE: Mapping[str, str | bool] = MappingProxyType({"xla_backend_optimization_level": "1"})
-"""Options for programs that run once: they compile in half the time, and compute the same bits."""
+"""Options for programs that run once, which then compile in half the time and compute the same bits."""
 
 
 def compile_initializers(
@@ -340,8 +340,7 @@ def compile_initializers(
 ) -> dict[tuple[str, Place], jax.stages.Compiled]:
     """Compile `key -> (params, state)` for each (layer id, place), unsharded on the place's first device; equal layers share a program.
 
-    There is one program per layer, not per stage, and it is not sharded, so the bits of the weights depend neither on the cut nor on the
-    mesh.
+    There is one unsharded program per layer, not per stage, so the bits of the weights depend neither on the cut nor on the mesh.
     """
     distinct: dict[tuple[str, jax.Device], jax.stages.Lowered] = {}
     program_of = {}

@@ -22,7 +22,7 @@ Tree = Any
 
 
 def sharded_by_xla(f: StageFunctions) -> dict[str, Op]:
-    """Return, by the name of their call, the ops that leave arrays for a later op, in the order in which XLA chooses the shardings."""
+    """Return the ops that leave arrays for a later op, by the name of their call. XLA chooses the shardings in this order."""
     return {name: op for name, op in ops_of_stage(f).items() if {"residuals", "stash"} & {*op.leaves}}
 
 
@@ -47,7 +47,7 @@ class UpdateNumber(NamedTuple):
     number: int
 
     def position(self, names: Sequence[str]) -> Position:
-        """Return the entries of the update's position that have these names."""
+        """Return the update's position: its stage and its delay, if they are among these names."""
         values: Position = {
             name: np.int32(self.stage) if name == "stage" else np.float32(self.plan.delay(self.stage, self.number)) for name in names
         }
@@ -59,10 +59,10 @@ class CompiledStage:
     """The compiled calls of a stage, by name: the used functions of `jpipe.ops.OPS`, and the used kinds of updates.
 
     The calls of ops and updates return (result, done), where `done` is an array of one byte that is ready when the computation has
-    finished. Further calls, if the plan needs them: `zero_accumulators` and at the last stage `mean_loss`, if gradients are set aside;
-    `add` and `finish`, if replicas sum gradients, or the programs of a capability that sums in another way; `add_state` and `mean_state`,
-    if replicas average their layer state when it is read; and programs of capabilities. With `arrays.share`, updates change only this
-    part of the weights. `starts` keeps the programs that run once before batch 0; they are compiled at the first use.
+    finished. Some plans need further calls: `zero_accumulators` and at the last stage `mean_loss`, if gradients are set aside; `add` and
+    `finish`, if replicas sum gradients, or the programs of a capability that sums in another way; `add_state` and `mean_state`, if replicas
+    average their layer state when it is read; and programs of capabilities. With `arrays.share`, updates change only this part of the
+    weights. `starts` keeps the programs that run once before batch 0; they are compiled at the first use.
     """
 
     arrays: Arrays
@@ -107,8 +107,8 @@ class CompiledStage:
             number: the number of the update.
 
         Returns:
-            The results of the stage function `update`, and `done`. With a share the new params are only the share. Frozen parameters are
-            the same arrays as in `params`; the update does not read them.
+            The results of the stage function `update`, and `done`. With a share, the new params are only that share. Frozen parameters are
+            the arrays from `params`; the update does not read them.
         """
         f, position = self.functions, self.position(number)
         *retired, params = map(self.arrays.updated, (*retired, params))
@@ -150,6 +150,6 @@ def choices(f: StageFunctions, name: str, call: jax.stages.Compiled) -> dict[str
     if not op.begins:
         return {"stash": sharded}
     _, late_saved, stash = sharded
-    # The halves do not read the remaining saved arrays, so they may have any sharding.
+    # The halves do not read the remaining saved arrays, so those may have any sharding.
     read = dict(zip(f.halves.late_saved, late_saved, strict=True))
     return {"saved": [read.get(i) for i in range(f.residuals.count)], "stash": stash}

@@ -23,7 +23,7 @@ _REMEDY = "use operations that JAX differentiates in reverse (lax.scan, not whil
 
 
 def has_gradient(trained: Subset, params: Mapping[str, Tree]) -> bool:
-    """Return whether a gradient is computed for the output of layers with these parameters. It is not if all of them are frozen.
+    """Return whether a gradient is computed for the output of layers with these parameters: not if all are frozen.
 
     Args:
         trained: the parameters that updates change.
@@ -33,7 +33,7 @@ def has_gradient(trained: Subset, params: Mapping[str, Tree]) -> bool:
 
 
 def with_gradients(functions: Sequence[StageFunctions], earlier: Mapping[str, Tree] = MappingProxyType({})) -> list[StageFunctions]:
-    """Set for consecutive stages whether they compute gradients: a gradient is left out if all parameters before it are frozen.
+    """Set for consecutive stages which gradients they compute: none if all earlier parameters are frozen.
 
     Args:
         functions: the functions of the stages.
@@ -57,8 +57,8 @@ def check_gradients(
     Args:
         stack: the model.
         layers: the specs of all layers, from `LayerStack.specs`.
-        first_stage: the number of layers of the first stage. For the inputs of later layers a gradient is computed unless all earlier
-            parameters are frozen.
+        first_stage: the number of layers of the first stage. Inputs of later layers have a gradient unless all earlier parameters are
+            frozen.
         loss: as in `Pipeline`.
         labels: the shapes and dtypes of the labels of a microbatch.
         trained: the parameters that updates change, by entry.

@@ -78,7 +78,7 @@ class StandaloneStage:
         return trace_call(Arrays(self._functions, Place((device,))), "in_place" if name == "update" else name, with_effects=False)
 
     def keep(self, arguments: tuple[Tree, Tree, Tree], outputs: tuple[Tree, Tree]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Return the `forward_arrays` of a backward from its forward's arguments (state, x, labels) and outputs (y, changed state)."""
+        """Return the `forward_arrays` of a backward from the arguments (state, x, labels) and outputs (y, changed state) of its forward."""
         y, changed = outputs
         return self._functions.residuals.keep(arguments, (y, self._functions.changed.joined(changed, arguments[0])))
 

@@ -1,4 +1,4 @@
-"""A train step of a whole model as one program, with which tools compare the programs of stages."""
+"""A train step of a whole model as one program, which tools compare with the programs of stages."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ Tree = Any
 def trace_whole_step(arrays: Arrays, microbatches: int) -> jax.stages.Traced:
     """Trace a step that scans over microbatches, sums their gradients and updates the weights, with the weights donated.
 
-    What an update gets of capabilities, such as the norm of the gradients, is an argument here as well, and is not computed.
+    What capabilities pass to an update, such as the norm of the gradients, is an argument here, too, and is not computed.
 
     Args:
         arrays: the arrays of a stage with all layers of the model, on one device.

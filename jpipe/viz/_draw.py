@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 _FORWARD, _BACKWARD, _INPUT, _WEIGHT, _UPDATE, _IDLE = "#0072B2", "#F0A830", "#F2D06B", "#DF6722", "#1A1A1A", "#EFEFEF"
 _COLOURS = {"F": _FORWARD, "B": _BACKWARD, "I": _INPUT, "W": _WEIGHT}  # by piece of an op
 _NAMES = {colour: OPS[piece].label for piece, colour in _COLOURS.items()} | {_UPDATE: "update", _IDLE: "idle"}
-_OTHER = MessageHooks("").colour  # the colour of messages without one of their own
-_VERSIONS = ("#08519C", "#6BAED6", "#2171B5", "#BDD7E7")  # versions take turns; neighbours differ most
+_OTHER = MessageHooks("").colour  # the colour of messages that have none
+_VERSIONS = ("#08519C", "#6BAED6", "#2171B5", "#BDD7E7")  # the colours of versions, in turn; neighbours differ most
 _PARTS = {"optimizer": "#009E73", "gradients": "#F0A830", "residuals": "#CC79A7", "other": "#8C8C8C"}
 _SMALL = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 _LEFT, _RIGHT, _TOP, _BOTTOM = 0.85, 0.15, 0.8, 0.5  # inches: the margins of a figure
@@ -229,12 +229,12 @@ def _names_of_colours(
 
 
 def _row_name(transfer: Transfer) -> str:
-    """Return the name of a transfer's row; a long list of ranks is abbreviated."""
+    """Return the name of a transfer's row, in which a long list of ranks is abbreviated."""
     return transfer.row if len(transfer.ranks) < 6 else f"sum {transfer.ranks[0]},{transfer.ranks[1]},…,{transfer.ranks[-1]}"
 
 
 def _by_colour(transfers: Sequence[Transfer]) -> dict[str, list[Transfer]]:
-    """Return transfers by colour, in the order of the legend. Transfers without a colour of their own come last."""
+    """Return transfers by colour, in the order of the legend. Transfers that have no colour come last."""
     order = sorted(messages().values(), key=lambda message: message.colour == _OTHER)
     by_colour = {message.colour: list[Transfer]() for message in order}
     for transfer in transfers:
@@ -273,7 +273,7 @@ def _turn(span: Span) -> float:
 
 
 def _mark(span: Span, points: float) -> float:
-    """Return the part of the end of a span that is drawn as its update, so that a very short update is visible."""
+    """Return the part of a span's end that shows its update, so that even a very short update is visible."""
     seen = min(1.2 / points, (span.end - span.start) / 4)
     return max(seen - span.update_time, 0.0) if span.updates else 0.0
 
@@ -299,7 +299,7 @@ def _inside(spans: Sequence[Span], points: float, versions: bool, font_size: flo
 
 
 def _size_in_boxes(spans: Sequence[Span], points: float, versions: bool, font_size: float) -> float:
-    """Return the size of labels. It is infinite if few boxes have room for a label, because these boxes would look special."""
+    """Return the size of labels, or infinity if few boxes have room for a label, because those would look special."""
     labelled = sum(_fits(_label(span, versions), _room(span, points), points, font_size) for span in spans)
     return font_size if labelled > len(spans) / 20 else math.inf
 
@@ -358,7 +358,7 @@ def _area(times: Sequence[float], bottom: Sequence[int], top: Sequence[int]) -> 
 
 def _lengths(where: str, entries: Mapping[str, Any], seconds: Mapping[str, float] | float) -> dict[str, float]:
     if not entries or not all(entries.values()):
-        raise InputError(f"{where}: expected one entry or more, each of one rank or more, found {list(entries) or 'none'}; give some")
+        raise InputError(f"{where}: expected at least one entry, each with at least one rank, found {list(entries) or 'none'}; give some")
     lengths = {name: seconds.get(name, 0.0) if isinstance(seconds, Mapping) else seconds for name in entries}
     for name, length in lengths.items():
         if not 0 < length < float("inf"):

@@ -88,14 +88,14 @@ def _flows(pid: int, timeline: Timeline, ids: Iterator[int]) -> Iterator[_Event]
     stops_of: dict[int, list[tuple[int, Span]]] = defaultdict(list)
     for tid, spans in enumerate(timeline, start=1):
         for span in spans:
-            if OPS[span.op].reads != "stash" and not span.part:  # for other spans no other stage waits
+            if OPS[span.op].reads != "stash" and not span.part:  # no other stage waits for other spans
                 stops_of[span.microbatch].append((tid, span))
     for microbatch, stops in stops_of.items():
         stops.sort(key=lambda stop: stop[1].start)
         flow = {"pid": pid, "name": f"microbatch {microbatch}", "cat": "jpipe", "id": next(ids)}
         for i, (tid, span) in enumerate(stops if len(stops) > 1 else ()):
             kind = {"ph": "s"} if i == 0 else {"ph": "f", "bp": "e"} if i == len(stops) - 1 else {"ph": "t"}
-            # An arrow belongs to the slice that is open at its time; at the start of a slice this is the slice itself.
+            # An arrow belongs to the slice that is open at its time; at a slice's start, to that slice.
             yield flow | kind | {"tid": tid, "ts": _nanoseconds(span.start) / 1000}
 
 

@@ -311,8 +311,8 @@ def test_recomputation_for_each_stage_must_name_each():
         ),
         (
             {"microbatches": 2, "noam": True},
-            r"^plan: the option noam no longer exists, found True; remove it: the schedules have as many microbatches in flight as keep "
-            r"every",
+            r"^plan: the option noam no longer exists, found True; remove it: schedules already keep just enough "
+            r"microbatches in flight",
         ),
         (
             {"microbatches": 2, "scale_learning_rate": True},
@@ -424,8 +424,8 @@ UNTYPED = {
     "Plan.from_json(3)": "plan: expected a plan as JSON text, found int",
     "Pipeline({'a': abs}, plan, loss, sgd)": "stack: expected a jpipe.LayerStack, found dict; wrap the layers in LayerStack(…)",
     "Pipeline(LayerStack({'a': abs}, carries_rows=True), Plan.even('a', 1, 'gpipe', 2, replicas=2), loss, sgd)": (
-        "plan.replicas: expected 1 for each stage, because layers carry a state of each row from batch to batch, found 2; use more stages "
-        "instead, or layers without such a state"
+        "plan.replicas: expected 1 for each stage, because layers carry the state of each row from batch to batch, found 2; use more "
+        "stages instead, or layers without such a state"
     ),
     "Pipeline(stack, {}, loss, sgd)": "plan: expected a jpipe.Plan, found dict; make one with Plan.even(stack.ids, …)",
     "Pipeline(stack, plan, 3, sgd)": "loss: expected a function (outputs, labels) -> (sum, weight), found int",
@@ -436,7 +436,7 @@ UNTYPED = {
     "jpipe.simulate(plan)": "simulate: expected a program, found Plan; give jpipe.lower(plan, batches)",
     "jpipe.simulate(jpipe.lower(plan, 1), [1])": "simulate: expected a list of jpipe.programs.StageCost as costs, found [1]",
     "jpipe.simulate(jpipe.lower(plan, 1), None, 3)": (
-        "simulate: expected a jpipe.Link, or a function of two ranks that gives one, found 3"
+        "simulate: expected a jpipe.Link, or a function from two ranks to their link, found 3"
     ),
     "jpipe.simulate(jpipe.lower(plan, 1), overlap='sums')": (
         "simulate: overlap: expected one of 'none', 'transfers', 'transfers and sums', found 'sums'"

@@ -72,7 +72,7 @@ def test_a_consumed_state_is_refused(variant):
     pipe = pipeline(variant)
     old = fresh(pipe, BATCHES)
     state, _ = pipe.step(old, BATCHES[0])
-    message = r"state: step or drain has already consumed it and deleted its arrays; use the state that that call returned"
+    message = r"state: step or drain has already consumed it and deleted its arrays; use the state which that call returned"
     for use in (
         lambda: pipe.step(old, BATCHES[0]),
         lambda: pipe.drain(old),

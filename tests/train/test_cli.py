@@ -127,7 +127,7 @@ def refused(write_config, tiny, capsys, monkeypatch):
         ),
         (
             "plan.noam=true",
-            r"tiny.yaml --set plan.noam=true: plan: the option noam no longer exists, found True; remove it: the schedules have",
+            r"tiny.yaml --set plan.noam=true: plan: the option noam no longer exists, found True; remove it: schedules already keep",
         ),
         (
             "plan={schedule: gpipe, num_stages: 2, microbatches: 2, flush_first: 2}",
@@ -399,7 +399,7 @@ def test_ctrl_c_is_handled_at_every_moment(write_config, tiny, capsys, monkeypat
     assert err == ""
     folder = Path(tiny["run"]["dir"])
     began = moment in ("jpipe.Pipeline.init", "jpipe.Pipeline.evaluate")
-    none = "the run writes no checkpoints (checkpoint.every) from which it could go on"
+    none = "the run writes no checkpoints to resume from (checkpoint.every)"
     message = f"interrupted; the steps logged so far are in {folder}; {none}" if began else "interrupted before the run began"
     assert out.splitlines()[-1] == message
     assert out.count("interrupted") == 1

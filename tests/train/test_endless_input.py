@@ -80,7 +80,7 @@ def test_patterns_are_counted(error_line, tmp_path, tiny):
 def test_plans_of_too_many_stages_are_not_simulated(error_line, tmp_path, schedule):
     stages = [{"layers": [f"l{i}"]} for i in range(20_000)]
     (tmp_path / "plan.json").write_text(json.dumps({"format": "jpipe-plan/1", "schedule": schedule, "microbatches": 1, "stages": stages}))
-    expected = r"simulate: expected (at most 500,000 forwards|a picture of at most 50,000,000 ticks of all ranks), found .*; use fewer"
+    expected = r"simulate: expected (at most 500,000 forwards|a picture of at most 50,000,000 ticks of all ranks), found .*; lower"
     assert re.search(expected, error_line("simulate", "plan.json"))
 
 

@@ -57,7 +57,7 @@ class Tuning(TuneConfig):
         return is_of_adapter(name)
 
     def whole_names(self, names: list[str]) -> list[str]:
-        """Return the names of parameters. For quantized kernels, also return the names of the kernels before quantization."""
+        """Return the names of parameters, and for quantized kernels also their names before quantization."""
         from jpipe_lm.checkpoint import adapters
 
         return adapters.whole_names(names)
@@ -79,7 +79,7 @@ class LanguageModel(ModelConfig):
     tune_section: ClassVar[type[TuneSection]] = Tuning
 
     def build_layers(self, config: Config, inputs: Callable[[], Any] | None) -> "jpipe.LayerStack":
-        """Return the layers of the model. The last layer leaves the logits to the loss if the loss computes them in chunks."""
+        """Return the layers of the model. The last layer leaves the logits to a loss that computes them in chunks."""
         from jpipe_lm.models.layers import layers
 
         chunk = config.loss.chunk_for(self.vocab_size) if self.head == "language" else None

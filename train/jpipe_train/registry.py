@@ -1,4 +1,4 @@
-"""Find what packages add to jpipe: kinds of models, formats of data, losses, commands. Each has a name.
+"""Find what packages add to jpipe under a name: kinds of models, formats of data, losses, commands.
 
 A package lists what it adds in its `pyproject.toml`, as Python entry points. jpipe's own packages use entry points, too:
 
@@ -31,7 +31,7 @@ GROUPS: Final[Mapping[str, str]] = MappingProxyType(
         "commands": "jpipe",  # a function for tyro, or a `tyro.extras.SubcommandApp`
     }
 )
-"""For each group of entry points, without the prefix `jpipe.`: the config key, the option or the command that takes a name of the group."""
+"""For each group of entry points, without the prefix `jpipe.`: the config key, option or command that takes such a name."""
 
 
 _CLONE, _OURS = Path(__file__).parents[2] / "pyproject.toml", "jpipe-train"

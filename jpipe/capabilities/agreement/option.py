@@ -1,11 +1,11 @@
 """Parallel pipelines that agree rarely (DiLoCo): when their stages agree, and how the agreed weights move.
 
-The replicas k of all stages form pipeline k of w. Each pipeline makes its updates only from its own microbatches, in the order of the
+Replica k of each stage belongs to pipeline k of w. Each pipeline makes its updates only from its own microbatches, in the order of the
 schedule, with its own optimizer state; no gradients are summed. All counts begin at 0; update u makes version u + 1. The number of an
 agreement is the number of the update after which it begins.
 
     begins      after update u of stage s, if (u + 1 - o_s) mod H = 0
-    changes     D_k = A - W_k: the agreed weights A since the last agreement (at first the initial weights) less version u + 1 of pipeline k
+    changes     D_k = A - W_k: the agreed weights A of the last agreement (at first the initial weights) minus version u + 1 of pipeline k
     mean        D = (D_0 + … + D_{w-1}) / w, each pipeline counting once, whatever the weights of its microbatches
     outer step  V = D + μ V, A = A - η (D + μ V): SGD with Nesterov's momentum; V begins with zeros
     applied     after update u + τ, between that update and the first forward that reads version u + τ + 1: this version becomes A if τ = 0,
@@ -96,11 +96,11 @@ class Agreement(pydantic.BaseModel):
             expected = f"less than every, {self.every}, because an agreement is applied before the next one begins"
             raise InputError(key="delay", expected=expected, found=self.delay)
         if not self.delay and self.mixing != _MIXING:
-            raise InputError(key="mixing", expected="no value without a delay", found=self.mixing, change="remove mixing, or set delay")
+            raise InputError(key="mixing", expected="no value if delay is not set", found=self.mixing, change="remove mixing, or set delay")
         return self
 
     def last(self, s: int, depth: int, updates: int) -> int:
-        """Return the version at which the last agreement of stage s began, when the stage has made `updates` updates; 0 if there was none.
+        """Return the version at which stage s last began an agreement before its update number `updates`; 0 if there was none.
 
         Args:
             s: the stage.
@@ -147,13 +147,13 @@ def check(plan: "jpipe.Plan") -> None:
 
 
 _OWN_GRADIENTS = "pipelines that agree sum no gradients"
-_NORM = "each pipeline needs its own norm, but without a flush a batch has only one norm"
+_NORM = "each pipeline needs its own norm, but without a flush there is only one norm per batch"
 
 EXCLUSIONS = (
     Exclusion("stages.sum_parts", "agree", _OWN_GRADIENTS),
     Exclusion("links.sums", "agree", _OWN_GRADIENTS),
-    Exclusion("agree", "shard_optimizer", "each pipeline has optimizer state of its own"),
-    Exclusion("agree", "update_every", "each pipeline makes one update a batch", "change it, or remove agree"),
+    Exclusion("agree", "shard_optimizer", "each pipeline has its own optimizer state"),
+    Exclusion("agree", "update_every", "each pipeline makes one update per batch", "change it, or remove agree"),
     Exclusion(
         "clip_global_norm",
         "agree",

@@ -73,7 +73,7 @@ class _Lowering(LoweringHooks):
         run.available.announce("agreed", s, batch, last)
 
     def version_ready(self, worker: Worker, version: int) -> int | None:
-        """Return the time when the agreements that a version waits for have begun or are applied; None if it is not known yet."""
+        """Return the time when the agreements that a version waits for have begun or are applied, or None if it is not known yet."""
         s, update = worker.stage, version - 1
         waits = agrees(self._plan, s, update) or agreement_applied(self._plan, s, update) is not None
         return self._run.available.time("agreed", s, update, worker) if waits and version > self._run.start else 0
@@ -101,7 +101,7 @@ def due(plan: Plan, i: SumChanges | Agree, shift: int) -> SumChanges | Agree | N
 
 
 class _Verification(VerifyHooks):
-    """The agreements of one worker: the updates after which an agreement must begin or be applied before the version is read."""
+    """The agreements of one worker: after which updates they must begin or be applied before the version is read."""
 
     def __init__(self, verifier: Verifier) -> None:
         self._verifier, self._plan, self._stage = verifier, verifier.plan, verifier.stage
@@ -117,7 +117,7 @@ class _Verification(VerifyHooks):
 
     def _agree(self, i: Agree) -> None:
         if i.batch not in self._to_apply:
-            self._verifier.fail(f"{i}: no agreement is to be applied after update {i.batch}: expected {_one_of(self._to_apply)}")
+            self._verifier.fail(f"{i}: no agreement is due after update {i.batch}: expected {_one_of(self._to_apply)}")
         if i.begun != (begun := agreement_applied(self._plan, self._stage, i.batch)):
             self._verifier.fail(f"{i}: expected the agreement that has begun with update {begun}")
         self._verifier.need("versions", i.batch + 1, i)
@@ -151,7 +151,7 @@ def _one_of(updates: set[int]) -> str:
 
 
 def _begin(worker: prediction.Worker) -> None:
-    """Count the changes of an agreement that has begun but is not applied when the program begins."""
+    """Count the changes of an agreement that has begun but is not applied at the start of the program."""
     plan, start = worker.all.plan, worker.all.program.start
     if (begun := agreement_under_way(plan, worker.stage, start * plan.updates_per_batch(worker.stage))) is not None:
         worker.change("changes")

@@ -89,7 +89,8 @@ def calls(a: Arrays) -> dict[str, Call]:
     }
     if not agreement.delay:
         return {**sums, "agree": Call(partial(agree_at_once, outer), (0, 1), (agreed, params), (agreed, params))}
-    # A snapshot may still read the mean, so it is not donated. No other program makes the agreed weights, so all have the same bits.
+    # The mean is not donated, because a snapshot may still read it. No other program makes the agreed weights, so their bits are equal
+    # everywhere.
     return {
         **sums,
         "agree": Call(partial(agree, outer), (0,), (agreed, params), agreed),
@@ -111,7 +112,7 @@ def fresh(f: StageFunctions, version: Tree, accumulators: Tree) -> Agreed:
 
 
 def version_read(plan: Plan, batch: int) -> int:
-    """Return the version of the last agreement before a batch; with fragments the earliest version among their last agreements."""
+    """Return the version of the last agreement before a batch; with fragments, the earliest of their last agreements."""
     assert plan.agree is not None
     return min(plan.agree.last(s, plan.depth, batch) for s in range(plan.depth))
 

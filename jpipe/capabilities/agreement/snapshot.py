@@ -50,7 +50,7 @@ def agreed_params(stage: CompiledStage, worker: WorkerState) -> Tree:
 
 
 class AgreementSnapshot(SnapshotHooks):
-    """The part of a snapshot of one worker that belongs to agreements."""
+    """The agreements in the snapshot of one worker."""
 
     def __init__(self, part: WorkerSnapshot) -> None:
         self._part = part
@@ -115,7 +115,7 @@ def restored(f: StageFunctions, replica: int, layers: Mapping[str, Plain], *, fr
 
 
 def restored_updates(plan: Plan, worker: int, f: StageFunctions, layers: Mapping[str, Plain], updates: int) -> dict[int, Fields]:
-    """Return the pending update of a restored worker for an agreement that was not applied: whether it must still be mixed in."""
+    """Return the pending update of a restored worker for an agreement that was not applied: whether to mix it in."""
     s, replica = plan.workers[worker]
     if (begun := agreement_under_way(plan, s, updates)) is None:
         return {}

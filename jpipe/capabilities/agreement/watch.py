@@ -1,4 +1,4 @@
-"""Measurement, in a traced run, of when the sums of agreements begin and end, and which computations wait for them."""
+"""Measure, in a traced run, when the sums of agreements begin and end, and which computations wait for them."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,8 @@ class ChangesWatcher:
     def __init__(self, watcher: TransferWatcher) -> None:
         self._watcher, self._plan = watcher, watcher.plan
         self._sums: dict[tuple[int, int], Moved] = {}  # by stage and update
-        self._agreed: dict[int, tuple[Moved, int]] = {}  # by worker: its last agreement and the version of it, until the version is read
+        # by worker: its last agreement and that agreement's version, until the version is read
+        self._agreed: dict[int, tuple[Moved, int]] = {}
 
     def __call__(self, event: Event) -> None:
         """Record a sum or an agreement that was just dispatched, or a computation that reads the agreed weights."""
@@ -54,7 +55,7 @@ class ChangesWatcher:
 
 
 def waits_for(plan: Plan, computations: Sequence[Compute | Update]) -> dict[Computation, list[Computation]]:
-    """Return, for each first computation that reads agreed weights, the updates that the agreement waits for."""
+    """Return the updates that the agreement waits for, for each first computation that reads the agreed weights."""
     first: dict[tuple[int, int], Computation] = {}  # by worker and version
     for i in computations:
         first.setdefault((i.worker, i.batch if isinstance(i, Update) else i.version), key_of(i))

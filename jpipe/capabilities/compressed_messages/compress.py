@@ -18,7 +18,7 @@ Tree = Any
 
 
 def compress(tree: Tree, kind: Kind | None, key: jax.Array | None = None) -> Tree:
-    """Compress the floating-point leaves of a tree that this makes smaller.
+    """Compress the floating-point leaves of a tree that become smaller.
 
     Args:
         tree: a tree of arrays.
@@ -49,7 +49,7 @@ def compressed_specs(specs: Tree, kind: Kind | None) -> Tree:
     return specs if kind is None else jax.eval_shape(partial(compress, kind=kind), specs)
 
 
-_PURPOSES = {"activation": 6, "gradient": 7, "sum": 8}  # numbers to fold into the key of the run; layers use smaller ones
+_PURPOSES = {"activation": 6, "gradient": 7, "sum": 8}  # numbers that are folded into the key of the run; layers use smaller numbers
 
 
 def key_of(message: str, stage: int, rng: tuple[Any, Any]) -> jax.Array:
@@ -76,7 +76,7 @@ class _Format(NamedTuple):
 
 def _step_of_fp8(values: jax.Array) -> jax.Array:
     """Return the distance between neighbouring values of float8_e4m3, which has three bits of mantissa and exponents from -6."""
-    _, exponent = jnp.frexp(values)  # of a mantissa from 0.5 up to 1
+    _, exponent = jnp.frexp(values)  # exponent for a mantissa from 0.5 up to 1
     return jnp.ldexp(jnp.ones_like(values), jnp.maximum(exponent - 1, -6) - 3)
 
 
@@ -104,7 +104,7 @@ def _compress(leaf: jax.Array, kind: Kind, key: jax.Array | None) -> Any:
     form, (rows, blocks) = _FORMATS[kind], _blocks(leaf)
     wide = leaf.astype(wider(leaf.dtype, jnp.float32)).reshape(rows, -1)
     padding = ((0, 0), (0, blocks * BLOCK - wide.shape[1]))
-    # XLA may replace a division by a constant with this product. Written as a product, the bits do not depend on XLA's choice.
+    # XLA may replace a division by a constant with a product. Writing the product makes the bits independent of XLA's choice.
     scales = jnp.max(jnp.abs(jnp.pad(wide, padding)).reshape(rows, blocks, BLOCK), axis=2) * (1 / form.largest)
     scales = scales.astype(jnp.float32)
     scaled = wide / _spread(jnp.where(scales == 0, 1, scales), wide)

@@ -10,8 +10,8 @@ A row is one index of the first dim, so the compressed row depends only on this 
 smaller; integers, keys and complex numbers are sent unchanged. A block with NaN or infinity arrives as NaN.
 
 Every message between consecutive stages is rounded, even if both stages are on one rank and nothing is sent. So the numbers depend on the
-stages of the plan, and not on the devices. The receiving stage computes with the rounded values; the backward of the sending stage ignores
-the rounding (straight-through). Evaluations and predictions round the same activations, but always to nearest.
+stages of the plan, not on the devices. The receiving stage computes with rounded values; the sending stage's backward ignores the rounding
+(straight-through). Evaluations and predictions round the same activations, but always to nearest.
 
 Sums of gradients over the replicas of a stage: for each update, replica k has the sum G_k over its microbatches, their weight w_k, and the
 rounding error E_k, which is 0 at first:

@@ -9,7 +9,7 @@ from jpipe.programs._costs import StageCost, pieces_of
 
 
 def sent_cost(plan: Plan, stage: Stage, cost: StageCost) -> StageCost:
-    """Return the cost of a stage with compressed messages, and with the bytes that its replicas send and keep for compressed sums."""
+    """Return the cost of a stage with compressed messages, and with the bytes that replicas send and keep for compressed sums."""
     links = plan.links
     assert links is not None
     cost = replace(

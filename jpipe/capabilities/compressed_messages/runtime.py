@@ -85,7 +85,7 @@ def calls(a: Arrays) -> dict[str, Call]:
 
 
 def specs_of_given(a: Arrays) -> list[tuple[Tree, list[Any]]]:
-    """Return for each piece of a sum the specs of a replica's part."""
+    """Return the specs of a replica's part, for each piece of a sum."""
     found = []
     for accumulators, averaged in a.sums.values():
         sent = specs_of_sent(a.functions.partition, a.functions.capabilities["links"].sums, accumulators["gradients"])

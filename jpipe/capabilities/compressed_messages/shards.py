@@ -1,6 +1,6 @@
 """Compressed sums of gradients over replicas, with error feedback, as pure functions. For the rule see `jpipe.plan.Links`.
 
-On a mesh each shard is compressed separately, and nothing is gathered: a block has neighbouring values of one shard.
+On a mesh each shard is compressed separately, and nothing is gathered: a block consists of neighbouring values of one shard.
 """
 
 import functools
@@ -64,7 +64,7 @@ def specs_of_sent(partition: Partition, kind: Kind, gradients: Mapping[str, Tree
 
 
 def bytes_of_given(kind: Kind, accumulators: Mapping[str, Any]) -> int:
-    """Return the bytes on each device that a replica contributes to a sum of these accumulators, or of specs with shardings."""
+    """Return the bytes per device that a replica contributes to a sum of these accumulators, or of specs with shardings."""
     gradients = jax.tree.leaves(accumulators["gradients"])
     return nbytes({**accumulators, "gradients": None}) + sum(
         _bytes_of_row(shard_bytes(leaf) // leaf.dtype.itemsize, leaf.dtype, kind) for leaf in gradients

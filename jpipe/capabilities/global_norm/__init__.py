@@ -1,1 +1,1 @@
-"""Global norm: updates that know the gradients of all stages, to clip them, to skip batches, and for a dynamic loss scale."""
+"""Global norm: updates know the gradients of all stages, in order to clip them, skip batches or adapt the loss scale."""

@@ -18,7 +18,7 @@ class Norms:
         largest: the norm to which gradients are clipped; None if gradients are not clipped.
         of_stage: whether each stage clips its gradients by the norm of this stage alone; otherwise by the norm of all stages.
         skips: whether an update changes nothing if any gradient of any stage is NaN or infinite.
-        counts: for each stage the number of entries (see `Ties`) for which it sums squares.
+        counts: for each stage the number of entries (see `Ties`) that it squares and sums.
     """
 
     largest: float | None
@@ -62,7 +62,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def of_arguments(arguments: Mapping[str, Any], entries: Any) -> Norms | None:
-    """Return what the arguments of a pipeline request, for stages with these entries; None if updates use no norm."""
+    """Return the norms that a pipeline's arguments ask for, if its stages have these entries; None if updates use no norm."""
     of_all, *skips = map(arguments.get, _OF_ALL)
     of_stage = arguments.get("clip_stage_norm")
     largest = of_all if of_stage is None else of_stage

@@ -1,7 +1,7 @@
 """The norm of the gradients of all stages: the instructions that compute it and bring it to all workers, their verification and price.
 
-At a flush, the messages are separate. Otherwise they travel along a `Route`: the sums of squares of a batch travel to stage 0 along with
-input gradients, and the norm travels back along with activations.
+At a flush, the messages are separate. Otherwise they follow a `Route`: the sums of squares of a batch travel to stage 0 with input
+gradients, and the norm travels back with activations.
 """
 
 from collections import defaultdict
@@ -40,7 +40,7 @@ class _Lowering(LoweringHooks):
         self._drained = -1  # the last batch for which a drain has brought the norm to all workers
 
     def after_backward(self, worker: Worker, k: int) -> None:
-        """Note the batch, if any, that sends its sums of squares along with the input gradient of microbatch k."""
+        """If a batch sends its sums of squares along with the input gradient of microbatch k, note that."""
         if self._route is not None and (batch := self._route.to_first_with(k)) is not None and batch >= self._run.first_free:
             self._due[worker.number].append(batch)
 
@@ -155,7 +155,7 @@ class _Verification(VerifyHooks):
 
     def _need(self, k: int) -> None:
         if k not in self._known:
-            self._verifier.fail(f"norm of microbatch {k} used before it was there")
+            self._verifier.fail(f"norm of microbatch {k} used before it arrived")
 
 
 # Price ---------------------------------------------------------------------------------------------------------------------
@@ -177,12 +177,12 @@ def _before_update(worker: prediction.Worker, i: Update) -> None:
 
 
 def _squares(prices: Prices, s: int) -> int:
-    """Return the size of the sums of squares of a stage and all later ones."""
+    """Return the size of the sums of squares of a stage and all later stages."""
     return sum(cost.squares for cost in prices.costs[s:])
 
 
 def _price(prices: Prices, source: int, to: int) -> tuple[int, int, int]:
-    """Return the bytes of sums of squares: they are so few that sending them takes only the latency of the link."""
+    """Return the bytes of sums of squares: so few that sending them takes only the latency of the link."""
     size = _squares(prices, prices.plan.workers[source][0])
     return size, 0, size
 

@@ -33,8 +33,8 @@ class GlobalNorm(NamedTuple):
     """What an update needs to know about the gradients of all stages, as scalars.
 
     Attributes:
-        norm: the square root of the sum of the squares of the mean gradients. With `clip_stage_norm` an update gets the norm of its stage
-            alone, see `with_stage_norm`.
+        norm: the square root of the sum of the squares of the mean gradients. With `clip_stage_norm` an update gets only the norm of its
+            stage, see `with_stage_norm`.
         nonfinite: the number of elements of these gradients that are NaN or infinite; None if updates do not use this count.
     """
 
@@ -43,7 +43,7 @@ class GlobalNorm(NamedTuple):
 
 
 def norms_of(f: StageFunctions) -> Norms:
-    """Return what the updates of a stage do with norms."""
+    """Return how the updates of a stage use norms."""
     norms: Norms = f.capabilities["global_norm"]
     return norms
 
@@ -63,7 +63,7 @@ def sum_squares(f: StageFunctions, accumulators: Tree) -> GlobalNorm:
 
 
 def norm_of(squares: tuple[GlobalNorm, ...]) -> GlobalNorm:
-    """Return the norm from the `sum_squares` of all stages. They are added layer by layer, so the cut into stages changes no bit."""
+    """Return the norm from the `sum_squares` of all stages. Layers are added one by one, so the cut into stages changes no bit."""
     total = jnp.zeros((), squares[0].norm.dtype)
     for layer in jnp.concatenate([stage.norm for stage in squares]):
         total += layer
@@ -88,7 +88,7 @@ def next_scale(f: StageFunctions, scale: LossScale, norm: GlobalNorm) -> LossSca
 
 
 def clip(f: StageFunctions, norm: GlobalNorm, gradient: Tree) -> Tree:
-    """Clip as `optax.clip_by_global_norm`; if the norm is NaN, all gradients become NaN."""
+    """Clip like `optax.clip_by_global_norm`. If the norm is NaN, all gradients become NaN."""
     largest = norms_of(f).largest
     if largest is None:
         return gradient
@@ -99,7 +99,7 @@ def step_or_skip(f: StageFunctions, step: Callable[..., Tree]) -> Callable[..., 
     """Return the optimizer step, or one that changes nothing if the batch is skipped."""
 
     def step_if_finite(params: Tree, optimizer_state: Tree, accumulators: Tree, others: Mapping[str, Tree], position: Any) -> Tree:
-        # With `where` instead, XLA rounds the update in other ways than without `skip_nonfinite`.
+        # With `where`, XLA would round the update differently than without `skip_nonfinite`.
         arguments = params, optimizer_state, accumulators, others, dict(position)
         return jax.lax.cond(others["global_norm"].nonfinite == 0, step, lambda *unchanged: unchanged[:2], *arguments)
 
@@ -170,7 +170,7 @@ def send_squares(worker: Worker, i: Send, update: int) -> Tree:
 
 
 def norm_for_update(worker: Worker, update: int, accumulators: Tree) -> GlobalNorm | None:
-    """Return the norm that an update gets. Keep the norm of all stages until the next update, because it may have to be sent on."""
+    """Return the norm that an update gets. Keep the norm of all stages until the next update, because it may have to be forwarded."""
     norms, norm = norms_of(worker.functions), None
     if norms.of_all:
         if update - 1 in worker.state.updates:
@@ -220,7 +220,7 @@ def report(
 
 
 def waits_for(plan: Plan, instructions: Iterable[Compute | Update]) -> dict[Computation, list[Computation]]:
-    """Return for each update the computations at the first stage that compute the last gradients in its norm; it waits for them."""
+    """For each update, return the first-stage computations of the last gradients in its norm, for which the update waits."""
     waits: dict[Computation, list[Computation]] = {}
     for i in instructions:
         if isinstance(i, Update):

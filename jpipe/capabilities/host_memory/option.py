@@ -2,13 +2,13 @@
 
     optimizer   in host memory except during updates; fetched before the last backward of an update, or before the update itself if the
                 update waits for other workers; moved out after the update
-    versions    moved out before a computation of the stage if neither this computation nor the next one reads them; fetched before a
-                computation if this one or the next one reads them, and before an update that starts from them
+    versions    moved out before a computation of the stage if neither it nor the next one reads them; fetched before a computation if it
+                or the next one reads them, and before an update that starts from them
     residuals   like versions, between forward and backward, but they also stay if the computation after the next one reads them
     stash       like residuals, between the halves of a backward
 
 Moves overlap with the computations that follow them. The computations of the next step are not considered, so an array that the next step
-soon reads may be moved out and back. When the pipeline is empty, all versions are on the device, and the optimizer state is in host memory.
+reads soon may be moved out and back. When the pipeline is empty, all versions are on the device, and the optimizer state is in host memory.
 """
 
 from collections.abc import Collection, Mapping

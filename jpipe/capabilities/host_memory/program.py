@@ -19,7 +19,7 @@ from jpipe.programs.prediction._prices import Change, Prices
 from jpipe.schedules import Action
 
 _Moved = tuple[str, int]
-"""The kind and the number of something that may be moved."""
+"""The kind and the number of what may be moved."""
 
 _OPTIMIZER: _Moved = "optimizer", 0
 _LEFT: tuple[Kept, ...] = "residuals", "stash"
@@ -99,11 +99,11 @@ class _Lowering(LoweringHooks):
         return not self._run.sums[s] and not self._run.waits[s]
 
     def _read_by(self, s: int, entry: Action) -> set[_Moved]:
-        """Return what a computation of stage s reads and the plan may have moved to host memory."""
+        """Return what a computation of stage s reads that the plan may have moved to host memory."""
         return {("versions", self._run.schedule.version(self._plan, s, entry.microbatch)), (OPS[entry.op].reads, entry.microbatch)}
 
     def before_update(self, time: int, worker: int, batch: int, retires: int | None) -> None:
-        """Write the moves to the device of everything that an update reads."""
+        """Write the moves that bring everything that an update reads to the device."""
         self._fetch(time, worker, "optimizer", 0)
         for version in self._versions[worker]:
             if version in (batch, retires):
@@ -169,7 +169,7 @@ class _Verification(VerifyHooks):
         if not offloads(verifier.plan, i.what, verifier.stage):
             verifier.fail(f"{i}: the plan keeps the {i.what} of stage {verifier.stage} on the device")
         if i.what == "versions" and i.number not in verifier.versions:
-            verifier.fail(f"{i}: alive are versions {sorted(verifier.versions)}")
+            verifier.fail(f"{i}: the stage has versions {sorted(verifier.versions)}")
         if i.what == "versions":
             verifier.check_whole(i.number, i)  # no instruction writes into a version in host memory
         if i.what in _LEFT and (i.what, i.number) not in verifier.buffers:
@@ -178,7 +178,7 @@ class _Verification(VerifyHooks):
     def needs(self, what: str, number: int, i: Instruction) -> None:
         """Check that the arrays that an instruction reads are on the device."""
         if (what, number) in self._away:
-            self._verifier.fail(f"{i}: it needs {what} {number}, in host memory: fetch it before")
+            self._verifier.fail(f"{i}: it needs {what} {number}, which is in host memory; fetch it before")
 
     def freed(self, version: int) -> None:
         self._away.discard(("versions", version))
@@ -217,7 +217,7 @@ def _size(cost: StageCost, what: Kept) -> int:
 
 
 def _message(letter: str, what: Kept) -> MessageHooks:
-    """Return the hooks of a kind of move, with the price of its size."""
+    """Return the hooks of a kind of move, which costs its size in bytes."""
 
     def price(prices: Prices, source: int, to: int) -> tuple[int, int, int]:
         s, _ = prices.plan.workers[max(source, to)]

@@ -55,7 +55,7 @@ def at_rest(plan: Plan, s: int, state: WorkerState) -> WorkerState:
 
 
 def copy_for_snapshot(plan: Plan, s: int, what: Kept, tree: Tree) -> Tree:
-    """Copy arrays to host memory if the plan offloads them, because they may not fit on the device; return None for other arrays."""
+    """Copy arrays that the plan offloads to host memory: a copy may not fit on the device. Return None for other arrays."""
     if not offloads(plan, what, s):
         return None
     # Through NumPy, because JAX does not promise that `device_put` makes a copy inside the same memory.

@@ -1,4 +1,4 @@
-"""Measurement, in a traced run, of when moves to host memory and back begin and end."""
+"""Measure, in a traced run, when moves to host memory and back begin and end."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from jpipe.runtime.timing._transfer_times import Computation, Moved, TransferWat
 
 Tree = Any
 _Kept = tuple[int, str, int]
-"""(worker, kind, number) of something that is moved."""
+"""(worker, kind, number) of what is moved."""
 
 
 class MoveWatcher:

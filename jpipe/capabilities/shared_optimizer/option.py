@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def check(plan: "jpipe.Plan") -> None:
-    """Check that a stage has replicas, which can send each other what they have updated.
+    """Check that some stage has replicas, because replicas send each other what they have updated.
 
     Raises:
         InputError: no stage has replicas.
@@ -26,7 +26,7 @@ OPTION = Option(
     field="shard_optimizer",
     check=check,
     exclusions=(
-        Exclusion("shard_optimizer", "update_every", "replicas exchange what they have updated once a batch", "change one of them"),
+        Exclusion("shard_optimizer", "update_every", "replicas exchange what they have updated once per batch", "change one of them"),
         Exclusion(
             "shard_optimizer",
             "max_in_flight",
@@ -36,7 +36,7 @@ OPTION = Option(
         Exclusion(
             "ema_decay",
             "shard_optimizer",
-            "the average is in the optimizer state, and each replica has a part of that, but an evaluation with it needs all of it",
+            "the average is in the optimizer state, and each replica has a part of it, but an evaluation needs the whole average",
         ),
     ),
     divides_updates=True,

@@ -27,7 +27,7 @@ class _Lowering(LoweringHooks):
         self._made: dict[tuple[int, int], list[int]] = {}  # when each replica has made an update, by stage and update
 
     def settle(self, worker: Worker) -> bool:
-        """Make a pending update half a batch after its gradients, so that the other half is left for the messages with the weights.
+        """Make a pending update half a batch after its gradients, so that the other half is left for messages with the weights.
 
         Returns:
             Whether the worker can continue; False if that update waits for its sum.
@@ -96,14 +96,14 @@ class _Verification(VerifyHooks):
     def _receive(self, i: Receive) -> None:
         missing = self._missing.get(version := self._updated_with(i), set())
         if i.source not in missing:
-            self._verifier.fail(f"{i}: version {version} does not lack what that worker updates")
+            self._verifier.fail(f"{i}: version {version} already has the weights of that worker")
         missing.remove(i.source)
 
     def _updated_with(self, i: Send | Receive) -> int:
         """Return the version of the weights in a message, and check that the worker has this version: it has updated its own part."""
         version = i.microbatch // self._plan.microbatches_per_update(self._verifier.stage) + 1
         if version not in self._verifier.versions:
-            self._verifier.fail(f"{i} before version {version} is there, alive are {sorted(self._verifier.versions)}")
+            self._verifier.fail(f"{i} before version {version} exists; the versions are {sorted(self._verifier.versions)}")
         return version
 
     def updated(self, i: Update) -> None:
@@ -139,10 +139,10 @@ def stage_cost(plan: Plan, stage: Stage, cost: StageCost, layers: Mapping[str, L
 
 
 def deal(sizes: Sequence[tuple[int, int]], replicas: int) -> list[int]:
-    """Assign the parts of a stage's optimizer state to its replicas: from the largest part on, each goes to the least loaded replica.
+    """Assign the parts of a stage's optimizer state to its replicas, the largest parts first, each to the least loaded replica.
 
     Args:
-        sizes: for each part the bytes of optimizer state and of weights; the latter decide between parts with equal optimizer state.
+        sizes: for each part the bytes of optimizer state and of weights; the weights decide if parts have equal optimizer state.
         replicas: the number of replicas.
 
     Returns:
@@ -156,7 +156,7 @@ def deal(sizes: Sequence[tuple[int, int]], replicas: int) -> list[int]:
 
 
 def _price(prices: Prices, source: int, to: int) -> tuple[int, int, int]:
-    """Return the bytes that a message with updated weights frees at the sender (none: it keeps them), carries, and adds at the receiver."""
+    """Return the bytes that a message with updated weights frees at the sender (none), carries, and adds at the receiver."""
     s, replica = prices.plan.workers[source]
     size = prices.share(s, [replica])
     return 0, size, size

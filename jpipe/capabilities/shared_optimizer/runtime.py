@@ -18,10 +18,10 @@ Tree = Any
 
 
 def shares(plan: Plan, f: StageFunctions) -> tuple[Share | None, ...]:
-    """Return the share of each replica of a stage; for a stage without replicas one None.
+    """Return the share of each replica of a stage, or a single None for a stage without replicas.
 
-    The bytes of optimizer state on each device are as even as they can be if no layer is divided. All layers that share parameters, and
-    these parameters, go to the same replica, so that it has all of their masters.
+    The bytes of optimizer state per device are as even as possible without dividing a layer. All layers that share parameters, and these
+    parameters, go to one replica, so that it has all their masters.
     """
     if f.stage.replicas == 1:
         return (None,)
@@ -66,7 +66,7 @@ def specs_of_message(source: Arrays, to: Arrays) -> tuple[Tree, Tree]:
 
 
 def completes_read(plan: Plan, functions: Sequence[StageFunctions], batch: int, workers: Collection[int]) -> Program | None:
-    """Return a program that completes predicted weights. These follow from optimizer state, so each replica can compute only its share."""
+    """Return a program that completes predicted weights. These follow from optimizer state, and each replica has only a share of it."""
     predicting = [s for s, f in enumerate(functions) if f.predicts]
     return lower_weights(plan, predicting, batch, workers=workers) if predicting else None
 

@@ -113,7 +113,7 @@ class _Lowering(LoweringHooks):
                 self._run.listing.write(time, AddShared, w, batch, group)
 
     def drain(self, time: int, batch: int, late: Collection[int]) -> None:
-        """Send and add all remaining gradients before the workers update."""
+        """Send and add all remaining gradients before these workers update."""
         for w in late:
             if _others(self._groups, self._plan.workers[w][0]) and not self._run.available.known("shared", w, batch):
                 self._send(w, batch, time)
@@ -131,7 +131,7 @@ class _Verification(VerifyHooks):
         self._verifier, self._plan, self._stage = verifier, verifier.plan, verifier.stage
         self._groups: Stages = verifier.uses[ROOM]
         self.checks = {TakeShared: self._take_shared, AddShared: self._add_shared}
-        self.sends = {"shared": lambda i: verifier.look_at("shared", i.microbatch)}  # the gradients stay for other sends, until the update
+        self.sends = {"shared": lambda i: verifier.look_at("shared", i.microbatch)}  # kept for other sends until the update
         self.receives = {"shared": lambda i: verifier.put(f"shared of stage {verifier.plan.workers[i.source][0]}", i.microbatch)}
 
     def _take_shared(self, i: TakeShared) -> None:
@@ -144,7 +144,7 @@ class _Verification(VerifyHooks):
         if self._stage not in stages:
             self._verifier.fail(f"{i}: stage {self._stage} does not hold the group, but stages {list(stages)} do")
         for kind in ("shared", *(f"shared of stage {s}" for s in stages if s != self._stage)):
-            self._verifier.look_at(kind, k)  # for other groups, until the update
+            self._verifier.look_at(kind, k)  # kept for other groups until the update
         self._verifier.put(f"group {i.group} added", k)
 
     def complete(self, batch: int) -> None:
@@ -154,7 +154,7 @@ class _Verification(VerifyHooks):
                 self._verifier.look_at(f"group {group} added", last_microbatch(self._plan, batch))
 
     def updated(self, i: Update) -> None:
-        """Take the buffers that an update uses up: the gradients of this stage and of the other stages, and the sums."""
+        """Remove the buffers that an update uses up: the gradients of this stage and of other stages, and the sums."""
         k, groups = last_microbatch(self._plan, i.batch), [group for group, stages in enumerate(self._groups) if self._stage in stages]
         kinds = ["shared"] if groups else []
         kinds += [f"shared of stage {s}" for s in _others(self._groups, self._stage)]

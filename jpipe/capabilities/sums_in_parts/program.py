@@ -80,7 +80,7 @@ class _Lowering(LoweringHooks):
         self.begins_sums = [s for s, stage in enumerate(run.plan.stages) if stage.sum_parts]
 
     def write(self, worker: Worker, op: Op, ticks: int, k: int, version: int) -> int | None:
-        """Write the parts of a computation and their sums, and return the time of the end; None if it is computed as a whole."""
+        """Write the parts of a computation and their sums, and return the time of their end; None if it is computed as a whole."""
         run, s = self._run, worker.stage
         parts, batch = parts_of(op.name, self._plan, s, k), k // run.every[s]
         later = run.unit * len(op.parts.strip("F")) // max(parts, 1)  # the ticks of each part except the first
@@ -211,7 +211,7 @@ PROGRAM = ProgramHooks(
     fit_cost=fit_cost,
     pieces=pieces,
     per_piece=("part_times", "part_accumulators"),
-    unit=lambda plan: max(len(stage.sum_parts) or 1 for stage in plan.stages),  # so that each part takes some time
+    unit=lambda plan: max(len(stage.sum_parts) or 1 for stage in plan.stages),  # so that no part takes zero time
     lower=_Lowering,
     verify=_Verification,
     writers={ComputePart: _compute_part, SumPart: _sum, AllReduce: _sum},

@@ -46,7 +46,7 @@ def _call(a: Arrays, whole: Op, number: int) -> Call:
 
 
 def _held(a: Arrays, function: str, number: int, reads: tuple[Tree, ...]) -> list[Any]:
-    """Return the arrays that a later part of the stage reads: some that the whole op reads, and the stashes of the earlier parts.
+    """Return the arrays that a later part of the stage reads: some of the whole op's arrays, and the stashes of the earlier parts.
 
     Args:
         a: the arrays of the stage.

@@ -45,8 +45,8 @@ def cut(
         parts: the number of parts.
 
     Returns:
-        The parts, and an error or None. If the function has side effects and cannot be cut, part 0 computes everything, and the error says
-        why.
+        The parts, and an error or None. If the function cannot be cut because of side effects, part 0 computes everything, and the error
+        gives the reason.
     """
     result, error = list[FunctionPart](), None
     for n in range(parts - 1):
@@ -100,7 +100,7 @@ class StageInParts:
 
     @cached_property
     def part_of(self) -> dict[str, int]:
-        """The part of each entry: among the parts with layers that use the entry, the part that is computed last."""
+        """The part of each entry. If several parts have layers that use the entry, it is the one that is computed last."""
         f = self._functions
         return {entry: number for number, layers in enumerate(layers_by_part(f.stage)) for entry in f.stack.ties.entries(layers)}
 
@@ -173,8 +173,8 @@ class BackwardInParts:
         """Return the shapes and dtypes of the arrays that a later part reads."""
         return list(self._cut[number].held)
 
-    # The following methods return the results of the whole op: (numbers, changed state) for part 0; the (entry, gradient) pairs; and the
-    # message to the previous stage, for the last part.
+    # The following methods return the results of the whole op: (numbers, changed state) for part 0, (entry, gradient) pairs, and for the
+    # last part the message to the previous stage.
 
     def _of_backward(self, params: Tree, reads: Tree, rng: Tree, scale: Any) -> Any:
         forward_arrays, saved, message = reads

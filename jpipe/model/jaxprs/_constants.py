@@ -1,4 +1,4 @@
-"""The check for arrays that a layer closes over: they would not be trained."""
+"""Reject arrays that a layer closes over, because they would not be trained."""
 
 import functools
 import inspect
@@ -17,8 +17,8 @@ from jpipe.model._function_arguments import closed_over
 from jpipe.model._layer import describe
 from jpipe.model.jaxprs._dependence import bodies
 
-_FEW = 4  # an array with at most this many numbers counts as a constant, unless it belongs to a module
-_MOST_OBJECTS = 10_000  # the most objects to search for the name of an array
+_FEW = 4  # an array with at most this many numbers counts as a constant, unless it is a module's
+_MOST_OBJECTS = 10_000  # the most objects that are searched for the name of an array
 
 
 def reject_constants(layer_id: str, layer: Any, traced: Any, trace: Callable[[], Any]) -> None:
@@ -38,7 +38,7 @@ def reject_constants(layer_id: str, layer: Any, traced: Any, trace: Callable[[],
     of_jax, of_numpy = _floats(traced), _floats(traced, (np.ndarray,))
     if not of_jax and not of_numpy:
         return
-    # An array that a forward makes while it is traced is another object when it is traced again.
+    # An array that a forward makes while it is traced is a different object when it is traced again.
     again = {id(constant) for constant in _floats(trace())} if of_jax else set()
     names = _names(layer, of_jax, of_numpy)
     for constant in (*of_jax, *of_numpy):
@@ -96,7 +96,7 @@ def _constants(jaxpr: Any, consts: Sequence[Any]) -> Iterator[Any]:
 
 
 def _names(layer: Any, arrays: list[Any], of_numpy: list[Any]) -> dict[int, tuple[str, Any]]:
-    """Return (name, its module or None) of the arrays that a layer holds, by id of the array; NumPy arrays count only in modules.
+    """Return (name, module or None) of each array that a layer holds, by id of the array; NumPy arrays count only in modules.
 
     JAX copies NumPy arrays into constants, so these are found by their values.
     """
@@ -179,7 +179,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield "", vars(value).get("__call__")
     elif inspect.isfunction(value):
         yield from _variables(value)
-    else:  # an object of the user, or a wrapped function
+    else:  # a user's object, or a wrapped function
         yield "", _attribute(value, "__wrapped__")
         yield from ((str(key), inner) for key, inner in list(getattr(value, "__dict__", {}).items()))
         slots = (name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ()))
@@ -190,7 +190,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 def _attribute(value: Any, name: str) -> Any:
     try:
         return getattr(value, name, None)
-    except Exception:  # an object of the user may raise any error
+    except Exception:  # a user's object may raise any error
         return None
 
 

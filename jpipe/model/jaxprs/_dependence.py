@@ -1,4 +1,4 @@
-"""Dependence in jaxprs: which outputs depend on which inputs or on a host callback, which are always zero, and which are an input."""
+"""Dependence in jaxprs: which outputs depend on which inputs or on host callbacks, are always zero, or are an input unchanged."""
 
 import functools
 import operator
@@ -21,8 +21,8 @@ def reached(jaxpr: Any, marks: Sequence[int], host: int = 0) -> list[int]:
     Args:
         jaxpr: the computation.
         marks: the marks of the inputs.
-        host: the mark for results of equations with side effects or host callbacks. With it, each result of an equation that is not a call
-            or a scan depends on all inputs of the equation, as in `evaluate_wanted`.
+        host: the mark for results of equations with side effects or host callbacks. With it, every equation except calls and scans makes
+            each result depend on all its inputs, as in `evaluate_wanted`.
     """
     mark_of = {var: mark for var, mark in zip(jaxpr.invars, marks, strict=True) if mark}
     for equation in jaxpr.eqns:
@@ -89,7 +89,7 @@ _Known = float | None
 
 
 def always_zero(jaxpr: Any, consts: Sequence[Any], zeros: Sequence[bool]) -> list[bool]:
-    """Return for each output of a jaxpr whether it is always zero, if some inputs are always zero.
+    """Return for each output of a jaxpr whether it is always zero, given that some inputs are.
 
     The function looks into nested calls and branches, but not into loops. Results of unknown equations count as not zero.
 

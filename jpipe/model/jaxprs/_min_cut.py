@@ -21,7 +21,7 @@ def cheapest_cut(wanted: Iterable[Node], cost: Callable[[Node], int], inputs_of:
     Args:
         wanted: the sinks, which may be chosen themselves.
         cost: returns the cost of a node.
-        inputs_of: returns the nodes from which a node can be computed at no cost; None for a node that must be chosen if it is needed.
+        inputs_of: returns the nodes from which a node can be computed at no cost; None if a needed node must be chosen itself.
     """
     wanted = set(to_do := list(wanted))
     costs, inputs = dict[Node, int](), dict[Node, set[Node]]()

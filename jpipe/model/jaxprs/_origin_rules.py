@@ -83,7 +83,7 @@ def _numbers(equation: Any, arguments: Sequence[Origin], out: Any) -> np.ndarray
     """Return the values of integers that are computed from known values, or None."""
     name, dtype, shape = equation.primitive.name, out.aval.dtype, _shape(out)
     values: list[Any] = [each.numbers for each in arguments]
-    if name == "select_n" and arguments[0].numbers is not None:  # the values of a case that is never chosen need not be known
+    if name == "select_n" and arguments[0].numbers is not None:  # values of cases that are never chosen may be unknown
         is_known = [True, *(np.isin(i, arguments[0].numbers) for i in range(len(arguments) - 1))]
         values = [each.numbers if is_read else np.zeros(1) for each, is_read in zip(arguments, is_known, strict=True)]
     is_bitwise = name in ("and", "or", "not") and jnp.issubdtype(dtype, jnp.integer)

@@ -18,7 +18,7 @@ class Origin(NamedTuple):
 
     Attributes:
         rows: for each element a pair: the first row on which it depends, and minus the last row. Both are `NO_ROW` if it depends on no row.
-            The first is -1 if the element is more than a sum over rows. So the pair of a sum is the minimum of the pairs.
+            The first is -1 if the element is more than a sum over rows. Therefore the pair of a sum is the minimum of the pairs.
         numbers: the values of integers and booleans that depend on no input; NaN stands for an unknown value. None: all are unknown.
         of_model: whether some rows belong to the model's inputs or outputs, not only to labels.
     """
@@ -38,7 +38,7 @@ class Origin(NamedTuple):
         return bool((self.rows[0] < 0).any())
 
     def is_apart(self, count: int) -> bool:
-        """Return whether each element depends on at most one row, and the rows are in order; rows may be repeated.
+        """Return whether each element depends on at most one row, with the rows in order; rows may be repeated.
 
         The rows are along the first dim, or along a dim of size `count`, the number of rows. They may be spread over further dims, such as
         time.

@@ -1,4 +1,4 @@
-"""Names of primitives by kind, and a policy of `jax.checkpoint` that saves all results except of elementwise operations."""
+"""Names of primitives by kind, and a policy of `jax.checkpoint` that saves all results except from elementwise operations."""
 
 from typing import Any
 
@@ -25,10 +25,10 @@ _ELEMENTWISE = _COMMON | _LAYOUT | _SHIFTS | _FUNCTIONS | _MORE_FUNCTIONS | _RAR
 
 
 def all_but_elementwise(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Return whether a forward saves the results of an operation. It does not if the operation is elementwise, or only changes the layout.
+    """Return whether a forward saves the results of an operation. It does not for elementwise operations and changes of layout.
 
-    XLA fuses these operations with the operation that reads their results. So a backward computes them again in almost no time, but saving
-    the results would write and read memory.
+    XLA fuses such operations into the one that reads their results, so a backward recomputes them in almost no time, while saving the
+    results would write and read memory.
 
     Args:
         primitive: the primitive of the operation, which `jax.checkpoint` passes to policies.

@@ -1,4 +1,4 @@
-"""Detect layers and losses that compute with several rows together; in a pipeline these are the rows of a microbatch."""
+"""Detect layers and losses that compute with several rows together. In a pipeline these are the rows of a microbatch."""
 
 import functools
 import logging
@@ -22,7 +22,7 @@ from jpipe.model.jaxprs._origins import NO_ROW, Origin, is_whole, mixed, of_seve
 Tree = Any
 
 _COUNTS = (3, 5, 7, 11, 13, 17, 19, 23)
-"""Numbers of rows to trace with. The first one that divides no dim is used, so that the dim of the rows can be recognized."""
+"""Numbers of rows to trace with. The first that divides no dim is used, so that the dim of the rows can be recognized."""
 
 
 def warn_of_mixed_rows(stack: LayerStack, layers: Mapping[str, LayerSpec], labels: Tree, loss: Loss, rows: int, microbatches: int) -> None:
@@ -62,7 +62,7 @@ def rows_together(stack: LayerStack, layers: Mapping[str, LayerSpec], labels: Tr
     """Return the layers that mix rows in their training forward, and whether the loss is more than a sum over rows.
 
     A layer mixes rows if one row of its outputs, or its new state, depends on another row of its inputs. If a layer or the loss does not
-    fit another number of rows, all are traced with the rows of a microbatch. If one then fails, the layers after it, and the loss, are not
+    accept another number of rows, all are traced with the rows of a microbatch. If one then fails, the later layers and the loss are not
     examined.
 
     Args:
@@ -190,7 +190,7 @@ def _either(one: Origin, other: Origin) -> Origin:
 
 
 def _chosen(origin: Origin, by: Origin) -> Origin:
-    """Return the origin of an array that a scalar has chosen; under `vmap`, each batch has its own scalar."""
+    """Return the origin of an array that a scalar has chosen; under `vmap`, each batch has a scalar."""
     if not by.depends:
         return origin
     choice = by.rows.reshape(*by.rows.shape, *[1] * (origin.rows.ndim - by.rows.ndim))

@@ -2,10 +2,10 @@
 
 The backward is traced, and its calls and recomputations are inlined into one list of equations. The equations that the gradients of the
 inputs need are the first half, the other equations the second. A scan that both halves need becomes two scans. Some arrays are kept between
-the halves: arguments of the backward (residuals, the output gradient) and results of the first half, the *stash*. They are the choice with
-the fewest bytes, a minimum cut of the graph of the equations. To need fewer bytes, the second half may repeat cheap elementwise operations,
-but no product, convolution or loop. Together both halves compute the results of the whole backward. Gradients of weights that the first
-half computes anyway (for example of a bias) go into the stash.
+the halves: arguments of the backward (residuals, the output gradient) and results of the first half, the *stash*. A minimum cut of the
+graph of equations chooses those with the fewest bytes. To save bytes, the second half may repeat cheap elementwise operations, but no
+product, convolution or loop. Together the halves compute the results of the whole backward. Weight gradients that the first half computes
+anyway (for example of a bias) go into the stash.
 
 Reference: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.
 """
@@ -63,7 +63,7 @@ def split(backward: Callable[..., Sequence[Any]], specs: Sequence[Any], in_first
 
 
 def undivided(backward: Callable[..., Sequence[Any]], specs: Sequence[Any], in_first: Sequence[bool]) -> Halves:
-    """Return the whole backward as the first half, for a backward that cannot be cut; the outputs of the second half are the stash."""
+    """For a backward that cannot be cut, return it whole as the first half, with a stash of the outputs of the second half."""
     outputs = jax.eval_shape(backward, *specs)
 
     def first(arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -104,7 +104,7 @@ def _written_out(closed: Any, replaced: Replaced) -> Any:
 
 
 def _two_scans(equation: Any, in_first: Sequence[bool]) -> Callable[[list[Any]], list[Any]]:
-    """Return two scans in place of one: the first computes these results, and stacks the values that the second needs for the others."""
+    """Return two scans in place of one. The first computes these results, and stacks the values that the second needs for the others."""
     body, consts = body_of(equation)
     count, carried = scan_parts(equation, body)
     free = [i < count for i in range(len(body.invars))]
@@ -170,7 +170,7 @@ def _halves(closed: Any, in_first: Sequence[bool], free: Sequence[bool], absent:
 
 
 def _inputs_of_second(jaxpr: Any, wanted: Mapping[bool, Sequence[Any]], free: set[Any], absent: set[Any]) -> tuple[list[Any], list[Any]]:
-    """Return the inputs of the second half, and the results of the second half that the first half computes, as variables in order."""
+    """Return, as variables in order, the inputs of the second half, and which of its results the first half computes."""
     of_first, of_second = (set(needed(jaxpr, wanted[half])[1]) for half in (True, False))
     available = {*jaxpr.constvars, *jaxpr.invars} - absent  # to the first half, or cheap to compute from its variables
     from_free = set(free)

@@ -1,7 +1,6 @@
 """Evaluation of only the wanted results of a jaxpr, without unneeded side effects.
 
-XLA removes computations that nobody reads, but it keeps side effects: a host callback would be called with dummy values in place of missing
-ones.
+XLA removes unread computations, but keeps side effects: a host callback would get dummy values in place of missing ones.
 """
 
 import functools
@@ -17,11 +16,11 @@ from jpipe.model.jaxprs._dependence import body_of, is_call, is_literal, propaga
 Tree = Any
 
 UNKNOWN = jex.DebugInfo("evaluated in part", "<unknown>", None, None)
-"""The debug info of a jaxpr with arguments and results that have no names for messages."""
+"""The debug info of a jaxpr without names of arguments and results for messages."""
 
 
 def without_effects(function: Callable[..., Tree], is_dummy: Sequence[bool] | None = None) -> Callable[..., Tree]:
-    """Return the function without the side effects that would get dummy values, unless a result needs them.
+    """Return the function without side effects that would get dummy values and that no result needs.
 
     Args:
         function: a function of pytrees of arrays.
@@ -151,7 +150,7 @@ def bind(equation: Any, inputs: list[Any]) -> list[Any]:
 def needed(
     jaxpr: Any, wanted: Iterable[Any], known: Collection[Any] = (), *, inside: bool = False, doubtful: Collection[Any] | None = None
 ) -> tuple[set[Any], list[int]]:
-    """Return the variables, and the numbers of the equations in order, that are needed for the wanted variables from the known ones.
+    """Return the variables, and the ordered numbers of the equations, that are needed to compute wanted variables from known ones.
 
     Args:
         jaxpr: the computation.

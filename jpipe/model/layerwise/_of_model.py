@@ -1,4 +1,4 @@
-"""An optimizer traced for a whole model's own tree of parameters; each layer evaluates its own part.
+"""An optimizer that is traced for a whole model's own parameter tree; each layer evaluates a part of it.
 
 The trace calls masks, labels and other functions of trees and paths, so they get the same tree as outside of a pipeline. If a loop such as
 `nn.scan` stacks the blocks of a model, each layer has slices of the stacked arrays.
@@ -48,7 +48,7 @@ class _State(NamedTuple):
 class ModelOptimizer:
     """An optimizer of a whole model's tree, for one entry at a time.
 
-    The state of an entry is nested dicts, with the names in optax's state for the layer alone, `{layer id: params}`.
+    The state of an entry is nested dicts, with the names that optax's state has for `{layer id: params}`.
 
     Attributes:
         traced: the optimizer, for the model's tree with one slice of each stacked leaf.
@@ -96,7 +96,7 @@ class ModelOptimizer:
         return jax.tree.unflatten(treedef, updates), unflatten_dict(new_state)
 
     def missing(self, entry: str) -> int | None:
-        """Return the number of a leaf that the equations for an entry need but that the entry does not have, or None."""
+        """Return the number of a leaf that the entry lacks but its equations need, or None."""
         closed, count = self.traced.update, len(self.shapes)
         for slots in self._rounds(entry):
             states = {array.number for array in self._state(entry, slots)}
@@ -121,7 +121,7 @@ class ModelOptimizer:
         return rounds
 
     def _state(self, entry: str, slots: Mapping[int, int]) -> list[_State]:
-        """Return the parts of the state for the arrays at some positions of an entry, and the parts that belong to all parameters."""
+        """Return the parts of the state for the arrays at these positions of an entry, and the parts that belong to all parameters."""
         kept = []
         for number, (owner, path) in enumerate(zip(self.owners, self.traced.paths, strict=True)):
             part = self.traced.of_parameter[number]
@@ -139,7 +139,7 @@ class ModelOptimizer:
     def _store(
         self, entry: str, state: dict[tuple[str, ...], Any], kept: Sequence[_State], results: Sequence[Any], leaves: Sequence[Any]
     ) -> None:
-        """Put arrays into the state of an entry. An array with the shape of its parameter gets the parameter's shape in the layer."""
+        """Put arrays into the state of an entry. An array with its parameter's shape gets the shape that the parameter has in the layer."""
         for array in kept:
             value = jnp.asarray(results[array.number])  # the result may be a literal
             if array.slot is not None and value.shape == self.shapes[self.entries[entry][array.slot].number]:
@@ -163,7 +163,7 @@ def names_of(path: Sequence[Any]) -> tuple[str, ...]:
 
 
 class Coupled(Exception):
-    """The reason why an optimizer cannot be evaluated for one entry at a time, or for one slice of stacked arrays."""
+    """The reason why an optimizer cannot be evaluated entry by entry, or slice by slice of stacked arrays."""
 
     def __init__(self, reason: str, in_slices: bool = False) -> None:
         super().__init__(reason)
@@ -173,7 +173,7 @@ class Coupled(Exception):
 def traced_in(
     transformation: optax.GradientTransformation, tree: ModelTree, specs: Mapping[str, Tree], num_stages: int | None
 ) -> tuple[Any, TracedOptimizer]:
-    """Trace an optimizer for the tree of a model, with the first structure of the tree for which it does not fail.
+    """Trace an optimizer for the tree of a model, using the tree's first structure for which it succeeds.
 
     Args:
         transformation: the optimizer.

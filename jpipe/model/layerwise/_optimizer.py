@@ -23,7 +23,7 @@ class WithBuffers(NamedTuple):
     Attributes:
         optimizer: the state of the optax transformation.
         weights_ema: the moving average of the weights, in float32 for weights of lower precision; None without `ema_decay`.
-        ahead: the weights minus the weights without prediction, see `predict_delay`; None without `delay_factor`.
+        ahead: by how much prediction has moved the weights, see `predict_delay`; None without `delay_factor`.
     """
 
     optimizer: Tree
@@ -32,7 +32,7 @@ class WithBuffers(NamedTuple):
 
 
 class WithMasters(NamedTuple):
-    """The optimizer state of a layer with parameters of lower precision: the masters in float32, and the state of their optimizer."""
+    """The optimizer state of a layer with low-precision parameters: the float32 masters and the state of their optimizer."""
 
     masters: Tree
     state: Tree
@@ -53,7 +53,7 @@ class LayerwiseOptimizer:
             transformation to each layer alone.
         has_masters: whether the state is a `WithMasters`: updates change the masters, which are then cast to the parameters' dtypes.
         ema_decay: keep an exponential moving average of the weights, or of the masters, with this decay; None: keep none.
-        delay_factor: at the end of each update, move the weights ahead by this number of updates per update of delay; None: do not.
+        delay_factor: how many updates to move the weights ahead, after each update, per update of delay; None: do not.
         used: the names of the `Position` entries on which updates or state depend, sorted.
         trained: the parameters that updates change, by entry (see `Ties`). Frozen parameters have no gradients and no optimizer state.
     """
@@ -117,7 +117,7 @@ class LayerwiseOptimizer:
             average = self._moved(average, new if ahead is None else without_prediction(new, ahead))
         if ahead is not None:
             assert self.delay_factor is not None
-            # The prediction uses the difference of the weights, because with the updates XLA would round the new weights differently.
+            # The prediction uses the difference of the weights: if it used the updates, XLA would round the new weights differently.
             before, ahead = ahead, predicted(jax.tree.map(jnp.subtract, new, params), ahead, self.delay_factor, position["delay"])
             new = with_prediction(new, before, ahead)
         return new, WithBuffers(state, average, ahead)
@@ -127,7 +127,7 @@ class LayerwiseOptimizer:
         return (state.state if self.has_masters else state).weights_ema
 
     def ahead(self, state: Tree) -> Tree:
-        """Return the prediction in the state of a layer: by how much its parameters, or masters, are ahead. Needs `delay_factor`."""
+        """Return by how much prediction has moved a layer's parameters, or masters. Needs `delay_factor`."""
         return (state.state if self.has_masters else state).ahead
 
     def _init(self, entry: str, params: Tree) -> Tree:

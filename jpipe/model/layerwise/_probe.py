@@ -47,13 +47,13 @@ def find_layerwise(
     error, too.
 
     The trace also shows which parameters are frozen: their update is always zero. They get no gradients and no optimizer state, unless the
-    updates of other parameters depend on them. Parameters count as frozen, too, if their updates are multiplied by a constant zero.
+    updates of other parameters depend on them. Parameters also count as frozen if their updates are multiplied by a constant zero.
 
     Args:
         transformation: the user's optimizer.
         specs: the shapes of all parameters by layer id.
         has_masters: whether the optimizer updates masters in float32 for parameters of any dtype.
-        ties: the shared parameters, or None; each is updated as an entry of its own, apart from the layers.
+        ties: the shared parameters, or None; each is updated as a separate entry.
         predicts: whether delays will be corrected by prediction (`delay_factor`), which needs momentum.
         num_stages: the number of stages, or None; an optimizer such as `jpipe.optimizers.per_stage` checks it.
         tree: the parameter tree of the model, if the layers were cut from a whole model. The optimizer is traced on this tree. If it fails
@@ -73,7 +73,7 @@ def find_layerwise(
     if tree is not None:
         try:
             structure, traced = traced_in(transformation, tree, specs, num_stages)
-        except Exception as error:  # masks or labels by layer id may be the reason
+        except Exception as error:  # the reason may be masks or labels by layer id
             failure, tree = partial(_failure_in_tree, transformation, tree, specs, error), None
     if tree is None:
         specs = ties.without_seconds(specs)
@@ -138,7 +138,7 @@ def _names_in(tree: ModelTree, ties: Ties, structure: Any) -> list[str]:
 def _differs_by_layer(
     transformation: optax.GradientTransformation, traced: TracedOptimizer, tree: ModelTree, specs: Mapping[str, Tree], ties: Ties
 ) -> bool:
-    """Return whether an optimizer with masks or labels by layer id updates slices of stacked arrays differently from the whole arrays."""
+    """Return whether masks or labels by layer id make an optimizer update slices of stacked arrays differently from whole arrays."""
     flat, structure = jax.tree.flatten(dict(specs))
     places = jax.tree.leaves(ties.without_seconds(tree.layers))
     axes = {number: place.axes for number, place in enumerate(places) if place.axes}
@@ -207,7 +207,7 @@ def _not_layerwise(why: str, transformation: optax.GradientTransformation, more:
     advice = (instead_of_slices(transformation) if in_slices else instead_of(transformation)) or (
         "leave out the part that uses all layers at once (a norm over all layers, a step size from all gradients, noise from one key)"
     )
-    return InputError(f"optimizer: it cannot be applied layer by layer, which stages of a pipeline need: {why}; instead: {advice}{more}")
+    return InputError(f"optimizer: it cannot be applied layer by layer, as stages of a pipeline require: {why}; instead: {advice}{more}")
 
 
 def _counted(traced: TracedOptimizer, names: Sequence[str], frozen: Sequence[bool]) -> str:
@@ -216,6 +216,6 @@ def _counted(traced: TracedOptimizer, names: Sequence[str], frozen: Sequence[boo
     if counted is None:
         return ""
     return (
-        f"; the pipeline counts only the gradients of trained parameters, but this optimizer also counts frozen ones, as in "
-        f"{counted}, and gives other updates: to compare both, clip inside optax.partition"
+        f"; the pipeline counts only the gradients of trained parameters, but this optimizer also counts frozen ones, as in {counted}, so "
+        "the updates differ; to get equal updates, clip inside optax.partition"
     )

@@ -24,7 +24,7 @@ def optax_promotion() -> Iterator[None]:
 
 
 class OfParameter(NamedTuple):
-    """The part of a path in an optimizer's state that is the path of a parameter.
+    """The part of a path in an optimizer's state that is a parameter's path.
 
     Attributes:
         number: the number of the parameter.
@@ -48,8 +48,7 @@ class TracedOptimizer(NamedTuple):
         init: `(parameters) -> state`.
         update: `(gradients, state, parameters, position) -> (updates, state)`.
         paths: the paths of the leaves of the state.
-        of_parameter: for each leaf of the state the parameter to which it belongs according to its path; None: it belongs to all
-            parameters.
+        of_parameter: for each leaf of the state the parameter that its path names; None: it belongs to all parameters.
         position: the names of the position's entries, sorted.
     """
 
@@ -82,7 +81,7 @@ def _keys(path: Sequence[Any]) -> tuple[str, ...]:
 
 
 def _of_parameter(path: tuple[str, ...], numbers: Mapping[tuple[str, ...], int]) -> OfParameter | None:
-    """Return the parameter with a path inside this path: the longest such path, and the last one of several."""
+    """Return the parameter with a path inside this path; of several, the one with the longest path, or the last if these are equal."""
     spans = ((begin, end) for begin in range(len(path) + 1) for end in range(begin, len(path) + 1) if path[begin:end] in numbers)
     begin, end = max(spans, key=lambda span: (span[1] - span[0], span[0]), default=(0, -1))
     return None if end < 0 else OfParameter(numbers[path[begin:end]], begin, end)
@@ -138,7 +137,7 @@ def read_state(traced: TracedOptimizer) -> list[bool]:
 
 
 def has_momentum(traced: TracedOptimizer) -> bool:
-    """Return whether an optimizer has momentum: whether zero gradients can move zero parameters. Weight decay cannot move these."""
+    """Return whether an optimizer has momentum: whether zero gradients can move zero parameters, which weight decay cannot move."""
     count, update = len(traced.init.jaxpr.invars), traced.update
     zeros = [True] * count + [False] * len(traced.paths) + [True] * count + [False] * len(traced.position)
     return not all(always_zero(update.jaxpr, update.consts, zeros)[:count])
@@ -147,8 +146,8 @@ def has_momentum(traced: TracedOptimizer) -> bool:
 def frozen_leaves(traced: TracedOptimizer) -> list[bool]:
     """Return for each parameter whether the jaxpr shows that its update is zero at every step, for any learning-rate schedule.
 
-    The state of a parameter can be zero at every step, too: for example the momentum of gradients that are set to zero. A number that
-    updates pass on unchanged in the state, such as a learning rate, counts as unknown, because users may set it.
+    Its state can also be zero at every step, for example the momentum of gradients that are set to zero. A number in the state that updates
+    do not change, such as a learning rate, counts as unknown, because users may set it.
     """
     count, update = len(traced.init.jaxpr.invars), traced.update
     zeros = always_zero(traced.init.jaxpr, traced.init.consts, [False] * count)
@@ -166,7 +165,7 @@ def frozen_leaves(traced: TracedOptimizer) -> list[bool]:
 
 
 def used_while_frozen(traced: TracedOptimizer, frozen: Sequence[bool]) -> list[bool]:
-    """Return for each parameter whether it is frozen but the update of a trained parameter depends on it."""
+    """Return for each parameter whether it is frozen although the update of a trained parameter depends on it."""
     if not any(frozen):
         return list(frozen)
     marks = [1 << bit if is_frozen else 0 for bit, is_frozen in enumerate(frozen)]

@@ -21,7 +21,7 @@ _INSTEAD = (
     ({"apply_if_finite", "skip_not_finite"}, "skip_nonfinite of the pipeline skips a batch in all stages"),
     ({"normalize", "normalize_by_update_norm"}, "clip_global_norm of the pipeline, or lamb or lars, which take norms of single parameters"),
     ({"prodigy", "dadapt_adamw", "mechanize", "scale_by_dog", "scale_by_dowg", "scale_by_distance_over_gradients"}, _RATE),
-    ({"add_noise"}, "optax.partition with an add_noise for each layer, each with a key of its own"),
+    ({"add_noise"}, "optax.partition with an add_noise for each layer, each with its own key"),
     ({"flatten"}, "leave out optax.flatten: inside it all parameters are one array"),
     ({"scale_by_zoom_linesearch", "scale_by_backtracking_linesearch", "scale_by_polyak", "momo", "momo_adam", "reduce_on_plateau"}, _RATE),
     ({"scale_by_sophia", "sophia", "hutchinson_estimator_diag_hessian"}, _RATE),
@@ -38,7 +38,7 @@ def instead_of(transformation: Any) -> str:
 
 def instead_of_slices(transformation: Any) -> str:
     """Name replacements for an optimizer that computes with all slices of a stacked array together."""
-    lists = "keep the blocks in a list, each with arrays of its own, or use a rule for single numbers, such as adamw"
+    lists = "keep the blocks in a list, each with its own arrays, or use a rule for single numbers, such as adamw"
     if "scale_by_muon" in constructors_of(transformation):
         return f"give muon_weight_dimension_numbers for the matrices of the blocks, and None for their biases; or {lists}"
     return f"{instead}; or {lists}" if (instead := instead_of(transformation)) else lists
@@ -63,7 +63,7 @@ def has_nesterov(transformation: Any) -> bool:
 
 
 def unfit_mask(transformation: Any, specs: Mapping[str, Tree]) -> str:
-    """Describe how a mask, or labels, in the form of dicts differ from the structure of the model; return "" if none does.
+    """Describe how a mask, or labels, given as dicts differ from the model's structure; return "" if none does.
 
     Args:
         transformation: the transformation to search for masks and labels.

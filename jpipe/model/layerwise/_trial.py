@@ -1,4 +1,4 @@
-"""A trial of an optimizer on tiny arrays, which compares updates and states of stacked blocks and of each block alone."""
+"""Try an optimizer on tiny arrays, and compare updates and states of stacked blocks with the results for each block alone."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,13 +32,13 @@ def slice_difference(
     shapes: Sequence[tuple[int, ...]],
     keeps_axes: bool,
 ) -> bool:
-    """Return whether slices get other updates one by one than in stacked arrays.
+    """Return whether slices that are updated one by one differ from slices of stacked arrays.
 
     Two slices take turns in a stacked array, which has its real number of blocks, because a rule may depend on this number.
 
     Args:
         transformation: the optimizer.
-        traced: the traced optimizer; state on which no update depends is not compared.
+        traced: the traced optimizer; state that no update depends on is not compared.
         structure: the structure of the tree of all parameters.
         specs: the specs of the leaves, with one slice of each stacked leaf: the dim of the blocks has size 1.
         axes: the axes of stacked leaves, by number.
@@ -129,13 +129,13 @@ def _prepared(function: Callable[..., Tree], *arguments: Tree) -> Callable[..., 
 
 
 def _tiny_array(spec: Any) -> jax.Array:
-    """Return an array with the dtype and rank of `spec`, at most two entries in each dim, and small numbers, so that updates show."""
+    """Return an array with the dtype and rank of `spec`, at most two entries in each dim, and numbers small enough for updates to show."""
     shape = tuple(min(size, 2) for size in spec.shape)
     return jnp.asarray(np.linspace(1e-3, 2e-3, int(np.prod(shape))).reshape(shape), spec.dtype)
 
 
 def _gradients(params: Sequence[jax.Array], step: int, number: int) -> list[jax.Array]:
-    """Return random gradients of one of the two slices. Their size changes from step to step; the first slice once gets NaN."""
+    """Return random gradients of one of the two slices. Their size varies between steps; the first slice has NaN once."""
     generator = np.random.default_rng((step, number))
     size = np.nan if (step, number) == (_NAN_STEP, 0) else 10.0 ** _EXPONENTS[(number + step) % len(_EXPONENTS)]
     most = [float(jnp.finfo(leaf.dtype).max) / 8 for leaf in params]

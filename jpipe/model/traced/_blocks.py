@@ -10,8 +10,8 @@ from jpipe.model.traced._chain import Chain, is_contraction
 
 Path = tuple[str, ...]
 
-LARGEST_SHARE = 0.25  # of the model's operations; a piece with more is cut again at its narrowest places
-_SMALL = 0.25  # of the mean operations of a layer; a piece with fewer, outside of numbered blocks, joins its neighbour
+LARGEST_SHARE = 0.25  # share of the model's operations; a piece with more is cut again at its narrowest places
+_SMALL = 0.25  # share of a layer's mean operations; a piece with fewer, outside of numbered blocks, joins its neighbour
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class _Pieces:
 def one_per_block(chain: Chain, paths: Sequence[Path], positions: Sequence[int]) -> tuple[int, ...]:
     """Join the pieces that belong to one layer, and return the positions that remain.
 
-    These pieces are joined: all pieces of one numbered block; a piece that multiplies by no matrix, such as a norm, with one that does; all
-    pieces of one module, if they have at most a quarter of the model's operations; and a small piece outside of numbered blocks with its
-    neighbour. A rule that would join all pieces of the model is skipped.
+    Four rules join pieces: all pieces of one numbered block; a piece without a matrix product, such as a norm, with a piece that has one;
+    all pieces of one module, if they have at most a quarter of the model's operations; and a small piece outside of numbered blocks with
+    its neighbour. A rule that would join the whole model is skipped.
 
     Args:
         chain: the model.
@@ -90,7 +90,7 @@ def _ends(pieces: _Pieces) -> list[Path | None]:
 
 
 def _without_light(pieces: _Pieces) -> _Pieces:
-    """Join pieces without parameters in a product of matrices, convolution or look-up with the neighbour that fits better.
+    """Join pieces without parameters in a product, convolution or look-up with the neighbour that fits better.
 
     Next to blocks of several modules, such pieces stay separate, so that the blocks stay equal.
     """
@@ -111,7 +111,7 @@ def _without_light(pieces: _Pieces) -> _Pieces:
 
 
 def _kind(block: Path | None, piece: Sequence[Path]) -> int:
-    """Return 2 for a numbered block that contains modules, 1 for one or more numbered modules, and 0 for any other piece."""
+    """Return 2 for a piece that is a numbered block of modules, 1 for numbered modules, and 0 for any other piece."""
     if block is None or not _numbers(block):
         return int(any(map(_numbers, piece)))
     return 2 if any(len(path) > len(block) + 1 for path in piece) else 1
@@ -148,7 +148,7 @@ def _without_small(pieces: _Pieces) -> _Pieces:
 
 
 def _blocks(pieces: Sequence[Sequence[Path]]) -> list[Path | None]:
-    """Return the block of each piece: the path of its parameters to the first number, or to the second if this path is a block of modules.
+    """Return the block of each piece: the path of its parameters up to the first number, or the second if the first is a block of modules.
 
     A piece with parameters of several blocks, or of no block, gets None.
     """

@@ -1,4 +1,4 @@
-"""The equations of a model as a chain: the equations that depend on its inputs, in order, with everything else that each one needs."""
+"""The equations of a model as a chain: the equations that depend on its inputs, in order, and what else each of them needs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Chain:
         num_params: the number of parameters, which come first in `leaves`.
         outputs: the results of the model, variables or literals.
         new_state: the new value of each leaf of the layer state, by its number among `leaves`.
-        equations: the equations that depend on the inputs, in order. Equations that only new layer state needs come as early as possible.
+        equations: the equations that depend on the inputs, in order. Those that only new layer state needs come as early as possible.
         sources: for each variable that does not depend on the inputs, the equation that computes it.
     """
 
@@ -56,7 +56,7 @@ class Chain:
 
     @cached_property
     def last(self) -> dict[Any, int]:
-        """For each variable in `made` the number of the last equation that reads it; for results, the number of equations."""
+        """For each variable in `made` the number of the last equation that reads it; for results of the model, the number of equations."""
         last: dict[Any, int] = {}
         for number, equation in enumerate(self.equations):
             last.update((var, number) for var in _variables(equation.invars) if var in self.made)
@@ -65,7 +65,7 @@ class Chain:
 
     @cached_property
     def _needs(self) -> dict[Any, frozenset[Any]]:
-        """For each variable that does not depend on the inputs the parameters and layer state (by number) and key (None) that it needs."""
+        """For each variable that does not depend on the inputs: the parameters and state (by number) and the key (None) that it needs."""
         needs: dict[Any, frozenset[Any]] = {var: frozenset([number]) for number, var in enumerate(self.leaves)}
         needs[self.key] = frozenset([None])
         for equation in self.jaxpr.eqns:
@@ -85,7 +85,7 @@ class Chain:
         return frozenset().union(*(self._needs[var] for var in _variables(variables) if var in self._needs))
 
     def behind(self, variables: Iterable[Any]) -> list[Any]:
-        """Return the equations in `sources` from which these variables are computed, in order."""
+        """Return, in order, the equations in `sources` that compute these variables."""
         seen: dict[int, Any] = {}
         to_do = [var for var in _variables(variables) if var in self.sources]
         while to_do:
@@ -113,7 +113,7 @@ class Chain:
 
     @cached_property
     def widths(self) -> np.ndarray:
-        """The bytes that pass each position; large values that are cheap to compute from the inputs, such as masks, are computed again."""
+        """The bytes that pass each position. Large values that are cheap to compute from the inputs, such as masks, are computed again."""
         last = dict(self.last)
         roots: dict[Any, frozenset[Any]] = {var: frozenset([var]) for var in self.inputs}
         for equation in self.equations:
@@ -142,7 +142,7 @@ def chain_of(closed: Any, num_params: int, num_leaves: int, written: Sequence[in
         closed: the jaxpr from (parameters, layer state, key, inputs) to (outputs, new layer state).
         num_params: the number of arguments that are parameters.
         num_leaves: the number of arguments that are parameters or layer state.
-        written: for each result after the outputs, the number (among parameters and state) of the leaf of layer state that it updates.
+        written: for each result after the outputs, which leaf of layer state it updates, by number among parameters and state.
         num_outputs: the number of results that are outputs.
 
     Raises:
@@ -183,7 +183,7 @@ def _needed(jaxpr: Any) -> list[Any]:
 
 
 def _early(equations: Sequence[Any], outputs: set[Any], inputs: set[Any]) -> list[Any]:
-    """Move equations that no output needs next to their operands, so that new layer state is computed in the layer of its operands."""
+    """Move equations that no output needs directly after their operands, so that new layer state is computed in the operands' layer."""
     wanted, for_outputs = set(outputs), set()
     for equation in reversed(equations):
         if any(var in wanted for var in equation.outvars):

@@ -50,14 +50,14 @@ def readers(chain: Chain) -> list[int]:
 
 
 def _candidates(chain: Chain, paths: Sequence[Path], *, of_one_module: bool = False) -> list[int]:
-    """Return the narrowest position between each two modules that are read one after the other; of equally narrow ones, the last.
+    """Return the narrowest position between each two modules that are read in succession; of equally narrow ones, the last.
 
     A module that is read a second time counts as another module.
 
     Args:
         chain: the model.
         paths: the paths of its parameters.
-        of_one_module: whether a module may be cut where it is read together with another one, such as the scale that normalizes its kernel.
+        of_one_module: whether a module may be cut where another is read with it, such as the scale that normalizes its kernel.
     """
     forbidden, widths = forbidden_positions(chain), chain.widths
     candidates: list[int] = []
@@ -117,7 +117,7 @@ def _local_minima(chain: Chain, candidates: Sequence[int]) -> list[int]:
 
 
 def position_before(chain: Chain, paths: Sequence[Path], prefix: str) -> int:
-    """Return the narrowest position between the first reader of the parameters with this prefix and the reader before it."""
+    """Return the narrowest position between the first reader of parameters with this prefix and the reader before it."""
     parts = tuple(prefix.replace(".", "/").split("/"))
     leaves = {leaf for leaf, path in enumerate(paths) if path[: len(parts)] == parts}
     reading = readers(chain)
@@ -197,7 +197,7 @@ def _positions_of(chain: Chain) -> dict[int, list[int]]:
 
 
 def _interval(theirs: Mapping[int, list[int]], ours: Mapping[int, list[int]], position: int, end: int) -> tuple[int, int, int | None]:
-    """Return the first and last position that divides the reads of each leaf in the same way, and the last leaf that bounds them."""
+    """Return the first and last position that divide the reads of each leaf in the same way, and the last leaf that bounds them."""
     lower, upper, reason = 0, end, None
     for leaf, reads in theirs.items():
         here = ours.get(leaf)

@@ -35,7 +35,7 @@ class _Cut:
         carries: for each layer the specs of the values that pass before it, in training or in evaluation.
         slots: for each layer the positions of its segment's inputs in its carry, in training and in evaluation.
         outputs: a function that builds the model's outputs from the outputs of the last segment, in training and in evaluation.
-        equal: for each layer the number of the first layer with the same computation; their parameters may have other values.
+        equal: for each layer the number of the first layer with the same computation; the values of their parameters may differ.
     """
 
     segments: Mapping[bool, Sequence[Segment]]
@@ -59,7 +59,7 @@ class TracedModel:
         owners: for each leaf the number of the first layer that has it, or of the layer that writes it.
         draws: for each layer whether it draws random numbers, in training (True) and in evaluation (False).
         prepare: a function that casts the parameters of a layer before its equations run.
-        abstract: for a model without parameters that cannot initialize them, the error that says why.
+        abstract: the error for a model that has no parameters and cannot initialize them.
     """
 
     whole: Whole
@@ -88,7 +88,7 @@ class TracedModel:
 
     @property
     def fresh(self) -> bool:
-        """Whether layers initialize their parameters. If not, the user gives the arrays, and layers are initialized with zeros."""
+        """Whether layers initialize their parameters. If not, the user gives the arrays, and layers initialize zeros."""
         return self.whole.params is None and self.abstract is None
 
     # Layers --------------------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class TracedModel:
         return ModelTree(self.whole.structures, shapes, layers)
 
     def first_equal(self, layer_id: str, x: Tree) -> str:
-        """Return the first layer with the same computation as this layer for the input `x`; their parameters may have other values."""
+        """Return the first layer with the same computation for the input `x`; the values of their parameters may differ."""
         k = next(k for k, part in enumerate(self.parts) if part.id == layer_id)
         return self.parts[self._cut_of(k, x).equal[k]].id
 
@@ -192,7 +192,7 @@ class TracedModel:
     # Traces --------------------------------------------------------------------------------------------------------------
 
     def _cut_of(self, k: int, x: Tree) -> _Cut:
-        """Return the cut for inputs of the model such that this layer gets `x`."""
+        """Return the cut for inputs of the model with which this layer gets `x`."""
         spec = jax.tree.map(spec_of, x)
         if k == 0:
             return self._cut(spec)
@@ -215,7 +215,7 @@ class TracedModel:
         return self._cuts[key]
 
     def _check_equal(self, k: int, cut: _Cut, other: _Cut) -> None:
-        """Check that a layer that gets inputs of the same shapes in both cuts has the same computation in both."""
+        """Check that a layer has the same computation in both cuts if its inputs have the same shapes in both."""
         if any(cut.segments[train][k].text != other.segments[train][k].text for train in (True, False)):
             raise InputError(
                 f"layer '{self.parts[k].id}' gets inputs of the same shapes for model inputs of two shapes, but its computation differs, "
@@ -374,7 +374,8 @@ def cut_model(whole: Whole, inputs: Tree, granularity: Granularity, prefixes: Se
             where="from_model",
             expected="a model of several modules with parameters",
             found="no place between two of them",
-            change="if it is one jax.checkpoint or one loop, put these into its parts, or name places to cut with cuts=… or jpipe.cut",
+            change="if the whole model is in one jax.checkpoint or loop, put each part into its own, or name places to cut with cuts=… or "
+            "jpipe.cut",
         )
     named = {k: chain.marks[position] for k, position in enumerate(positions) if position in chain.marks}
     prefix_at = {position_before(chain, leaves.paths, prefix): prefix for prefix in prefixes}

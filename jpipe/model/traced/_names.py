@@ -41,8 +41,8 @@ def paths_in(tree: Mapping[str, Any]) -> dict[int, str]:
 def _layer_ids(first_read: Sequence[Sequence[Path]], read: Sequence[Sequence[Path]], named: Mapping[int, str]) -> list[str]:
     """Return a unique id for each layer.
 
-    The id is a prefix of the path of the largest parameter that the layer is the first to read: the shortest prefix that no other layer
-    has. It includes the first number in the common path of these parameters, as in "blocks.3".
+    The id is the shortest unique prefix of the path of the largest parameter that the layer is the first to read. It includes the first
+    number in the common path of all such parameters, as in "blocks.3".
 
     Args:
         first_read: for each layer the paths of the parameters that it is the first to read, the largest first.

@@ -16,13 +16,13 @@ from jpipe.model.jaxprs._min_cut import cheapest_cut
 from jpipe.model.jaxprs._wanted import UNKNOWN
 from jpipe.model.traced._chain import Chain, is_cheap, operations
 
-_WORTH = 0.99  # a smaller set of values passes a cut if it has at most this share of the bytes
+_WORTH = 0.99  # a smaller set of values passes a cut only if it has at most this share of the bytes
 _AGAIN = 0.05  # the largest share of a layer's operations that may be computed again for the smaller set
 
 
 @dataclass(frozen=True)
 class Segment:
-    """The part of a chain between two positions, as a jaxpr from (leaves, key if it is used, `takes`) to (`gives`, new state).
+    """The part of a chain between two positions, as a jaxpr from (leaves, the key if used, `takes`) to (`gives`, new state).
 
     Attributes:
         leaves: the parameters and layer state that it reads, by number.
@@ -80,7 +80,7 @@ def segments_of(chain: Chain, positions: Sequence[int], in_evaluation: Sequence[
 def _written(chain: Chain, bounds: Sequence[int], reads: Sequence[frozenset[Any]]) -> list[list[int]]:
     """Return the layer state that each segment writes, given the layer state that each segment reads.
 
-    State that depends on the inputs is written by the segment that computes it. State that does not, such as a counter, is written by all
+    The segment that computes state from the inputs writes it. State that does not depend on inputs, such as a counter, is written by all
     segments that read it, because each has a copy.
     """
     count = len(bounds) - 1
@@ -130,8 +130,7 @@ def _specs(variables: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
 def _passing(chain: Chain, bounds: Sequence[int]) -> tuple[list[list[Any]], list[list[Any]]]:
     """Return for each bound the variables that pass it, and the equations that the segment after it computes again.
 
-    It goes from the last cut to the first: a segment takes the variables that it reads, and those that later segments need from earlier
-    ones.
+    It goes from the last cut to the first: a segment takes the variables that it reads, and those that it must pass on.
     """
     passes: list[list[Any]] = [[] for _ in bounds]
     again: list[list[Any]] = [[] for _ in bounds]

@@ -25,7 +25,7 @@ class Leaves:
     """The parameters and layer state of a traced model, in order: `num_params` parameters, then the state.
 
     Attributes:
-        leaves: for each array the leaf of the trees, or the slice of a leaf, that it is.
+        leaves: for each array, its leaf of the trees, or its slice of a leaf.
         paths: the path of each array.
         shapes: the shape of each array.
         num_params: the number of parameters.

@@ -16,7 +16,7 @@ class Listing:
     Args:
         plan: the plan that is lowered.
         workers: the workers with instructions in the listing; None: all.
-        alike: whether only the first replica of each stage is run, and its instructions are written for all replicas: for replica j, with
+        alike: whether to run only the first replica of each stage, and write its instructions for all replicas: for replica j with
             microbatch k + j in place of k.
     """
 
@@ -25,7 +25,7 @@ class Listing:
         self.workers = None if workers is None else frozenset(workers)
         self._written = written = range(len(plan.workers)) if self.workers is None else self.workers
         replicas = range(plan.replicas[0] if alike else 1)
-        # The replicas, counted from the replica of a worker, for which the instructions of the worker are written.
+        # The replicas, counted from a worker's replica, for which its instructions are written.
         self._copies = cache(lambda worker: [j for j in replicas if worker + j in written])
 
     def load(self, time: int, worker: int, k: int, data: Data) -> None:
@@ -39,12 +39,12 @@ class Listing:
             self._written_at[2 * time + 1].append(kind(op, worker + j, k + j, version, *fields))
 
     def write(self, time: int, kind: type[Any], worker: int, *fields: int | None) -> None:
-        """Write an instruction about a batch or a version; these have the same number in all replicas."""
+        """Write an instruction about a batch or a version; its number is the same in all replicas."""
         for j in self._copies(worker):
             self._written_at[2 * time].append(kind(worker + j, *fields))
 
     def write_each(self, time: int, worker: int, make: Callable[[int], Instruction]) -> None:
-        """Write an instruction for each replica; `make(j)` returns the instruction of replica j, counted from the worker."""
+        """Write an instruction for each replica: `make(j)` returns the instruction of replica j, counted from the worker."""
         for j in self._copies(worker):
             self._written_at[2 * time].append(make(j))
 
@@ -71,8 +71,8 @@ class Listing:
     def take(self) -> list[Instruction]:
         """Return the instructions that were written since the last call, in order of time.
 
-        At equal times, transfers, sums and updates come before computations, to overlap with them. Apart from that, instructions stay in
-        the order in which they were written, which is a topological order.
+        At equal times, transfers, sums and updates come before computations, to overlap with them. Otherwise instructions stay in the order
+        in which they were written, which is a topological order.
         """
         taken = [*chain.from_iterable(self._written_at[key] for key in sorted(self._written_at))]
         self._written_at.clear()

@@ -28,7 +28,7 @@ def lower(
     """Write the programs of all workers, or of some, for the batches `begin` .. `batches` - 1.
 
     Computations are in the order of their simulated starts: a forward takes 1, a backward 2, half of a backward 1, and recomputation 1
-    more. Transfers and sums stand where the computations that produce their arrays end. All processes derive the same order from the plan.
+    more. Transfers and sums come where the computations of their arrays end. All processes derive the same order from the plan.
 
     Args:
         plan: the plan to run.
@@ -45,7 +45,7 @@ def lower(
 
     Raises:
         InputError: batches are out of order, a worker does not exist, `uses` has an unknown name or something that the schedule cannot do,
-            or `Plan.order` deadlocks; for a deadlock the message ends with the text grid up to it.
+            or `Plan.order` deadlocks (the message ends with the text grid up to the deadlock).
         ProgramError: the order of a schedule deadlocks; the message ends with the text grid up to the deadlock.
     """
     if not isinstance(plan, Plan):
@@ -79,9 +79,9 @@ def _refusal(plan: Plan, name: str, value: Any) -> Problem | None:
 
 
 def batches_until_full(plan: Plan) -> int:
-    """Return the number of batches after which an empty pipeline is in steady state: each step repeats the step before, one batch later.
+    """Return after how many batches an empty pipeline is in steady state: each step repeats the previous one, one batch later.
 
-    Then n_s r_s microbatches are in flight at each stage s, and the first update is made or pending, as later updates are after a step.
+    Then n_s r_s microbatches are in flight at each stage s, and the first update is made or pending, like later updates after a step.
     """
     in_flight = max(SCHEDULES[plan.schedule].in_flight(plan, s) * replicas for s, replicas in enumerate(plan.replicas))
     return plan.flush_first + -(-(in_flight - 1) // plan.microbatches) + 1

@@ -11,7 +11,7 @@ from jpipe.programs.lowering._listing import Listing
 
 
 class Pending(NamedTuple):
-    """An update by `batch` that waits for a sum or for other stages; `retires` is the version with the memory that it reuses, if any."""
+    """An update by `batch` that waits for a sum or for other stages; it reuses the memory of the version `retires`, if there is one."""
 
     batch: int
     retires: int | None
@@ -129,7 +129,7 @@ class Availability:
         return self.of(what, s).time(number, worker.rank.number)
 
     def latest(self, wanted: Iterable[tuple[str, int, int]], worker: Worker) -> int | None:
-        """Return the time from which all results are available. If a result is not available yet, return None and wait for this result."""
+        """Return the time from which all results are available, or None if one is not; then wait for that one."""
         latest = 0
         for what, s, number in wanted:
             time = self.time(what, s, number, worker)
@@ -142,8 +142,8 @@ class Availability:
 class PendingUpdates:
     """Updates that wait for the sum over all replicas, or for other stages.
 
-    A worker has at most two updates that wait only for a sum: when there are two, the first is made before anything else, so that the
-    worker never holds gradients of three batches. Updates that wait for other stages are made at the times given by the route.
+    A worker has at most two updates that wait only for a sum: of two, the first is made before anything else, so that the worker never
+    holds gradients of three batches. Updates that wait for other stages are made at the times of the route.
     """
 
     def __init__(
@@ -160,9 +160,9 @@ class PendingUpdates:
         self._before, self._after = hooks("before_update", lowerings), hooks("after_update", lowerings)
         self._released = hooks("released", lowerings)
         self.summing = [workers[:1] if alike else workers for workers in plan.stage_workers]  # by stage, the workers that are run
-        self.begun = [start * plan.updates_per_batch(s) for s in range(plan.depth)]  # sums begun, in updates, by stage
+        self.begun = [start * plan.updates_per_batch(s) for s in range(plan.depth)]  # by stage, the updates with sums that have begun
         self.routed = routed  # by stage, whether updates are made at the times of the route
-        self.arrived: dict[tuple[int, ...], list[int]] = {}  # by stage and kind of gradients, when each replica had them
+        self.arrived: dict[tuple[int, ...], list[int]] = {}  # by stage and kind of gradients, the time when each replica had them
         self._sums_elsewhere = {s for lowering in lowerings for s in getattr(lowering, "begins_sums", ())}
 
     def add(self, worker: Worker, batch: int | None, dead: int | None) -> None:
@@ -179,7 +179,7 @@ class PendingUpdates:
         routed = self.routed[worker.stage]
         is_due = len(pending) == 2 and not routed
         if dead is not None and pending and pending[0].retires is None and (is_due or pending[0].batch == dead):
-            pending[0] = Pending(pending[0].batch, dead)  # an update that is due, or starts from this version, reuses its memory
+            pending[0] = Pending(pending[0].batch, dead)  # a due update, or one that starts from this version, reuses its memory
         elif dead is not None:
             self.write_release(worker.clock, worker.number, dead)
         if batch is not None and (len(pending) == 1 or routed) and worker.stage not in self._sums_elsewhere:
@@ -222,7 +222,7 @@ class PendingUpdates:
             hook(worker, version)
 
     def begin_sum(self, worker: Worker, batch: int) -> None:
-        """Note that a replica has all gradients of a batch. When the last replica has them, the sum begins."""
+        """Record that a replica has all gradients of a batch. When the last replica has them, the sum begins."""
         s, begins = worker.stage, self.come(worker, batch)
         if begins is not None:
             if self.plan.sums_gradients(s):
@@ -231,12 +231,12 @@ class PendingUpdates:
             self.available.announce("sum", s, batch, begins)
 
     def come(self, worker: Worker, *what: int) -> int | None:
-        """Note that a replica has some gradients. If all replicas of its stage have them, return the time since when; otherwise None."""
+        """Record that a replica has some gradients. If all replicas of its stage have them, return the time since when, otherwise None."""
         arrived = self.arrived.setdefault((worker.stage, *what), [])
         arrived.append(worker.clock)
         return max(self.arrived.pop((worker.stage, *what))) if len(arrived) == len(self.summing[worker.stage]) else None
 
     def write_sums(self, time: int, s: int, kind: type[AllReduce], *fields: int) -> None:
-        """Write the instructions by which all replicas of a stage begin a sum."""
+        """Write the instructions with which all replicas of a stage begin a sum."""
         for w in self.summing[s]:
             self.listing.write(time, kind, w, *fields)

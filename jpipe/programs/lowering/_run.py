@@ -47,7 +47,7 @@ class _Effect(NamedTuple):
 class Run:
     """A run of the computations of all workers in order, with transfers that take no time. It writes instructions with their times.
 
-    It can continue from batch to batch. It computes the same times for any choice of `workers`.
+    It can continue from batch to batch. The times do not depend on the choice of `workers`.
 
     Args:
         plan: the plan to run.
@@ -72,14 +72,14 @@ class Run:
         self.schedule, self.depth, self.replicas = SCHEDULES[plan.schedule], plan.depth, plan.replicas
         self.sums = [plan.sums_gradients(s) for s in range(plan.depth)]  # whether updates wait for a sum over replicas
         self.every = [plan.microbatches_per_update(s) for s in range(plan.depth)]  # microbatches before an update
-        self.each = [every // count for every, count in zip(self.every, self.replicas, strict=True)]  # the same of one replica
+        self.each = [every // count for every, count in zip(self.every, self.replicas, strict=True)]  # the same for one replica
         used = programs_of(plan, uses)
         self.unit = max((unit(plan) for unit in hooks("unit", used)), default=1)  # ticks of a forward
-        again = [int(repeats_forward(stage.recompute)) for stage in plan.stages]  # whether a backward repeats the forward
-        self.ticks: dict[tuple[str, int], int] = {}  # of an op at a stage
+        again = [int(repeats_forward(stage.recompute)) for stage in plan.stages]  # by stage, whether a backward repeats the forward
+        self.ticks: dict[tuple[str, int], int] = {}  # the effect of an op at a stage
         for (name, op), s in itertools.product(OPS.items(), range(plan.depth)):
             self.ticks[name, s] = self.unit * (len(op.parts) + (again[s] if op.gives_gradient else 0))
-        # Without a flush, the last of a rank's chunks may compute a microbatch only after the step of its batch.
+        # Without a flush, a rank's last chunk may compute a microbatch only after the step of its batch.
         several = not self.schedule.flushes and plan.depth > len(plan.pipeline_ranks)
         self.labels_with = 0 if several else plan.depth - 1
         waiting = {s for waits in hooks("waits", used) for s in waits(plan, uses)}
@@ -324,7 +324,7 @@ class Run:
         return begins + effect.ticks
 
     def due_with(self, s: int, k: int) -> int | None:
-        """Return the batch, if any, by which stage s updates before the forward of k, since the activation brings its message."""
+        """Return the batch, if any, by which stage s updates before the forward of k, because the activation brings its message."""
         batch = self.route.from_first_with(s, k) if self.route is not None and self.waits[s] else None
         return batch if batch is not None and batch >= self.first_free else None
 
@@ -338,7 +338,7 @@ class Run:
             self.updates.make(worker, begins)
 
     def _weights_ready(self, worker: Worker, k: int, version: int) -> int | None:
-        """Return the time from which the sums for the weights that a forward reads are available; None if they are not available yet."""
+        """Return the time when the weights that a forward reads have all their sums, or None if a sum is not available yet."""
         s = worker.stage
         if self.route is None or not self.waits[s]:
             summed = self.sums[s] and version > self.start * self.plan.updates_per_batch(s)
@@ -350,7 +350,7 @@ class Run:
         return self.available.latest(wanted, worker)
 
     def _whole(self, worker: Worker, version: int) -> int | None:
-        """Return the time from which a version is complete, with everything that capabilities add; None if it is not complete yet."""
+        """Return the time from which a version is complete, with all additions of capabilities; None if it is not complete yet."""
         ready = 0
         for hook in self._version_ready:
             if (time := hook(worker, version)) is None:
@@ -388,7 +388,7 @@ class Run:
         worker.in_flight.popleft()
         following = worker.in_flight[0] if worker.in_flight else self.version(plan, s, k + self.replicas[s])
         assert following - version in (0, 1), "versions advance one by one"
-        dead = version if following > version else None  # all microbatches in flight and to come read later versions
+        dead = version if following > version else None  # all present and future microbatches read later versions
         batch = k // self.every[s] if worker.backwards % self.each[s] == 0 else None  # the batch that this backward ends
         if self.sums[s] or self.waits[s]:
             if batch is not None or dead is not None:

@@ -1,8 +1,8 @@
 """Programs as actions: a program is converted to actions once, for many simulations with different costs.
 
 All times are in one list; an action waits for the time at a place of this list. Everything that depends on costs is a price (`_prices`)
-with its arguments. The bytes of a rank change in the order of its instructions, whatever the times are, so these changes are a list of
-their own.
+with its arguments. The bytes of a rank change in the order of its instructions, independently of the times, so these changes are a separate
+list.
 """
 
 from collections import defaultdict
@@ -38,7 +38,7 @@ NOWHERE = -1
 """Stands for no place."""
 
 Versions = tuple[tuple[int, tuple[tuple[int, tuple[int, ...]], ...]], ...]
-"""For each worker of a rank, its stage and its weight versions on the device, each with the replicas that have not sent their share yet."""
+"""For each worker of a rank: its stage, and its weight versions on the device, each with the replicas that have not sent their share."""
 
 
 Work = tuple[int, int, int, str, int, int, int | None, int, int, Versions]
@@ -156,7 +156,7 @@ class Actions:
 
 
 class Worker:
-    """A worker. It converts its instructions to actions of its rank, and keeps the state on which these depend.
+    """A worker, which converts its instructions to actions of its rank, and keeps the state that they depend on.
 
     Attributes:
         all, rank: the actions of all ranks, and the actions of its rank.
@@ -167,7 +167,7 @@ class Worker:
         most_versions: the largest number of versions so far.
         away: the arrays that a capability keeps in host memory, each as (kind, number): optimizer state (number 0), versions, residuals and
             stashes.
-        accumulates: whether there is memory for gradients: not from the time when a batch is set aside until the next backward.
+        accumulates: whether the worker has memory for gradients: not between setting a batch aside and the next backward.
         computed: by microbatch, the parts of ops that it has computed, if a neighbouring stage is on the same rank.
         last: the index of its last computation, counted over the rank.
     """
@@ -206,12 +206,12 @@ class Worker:
         return self._effects[name]
 
     def wait(self, *what: Any, uses_up: bool = False) -> None:
-        """Wait for an array, unless the worker never lacks it. An array that is used up is made again in the next batch."""
+        """Wait for an array, unless the worker never lacks it. An array that is used up is made anew in the next batch."""
         if (place := self.all.places[self.number, *what[:-1]].get(what[-1])) is not None:
             self.rank.queue.append((WAIT, place, uses_up, NOWHERE))
 
     def make(self, *what: Any) -> None:
-        """Write that an array is there now."""
+        """Write that an array now exists."""
         self.rank.queue.append((MAKE, 0, NOWHERE, self.place(*what)))
 
     def change(self, name: str, *arguments: Any) -> None:
@@ -221,7 +221,7 @@ class Worker:
         self.rank.changes.append(number)
 
     def accumulate(self) -> None:
-        """Add memory for gradients, unless the worker has it: a batch that is set aside takes the memory."""
+        """Add memory for gradients if the worker has none, because a batch that was set aside took it."""
         if not self.accumulates:
             self.accumulates = True
             self.change("accumulate")
@@ -245,7 +245,7 @@ class Worker:
         self.rank.queue.append((BEGIN, event, sent, NOWHERE))
 
     def begin_sum(self, what: str, batch: int, sent: int = NOWHERE, piece: int = 0, following: int = 0) -> None:
-        """Take part in a sum over the replicas of the stage (of gradients, "sum", or of arrays of a capability), or in a piece of a sum.
+        """Take part in a sum over the replicas of the stage, or in a piece of it. "sum" adds gradients; capabilities add other arrays.
 
         Sums over the same replicas end in order. So if pieces follow, workers wait only for the last piece.
         """
@@ -355,7 +355,7 @@ def _receive(worker: Worker, i: Receive) -> None:
 
 def all_reduce(worker: Worker, i: AllReduce) -> None:
     if worker.all.averages_state:
-        worker.change("take state")  # memory for the mean, until the update replaces the worker's own state
+        worker.change("take state")  # memory for the mean, until the update replaces the worker's state
     worker.change("sum", 0)
     worker.begin_sum("sum", i.batch)
 

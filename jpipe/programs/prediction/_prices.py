@@ -14,7 +14,7 @@ class Change(NamedTuple):
 
     Attributes:
         live: the bytes of all arrays on the device.
-        while_running: the bytes by which the device holds more while the action runs than before it.
+        while_running: the additional bytes that the device holds while the action runs.
         sent: the bytes that the action sends to other ranks.
         residuals: the part of `live` for residuals and stashes.
         optimizer: the part of `live` for optimizer state, and for arrays that capabilities keep in addition to it.
@@ -97,9 +97,10 @@ class Prices:
         return Change(-freed, sent=size if self.plan.rank_of[source] != self.plan.rank_of[to] else 0)
 
     def sum(self, what: str, s: int, piece: int = 0) -> tuple[float, int]:
-        """Return the bytes that each replica of a stage sends for a sum or a piece of a sum, and how often data goes around their ring.
+        """Return the bytes that each replica of a stage sends for a sum, or a piece of a sum, and how often data goes around their ring.
 
-        If replicas gather the parts, these go around once, and each replica adds them up. Otherwise shares go around, and then their sums.
+        If replicas gather the parts, these go around once, and each replica adds them. Otherwise shares go around first, and then their
+        sums.
         """
         cost, others = self.costs[s], self.plan.replicas[s] - 1
         if what == "sum" and cost.gathered:

@@ -1,4 +1,4 @@
-"""A simulation of a program: it computes the times of actions, and from these the prediction."""
+"""A simulation of a program, which computes the times of actions, and from them the prediction."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
@@ -25,7 +25,7 @@ _SAME = 1e-9
 """The largest relative difference of two times that count as equal."""
 
 _Route = tuple[str, tuple[int, ...], tuple[int, ...], float, float, float]
-"""The kind of message or sum, its ranks, the ports that it occupies, the seconds that it occupies them, its latency, and its bytes."""
+"""The kind of message or sum, its ranks, the ports that it occupies, for how many seconds, its latency, and its bytes."""
 
 
 class _Rank:
@@ -35,7 +35,7 @@ class _Rank:
         actions: the actions of the rank.
         clock: the end of the last action before the rank began to wait, or of its last action.
         starts: the times at which its computations and updates began.
-        arrivals: the times at which arrays had arrived that actions of the current batch wait for.
+        arrivals: the arrival times of arrays that actions of the current batch wait for.
         batches: for each finished batch, its `starts` and `arrivals`.
     """
 
@@ -54,8 +54,8 @@ class _Rank:
 class Simulator:
     """A simulation of a program.
 
-    Each rank executes its actions in order, up to an action that waits for an unknown time. Messages and sums occupy their ports in the
-    order of the times from which they can begin, so the result does not depend on how the instructions of ranks are interleaved.
+    Each rank executes its actions in order, up to one that waits for an unknown time. Messages and sums occupy their ports in the order in
+    which they become ready, so the result does not depend on how the instructions of ranks are interleaved.
 
     Args:
         program: the program that runs.
@@ -85,8 +85,8 @@ class Simulator:
         self._times = [_NOT_YET] * self._actions.num_places
         for place in self._actions.there:
             self._times[place] = 0.0
-        self._host_free: dict[tuple[int, ...], float] = {}  # by rank and direction, when the link to the host is free
-        self._begun: dict[tuple[Any, ...], list[float]] = {}  # by the order of an event, the times at which ranks have come to it
+        self._host_free: dict[tuple[int, ...], float] = {}  # by rank and direction, the time when the link to the host is free
+        self._begun: dict[tuple[Any, ...], list[float]] = {}  # by the order of an event, the times at which ranks have reached it
         self._ranks = [_Rank(rank) for rank in self._actions.ranks]
         self._now, self._requests = 0.0, list[tuple[float, Event, float]]()
         self._transfers: list[Transfer] = []
@@ -117,8 +117,7 @@ class Simulator:
     def run_batches(self, most: int, until_periodic: bool) -> float | None:
         """Execute the program of a flushed batch several times, until all ranks have begun the batch after the last one.
 
-        A batch depends only on the batch before it. So if a batch repeats the batch before with all times shifted, all following batches
-        repeat it, too.
+        A batch depends only on the previous one. So if it repeats that one with all times shifted, all later batches do so as well.
 
         Args:
             most: the largest number of batches.
@@ -213,7 +212,7 @@ class Simulator:
         rank.clock = clock
 
     def _meet(self, event: Event, ready: float) -> None:
-        """Note that a rank has come to an event. When all participants have, the event is queued by the time at which it can begin."""
+        """Record that a rank has reached an event. When all participants have, the event is queued by the time at which it can begin."""
         order, participants, *_ = event
         begun = self._begun.setdefault(order, [])
         begun.append(ready)
@@ -223,7 +222,7 @@ class Simulator:
             heappush(self._requests, (max(ready, self._now), event, ready))
 
     def _move(self, route: int, number: int, place: int, clock: float) -> None:
-        """Move an array over the link to the host, after earlier moves in this direction, and when the array is there."""
+        """Move an array over the link to the host, after earlier moves in this direction, and once the array exists."""
         what, ranks, _, seconds, latency, size = self._routes[route]
         begins = max(clock, self._host_free.get(ranks, 0.0), self._times[place])
         self._host_free[ranks] = end = begins + seconds
@@ -277,7 +276,7 @@ class Simulator:
 
 
 def _shift(ranks: Sequence[_Rank], batch: int) -> float | None:
-    """Return the seconds by which a batch repeats the batch before; None if it does not repeat it."""
+    """Return the seconds after which a batch repeats the times of the previous batch; None if the times differ."""
     pairs = [rank.batches[batch - 1 : batch + 1] for rank in ranks]
     if any(len(before) != len(after) for before, after in pairs):
         return None

@@ -24,7 +24,7 @@ def masters_in(plain: Plain) -> Plain | None:
     newest, optimizer = plain.get("params", {}).get("0", {}), plain.get("optimizer")
     masters = optimizer.get("masters") if isinstance(optimizer, dict) else None
     if masters is not None and not isinstance(masters, dict):
-        masters = {"array": masters}  # the parameters are one array
+        masters = {"array": masters}  # here the parameters are one array
     # In the state of optax, trees of parameters are below the layer's id, so they are not mistaken for masters.
     if not masters or not _fits(masters, newest):
         return None
@@ -32,7 +32,7 @@ def masters_in(plain: Plain) -> Plain | None:
 
 
 def without_prediction(plain: Plain) -> Plain:
-    """Return a layer of a snapshot without its prediction: the newest parameters and masters are moved back, and the prediction is dropped.
+    """Return a layer of a snapshot without its prediction, which is removed from the newest parameters and masters.
 
     A layer without a prediction is returned unchanged. Older versions are not changed.
 
@@ -58,7 +58,7 @@ def without_prediction(plain: Plain) -> Plain:
 
 
 def with_buffers(f: StageFunctions, layer_id: str, plain: Any) -> Any:
-    """Add or remove the field names of `WithBuffers` in a snapshot's optimizer state of a layer, so that it fits the stage.
+    """Add or remove the fields of `WithBuffers` in a layer's optimizer state from a snapshot, so that it fits the stage.
 
     A missing prediction begins with zeros.
     """

@@ -1,4 +1,4 @@
-"""The state of a run as one immutable pytree, and the check that a pipeline can use it, by its fingerprint."""
+"""The state of a run as one immutable pytree, and the check by fingerprint that a pipeline can use it."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ Fields = dict[str, Tree]
 Fingerprint = tuple[tuple[str, str], ...]
 """Everything that determines the content of the states of a pipeline, by name."""
 
-CONSUMED = "state: step or drain has already consumed it and deleted its arrays; use the state that that call returned"
+CONSUMED = "state: step or drain has already consumed it and deleted its arrays; use the state which that call returned"
 """The message for a state that is used a second time."""
 
 
@@ -116,7 +116,7 @@ class State:
     averaged: bool = field(metadata={"static": True}, default=True)
     fingerprint: Fingerprint = field(metadata={"static": True}, default=())
     buckets: tuple[int, ...] = field(metadata={"static": True}, default=())
-    _outcome: ClassVar[Any] = None  # the outcome of the call that consumed the state (jpipe._interrupts), no part of the pytree
+    _outcome: ClassVar[Any] = None  # the outcome of the call that consumed the state (jpipe._interrupts); not a part of the pytree
 
     def __repr__(self) -> str:
         return f"State({self._facts()})" if not is_consumed(self) else f"State(before batch {self.batch}, already consumed)"

@@ -14,9 +14,8 @@ Tree = Any
 class WeightVersions:
     """The weight versions that a worker holds, an immutable pytree. The number of a version is the number of updates that made it.
 
-    A worker holds the newest version, from which the next update starts, and the versions that microbatches in flight read. Under a
-    schedule that flushes there are no further versions, under PipeDream-2BW there is one, and under PipeDream's weight stashing there may
-    be as many as microbatches in flight.
+    A worker holds the newest version, from which the next update starts, and the versions that microbatches in flight read. A schedule that
+    flushes has no older versions, PipeDream-2BW has one, and PipeDream's weight stashing may have as many as microbatches in flight.
 
     Attributes:
         params: the parameters of each version, by version and layer id.

@@ -1,1 +1,1 @@
-"""Measurements of transfers and sums: while a computation runs, and in traces."""
+"""Measurements of transfers and sums, while a computation runs and in traces."""

@@ -19,7 +19,7 @@ Tree = Any
 Moved = Literal["transfer", "sum"]
 
 ROUNDS = 7
-_LONGER = 3  # the computation takes this many times as long as the transfer: threads that transfer may have to share a core
+_LONGER = 3  # the computation takes this many times as long as the transfer, because transferring threads may have to share a core
 _ELEMENTS = 2**20  # float32 elements of a message, 4 MB
 _MOST_CALLS = 1000
 _numbers = itertools.count()
@@ -32,8 +32,7 @@ class OverlapTimes(NamedTuple):
         computation: the time of the computation alone.
         moved: the time of a transfer to the last device and back, or of a sum over all devices, alone.
         both: the time until both have ended, if the transfer or sum is begun right before the computation, as in a run.
-        beside: the time until the transfer or sum has arrived in this case. It is the shortest time, because other programs can make it
-            much longer.
+        beside: the time until the transfer or sum has arrived in this case: the shortest, because other programs can prolong it much.
     """
 
     computation: float
@@ -52,8 +51,8 @@ def time_overlap(devices: Sequence[jax.Device] | None = None, elements: int = _E
     """Time a transfer and a sum between devices, alone and while the first device computes. All processes call it.
 
     The devices are the first device of each process, or two devices if there is only one process. Arrays move as between the stages and
-    replicas of a pipeline: copies from the first device to the next ones and back. On CPUs the computation runs on one core: devices that
-    share cores are not measured.
+    replicas of a pipeline: copies from the first device to the next ones and back. On CPUs the computation runs on one core, so sharing of
+    cores is not measured.
 
     Args:
         devices: the devices of the run; by default all.
@@ -80,7 +79,7 @@ def time_overlap(devices: Sequence[jax.Device] | None = None, elements: int = _E
 
 
 def _times(move: Callable[[], Tree], device: jax.Device) -> OverlapTimes:
-    """Time the transfer or sum that `move` begins, alone and followed by a computation. `move` is called 2 × `ROUNDS` + 2 times."""
+    """Time the transfer or sum that `move` begins, alone and before a computation. `move` is called 2 × `ROUNDS` + 2 times."""
     compute, start = _computation(device)
 
     def work(calls: int) -> jax.Array:
@@ -156,7 +155,7 @@ class _Moves:
         return array if 0 in self.local else None
 
     def _hop(self, source: int, to: int, message: str, array: Tree) -> Tree:
-        """Do this process's part of a hop from one device to another; return the received array, or `array` if it receives none."""
+        """Do this process's part of a hop between two devices. Return the received array, or `array` if it receives none."""
         if source in self.local:
             self._transport.send(Send(source, 0, message, to), 0, arrived(array))
         return self._transport.receive(Receive(to, 0, message, source), 0) if to in self.local else array

@@ -1,4 +1,4 @@
-"""Measurement, in a traced run, of when messages between ranks, sums over replicas and moves to host memory begin and end."""
+"""Measure, in a traced run, when messages between ranks, sums over replicas and moves to host memory begin and end."""
 
 import math
 import queue
@@ -24,7 +24,7 @@ from jpipe.runtime.state import WorkerState
 
 Tree = Any
 Computation = tuple[int, str, int, int]
-"""A computation: (worker, op, microbatch, number of further pieces that follow). An update has the op "U" and a batch."""
+"""A computation: (worker, op, microbatch, number of pieces that follow). An update has the op "U" and a batch."""
 
 
 _Name = tuple[str, tuple[int, ...], int]
@@ -40,7 +40,7 @@ class Moved:
         workers: the sender and the receiver (one may be `HOST`), or all replicas.
         makers: the computations that may make the arrays; one or more of them do.
         readers: the computations that read the arrays.
-        lasts: whether the transfer certainly takes time, even if its arrival was recorded before the end of the computation that makes it.
+        lasts: whether the transfer certainly takes time, even if its arrival was recorded before its computation had ended.
         posted: the time when it was last posted; NaN: this process has not posted it.
         arrived: the time of its arrival; NaN: this process has not seen the arrival.
         size: the size in bytes.
@@ -109,7 +109,7 @@ class Arrivals:
 class TransferWatcher:
     """Records when the messages and sums of this process's workers are posted, and when they arrive.
 
-    Arrays that one transfer thread moves arrive in order, so for each transfer thread another thread waits for the arrays. A transfer from
+    Arrays that one transfer thread moves arrive in order, so each transfer thread has one thread that waits for its arrays. A transfer from
     another process that is a `PendingTransfer` reports its end itself.
 
     Args:
@@ -287,5 +287,5 @@ def _readers(plan: Plan, computations: Iterable[Computation]) -> dict[_Name, Com
 
 
 def that_leave(what: Leaves, plan: Plan, s: int, k: int) -> list[Computation]:
-    """Return the computations that may leave `what` of a microbatch at a stage; for a computation in pieces, its last piece."""
+    """Return the computations that may leave `what` of a microbatch at a stage. Of a computation in pieces, it is the last piece."""
     return [(plan.worker(s, k), name, k, 0) for name, op in OPS.items() if what in op.leaves]

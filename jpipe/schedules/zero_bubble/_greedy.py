@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from jpipe.schedules._schedule import Action, Ranks
 
 Order = tuple[tuple[Action, ...], ...]
-"""The computations of each rank. At the last stage forwards and backwards are not yet fused; only stage 0 has whole backwards."""
+"""The computations of each rank. The last stage's forwards and backwards are not yet fused, and only stage 0 has whole backwards."""
 
 
 @runtime_checkable
@@ -53,18 +53,18 @@ class Problem:
         return end if self.rank_of[s] == self.rank_of[other] else end + self.latency
 
     def backward_op(self, s: int) -> str:
-        """Return the op that a stage runs when a gradient arrives: a whole backward at stage 0, because no other stage waits for it."""
+        """Return the op that a stage runs when a gradient arrives: at stage 0 a whole backward, because no other stage waits for it."""
         return "I" if s else "B"
 
 
 class Rules(NamedTuple):
-    """The preferences of a rank: first backwards for inputs that are ready, then forwards, then computations for which no rank waits.
+    """The preferences of a rank: first ready backwards for inputs, then forwards, then computations that no rank waits for.
 
     Attributes:
         deepest_first: among the ready forwards, whether to run the rank's last stage first instead of its first stage.
-        ahead: rank p of d has at most ahead (d - p - 1) + 1 microbatches of a stage that wait for their backward for inputs; 0: as many as
+        ahead: of each stage, at most ahead (d - p - 1) + 1 microbatches on rank p of d wait for their backward for inputs; 0: as many as
             the memory limit allows.
-        patience: a computation for which no rank waits begins only if this share of its time fits before the next known arrival.
+        patience: a computation that no rank waits for begins only if this share of its time fits before the next known arrival.
     """
 
     deepest_first: bool
@@ -99,7 +99,7 @@ class _Rank:
         self.begun: dict[int, tuple[int, int]] = {}
 
     def has_room(self, k: int) -> bool:
-        """Return whether all begun microbatches can still finish, in order, after the forward of microbatch k has taken its memory.
+        """Return whether all begun microbatches can still finish, in order, after the forward of microbatch k has taken memory.
 
         This is the banker's algorithm. The first unfinished microbatch can always continue, on this rank and on every other rank, so the
         ranks never deadlock.
@@ -128,7 +128,7 @@ class _Run:
         self.problem, self.rules = problem, rules
         self.ranks = [_Rank(problem, p) for p in range(len(problem.ranks))]
         self.in_flight = [0] * (problem.last + 1)  # microbatches between forward and backward for inputs, by stage
-        self.events = [(0, p) for p in range(len(self.ranks))]  # (time, rank): when a rank looks for its next computation
+        self.events = [(0, p) for p in range(len(self.ranks))]  # (time, rank): the time at which a rank chooses its next computation
 
     def order(self) -> Order:
         """Return the computations of each rank in the batch."""
@@ -138,7 +138,7 @@ class _Run:
             now, p = heapq.heappop(self.events)
             rank = self.ranks[p]
             if now < rank.clock:
-                continue  # the rank looks again when its current computation ends
+                continue  # the rank chooses again when its current computation ends
             if (entry := self._choose(rank, now)) is not None:
                 self._do(rank, entry, now)
             elif later := [queue[0][0] for queue in rank.arrived.values() if queue and queue[0][0] > now]:
@@ -163,7 +163,7 @@ class _Run:
             if queue and queue[0][0] > now and (op != "F" or self._allows(rank, s, queue[0][1]))
         ]
         ends = now + self.rules.patience * self.problem.times[entry.op, entry.stage]
-        return entry if forwards or not arrivals or ends <= min(arrivals) else None  # a forward that is ready waits for memory
+        return entry if forwards or not arrivals or ends <= min(arrivals) else None  # a ready forward waits for memory
 
     def _allows(self, rank: _Rank, s: int, k: int) -> bool:
         """Return whether a rank may begin microbatch k at stage s."""

@@ -1,4 +1,4 @@
-"""Orders as text, such as "F0.0 F0.1 B0.0 B0.1" for each rank: functions that write, read and check them."""
+"""Orders as text, such as "F0.0 F0.1 B0.0 B0.1" for each rank: write, read and check them."""
 
 import re
 from collections import Counter
@@ -9,7 +9,7 @@ from jpipe.ops import OPS
 from jpipe.schedules._schedule import Action, Ranks, Shape
 
 _ENTRY = re.compile(r"([A-Z]+)(\d{1,4})\.(\d{1,9})", re.ASCII)
-_PARTS = "FIW"  # each is an op of its own
+_PARTS = "FIW"  # each is a separate op
 
 
 def as_text(order: Iterable[Action]) -> str:
@@ -22,7 +22,7 @@ class _WrongOrder(Exception):
 
 
 def read_order(plan: Shape) -> tuple[tuple[Action, ...], ...] | str:
-    """Return the computations of each rank, with the microbatches of one replica counted from 0, or why the plan's order is wrong."""
+    """Return the computations of each rank, with one replica's microbatches counted from 0, or why the plan's order is wrong."""
     assert plan.options.order is not None
     microbatches_of_ranks = tuple(plan.microbatches // plan.replicas[stages[0]] for stages in plan.pipeline_ranks)
     return _read(plan.options.order, plan.pipeline_ranks, microbatches_of_ranks, plan.options.order_limit)
@@ -56,7 +56,7 @@ class _Checks:
         self.p, self.stages, self.microbatches, self.last, self.limit = p, stages, microbatches, last, limit
         self.done = Counter[tuple[str, int]]()  # by part and stage
         self.in_flight = 0
-        self.last_forward = ""  # the op that does the forwards of the last stage
+        self.last_forward = ""  # the op with the last stage's forwards
 
     def read(self, text: str) -> tuple[Action, ...]:
         """Return the computations in a text.

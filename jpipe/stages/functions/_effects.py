@@ -15,7 +15,7 @@ Tree = Any
 
 
 def describe_effects(stack: LayerStack, layer_ids: Sequence[str], x: Tree) -> str:
-    """Name, for a message, the layers of a stage with side effects in forward or backward; name the stage if there are none."""
+    """For a message, name the layers of a stage with side effects in forward or backward, or the stage if there are none."""
 
     def has_effects(layer_id: str, spec: LayerSpec) -> bool:
         def traced(moves: bool) -> Any:

@@ -50,7 +50,7 @@ def call_loss(function: Loss, where: str, outputs: Tree, labels: Tree, key: jax.
 
 
 def check_loss(function: Loss, where: str, layer: str, outputs: Tree, labels: Tree) -> None:
-    """Check by tracing that a loss or a metric takes the outputs and labels of the last stage.
+    """Check by tracing that a loss or metric accepts the outputs and labels of the last stage.
 
     Args:
         function, where: as in `call_loss`.
@@ -112,7 +112,7 @@ def mean_loss(accumulators: Tree) -> tuple[jax.Array, jax.Array]:
 
 
 def mean(gradient: Tree, weight: jax.Array) -> Tree:
-    """Divide gradients by a weight, in the precision of the weight: the weight may be too large for the dtype of the gradients."""
+    """Divide gradients by a weight, in the precision of the weight, which may be too large for the dtype of the gradients."""
     return jax.tree.map(lambda g: (g.astype(weight.dtype) / weight).astype(g.dtype), gradient)
 
 

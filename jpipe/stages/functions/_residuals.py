@@ -1,4 +1,4 @@
-"""The residuals that a backward needs from its forward. Weights and arrays computed only from weights are not saved, and no array twice."""
+"""The residuals that a backward needs from its forward: no weights, no arrays computed only from weights, and no array twice."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _WEIGHTS, _ARGUMENTS, _RNG, _HOST = (1 << bit for bit in range(4))  # bits for w
 
 
 class Source(NamedTuple):
-    """Where the backward gets one leaf of the VJP from.
+    """Where the backward gets one leaf of the VJP.
 
     The kinds: "saved": the leaf is at `position` among the arrays that the forward returns for the backward. "argument": it is an argument
     of the forward, at `position` in the flattened (state, x, labels). "output": it is an output of the forward, at `position` in the
@@ -106,10 +106,10 @@ class Residuals:
 def find_residuals(forward: Callable[..., tuple[Tree, Any]], params: Tree, arguments: Tree, rng: Tree) -> Residuals:
     """Trace `forward(params, arguments, rng) -> (outputs, vjp)` on specs and decide the source of every leaf of the VJP.
 
-    `jax.vjp` would keep the weights, and cast or masked copies of the weights, once per microbatch. So a leaf that depends on weights but
-    on no argument is not saved. A leaf that depends only on `rng` (a dropout mask) is saved, because drawing it again costs more. A leaf
-    that depends on a host callback is saved, because the callback must run only once. `rng` is (microbatch, key) or Nones; the backward
-    gets `rng`, too.
+    `jax.vjp` would keep the weights, and cast or masked copies of them, once per microbatch. So a leaf that depends on weights but on no
+    argument is not saved. A leaf that depends only on `rng` (a dropout mask) is saved, because drawing it again costs more. A leaf that
+    depends on a host callback is saved, because the callback must run only once. `rng` is (microbatch, key) or Nones; the backward also
+    gets it.
     """
     closed, (outputs, vjp) = jax.make_jaxpr(forward, return_shape=True)(params, arguments, rng)
     jaxpr = closed.jaxpr

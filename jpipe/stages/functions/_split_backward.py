@@ -128,6 +128,6 @@ class SplitBackward:
 
     @cached_property
     def _late_positions(self) -> tuple[int, ...]:
-        """The positions that the second half reads among the leaves of (params, forward_arrays, saved, message), without parameters."""
+        """The positions that the second half reads among the leaves of (params, forward_arrays, saved, message), except parameters."""
         params, between = len(jax.tree.leaves(self.params)), len(jax.tree.leaves(self.between))
         return tuple(i for i in self._halves.arguments if params <= i < params + between)

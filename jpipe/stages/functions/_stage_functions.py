@@ -78,7 +78,7 @@ class StageFunctions:
     place of frozen parameters; forwards and backwards read all `params`. Forwards return only the part of the layer state that a microbatch
     changes (`changed`).
 
-    x, y and the gradients in gradient messages have the form in which they are sent. If a capability encodes them, the receiving stage
+    x, y and the gradients in gradient messages are in the form in which they are sent. If a capability encodes them, the receiving stage
     decodes them.
 
     Attributes:
@@ -98,7 +98,7 @@ class StageFunctions:
         partition: how the stage's arrays are sharded over the mesh of each worker.
         input_gradient: whether the gradient of x is computed. It is not at the first stage, or if all earlier parameters are frozen.
         output_gradient: whether the gradient of y is computed. It is not if all parameters up to this stage's last layer are frozen.
-            Messages without a gradient have an empty list in its place.
+            Messages without a gradient have an empty list instead.
     """
 
     stack: LayerStack
@@ -191,7 +191,7 @@ class StageFunctions:
 
     @cached_property
     def changed(self) -> Subset:
-        """The layer state that a microbatch changes: all but the arrays that the layers return unchanged."""
+        """The layer state that a microbatch changes: all arrays except those that the layers return unchanged."""
         if not jax.tree.leaves(self.specs.state):
             return EVERYTHING
 
@@ -378,8 +378,8 @@ class StageFunctions:
     def linearize(self, params: Tree, arguments: tuple[Tree, Tree, Tree], rng: tuple[Any, Any]) -> tuple[tuple[Tree, Tree], Any]:
         """Run the forward in training mode and return its outputs with their VJP.
 
-        A parameter that two layers share is in both layers. The accumulators sum its two gradients; they are not summed before, in the
-        dtype of the parameter.
+        A parameter that two layers share is in both layers. Its two gradients are summed only in the accumulators, not before in the dtype
+        of the parameter.
 
         Returns:
             (y, new state); the VJP of y's floating-point leaves with respect to the trained parameters of whole layers and the leaves of x,

@@ -37,7 +37,7 @@ def finish(f: StageFunctions, summed: tuple[Tree, list[jax.Array]]) -> tuple[Tre
 
 def mean_state(f: StageFunctions, total: list[jax.Array]) -> list[jax.Array]:
     """Return the mean of each floating-point leaf of the layer state over the replicas, from their sum."""
-    # XLA may replace a division by a constant with this product. Written as a product, the bits do not depend on XLA's choice.
+    # XLA may replace a division by a constant with a product. Writing the product makes the bits independent of XLA's choice.
     return [leaf * (1 / f.stage.replicas) for leaf in total]
 
 
@@ -108,7 +108,7 @@ def newest_params(f: StageFunctions, optimizer_state: Tree, newest: Tree) -> dic
     """
     if f.precision.has_masters:
         trained: Tree = {entry: state.masters for entry, state in optimizer_state.items()}
-        frozen = masters_of(f.trained.unchosen(newest))  # a frozen parameter has no master: its newest version is as precise
+        frozen = masters_of(f.trained.unchosen(newest))  # a frozen parameter needs no master: its newest version is as precise
     else:
         trained, frozen = f.trained.part({entry: newest[entry] for entry in optimizer_state}), newest
     if f.predicts:

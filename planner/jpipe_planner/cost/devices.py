@@ -1,7 +1,7 @@
 """The speed, memory and links of a stage if the devices of a topology differ.
 
-A stage computes as fast as its slowest device, because its replicas take turns with the microbatches. On each of its devices it may use
-only as many bytes as its smallest device has. Its sums and messages take as long as over the slowest port that its devices use.
+A stage computes as fast as its slowest device, because its replicas take turns with the microbatches. On each device it may use only as
+many bytes as its smallest device has. Its sums and messages take as long as over the slowest port of its devices.
 """
 
 import dataclasses
@@ -81,7 +81,7 @@ def device_numbers(plan: jpipe.Plan) -> tuple[int, ...]:
 
 
 def network(plan: jpipe.Plan, topology: Topology) -> jpipe.programs.Network:
-    """Return a function that gives the link between any two ranks of a plan, according to their placement."""
+    """Return a function that gives the link between any two ranks of a plan, where the plan places them."""
     devices = device_numbers(plan)
 
     def link(source: int, target: int) -> jpipe.Link:

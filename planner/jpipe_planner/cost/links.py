@@ -14,7 +14,7 @@ KeepTogether = Literal["replicas", "stages"]
 
 
 class StageLinks(NamedTuple):
-    """The links of a pipeline with one stage on each rank: NumPy arrays over the d - 1 cuts or the d stages.
+    """The links of a pipeline with one stage on each rank, as NumPy arrays over the d - 1 cuts or the d stages.
 
     Attributes:
         bandwidths: for each cut the bandwidth of its slowest link.
@@ -22,9 +22,9 @@ class StageLinks(NamedTuple):
         rings: for each stage the slowest link between neighbouring replicas.
         slowness: for each stage the time of its slowest device, divided by the time in the profile.
         limits: for each stage the bytes that it may use on its smallest device; infinity: not limited.
-        messages: by port and cut, the seconds that the port sends outputs and gradients, for each microbatch of the batch and each byte of
-            the output.
-        sums: by port and stage, the seconds that the port sends, for each byte of the gradients that are summed.
+        messages: by port and cut, the seconds that the port sends outputs and gradients, per microbatch of the batch and per byte of the
+            output.
+        sums: by port and stage, the seconds that the port sends, per byte of summed gradients.
     """
 
     bandwidths: Any
@@ -50,7 +50,7 @@ class StageLinks(NamedTuple):
 def ring_share(replicas: int) -> float:
     """Return the bytes that each replica sends in a ring sum, divided by the bytes that are summed.
 
-    A replica first sends shares of its bytes, and then the sums of such shares.
+    A replica first sends shares of its bytes, and then sums of such shares.
     """
     return 2 * (replicas - 1) / replicas
 
@@ -62,7 +62,8 @@ def find_links(topology: Topology, replicas: Sequence[int], keep_together: KeepT
         devices = [np.arange(end - count, end) for end, count in zip(ends, replicas, strict=True)]
     else:
         devices = [np.arange(s, depth * count, depth) for s, count in enumerate(replicas)]
-    ports = np.zeros((2 * len(topology.levels) * topology.num_devices, 2 * depth - 1))  # columns: messages of each cut, sums of each stage
+    # the columns are the messages of each cut, then the sums of each stage
+    ports = np.zeros((2 * len(topology.levels) * topology.num_devices, 2 * depth - 1))
     bandwidths, latencies, rings = np.full(depth - 1, np.inf), np.zeros(depth - 1), list[jpipe.Link]()
     for s in range(depth - 1):
         k = np.arange(math.lcm(replicas[s], replicas[s + 1]))

@@ -1,4 +1,4 @@
-"""The peak memory of a worker in bytes, counted as in `jpipe.simulate`. All searches use this function, for numbers and NumPy arrays."""
+"""The peak memory of a worker in bytes, counted as in `jpipe.simulate`. All searches use this function, with numbers or NumPy arrays."""
 
 from typing import Any
 
@@ -31,11 +31,11 @@ def stage_bytes(
     """Return the peak bytes of a worker while it computes, in a pipeline with stages that are about equally fast.
 
     Without a flush, a stage with replicas or with a shared parameter sums the gradients of one update while it computes the gradients of
-    the next update. Both sets of gradients exist until the update, but the newest of `versions` exists only after it. So the second set
-    adds to the peak only the bytes by which it is larger than the weights.
+    the next update. Both sets of gradients exist until the update, but the newest of `versions` exists only after it. So only the bytes by
+    which the second set exceeds the weights add to the peak.
 
-    A gradient may arrive while the stage is still computing a forward. If stages have different numbers of replicas, or updates wait for a
-    norm and additional microbatches are in flight, more messages can wait than are counted here: `simulate` then counts up to a tenth more.
+    A gradient may arrive while the stage is still computing a forward. With different numbers of replicas, or with additional microbatches
+    in flight while updates wait for a norm, more messages can wait than are counted here: `simulate` then counts up to a tenth more.
 
     Args:
         weights: bytes of one version, without frozen parameters.
@@ -51,11 +51,11 @@ def stage_bytes(
         waiting: the number of stage inputs that have arrived and wait for their forward, 0 at the first stage (see `waiting_inputs`).
         accumulators: bytes of the accumulated gradients.
         replicas: r_s, the number of replicas.
-        gradients: the number of gradients of outputs that have arrived and wait for their backward, without the first
-            (see `waiting_gradients`).
-        exchanged: bytes of the gradients of shared parameters, of this stage and of other stages, that wait for the update. With a flush
-            no microbatch is in flight while they wait.
-        ahead: bytes of the prediction of `delay_correction`, which the stage holds if there are several versions.
+        gradients: the number of gradients of outputs that have arrived and wait for their backward, not counting the first (see
+            `waiting_gradients`).
+        exchanged: bytes of this and other stages' gradients of shared parameters that wait for the update. With a flush, no microbatch is
+            in flight then.
+        ahead: bytes of the weights that `delay_correction` predicts; a stage with several versions holds them.
     """
     asynchronous = np.asarray(versions) > 1
     sets_aside = asynchronous & ((np.asarray(replicas) > 1) | (np.asarray(exchanged) > 0))
@@ -70,7 +70,7 @@ def temporary_bytes(scratch: Number, everything: Number | None, unchanged: Numbe
 
     Args:
         scratch: bytes of scratch memory without recomputation.
-        everything: bytes of scratch memory if the backward recomputes all residuals; None: not known, the bytes of the recomputed residuals
+        everything: bytes of scratch memory if the backward recomputes all residuals; None if unknown: the bytes of the recomputed residuals
             are added.
         unchanged: bytes of residuals without recomputation.
         residuals: bytes of residuals with the stage's recomputation; 0 if forward and backward are one program, which makes all residuals.
@@ -97,7 +97,7 @@ def waiting_inputs(in_flight: Number, replicas: Number, sent: Number) -> Number:
 
 
 def waiting_gradients(replicas: Number, after: Number) -> Number:
-    """Return how many gradients of outputs wait at a replica of a stage, without the first. The next stage's replicas send simultaneously.
+    """Return how many gradients of outputs wait at a replica, not counting the first: the next stage's replicas send simultaneously.
 
     Args:
         replicas: r_s of the stage.

@@ -11,13 +11,13 @@ __all__ = ["all_reduce_seconds"]
 
 Number = Any  # float or array
 
-_COMPUTES = 0.9  # share of a batch above which the slowest stage is said to limit it
+_COMPUTES = 0.9  # above this share of a batch, the slowest stage is named as its limit
 
 
 def all_reduce_seconds(size: Number, replicas: Number, link: jpipe.Link) -> Number:
     """Return the seconds of a ring over `replicas` workers that sums `size` bytes.
 
-    In 2 (r - 1) steps each worker receives shares of the bytes, and then the sums of such shares.
+    In 2 (r - 1) steps each worker receives shares of the bytes, and then sums of such shares.
     """
     steps = 2 * (replicas - 1)
     return steps / replicas * size / link.bandwidth + steps * link.latency
@@ -47,7 +47,7 @@ class Times(NamedTuple):
     port: float
 
     def overlapping(self, overlap: jpipe.programs.Overlap) -> "Times":
-        """Return the times if only `overlap` overlaps with computations: all other transfers and sums are added to the computations."""
+        """Return the times if only `overlap` overlaps with computations. The other transfers and sums are added to the computations."""
         times = self
         if overlap != "transfers and sums":
             times = times._replace(update=times.update + times.all_reduce, all_reduce=np.zeros_like(times.all_reduce))
@@ -61,16 +61,16 @@ class Times(NamedTuple):
 def batch_seconds(shape: PlainShape, times: Times, in_flight: Any, hidden: Any) -> tuple[float, str]:
     """Return the seconds of a batch, and what limits them: a stage that computes, a cut, a sum, or the bubble.
 
-    Without a flush, the longest of three times decides: the computations of a device, the messages of the busiest port, and the way of the
-    microbatches in flight from a stage to the last stage and back. A sum adds only the part that the computations with older weights do
-    not hide. With a flush, one microbatch goes through all stages and back, each further microbatch adds the time of the slowest stage or
-    cut, and the sums end the batch.
+    Without a flush, the longest of three times decides: the computations of a device, the messages of the busiest port, and the round trip
+    of the microbatches in flight from a stage to the last stage. A sum adds only the part that computations with older weights do not hide.
+    With a flush, one microbatch goes through all stages and back, each further microbatch adds the time of the slowest stage or cut, and
+    the sums end the batch.
 
     Args:
         shape: schedule, microbatches and replicas.
         times: the times of the stages and cuts.
         in_flight: n_s of each stage.
-        hidden: for each stage the number of microbatches that a replica may compute before a microbatch needs the sum.
+        hidden: for each stage the number of microbatches that a replica can compute before one needs the sum.
     """
     rules = jpipe.schedules.SCHEDULES[shape.schedule]
     each: Any = np.array([shape.microbatches / count for count in shape.replicas])
@@ -78,7 +78,7 @@ def batch_seconds(shape: PlainShape, times: Times, in_flight: Any, hidden: Any) 
     before: Any = np.append(0.0, np.cumsum(compute[:-1] + 2 * cuts))
     trip = before[-1] + compute[-1]
     slowest, cut = f"stage {int((each * compute).argmax())} computes", f"cut {int(cuts.argmax()) if len(cuts) else 0}"
-    # the time of a microbatch from each stage to the last stage and back, divided by the microbatches in flight
+    # the round trip of a microbatch from each stage to the last, divided by the microbatches in flight
     returns: Any = np.where(in_flight < each, (trip - before) / in_flight, 0.0)
     if rules.flushes:
         m, summed = float(each.max()), times.all_reduce + times.update - before
@@ -107,7 +107,7 @@ def batch_seconds(shape: PlainShape, times: Times, in_flight: Any, hidden: Any) 
 
 
 def _waits(times: Times, after: Any, in_flight: Any, each: Any) -> Any:
-    """Return how long each stage of 1F1B with a flush waits for the first gradient and the last one, while it has nothing to compute.
+    """Return how long each stage of 1F1B with a flush idly waits for the first gradient and for the last one.
 
     Args:
         times: the times of the stages.

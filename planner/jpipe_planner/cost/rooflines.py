@@ -1,4 +1,4 @@
-"""The rooflines of a plan: a roofline for each program of its stages, and a roofline for the whole train step as one program."""
+"""The rooflines of a plan: one for each program of its stages, and one for the whole train step as a single program."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -87,7 +87,7 @@ def find_whole(pipe: jpipe.Pipeline, batch: Any, device: Device, compiling: Comp
         batch, device, compiling: as in `find_programs`.
 
     Raises:
-        InputError: XLA does not compile the program because it needs more memory than the device has, as for TPUs.
+        InputError: the program needs more memory than the device has, so XLA does not compile it, for example for TPUs.
     """
     first = compiling.devices[0]
     try:
@@ -100,7 +100,7 @@ def find_whole(pipe: jpipe.Pipeline, batch: Any, device: Device, compiling: Comp
 
 
 def most_expensive(programs: Iterable[ProgramRoofline], count: int) -> list[tuple[str, Kernel]]:
-    """Return (op, kernel) of the kernels with the most seconds in a step. Equal kernels, as in equal layers, count as one kernel."""
+    """Return (op, kernel) of the kernels that take the most seconds in a step. Equal kernels, as in equal layers, count as one."""
     sums: dict[tuple[str, Kernel], int] = {}
     for program in programs:
         for kernel in program.kernels:

@@ -20,7 +20,7 @@ def mean_delay(shape: PlainShape) -> float:
 
 @cache
 def is_planned(schedule: str) -> bool:
-    """Return whether planners search all cuts for this schedule, because it has one stage on each rank and does not split backwards."""
+    """Return whether planners search all cuts for this schedule: it has one stage on each rank and does not split backwards."""
     rules, shape = jpipe.schedules.SCHEDULES[schedule], PlainShape(schedule, 4, (1, 1))
     if "order" in rules.options or (rules.layout != "straight" and rules.flushes):
         return False
@@ -43,19 +43,19 @@ def updates_early(schedule: str) -> bool:
 
 
 def needs_vertical_sync(schedule: str) -> bool:
-    """Return whether the updates of a schedule can depend on the gradients of all stages only with `vertical_sync`."""
+    """Return whether the updates of a schedule need `vertical_sync` to depend on the gradients of all stages."""
     rules = jpipe.schedules.SCHEDULES[schedule]
     return "vertical_sync" in rules.options and rules.updates_early(PlainShape(schedule, 2, (1, 1)))
 
 
 class ScheduleFacts(NamedTuple):
-    """What follows from a schedule for the stages of a plan: arrays over the stages.
+    """The properties of a plan's stages that follow from the schedule, as arrays over the stages.
 
     Attributes:
         in_flight: n_s, the microbatches in flight.
         versions: the weight versions alive.
         fused: whether the forward and the backward (or the first half of the backward) are one program.
-        hidden: without a flush, how many forwards and backwards a replica can compute during a sum of gradients before it needs the sum.
+        hidden: without a flush, how many forwards and backwards a replica can compute before it needs a sum of gradients that has begun.
     """
 
     in_flight: Any
@@ -66,7 +66,7 @@ class ScheduleFacts(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def schedule_facts(shape: PlainShape) -> ScheduleFacts | None:
-    """Return what follows from the schedule for a plan with one stage on each rank; None if the schedule cannot run the plan."""
+    """Return the facts of a schedule for a plan with one stage on each rank, or None if the schedule cannot run the plan."""
     rules, stages = jpipe.schedules.SCHEDULES[shape.schedule], range(shape.depth)
     if rules.refuses(shape):
         return None
@@ -83,7 +83,7 @@ def schedule_facts(shape: PlainShape) -> ScheduleFacts | None:
 
 
 def hidden_passes(shape: PlainShape, s: int, in_flight: int) -> int:
-    """Return how many forwards, in addition to n_s, a replica can do after the first batch before a forward reads the update."""
+    """Return how many forwards, in addition to n_s, a replica can compute after the first batch before a forward needs the update."""
     rules, replicas = jpipe.schedules.SCHEDULES[shape.schedule], shape.replicas[s]
     if rules.flushes or replicas == 1 or shape.options.update_every == "replicas":  # no overlap, no sum, or overlap with one pass
         return 1

@@ -13,11 +13,12 @@ from jpipe_planner.machine.topology import Topology
 
 __all__ = ["Simulated", "simulate_plan"]
 
-MOST_FORWARDS = 100_000  # the most forwards in a simulation, which then takes some seconds
+MOST_FORWARDS = 100_000  # the most forwards in a simulation, for some seconds
 _MOST_KEPT = 10_000  # the most forwards in a simulation if its program is kept for other plans
 BATCHES = 4  # the fewest batches in a window, if the schedule does not flush
-_NEVER = 10**9  # updates between agreements, so many that a simulation has no agreement
-MICROBATCHES = 24  # the fewest microbatches of a worker in a window: with shared links the pattern repeats only after several batches
+_NEVER = 10**9  # updates between agreements that are too many for a simulation to reach an agreement
+# the fewest microbatches of a worker in a window, because with shared links the pattern repeats only after several batches
+MICROBATCHES = 24
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def simulate_plan(
 
 
 def _first_pipeline(plan: jpipe.Plan, topology: Topology) -> frozenset[int] | None:
-    """Return the workers of the first pipeline, if all pipelines do the same at the same times; None otherwise."""
+    """Return the workers of the first pipeline if all pipelines do the same at the same times, otherwise None."""
     alike = len(set(plan.replicas)) == 1 and plan.replicas[0] > 1 and len([level for level in topology.levels if level.count > 1]) == 1
     differs = topology.differing or topology.cores is not None or plan.placement is not None
     if not alike or differs or plan.shard_optimizer or plan.agree is not None or plan.links is not None or plan.offload is not None:
@@ -112,7 +113,7 @@ def _first_pipeline(plan: jpipe.Plan, topology: Topology) -> frozenset[int] | No
 def _between_agreements(
     plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology, global_norm: bool
 ) -> Simulated | None:
-    """Simulate a plan with rounds that are too long to simulate: a shorter round and batches without an agreement are combined."""
+    """Estimate a plan with rounds that are too long to simulate, from a shorter round and from batches without an agreement."""
     assert plan.agree is not None
     some = _round_batches(plan)
     plans = [plan.model_copy(update={"agree": plan.agree.model_copy(update={"every": every})}) for every in (some, _NEVER)]
@@ -132,8 +133,8 @@ def _between_agreements(
 def _round_batches(plan: jpipe.Plan) -> int:
     """Return the number of batches in the longest round of agreements that is simulated; 1 without agreements.
 
-    In such a round each agreement ends before the next one begins. An agreement that is applied late ends with the batch after which it is
-    applied, because the stage waits for its sum there.
+    In such a round each agreement ends before the next begins. An agreement that is applied late ends after the batch that applies it,
+    where the stage waits for its sum.
     """
     if plan.agree is None or plan.agree.every >= _NEVER:
         return 1
@@ -179,7 +180,7 @@ def hosts(plan: jpipe.Plan, topology: Topology) -> jpipe.programs.HostLink | Non
 
 
 def _measured(plan: jpipe.Plan, timeline: jpipe.programs.Timeline) -> float:
-    """Return the mean seconds per batch over the window and over the simulated ranks. Ranks that share links begin batches irregularly.
+    """Return the mean seconds per batch over the window and the simulated ranks, because ranks that share links begin batches irregularly.
 
     Args:
         plan: the simulated plan.

@@ -15,7 +15,7 @@ __all__ = ["Attached", "attached_target"]
 # Numbers of CUdevice_attribute in the CUDA driver API, by the names of XLA's GpuDeviceInfoProto.
 _ATTRIBUTES: Mapping[str, int] = {
     "threads_per_block_limit": 1,
-    "block_dim_limit_x": 5,  # of blocks in a grid
+    "block_dim_limit_x": 5,  # limits of the blocks in a grid
     "block_dim_limit_y": 6,
     "block_dim_limit_z": 7,
     "shared_memory_per_block": 8,
@@ -29,8 +29,8 @@ _ATTRIBUTES: Mapping[str, int] = {
     "shared_memory_per_block_optin": 97,
 }
 _CLOCK_RATE, _MEMORY_CLOCK_RATE, _BUS_WIDTH, _MAJOR, _MINOR = 13, 36, 37, 75, 76
-_HALF_OF_THE_FPUS = (6, 0), (7, 0), (7, 2), (7, 5), (8, 0)  # 64 results of float32 in a clock cycle; other capabilities have 128
-_UNCOUNTED = 947e6  # bytes: CUDA's context and libraries, NCCL's buffers and autotuning, as targets.yaml has them for cards on PCIe
+_HALF_OF_THE_FPUS = (6, 0), (7, 0), (7, 2), (7, 5), (8, 0)  # capabilities with 64 results of float32 per clock cycle; the others have 128
+_UNCOUNTED = 947e6  # bytes for CUDA's context and libraries, NCCL's buffers and autotuning, as in targets.yaml for PCIe cards
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Attached:
         text: YAML, as `read_targets` reads it.
         name: the name of the target in it.
         kind: the kind of the device.
-        table: the name of the target in the table that gives the rates and the reserved bytes; "": the user has to add the rates.
-        differing: the properties with another value than in the table, as text.
+        table: the name of the table's target that gives the rates and reserved bytes; "": the user has to add the rates.
+        differing: the properties that differ from the table, as text.
     """
 
     text: str

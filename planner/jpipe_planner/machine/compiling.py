@@ -21,7 +21,7 @@ class Compiling:
     Attributes:
         devices: the devices for a mesh; a stage on one device is compiled for the first of them.
         kind: the kind of these devices, to show.
-        missing: why this is not the kind of the topology's devices, or "".
+        missing: why the topology's devices are of another kind, or "".
     """
 
     devices: tuple[jax.Device, ...]
@@ -35,10 +35,11 @@ def compiling_for(device: Device, count: int = 1, *, unlimited: bool = False) ->
     Args:
         device: the device of the topology.
         count: the number of devices of the largest mesh.
-        unlimited: compile for a GPU as if its memory had no limit. Otherwise XLA computes some arrays again if memory is short.
+        unlimited: whether to compile for a GPU as if its memory were unlimited. Otherwise XLA computes some arrays again if memory is
+            short.
 
     Returns:
-        The devices of the device's target. If it has no target, or XLA cannot compile for the target here, the devices of this machine.
+        Devices of the device's target; or the devices of this machine if there is no target, or XLA cannot compile for it here.
     """
     target = device.compiles_for
     missing = "the topology's device names no target; add one of those that `jpipe target` lists"

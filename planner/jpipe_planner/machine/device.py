@@ -1,4 +1,4 @@
-"""The figures of a device: given ones, or the figures of a target."""
+"""The figures of a device, given directly or by a target."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -15,17 +15,17 @@ class Device(Data):
     """The figures of a device.
 
     Attributes:
-        name: a name to show; by default the target's.
-        target: a name in the table of `jpipe target`, or a YAML file of the same format. Stages are compiled for this target, and it gives
-            all figures that are not given here. None: stages are compiled for the devices of this machine.
+        name: a name to show; by default the name of the target.
+        target: a name in the table of `jpipe target`, or a YAML file of the same format. Stages are compiled for this target, and its
+            figures are the defaults. None: stages are compiled for the devices of this machine.
         memory: bytes; None: not limited.
         reserved: bytes that a plan leaves free, a dict from a purpose to bytes; also a single number or text for the sum.
         flops: peak operations per second, by dtype; for analytic profiles.
         efficiency: share of `flops` that large matrix products reach in training.
         memory_bandwidth: bytes per second; for analytic profiles.
-        overlap: what goes on while the device computes: `none`, `transfers`, or `transfers and sums`. The default with a target is `none`,
-            because the queue of a GPU may hold transfers and sums between computations, and nobody has measured this yet. The default
-            without a target is `transfers and sums`, which have threads of their own on CPUs. `local_topology` measures the overlap.
+        overlap: what overlaps with computations: `none`, `transfers`, or `transfers and sums`. With a target the default is `none`, because
+            a GPU may queue transfers and sums between computations, and this is not measured. Without a target the default is `transfers
+            and sums`, because these have separate threads on CPUs. `local_topology` measures the overlap.
         host: the host memory in which parts of the state may wait, and the link to it; by default the host of the target.
             `local_topology` measures the link.
     """
@@ -47,7 +47,7 @@ class Device(Data):
 
     @property
     def compiles_for(self) -> Target | None:
-        """The target that stages are compiled for; None: the devices of this machine."""
+        """The target that stages are compiled for, or None for the devices of this machine."""
         return None if self.target is None else find_target(self.target)
 
     @pydantic.model_validator(mode="before")
@@ -74,4 +74,4 @@ class Device(Data):
         return self
 
 
-_FIGURES = ("memory", "reserved", "flops", "efficiency", "memory_bandwidth", "host")  # that a target gives
+_FIGURES = ("memory", "reserved", "flops", "efficiency", "memory_bandwidth", "host")  # the fields with defaults from the target

@@ -1,4 +1,4 @@
-"""Devices and ports that differ from the other ones of a topology: slower devices, other memory, a host with a slower link."""
+"""Devices and ports that differ from the others of a topology: slower devices, other memory, a host with a slower link."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -11,9 +11,9 @@ from jpipe_planner.machine.device import Device
 from jpipe_planner.machine.targets import Host, find_target
 from jpipe_planner.machine.units import Data, Positive, Possible, in_unit
 
-MOST = 2**14  # devices in an entry
+MOST = 2**14  # the most devices in an entry
 MOST_ENTRIES = 256
-_EQUAL = 1.02  # up to this ratio of speed-ups in different dtypes, a device counts as faster by the same factor in all dtypes
+_EQUAL = 1.02  # up to this ratio between the speed-ups in two dtypes, a device counts as equally faster in all dtypes
 
 
 def _numbers(value: Any) -> Any:
@@ -46,13 +46,13 @@ class Differing(Data):
         devices: the numbers of the devices, counted from 0: a number, text such as `8-11`, or a list.
         name: a name to show; by default the name of the target.
         target: a name in the table of `jpipe target`, or a YAML file of the same format. It gives memory, reserved bytes and speed.
-        speed: the speed relative to the other devices, such as 0.5 for half as fast. The default is 1, or with a target the ratio of
+        speed: the speed relative to the other devices, such as 0.5 for half as fast. The default is 1. With a target, it is the ratio of
             `flops` times `efficiency` of both devices.
         memory: bytes.
         reserved: bytes that a plan leaves free.
         bandwidth: bytes per second of their ports, by the name or number of the level (0 is the innermost). A component of a level has one
             port for all its devices.
-        host: the memory of their hosts and the link to it. Fields that are not given are equal to the fields of the other devices.
+        host: the memory of their hosts and the link to it. Missing fields are as for the other devices.
     """
 
     devices: Annotated[tuple[Annotated[int, Field(ge=0, lt=MOST, strict=True)], ...], BeforeValidator(_numbers), Field(min_length=1)]
@@ -90,7 +90,7 @@ class Differing(Data):
         """Return the speed of these devices relative to the usual device.
 
         Raises:
-            InputError: the speed is not given, and does not follow from the figures of both devices.
+            InputError: the speed is not given and does not follow from the figures of both devices.
         """
         if self.speed is not None or self.target is None:
             return self.speed or 1.0
@@ -114,7 +114,7 @@ class Differing(Data):
             place: the beginning of the names of keys in messages, such as `differing.0.`.
             usual: the figures of the other devices.
             sizes: the number of devices in a component of each level.
-            level_number: (name of a level, `place` for messages) -> number of the level.
+            level_number: a function (name of a level, `place` for messages) -> number of the level.
 
         Raises:
             InputError: a device or a level does not exist, or figures do not fit together.

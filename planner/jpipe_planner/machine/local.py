@@ -1,4 +1,4 @@
-"""This machine as a topology: its devices, and measurements of the links between them and of what overlaps with computations."""
+"""This machine as a topology: its devices, and measurements of their links and of what overlaps with computations."""
 
 import math
 import os
@@ -21,7 +21,7 @@ _SHARE_FOR_PLANS = 0.5  # share of a machine's memory that plans may use; the re
 _HOST_KIND = "pinned_host"  # the kind of host memory from which devices copy without waiting for the host
 _LARGE_MOVE = 2**22  # elements of float32: 17 MB
 _MOVES = 7
-_SHORTEST = 1e-6  # seconds that a large transfer takes longer than a small one, at least
+_SHORTEST = 1e-6  # the least difference in seconds between a large and a small transfer
 _FREE = 1e15  # bytes per second between a device and itself
 _Seconds = Mapping[jpipe.runtime.Moved, float]
 

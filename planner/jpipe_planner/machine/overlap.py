@@ -1,4 +1,4 @@
-"""Which of transfers and sums overlap with computations on the existing devices, from their times beside a computation."""
+"""Determine whether transfers and sums overlap with computations on these devices, from their times beside a computation."""
 
 from collections.abc import Mapping
 

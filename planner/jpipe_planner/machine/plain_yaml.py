@@ -1,4 +1,4 @@
-"""Read and write unambiguous YAML: plain data without duplicate keys, and without values that versions of YAML read differently."""
+"""Read and write unambiguous YAML: plain data without duplicate keys and without values that YAML versions read differently."""
 
 import math
 import re
@@ -25,7 +25,7 @@ def parse(text: str, where: str, remedy: str = "correct the text") -> Any:
         mark = error.problem_mark or error.context_mark
         at = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         what = str(error.problem or error.context)
-        if what.startswith("but "):  # PyYAML begins the second half of its sentence so
+        if what.startswith("but "):  # PyYAML begins the second half of its sentence like this
             what = f"{error.context}, {what}"
         raise InputError(f"{where}{at}: this YAML cannot be read: {what}; {remedy}") from None
     except yaml.reader.ReaderError as error:
@@ -79,7 +79,7 @@ _MOST_VALUES = 20_000  # values and keys; PyYAML takes two seconds to read these
 
 
 def _reads_in_two_ways(node: yaml.ScalarNode) -> bool:
-    """Return whether YAML 1.1, which PyYAML follows, reads an unquoted word in a surprising way, and YAML 1.2 reads it differently.
+    """Return whether YAML 1.1, which PyYAML follows, reads an unquoted word in a surprising way that differs from YAML 1.2.
 
     Examples of YAML 1.1: `no` is false, 010 is 8, 1:30 is 90, 2001-01-01 is a date, 0o10 is text.
     """
@@ -93,7 +93,7 @@ def _reads_in_two_ways(node: yaml.ScalarNode) -> bool:
 
 
 def _number(loader: _Loader, node: yaml.ScalarNode) -> int | float:
-    """Read a number; raise an error if it is infinite or does not fit into an array."""
+    """Read a number, or raise an error if it is infinite or does not fit into an array."""
     whole = node.tag.endswith(":int")
     try:
         number = loader.construct_yaml_int(node) if whole else loader.construct_yaml_float(node)

@@ -1,8 +1,8 @@
 """A roofline of compiled programs: the bytes, FLOPs and least seconds of each kernel, read from the text of an optimized program.
 
 A kernel is an instruction of the scheduled program, such as a fusion, that the device runs on its own. Its time is a fixed time plus the
-longer of two times: its bytes at the bandwidth of the memory, or its products at the peak rate. Kernels do not overlap, and no cache keeps
-their results. If a TPU moves bytes ahead into its fast memory, they count for the kernel that reads them there.
+longer of two times: of its bytes at the memory's bandwidth, and of its products at the peak rate. Kernels do not overlap, and no
+cache keeps their results. If a TPU prefetches bytes into its fast memory, they count for the kernel that reads them there.
 """
 
 import dataclasses
@@ -45,11 +45,11 @@ class Rates:
         return cls(device.memory_bandwidth or target.memory_bandwidth, flops, KERNEL_SECONDS.get(target.platform, 0.0))
 
     def seconds(self, moved: float, products: Iterable[tuple[float, str]]) -> float:
-        """Return the time of a kernel that moves `moved` bytes and computes these products: (FLOPs, dtype of the factors in HLO)."""
+        """Return the time of a kernel that moves `moved` bytes and computes `products`, pairs of FLOPs and the factors' dtype in HLO."""
         return max(moved / self.bandwidth, sum(flops / self._rate(dtype) for flops, dtype in products)) + self.kernel_seconds
 
     def _rate(self, dtype: str) -> float:
-        """Return the rate for a dtype of HLO. If it is unknown, the rate for a dtype of the same size, or else the highest rate."""
+        """Return the rate for a dtype of HLO. If that is unknown, return the rate of a dtype of the same size, or else the highest rate."""
         name = _NAMES.get(dtype, dtype)
         alike = (rate for known, rate in self.flops.items() if re.findall(r"\d+", known)[:1] == [str(_bits(dtype))])
         return self.flops.get(name) or next(alike, max(self.flops.values()))
@@ -86,7 +86,7 @@ class Kernel:
 def read_kernels(text: str, rates: Rates) -> tuple[Kernel, ...]:
     """Return the kernels of an optimized program, in the order in which they run.
 
-    The body of a loop counts as often as it runs, or once if the number is unknown. Of a conditional only the longest branch counts.
+    The body of a loop counts as often as it runs, or once if that is unknown. Only the longest branch of a conditional counts.
 
     Args:
         text: the text of the program from `jax.stages.Compiled.as_text`.
@@ -222,7 +222,7 @@ class _Module:
             yield Kernel(each.name, kind, moved, flops, self._rates.seconds(moved, products), 1, source, op_name)
 
     def _trips(self, loop: _Instruction) -> int:
-        """Return how often a loop runs: from XLA's note for GPUs, or from the limit of a scan's counter in its condition; otherwise 1."""
+        """Return how often a loop runs, from XLA's note for GPUs or from the limit of a scan's counter in its condition, or else 1."""
         if known := loop.attribute(r'known_trip_count[^}]*?"n":"(\d+)"'):
             return int(known)
         condition = loop.attribute(r"condition=%?([\w.-]+)")
@@ -315,7 +315,7 @@ def _flops(each: _Instruction, factors: Sequence[_Array]) -> float:
     out = math.prod(each.arrays[0].shape) if each.arrays else 0
     if each.op == "convolution" or "conv" in each.target:
         return _convolution_flops(each, factors)
-    if "fmha" in each.target:  # two products with a matrix of scores forward, five backward; half of them if causal
+    if "fmha" in each.target:  # two products with a matrix of scores in a forward, five in a backward; half of each if causal
         scores = _numbers(each.attribute(r'"intermediate_tensor_shape":\{.*?"dimensions":\[([^\]]*)\]'))
         products = (5 if "Backward" in each.target else 2) / (2 if "CAUSAL" in each.line else 1)
         return 2 * math.prod(scores) * factors[0].shape[-1] * products
@@ -348,7 +348,7 @@ def _convolution_flops(each: _Instruction, factors: Sequence[_Array]) -> float:
 
 
 class _Frames:
-    """The lines of Python code from which a program was traced. They are in its metadata or, with newer XLA, in tables before it."""
+    """The lines of Python code that a program was traced from. They are in its metadata or, with newer XLA, in tables before it."""
 
     def __init__(self, text: str) -> None:
         tables = {name: _table(text, name) for name in ("FileNames", "FileLocations", "StackFrames")}

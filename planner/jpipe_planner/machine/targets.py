@@ -1,4 +1,4 @@
-"""Targets: devices with published properties, for which XLA compiles without such a device.
+"""Targets: devices with published properties that XLA can compile for without having such a device.
 
 Nothing runs on them. XLA needs a plugin for the platform, but no driver and no device. For TPUs the plugin is `libtpu`. For NVIDIA GPUs it
 is `jax-cuda13-plugin`, with ptxas, nvlink and libdevice from `nvidia-cuda-nvcc` or an installed CUDA toolkit. `targets.yaml` is the table
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["Target", "TargetUnavailable", "find_target", "known_targets", "target_devices", "target_refusal"]
 
 FORMAT = "jpipe-targets/1"
-MOST_BYTES = 2**20  # the largest file of targets
+MOST_BYTES = 2**20  # the largest size of a file of targets, in bytes
 _LARGEST_SLICE = 256  # chips
 Platform = Literal["cuda", "tpu"]
 EXTRAS: Mapping[str, str] = {"cuda": "target-cuda", "tpu": "target-tpu"}
@@ -67,7 +67,7 @@ CAPABILITIES: Mapping[str, Mapping[str, int]] = {
         "shared_memory_per_block_optin": per_block,
         "threads_per_core_limit": threads,
         "fpus_per_core": units,
-        "block_dim_limit_x": 2147483647,  # of blocks in a grid
+        "block_dim_limit_x": 2147483647,  # limits of the blocks in a grid
         "block_dim_limit_y": 65535,
         "block_dim_limit_z": 65535,
         "registers_per_core_limit": 65536,
@@ -78,15 +78,15 @@ CAPABILITIES: Mapping[str, Mapping[str, int]] = {
 
 
 class TargetUnavailable(InputError):
-    """A target that XLA cannot compile for here: its plugin is missing, does not fit, or does not know the device."""
+    """XLA cannot compile for a target here: its plugin is missing, has the wrong version, or does not know the device."""
 
 
 class Host(Data):
     """The memory of a device's host, which can keep parts of the state (`jpipe.plan.HostMemory`), and the link to it.
 
     Attributes:
-        bandwidth: bytes per second from the device to host memory, and as many back at the same time. By default half the bandwidth of 16
-            lanes of PCIe 3.0, because two devices may share these lanes.
+        bandwidth: bytes per second in each direction at the same time. The default is half of 16 lanes of PCIe 3.0, because two devices may
+            share them.
         latency: seconds until a moved byte arrives.
         memory: bytes of host memory that a plan may use for each device; 0: nothing can be moved there. None: not limited.
     """
@@ -216,7 +216,7 @@ class Target(Data):
                 raise ValueError(f"compiler: {name}: expected {kind} above 0, found {jpipe.errors.short(value)}")
         known = {**CAPABILITIES.get(capability, {}), **explicit}
         if missing := [name for name in _OF_A_GPU if name not in known]:
-            raise ValueError(f"compiler: expected {', '.join(_OF_A_GPU)}, found no {', '.join(missing)}; add what is missing")
+            raise ValueError(f"compiler: expected {', '.join(_OF_A_GPU)}, found no {', '.join(missing)}; add the missing ones")
         if missing := [name for name in _OF_A_CAPABILITY if name not in known]:
             raise ValueError(
                 f"compiler: the table has no compute capability {capability}, only {', '.join(CAPABILITIES)}; add {', '.join(missing)}"
@@ -302,14 +302,14 @@ def find_target(name: str, folder: Path | None = None) -> Target:
             return known_targets()[name]
         longer = " or ".join(repr(known) for known in known_targets() if name and known.startswith(name))
         nearest = f"did you mean {longer}?" if longer else jpipe.errors.nearest(name, known_targets())
-        raise InputError(f"target: unknown target '{name}'; {nearest} (a file of your own has to end in .yaml)")
+        raise InputError(f"target: unknown target '{name}'; {nearest} (the name of your own file must end in .yaml)")
     path = Path(folder or "") / files.expanded(name, "target")
     other = f"target: expected text in UTF-8 in '{name}', found other bytes"
     targets = read_targets(
         files.read_text(path, MOST_BYTES, f"target: cannot read '{path}'", "name a file that is there", other), str(path)
     )
     if len(targets) > 1:
-        raise InputError(where=path, expected="one target", found=", ".join(targets), change="give each a file of its own")
+        raise InputError(where=path, expected="one target", found=", ".join(targets), change="put each target into a separate file")
     return next(iter(targets.values()))
 
 
@@ -321,8 +321,8 @@ def target_devices(target: Target, count: int = 1, processes: int = 1) -> tuple[
     Args:
         target: the target.
         count: the number of devices.
-        processes: the number of processes to which the devices belong in equal parts, a divisor of `count`. With 1, the devices of a TPU
-            may still belong to several processes, as in its slices.
+        processes: the number of processes with equal shares of the devices, a divisor of `count`. With 1, the devices of a TPU may still
+            belong to several processes, as in its slices.
 
     Raises:
         TargetUnavailable: XLA cannot compile for the target here; the message says what to install.
@@ -395,8 +395,8 @@ def _devices_elsewhere(target_json: str, count: int, processes: int) -> tuple["j
         return tuple(device for part in each for device in part)
     layout = f"1x{processes}x{count // processes}"
     devices = topologies.get_topology_desc("", "cuda", target_config=target.config_text(), topology=layout).devices
-    # XLA looks for the CUDA tools that it calls (ptxas, nvlink) only when it compiles, and these tools may not know the device. So a small
-    # program is compiled here, to get such an error now.
+    # XLA looks for its CUDA tools (ptxas, nvlink) only when it compiles, and they may not know the device. Compiling a small program here
+    # shows such an error early.
     like = jax.ShapeDtypeStruct((8, 8), "float32", sharding=jax.sharding.SingleDeviceSharding(devices[0]))
     jax.jit(lambda x: jax.lax.log(x + x.T)).lower(like).compile()
     return tuple(devices)
@@ -412,14 +412,14 @@ def target_refusal(target: Target) -> str | None:
         return None
     version, jaxlib = _version(package), _version("jaxlib")
     if version and version != jaxlib:
-        return f"{package} {version} is for another JAX, this is {jaxlib}; install {package}=={jaxlib}"
+        return f"{package} {version} is for another JAX than {jaxlib}; install {package}=={jaxlib}"
     if (ptxas := _ptxas()) is None:
         return f"there is no ptxas, NVIDIA's assembler; {install}"
     if target.capability < _LEAST_OF_CUDA_13 and _release(ptxas) >= 13:
         capability = ".".join(map(str, target.capability))
         return (
-            f"{target.name} has compute capability {capability}, and the ptxas of CUDA 13 begins with 7.5; install nvidia-cuda-nvcc-cu12, "
-            "which has the one of CUDA 12, and set CUDA_ROOT to its folder nvidia/cuda_nvcc"
+            f"{target.name} has compute capability {capability}, but the ptxas of CUDA 13 supports 7.5 and newer; install "
+            "nvidia-cuda-nvcc-cu12, which has the ptxas of CUDA 12, and set CUDA_ROOT to its folder nvidia/cuda_nvcc"
         )
     return None
 

@@ -1,4 +1,4 @@
-"""Topologies: devices that are joined by levels of links, the fastest links innermost, and the figures of a device."""
+"""Topologies: devices that are joined by levels of links, with the fastest links innermost, and the figures of the devices."""
 
 import math
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ FORMAT = "jpipe-topology/1"
 
 
 class Level(Data):
-    """A level of a topology, in which links join components of the next inner level. At the innermost level these are single devices.
+    """A level of a topology: its links join components of the next inner level; at the innermost level, these are single devices.
 
     Attributes:
         count: the number of components that the links join.
-        bandwidth: bytes per second that all devices of a component together send to the other components; they receive as many at the same
-            time. A number, or text such as `25 Gbit/s`.
+        bandwidth: bytes per second that a component's devices together can send to other components, and receive at the same time; a
+            number, or text such as `25 Gbit/s`.
         latency: seconds until a message arrives; a number, or text such as `5 us`.
         name: a name to show, such as `NVLink` or `Ethernet`.
     """
@@ -47,8 +47,8 @@ class Topology(Data):
         name: a name to show.
         levels: the levels, the innermost first, as in figure 7 of PipeDream (SOSP 2019); at least one.
         device: the figures of each device; profiles are for this device.
-        differing: devices and ports that differ from the other ones. If several entries name a device, the last entry counts. By default
-            this is empty: all devices are equal, and so are all links of a level.
+        differing: devices and ports that differ from the others. If several entries name a device, the last one counts. By default all
+            devices are equal, and so are all links of a level.
         cores: the number of devices that can compute at the same time without slowing each other down, if they share the cores of a CPU. If
             more devices compute, they share the cores evenly. None: all devices.
 
@@ -79,7 +79,7 @@ class Topology(Data):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """For each level, the innermost first, the number of devices that it joins with the levels inside it."""
+        """For each level, the innermost first, the number of devices that it and the levels inside it join."""
         return tuple(math.prod(level.count for level in self.levels[: k + 1]) for k in range(len(self.levels)))
 
     @property
@@ -170,7 +170,7 @@ class Topology(Data):
         return self.model_copy(update={"device": device, "differing": tuple(differing)})
 
     def orders(self) -> list[tuple[int, ...]]:
-        """Return the orders of the devices in which plans are tried: as numbered, fastest first, and fastest last, in each component.
+        """Return orders of the devices to try in plans: as numbered, and in each component the fastest first or the fastest last.
 
         Equally fast devices are ordered by their memory in the same way.
         """
@@ -195,7 +195,7 @@ class Topology(Data):
 
     @property
     def most_in_mesh(self) -> int:
-        """The number of devices that the innermost level joins, such as a server. It is the size of the largest mesh tried by default."""
+        """The number of devices that the innermost level joins, for example in a server: the size of the largest mesh tried by default."""
         return self.levels[0].count
 
     def can_group(self, size: int) -> bool:
@@ -205,7 +205,7 @@ class Topology(Data):
     def groups(self, size: int) -> "Topology":
         """Return the topology in which each mesh of `size` neighbouring devices counts as one device. The devices of a mesh are equal.
 
-        The bandwidths are the share of one device of a mesh.
+        Each bandwidth is divided by the devices of a mesh.
 
         Args:
             size: the number of devices of a mesh, which fills whole components of each level, or divides them evenly.
@@ -236,7 +236,7 @@ class Topology(Data):
         return self.model_copy(update={"levels": tuple(levels), "cores": cores, "differing": differing})
 
     def mesh_link(self, size: int) -> jpipe.Link:
-        """Return the slowest link inside a mesh of `size` devices: the share of one device while all of them send."""
+        """Return the slowest link inside a mesh of `size` devices, as each device's share while all of them send."""
         crossed = range(self.level(0, size - 1) + 1)
         slowest = [float(self.ports(k).min()) if self.differing else level.bandwidth for k, level in enumerate(self.levels)]
         bandwidths = [slowest[k] / (self.sizes[k - 1] if k else 1) for k in crossed if self.levels[k].count > 1]

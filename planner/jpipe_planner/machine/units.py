@@ -108,7 +108,7 @@ def _with_python_numbers(value: Any) -> Any:
 
 
 class Data(pydantic.BaseModel):
-    """A pydantic model with immutable fields, which refuses unknown fields."""
+    """A pydantic model with immutable fields, which rejects unknown fields."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 

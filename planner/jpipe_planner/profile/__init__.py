@@ -1,1 +1,1 @@
-"""Profiles: the costs of a model, layer by layer; measured, computed, or read from PipeDream's files."""
+"""Profiles: the costs of a model, layer by layer, either measured, computed, or read from PipeDream's files."""

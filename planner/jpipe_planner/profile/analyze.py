@@ -42,15 +42,15 @@ def analyze(
     """Profile a model for a device, without allocating its arrays.
 
     The time of a program is its FLOPs divided by `device.flops` times `device.efficiency`, or its memory traffic divided by
-    `device.memory_bandwidth`, whichever is longer. XLA counts the FLOPs before it optimizes; the FLOPs in further iterations of scans are
-    added. Of a while loop one iteration is counted. The traffic consists of the bytes that move even if everything is fused: weights,
-    inputs, outputs, residuals, gradients and optimizer state, each once. If both grow linearly with the rows, they are counted at only a
-    few sizes (`count_at`).
+    `device.memory_bandwidth`, whichever is longer. XLA counts the FLOPs before it optimizes, with one iteration of each loop; the other
+    iterations of scans are added. The traffic consists of the bytes that move even if everything is fused: weights, inputs, outputs,
+    residuals, gradients and optimizer state, each once. If FLOPs and traffic grow linearly with the rows, they are counted at only a few
+    sizes (`count_at`).
 
     For the temporaries, the forward and backward of each distinct layer and of each distinct pair of neighbours are compiled at the
-    smallest and the largest size; sizes between are interpolated linearly. If "full" is among the policies, the backwards of layers, pairs
-    and triples with full recomputation are compiled, too. An update is assumed to need no temporaries. Programs are compiled for the target
-    of the device, or for this machine if the device has no target or XLA cannot compile for it here.
+    smallest and the largest size, and interpolated between. If "full" is among the policies, the backwards of layers, pairs and triples
+    with full recomputation are compiled as well. An update is assumed to need no temporaries. Programs are compiled for the target of the
+    device, or for this machine if the device has no target or XLA cannot compile for it here.
 
     The profile does not know that GPUs are slow with few rows: if the smallest microbatches look best, use a measured profile.
 

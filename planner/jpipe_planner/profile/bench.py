@@ -28,7 +28,7 @@ ByProgram = Mapping[str, float]
 
 NOISE = np.random.default_rng(0).normal(scale=1e-2, size=4093)
 _EMPTY = ("",)  # the group without layers
-SECONDS = 0.05  # the least time of the microbatches of one device that are timed together
+SECONDS = 0.05  # the least total time of the microbatches that are timed together on one device
 _MOST = 64  # the most microbatches that are timed together
 
 
@@ -47,7 +47,7 @@ class Programs:
         self._compiling: dict[Any, tuple[Future[jax.stages.Compiled], float]] = {}
 
     def begin(self, groups: Sequence[tuple[str, ...]], rows: int) -> None:
-        """Start compiling the stages of these layers, and the empty stage, unless they are compiled already."""
+        """Start compiling the stages of these layers and the empty stage, unless they are compiled already."""
         for ids, stage in self.stages(groups, rows).items():
             for name in PROGRAMS:
                 if self._key(ids, name, rows) not in self._compiling:
@@ -107,14 +107,14 @@ class Bench:
                     self._seconds[ids, name].append(run.seconds(name))
 
     def medians(self) -> tuple[dict[tuple[str, ...], ByProgram], float]:
-        """Return the median times of the programs of each stage minus the time of the empty stage, and the time of the empty stage."""
+        """Return the median times of each stage's programs, minus the time of the empty stage, and the time of the empty stage."""
         dispatch = statistics.median(self._seconds[_EMPTY, "forward"] + self._seconds[_EMPTY, "backward"])
         medians = {key: max(statistics.median(times) - dispatch, 0.0) for key, times in self._seconds.items()}
         return {ids: {name: medians[ids, name] for name in PROGRAMS} for ids in self._runs if ids != _EMPTY}, dispatch
 
 
 class StageRun:
-    """One stage with its arrays: noise, and the inputs and labels of the batch if the stage reads them. Values do not change times."""
+    """One stage with arrays of noise, and with the batch's inputs and labels if the stage reads them. Values do not change times."""
 
     def __init__(
         self, stage: jpipe.stages.StandaloneStage, batch: tuple[Tree, Tree], calls: Mapping[str, jax.stages.Compiled], device: jax.Device
@@ -183,7 +183,7 @@ def _empty_stage() -> jpipe.stages.StandaloneStage:
 
 
 class WorkAtOnce:
-    """Forwards, backwards and an update of one layer, which run on some devices of this process at once, as in a pipeline.
+    """Forwards, backwards and an update of one layer that run on some devices of this process at once, as in a pipeline.
 
     Args:
         model: the model, at one size.
@@ -212,7 +212,7 @@ class WorkAtOnce:
 
 
 def longest_layer(profile: Profile, rows: int) -> tuple[str, float]:
-    """Return one of the equal layers that together take the largest part of a microbatch's time, and the seconds of this layer."""
+    """Return one of the equal layers that together take the largest part of a microbatch's time, and its seconds."""
     by_costs = defaultdict[Any, list[str]](list)
     for layer_id, cost in profile.costs(rows).items():
         by_costs[cost.forward + cost.backward, cost.weights].append(layer_id)

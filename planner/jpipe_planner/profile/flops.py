@@ -13,8 +13,8 @@ __all__ = ["count_products"]
 def count_flops(traced: jax.stages.Traced, lowered: jax.stages.Lowered) -> float:
     """Return the FLOPs of a program: the FLOPs from XLA's cost analysis, plus the loop iterations that it omits.
 
-    XLA counts the body of a loop once. For a `scan`, the matrix products and convolutions of the further iterations are added. For a
-    `while`, nothing is added, because the number of iterations is unknown. In a product of groups of rows, each with a kernel of its own
+    XLA counts the body of a loop once. For a `scan`, the matrix products and convolutions of the other iterations are added. For a `while`,
+    nothing is added, because the number of iterations is unknown. In a product of groups of rows, each with its own kernel
     (`jax.lax.ragged_dot`), each row counts once, even if XLA multiplies all rows by all kernels, as for CPUs.
 
     Args:
@@ -32,7 +32,7 @@ def count_flops(traced: jax.stages.Traced, lowered: jax.stages.Lowered) -> float
 def count_products(jaxpr: Any) -> dict[str, float]:
     """Return the FLOPs of the matrix products and convolutions in a traced program, by the dtype of the factors.
 
-    All iterations of a `scan` count, one iteration of a `while`, and all branches of a `cond`. A call of cuDNN's attention counts in full.
+    All iterations of a `scan`, one iteration of a `while`, and all branches of a `cond` count. A call of cuDNN's attention counts in full.
 
     Args:
         jaxpr: the program, as in `jax.make_jaxpr(f)(x).jaxpr`.

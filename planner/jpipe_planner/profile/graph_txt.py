@@ -42,8 +42,8 @@ def read_graph_txt(text: str, rows: int, *, optimizer_factor: float = 1.0, where
     """Read a profile from PipeDream's profiler.
 
     The nodes become layers in topological order; if several nodes could come next, the node with the smallest number does. Every tensor
-    that is computed before a cut and used after it crosses the cut once. An `Input` node is not a layer, because its time is time that the
-    data loader takes; its tensors are the inputs of the model. A forward keeps its own output for its backward. Temporaries are unknown.
+    that is computed before a cut and used after it crosses the cut once. An `Input` node is not a layer, because its time is spent by the
+    data loader; its tensors are the inputs of the model. A forward keeps its own output for its backward. Temporaries are unknown.
 
     Args:
         text: the text of the file.

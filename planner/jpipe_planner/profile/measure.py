@@ -41,23 +41,23 @@ def measure(
     progress: Progress | None = None,
     precision: jpipe.Precision | None = None,
 ) -> Profile:
-    """Profile a model on a device of this process. Each distinct layer has to fit, with its gradients, optimizer state and residuals.
+    """Profile a model on a device of this process. The device must hold each layer with its gradients, optimizer state and residuals.
 
-    Each distinct layer is compiled as a stage of its own. The stages of all sizes run in turns, so that a slow moment of the machine
-    slows all of them; the arrays of all sizes are in memory at the same time. Each time is a median minus the time of a stage without
-    work, which is the profile's `dispatch`. Neighbours that are too short to be timed alone are timed as one stage, and this time is split
-    among them in proportion to their FLOPs.
+    Each distinct layer is compiled as a separate stage. The stages of all sizes run in turns, so that a slow moment of the machine affects
+    all of them; the arrays of all sizes are in memory at the same time. Each time is a median minus the time of a stage without work, which
+    is the profile's `dispatch`. Neighbours that are too short to be timed alone are timed as one stage, and this time is split among them
+    in proportion to their FLOPs.
 
     Args:
         stack: the model.
         batch: `rows -> (inputs, labels)` of a microbatch. If these are arrays, the first layer and the loss get their values.
         loss: `(outputs, labels) -> (sum, weight)`.
-        optimizer: any that a `jpipe.Pipeline` takes.
+        optimizer: any optimizer that `jpipe.Pipeline` accepts.
         sizes: the microbatch sizes, in rows.
         policies: the recomputation policies for which residuals are counted.
         device: the device; by default the first of this process.
         repetitions: the most repetitions of each program; at least 3.
-        seconds: the time for all sizes together after which no further repetition begins; compiling does not count.
+        seconds: the total time for all sizes, without compiling, after which no further repetition begins.
         ema_decay, delay_correction, precision: as in `jpipe.Pipeline`. The first two add to the optimizer state.
         progress: called with the number of finished parts of the work, and their total number.
 
@@ -104,7 +104,7 @@ def measure(
 def _layer_costs(
     model: Model, rows: int, times: Mapping[tuple[str, ...], ByProgram], flops: Mapping[tuple[str, ...], ByProgram]
 ) -> dict[tuple[str, int], Costs]:
-    """Return the costs of each distinct layer at one size, from the seconds of each group's programs and the FLOPs of each layer."""
+    """Return the costs of each distinct layer at one size, from the seconds of each group's programs and the layers' FLOPs."""
     shares = [share for ids, seconds in times.items() for share in split(seconds, {i: flops[model.first_equal[i],] for i in ids}).items()]
     costs = {}
     for layer_id in model.distinct:
@@ -123,7 +123,7 @@ def short_groups(ids: Sequence[str], first_equal: Mapping[str, str], times: Mapp
         times: the seconds of each distinct layer alone.
 
     Returns:
-        Groups of layer ids, without duplicates. Each distinct layer, or a layer that equals it, is in at least one group.
+        Groups of layer ids, without duplicates. Each distinct layer or an equal layer is in at least one group.
     """
 
     def seconds(layer_id: str) -> float:

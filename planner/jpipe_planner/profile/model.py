@@ -28,7 +28,7 @@ Progress = Callable[[int, int], None]
 """Called with the number of finished parts of the work, and their total number."""
 
 StageCosts = dict[tuple[str, ...], dict[tuple[int, str], jpipe.programs.StageCost]]
-"""The costs of each distinct layer and each distinct pair of neighbours as a stage, by rows and recomputation policy."""
+"""The costs of each distinct layer, and of each distinct pair of neighbours, as a stage; by rows and recomputation policy."""
 
 POLICIES = ("none", "elementwise", "full", "dots_with_no_batch_dims_saveable")
 
@@ -46,15 +46,15 @@ class Costs(NamedTuple):
 class Model:
     """A model to be profiled; equal layers are profiled once.
 
-    Layers are equal if their traces, shapes, logical axes and optimizer states are equal. The names of their parameters may differ, and so
-    may the constants with which they make random keys, because neither changes the costs of a layer. The first layer, which has no input
-    gradient, and the last layer, which includes the loss, never equal other layers.
+    Layers are equal if their traces, shapes, logical axes and optimizer states are equal. Names of parameters, and constants for random
+    keys, may differ, because they do not change the costs of a layer. The first layer, which has no input gradient, and the last layer,
+    which includes the loss, never equal other layers.
 
     Attributes:
-        stack: its layers.
+        stack: the layers of the model.
         batch: shapes of a microbatch, by its number of rows.
         loss: `(outputs, labels) -> (sum, weight)`.
-        optimizer: any that a `jpipe.Pipeline` takes.
+        optimizer: any optimizer that `jpipe.Pipeline` accepts.
         sizes: the microbatch sizes, in rows.
         precision: as in `jpipe.Pipeline`.
         ema_decay: as in `jpipe.Pipeline`.
@@ -116,7 +116,7 @@ class Model:
 
     @cached_property
     def triples(self) -> dict[tuple[str, str], tuple[str, str, str]]:
-        """For each kind of pair three neighbours that begin with such a pair, if they exist; if possible three equal layers."""
+        """For each kind of pair, three neighbours that begin with such a pair, if there are any; if possible three equal layers."""
         triples: dict[tuple[str, str], tuple[str, str, str]] = {}
         for three in zip(self.stack.ids, self.stack.ids[1:], self.stack.ids[2:], strict=False):
             first, second, third = (self.first_equal[layer_id] for layer_id in three)
@@ -127,7 +127,7 @@ class Model:
     def stage(self, ids: Sequence[str], rows: int, recompute: str = "none", specs: Any = None) -> jpipe.stages.StandaloneStage:
         """Return consecutive layers as one stage, which is traced only once. A later call returns the same stage.
 
-        `specs` has the specs of all layers, while the specs for all sizes are not known yet.
+        Pass the specs of all layers as `specs` while the specs for all sizes are not known yet.
         """
         if recompute not in jpipe.plan.RECOMPUTE:
             raise InputError(
@@ -159,7 +159,7 @@ class Model:
         )
 
     def ahead_bytes(self, layer_id: str) -> int:
-        """Return the bytes of the prediction for a layer: 0 without `delay_correction`."""
+        """Return the bytes of a layer's predicted weights; 0 without `delay_correction`."""
         entries = self.stack.ties.split({layer_id: self._first_specs[layer_id].params}, [layer_id])
         return sum(self._ahead_bytes(entry, spec) for entry, spec in entries.items())
 
@@ -231,7 +231,7 @@ class Meter:
         self._total += parts
 
     def begin(self, future: Future[Any]) -> None:
-        """Add a part to the total. Another thread does this part, and `wait` waits for it."""
+        """Add a part to the total that another thread does; `wait` waits for it."""
         self._futures.append(future)
         self.expect(1)
 
@@ -265,7 +265,7 @@ def count_bytes(model: Model, policies: Sequence[str], meter: Meter) -> StageCos
             return dataclasses.asdict(model.stage(ids, rows, policy).cost)
 
         counted, is_linear = count_by_policy(model.sizes, policies, count, is_linear=linear.issuperset(name))
-        linear.update(name if is_linear and len(name) == 1 else ())  # a linear pair may have layers that are not linear
+        linear.update(name if is_linear and len(name) == 1 else ())  # a pair may grow linearly even if its layers do not
         costs[name] = {key: jpipe.programs.StageCost(**cost) for key, cost in counted.items()}
         meter.step()
     return costs
@@ -286,7 +286,7 @@ def _without_names(layer: jpipe.Layer, spec: jpipe.model.LayerSpec, key: Any, *,
         layer: the layer.
         spec: the specs of the layer.
         key: the spec of a random key.
-        by_use: whether the arrays are ordered by their first use in the layer, which does not depend on their names either.
+        by_use: whether to order the arrays by their first use in the layer, which does not depend on names either.
     """
     named, treedef = jax.tree_util.tree_flatten_with_path((spec.params, spec.state))
     axes = [spec.axes.get(jax.tree_util.keystr(path[1:], simple=True, separator="/")) for path, _ in named]

@@ -1,4 +1,4 @@
-"""The costs of a model, layer by layer, for several microbatch sizes, as data and JSON. `source` says how they were found."""
+"""The costs of a model, layer by layer, for several microbatch sizes, as data and JSON. `source` says how they were determined."""
 
 import dataclasses
 import json
@@ -15,10 +15,10 @@ from jpipe_planner.machine.topology import Topology
 
 FORMAT = "jpipe-profile/1"
 SHARED = ("weights", "frozen", "accumulators", "optimizer", "ahead")
-"""Fields with bytes of parameters. If layers of a stage share a parameter, the stage has its bytes only once."""
+"""Fields with bytes of parameters. A stage counts these bytes only once for a parameter that its layers share."""
 
-Bytes = Annotated[int, Field(ge=0, le=2**50)]  # a petabyte: sums stay within 64 bits
-Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]  # thirty years: sums stay finite
+Bytes = Annotated[int, Field(ge=0, le=2**50)]  # a petabyte, so that sums stay within 64 bits
+Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]  # thirty years, so that sums stay finite
 
 
 class _Data(pydantic.BaseModel):
@@ -31,21 +31,20 @@ class AtSize(_Data):
     Attributes:
         forward: seconds of a forward.
         backward: seconds of a backward, without recomputation.
-        backward_weight: the part of `backward` that computes the gradients of the weights; None, as in profiles of older versions: half of
-            it.
+        backward_weight: the part of `backward` that computes the gradients of the weights; None in older profiles, which means half of it.
         outputs: bytes that cross a cut after this layer: all tensors that later layers use. Their gradients have the same size.
-        residuals: bytes kept from forward to backward if the layer is a stage of its own, by recomputation policy. "none" is always
-            there, other policies if they are known.
-        shared: the part of `residuals` that is not kept, or kept only once, if the next layer is in the same stage. A stage holds the
-            sum of `residuals` over its layers minus the sum of `shared` over its layers without the last one.
+        residuals: bytes kept from forward to backward if the layer is a stage by itself, by recomputation policy. "none" is always present,
+            other policies if known.
+        shared: the part of `residuals` that is not kept, or kept only once, if the next layer is in the same stage. A stage holds the sum
+            of `residuals` over its layers, minus the sum of `shared` over all its layers except the last.
         stash: bytes kept from the backward for inputs to the backward for weights, by recomputation policy.
         temporary: the largest scratch memory of the layer's programs, in bytes.
-        temporary_more: the additional bytes of scratch memory if the next layer is in the same stage, compared with the larger scratch
-            memory of both layers: XLA keeps gradients of several layers until they are added to the sums.
-        remaking: bytes of scratch memory of a backward that recomputes all residuals of the layer, as with full recomputation; None, as in
-            profiles of older versions: not known, the bytes of the residuals are used.
-        remaking_next: the additional bytes of scratch memory of such a backward if the next layer is the last layer of the same stage.
-        remaking_more: the additional bytes of scratch memory of such a backward if several more layers of the stage follow.
+        temporary_more: bytes of scratch memory beyond the larger one of both layers if the next layer is in the same stage, because XLA
+            keeps the gradients of several layers until they are added to the sums.
+        remaking: bytes of scratch memory of a backward that recomputes all residuals of the layer; None in older profiles, where the bytes
+            of the residuals are used.
+        remaking_next: additional bytes of scratch memory of such a backward if the next layer is in the same stage, and is its last.
+        remaking_more: additional bytes of scratch memory of such a backward if several more layers of the stage follow.
         flops: floating-point operations of a forward; 0: unknown.
     """
 
@@ -81,8 +80,8 @@ class TensorProfile(_Data):
             heads); 0: nothing is sharded.
         experts: the number of experts of a mixture, which the mesh axis "expert" shards; 0: the layer has no experts.
         of_experts: share of the bytes of its parameters that belong to experts.
-        per_token: how many experts compute each token; 0: not known, as in profiles of older versions.
-        exchanged: bytes per row of the tokens that go to the experts in a forward and of the outputs that come back; as many in a backward.
+        per_token: how many experts compute each token; 0 if unknown, as in older profiles.
+        exchanged: bytes per row of the tokens sent to experts in a forward and of the outputs returned; the same number in a backward.
         chosen: share of the bytes of its residuals that belong to the rows inside of experts, by recomputation policy.
     """
 
@@ -109,11 +108,11 @@ class LayerProfile(_Data):
         frozen: the part of `weights` that the optimizer never changes.
         accumulators: bytes of its accumulated gradients; by default the bytes of `weights`.
         optimizer: bytes of its optimizer state.
-        ahead: bytes of the prediction of `delay_correction`, for stages with late gradients; 0 without it.
+        ahead: bytes of the weights that `delay_correction` predicts, for stages with late gradients; 0 without it.
         state: bytes of its layer state.
         update: seconds of an update.
         at: the costs that depend on the microbatch size, in the order of `Profile.sizes`.
-        tensor: the shares that tensor parallelism shards; None: not known, as in profiles of older versions and imported profiles.
+        tensor: the shares that tensor parallelism shards; None if unknown, as in older and imported profiles.
     """
 
     id: Annotated[str, Field(min_length=1)]
@@ -130,7 +129,7 @@ class LayerProfile(_Data):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _accumulators_like_weights(cls, data: Any) -> Any:
-        """If `accumulators` is missing, as in profiles of older versions, set it to `weights`."""
+        """Set a missing `accumulators`, as in older profiles, to `weights`."""
         return {"accumulators": data["weights"]} | data if isinstance(data, dict) and "weights" in data else data
 
 
@@ -142,7 +141,7 @@ class SharedProfile(_Data):
         weights: bytes of the parameter.
         accumulators: bytes of its accumulated gradients.
         optimizer: bytes of its optimizer state.
-        ahead: bytes of its prediction, as in `LayerProfile`.
+        ahead: bytes of its predicted weights, as in `LayerProfile`.
         frozen: the bytes of `weights` if the optimizer never changes it, otherwise 0.
     """
 
@@ -161,7 +160,7 @@ class Profile(_Data):
         format: "jpipe-profile/1".
         source: "measured", "analytic" or "imported".
         device: the device that was measured or assumed.
-        compiled_for: the kind of the devices for which programs were compiled to find scratch memory; "": not known.
+        compiled_for: the kind of the devices for which programs were compiled to find scratch memory; "" if unknown.
         sizes: the microbatch sizes, in rows, ascending.
         inputs: bytes of one microbatch's inputs, for each size.
         labels: bytes of one microbatch's labels, for each size.
@@ -170,7 +169,7 @@ class Profile(_Data):
         shared: the parameters that several of these layers share.
 
     Raises:
-        InputError: a field is invalid: all times are zero, a number is invalid, sizes do not fit, or unknown layers share a parameter.
+        InputError: a field is invalid: all times are zero, a number is impossible, sizes do not match, or unknown layers share a parameter.
     """
 
     format: Literal["jpipe-profile/1"] = "jpipe-profile/1"
@@ -230,7 +229,8 @@ class Profile(_Data):
                     getattr(other, name) for other in self.shared if layer.id in other.layers
                 ):
                     raise ValueError(
-                        f"shared: layer '{layer.id}' has fewer bytes of {name} than it shares; each layer includes what it shares"
+                        f"shared: layer '{layer.id}' has fewer bytes of {name} than it shares; each layer's bytes must include shared "
+                        "parameters"
                     )
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> "Profile":
@@ -300,7 +300,7 @@ class Profile(_Data):
             if actual != expected:
                 raise InputError(f"profile: layer {n} is '{actual}', the model has '{expected}' there; profile this model")
         if len(self.ids) != len(ids):
-            longer, what = (self.ids, "is not in the model") if len(self.ids) > len(ids) else (ids, "of the model is not in it")
+            longer, what = (self.ids, "is not in the model") if len(self.ids) > len(ids) else (ids, "of the model is not in the profile")
             raise InputError(f"profile: layer '{longer[min(len(self.ids), len(ids))]}' {what}; profile this model")
         profile_shared = [parameter.layers for parameter in self.shared]
         if sorted(profile_shared) != sorted(shared):

@@ -22,16 +22,16 @@ _Ids = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Scratch:
-    """Scratch bytes of the compiled programs of some layers as a stage, from which the numbers of each layer in a profile follow.
+    """Scratch bytes of compiled programs of some layers, from which the scratch memory of each layer in a profile follows.
 
     Attributes:
         model: the model.
         stage_costs: the result of `count_bytes`.
-        layers: for each distinct layer the larger scratch memory of its forward and backward, by layer and rows.
+        layers: for each distinct layer the larger scratch memory of its forward and its backward, by layer and rows.
         pairs: for each pair of neighbours the same, without recomputation, by rows.
         backwards: for each pair of neighbours the scratch memory of its backward.
         full: for layers, pairs and triples of neighbours the scratch memory of the backward with full recomputation, for the largest
-            microbatch; empty: not known.
+            microbatch; empty if unknown.
     """
 
     model: Model
@@ -42,7 +42,7 @@ class Scratch:
     full: Mapping[tuple[str, ...], int]
 
     def more(self, equal: str, next_equal: str | None, rows: int) -> int:
-        """Return the scratch bytes that a layer and the next layer together need in addition to the larger scratch memory of both."""
+        """Return the scratch bytes that a layer and the next layer together need beyond the larger scratch memory of both."""
         if next_equal is None:
             return 0
         pair = self.model.pairs[equal, next_equal]
@@ -56,14 +56,14 @@ class Scratch:
         return max(self.layers[equal, rows] + math.ceil(additional * self._share_of_largest(equal, rows)), 0)
 
     def remaking_next(self, equal: str, next_equal: str | None, rows: int) -> int:
-        """Return the additional scratch bytes of such a backward if a layer is followed by the next layer, the last one of the stage."""
+        """Return the bytes to add to `remaking` if only the next layer of the stage follows."""
         if next_equal is None or not self.full:
             return 0
         together = self.full[self.model.pairs[equal, next_equal]] - self.full[next_equal,]
         return self._at_rows(together, equal, next_equal, rows)
 
     def remaking_more(self, equal: str, next_equal: str | None, rows: int) -> int:
-        """Return the additional scratch bytes of such a backward if a layer is followed by the next layer and further layers."""
+        """Return the bytes to add to `remaking` if the next layer and further layers follow."""
         triple = None if next_equal is None else self.model.triples.get((equal, next_equal))
         if next_equal is None or triple is None or not self.full:
             return self.remaking_next(equal, next_equal, rows)
@@ -71,7 +71,7 @@ class Scratch:
         return self._at_rows(self.full[triple] - self.full[self.model.pairs[second, third]], equal, next_equal, rows)
 
     def _at_rows(self, most: int, equal: str, next_equal: str, rows: int) -> int:
-        """Return the bytes that a layer adds at a size, from the bytes at the largest size. Gradients do not depend on the rows."""
+        """Return the bytes that a layer adds at a size, given the bytes at the largest size. Gradients do not depend on the rows."""
         backwards = self.backwards[self.model.pairs[equal, next_equal]]
         of_gradients, largest = (
             max(backwards[count] - self._larger(equal, next_equal, count), 0) for count in (rows, self.model.sizes[-1])
@@ -82,7 +82,7 @@ class Scratch:
         return max(self.layers[one, rows] for one in (equal, next_equal))
 
     def _share_of_largest(self, equal: str, rows: int) -> float:
-        """Return the residuals of a microbatch as a share of the largest one's."""
+        """Return the residuals of a microbatch as a share of the largest microbatch's."""
         some, most = (self.stage_costs[equal,][count, "none"].residuals for count in (rows, self.model.sizes[-1]))
         return some / most if most else 1.0
 
@@ -90,10 +90,10 @@ class Scratch:
 class ScratchPrograms:
     """Programs that threads compile to find their scratch memory, while other programs are traced. Equal programs are compiled once.
 
-    Without recomputation only the smallest and the largest size are compiled; the sizes between are interpolated. The forward of the
-    smallest size is compiled only if at the largest size the forward needs more than the backward. If full recomputation is among the
-    policies, only its largest size is compiled, because the additional bytes are proportional to the residuals. For it triples of
-    neighbours are compiled, too: a compiler for TPUs needs much less for a third layer than for the second layer.
+    Without recomputation only the smallest and the largest size are compiled, and the sizes between are interpolated. The forward of the
+    smallest size is compiled only if at the largest size the forward needs more than the backward. With full recomputation only the largest
+    size is compiled, because the additional bytes are proportional to the residuals. There triples of neighbours are compiled as well,
+    because for TPUs a third layer adds much less than the second.
 
     Args:
         model: the model.
@@ -124,7 +124,7 @@ class ScratchPrograms:
     def scratch(self, stage_costs: StageCosts, layers: Mapping[tuple[str, int], int] | None = None) -> Scratch:
         """Wait until all programs are compiled, and return their scratch memory.
 
-        `layers` has the scratch memory of the single layers, if their programs were not begun here.
+        Pass the scratch memory of the single layers as `layers` if their programs were not begun here.
         """
         self._meter.wait()
         singles = [(one,) for one in self._model.distinct] if layers is None else []
@@ -140,7 +140,7 @@ class ScratchPrograms:
     def begin(self, ids: _Ids, lowered: Mapping[int, Mapping[Kind, jax.stages.Lowered]] | None = None) -> None:
         """Begin to compile the backward of some layers at the smallest and the largest size, and their forward at the largest size.
 
-        `lowered` has these programs by rows if they are already lowered for the device.
+        Pass these programs by rows as `lowered` if they are already lowered for the device.
         """
         for rows in self._ends:
             self._begin(ids, rows, "backward", lowered=lowered[rows]["backward"] if lowered else None)

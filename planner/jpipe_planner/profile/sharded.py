@@ -100,15 +100,15 @@ def mesh_refusal(profile: Profile, degrees: Degrees) -> str:
         return "the profile does not say how its layers can be sharded; make one of a config with this version"
     known = {layer.id: layer.tensor for layer in profile.layers if layer.tensor is not None}
     if degrees.model > 1 and not any(tensor.divides for tensor in known.values()):
-        return "no parameter has a logical axis that a rule shards over model; name them, as with nnx.with_partitioning"
+        return "no parameter has a logical axis that a rule shards over model; name the axes, as with nnx.with_partitioning"
     for layer_id, tensor in known.items():
         if tensor.divides % degrees.model:
             return (
-                f"expected a size of model that divides {tensor.divides}, as the sizes of all dims do that layer '{layer_id}' shards "
-                f"(heads, widths, symbols), found {degrees.model}"
+                f"expected a size of model that divides {tensor.divides} and so all dims that layer '{layer_id}' shards (heads, widths, "
+                f"symbols), found {degrees.model}"
             )
     if degrees.expert > 1 and not any(tensor.experts for tensor in known.values()):
-        return "the model has no experts, which an axis expert would shard; leave it out, or set model.experts"
+        return "the model has no experts for the axis expert; leave out expert, or set model.experts"
     for layer_id, tensor in known.items():
         if tensor.experts % degrees.expert:
             return f"expected a size of expert that divides the {tensor.experts} experts of layer '{layer_id}', found {degrees.expert}"
@@ -119,7 +119,7 @@ def mesh_refusal(profile: Profile, degrees: Degrees) -> str:
 
 
 class Meshes:
-    """A profile and a topology, from which the profile and topology for plans on meshes follow: there each mesh counts as one device."""
+    """A profile and a topology, with the profiles and topologies for plans on meshes, in which each mesh counts as one device."""
 
     def __init__(self, profile: Profile, topology: Topology) -> None:
         self._known = {NO_MESH: (profile, topology)}
@@ -135,9 +135,9 @@ class Meshes:
 def shard_profile(profile: Profile, degrees: Degrees, topology: Topology) -> Profile:
     """Return the profile of one device of a mesh, without the microbatch sizes that cannot be sharded.
 
-    The seconds include the device's share of the work, and the sums and gathers inside the mesh, which overlap with nothing. In a forward
-    the partial sums of each layer are summed, in a backward as many bytes; there the gradients of a microbatch are also summed over `data`.
-    With FSDP both gather the weights, and the gradients have a scattered sum. If experts are sharded, both exchange tokens.
+    The seconds include the device's share of the work, and the sums and gathers inside the mesh, which overlap with nothing. A forward sums
+    the partial sums of each layer. A backward sums as many bytes, and also the gradients of a microbatch over `data`. With FSDP both gather
+    the weights, and gradients are reduce-scattered. If experts are sharded, both exchange tokens.
 
     Args:
         profile: the profile of the layers on one device; `mesh_refusal` returns "" for it.
@@ -192,13 +192,13 @@ def collective_seconds(layer: LayerProfile, rows: int, degrees: Degrees, topolog
 
 
 def _ring(times: int, size: float, count: int, devices: int, link: jpipe.Link) -> float:
-    """Return the seconds of `count` rings with `size` bytes together. `times` is 2 for a sum, 1 for a gather or a scattered sum."""
+    """Return the seconds of `count` rings of `size` bytes in total. `times` is 2 for a sum, and 1 for a gather or a reduce-scatter."""
     steps = times * (devices - 1)
     return steps / devices * size / link.bandwidth + steps * count * link.latency if size else 0.0
 
 
 def _share_of_tokens(tensor: TensorProfile, degrees: Degrees) -> float:
-    """Return the share of its tokens that a device sends to each other device, if all sets of experts are chosen equally often.
+    """Return the share of its tokens that a device sends to each other device, if all sets of experts are equally likely.
 
     A token goes to a device unless all its experts are on other devices.
     """

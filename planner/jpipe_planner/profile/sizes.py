@@ -22,11 +22,11 @@ def count_at(sizes: Sequence[int], count: Callable[[int], Numbers], *, is_linear
 
     Args:
         sizes: the sizes in rows, in order.
-        count: returns numbers for a number of rows, a tree of the same structure for each.
-        is_linear: whether the numbers are known to lie on a line; then only the smallest and the largest size are counted.
+        count: returns a tree of numbers for a number of rows, with the same structure for every number of rows.
+        is_linear: whether the numbers are known to be linear in the rows; then only the smallest and the largest size are counted.
 
     Returns:
-        The numbers by rows; whether a size in the middle lies on the line through the smallest and the largest size.
+        The numbers by rows, and whether a size in the middle lies on the line through the smallest and the largest size.
     """
     first, middle, last = sizes[0], sizes[len(sizes) // 2], sizes[-1]
     counted = {rows: count(rows) for rows in dict.fromkeys((first, last) if is_linear else (first, middle, last))}
@@ -44,7 +44,8 @@ def count_by_policy(
 ) -> tuple[dict[tuple[int, str], Numbers], bool]:
     """Count something at all microbatch sizes with each recomputation policy.
 
-    A policy keeps some of the arrays that exist without recomputation. So if their bytes are linear in the rows, they are with each policy.
+    A policy keeps some of the arrays that are kept without recomputation. So if all their bytes are linear in the rows, each policy's bytes
+    are, too.
 
     Args:
         sizes: the sizes in rows, in order.

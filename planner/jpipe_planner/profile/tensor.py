@@ -1,8 +1,8 @@
-"""Shares of a layer that tensor parallelism shards. They follow from the logical axes of its parameters, by a walk through its forward.
+"""The shares of a layer that tensor parallelism shards, found by following its parameters' logical axes through its forward.
 
 The walk shards arrays as XLA does, but for a single axis of a mesh, and only as precisely as shares need. A matrix product over a sharded
-dim gives a partial sum, which is at once summed over the devices. Arrays that are computed element by element from sharded arrays are
-sharded, too.
+dim gives a partial sum, which is summed over the devices at once. Arrays that are computed element by element from sharded arrays are
+sharded as well.
 """
 
 import itertools
@@ -31,9 +31,9 @@ class Walk:
         reductions: the number of these arrays.
         flops: FLOPs of matrix products that are divided among the devices.
         all_flops: FLOPs of all matrix products.
-        exchanged: bytes of the tokens that are multiplied only with some of several kernels, such as experts.
-        per_token: the number of such kernels for each token; 0: there are no such kernels.
-        chosen: the numbers of rows in the products with these kernels.
+        exchanged: bytes of the tokens that choose some of several kernels, such as experts.
+        per_token: the number of kernels that each token chooses; 0 if there are no such kernels.
+        chosen: the numbers of rows in the products with chosen kernels.
     """
 
     divides: int = 0
@@ -118,7 +118,7 @@ class Walk:
         self.reductions += 1
 
     def multiply_chosen(self, rows: Any) -> int:
-        """Count the tokens of a product of groups of rows, each with a kernel of its own. Return the number of kernels for each token."""
+        """Count the tokens of a product of groups of rows, each with its own kernel. Return the number of kernels for each token."""
         per_token, tokens = self._choices
         self.per_token = max(self.per_token, per_token)
         self.chosen.add(rows.aval.shape[0])
@@ -128,7 +128,7 @@ class Walk:
 
 
 def _like_inputs(equation: Any, out: Any, inputs: Sequence[Dims]) -> Dims:
-    """Shard a result that is computed element by element as the inputs of the same shape are sharded."""
+    """Shard a result that is computed element by element like the inputs of the same shape."""
     shape = tuple(getattr(out.aval, "shape", ()))
     same = [dims for var, dims in zip(equation.invars, inputs, strict=True) if tuple(getattr(var.aval, "shape", ())) == shape]
     return tuple(map(any, zip(*same, strict=True))) if same else (False,) * len(shape)
@@ -152,7 +152,7 @@ def _product(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
 
 
 def _grouped_product(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
-    """Shard a product of groups of rows, each with a kernel of its own.
+    """Shard a product of groups of rows, each with its own kernel.
 
     A partial sum is summed over the devices after the results of a token's kernels are added.
     """
@@ -172,7 +172,7 @@ def _grouped_product(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
 
 
 def _reshaped(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
-    """Return how a reshaped array is sharded: if dims are joined or split, the outermost of them."""
+    """Return how a reshaped array is sharded. If dims are joined or split, the outermost one is sharded."""
     old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     result, i, j = [False] * len(new), 0, 0
     while i < len(old) and j < len(new):
@@ -200,7 +200,7 @@ def _reduced(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
 
 
 def _gathered(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
-    """Shard the rows that are read from a table. If the table is sharded by rows, each device reads some rows, and a sum joins them."""
+    """Shard the rows that are read from a table. If the table is sharded by rows, each device reads its rows, and a sum joins them."""
     numbers, out = equation.params["dimension_numbers"], equation.outvars[0]
     result = [False] * len(out.aval.shape)
     window_dims = [n for n in range(len(inputs[0])) if n not in numbers.collapsed_slice_dims]
@@ -336,7 +336,7 @@ def _walked(stage: jpipe.stages.StandaloneStage, layer_id: str, params: Any, dev
 
 
 def _share(tree: Any, of_rows: Collection[int] | None = None) -> float:
-    """Return the sharded share of the bytes of a tree of `Array`s; with `of_rows`, the share of arrays with such a number of rows."""
+    """Return the sharded share of the bytes of a tree of `Array`s; with `of_rows`, only of arrays with one of these numbers of rows."""
     arrays = jax.tree.leaves(tree)
     total = sum(array.size for array in arrays)
     chosen = [array.size for array in arrays if (any(array.dims) if of_rows is None else array.shape and array.shape[0] in of_rows)]

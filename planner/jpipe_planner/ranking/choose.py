@@ -22,10 +22,10 @@ __all__ = ["Choice", "Ranked", "choose"]
 
 MOST_SIMULATED = 20  # the most candidates that are simulated
 MOST_ALIKE = 3  # the most simulated candidates with the same schedule, replicas and mesh
-MOST_IN_ALL = 24_000  # forwards in the simulations of a step of the search, after which no further simulation begins: some seconds
-FIRST = 2  # the candidates that are simulated even beyond this number, each with at most `LONGEST` forwards
+MOST_IN_ALL = 24_000  # forwards, for some seconds, after which a step of the search begins no further simulation
+FIRST = 2  # the candidates that are simulated even beyond this number of forwards, each with at most `LONGEST`
 LONGEST = 70_000
-DOUBT = 1.3  # how many times as fast the estimate must be of a plan that is too large to be simulated
+DOUBT = 1.3  # a plan that is too large to simulate counts only if its estimate is this many times as fast
 MOST_COMPARED = 4_000  # forwards in the simulations that are only for comparison
 ALIKE = 0.03  # relative difference up to which estimates count as equal
 EQUAL = 0.005  # relative difference up to which plans count as equally fast
@@ -38,7 +38,7 @@ class Ranked:
     Attributes:
         candidate: the candidate; if it was simulated, with the seconds, bubble, memory and bytes of the simulation.
         simulated: the simulation; None if it would take too long, so that the candidate keeps its estimate.
-        computing: the seconds per batch that the busiest device computes. No variant with the same stages is faster.
+        computing: the seconds per batch for which the busiest device computes. No variant with the same stages is faster.
     """
 
     candidate: Candidate
@@ -79,7 +79,7 @@ class Choice:
         profile: the profile of the model.
         topology: the topology.
         ranked: for each `Candidate.kind` the best simulated plan that fits, fastest first.
-        rejected: for each kind the best plan that does not fit; the plan that lacks least memory comes first.
+        rejected: for each kind the best plan that does not fit, sorted by the memory that it lacks.
         considered: the number of candidates.
         global_norm: whether gradients are clipped by their norm over all stages.
     """
@@ -124,7 +124,7 @@ class Choice:
 
     @cached_property
     def estimates(self) -> Callable[[Degrees, tuple[int, ...] | None, Extras], Estimates]:
-        """A function that returns the estimates for meshes, an order of the devices, and what plans do in addition."""
+        """A function that returns the estimates for meshes, an order of the devices, and requested options."""
 
         @lru_cache(maxsize=8)
         def of(degrees: Degrees, placed_on: tuple[int, ...] | None, extras: Extras) -> Estimates:
@@ -134,7 +134,7 @@ class Choice:
         return of
 
     def lacks_in_host(self, candidate: Candidate) -> bool:
-        """Return whether a plan does not fit by its estimate, even if large and seldom needed parts of its state wait in host memory."""
+        """Return whether a plan's estimate does not fit even with the large and seldom needed parts of its state in host memory."""
         estimates = self.estimates(candidate.degrees, candidate.placed_on, candidate.extras)
         return candidate.has_one_stage_each and estimates.lacks_in_host(dataclasses.replace(candidate, degrees=NO_MESH))
 
@@ -183,7 +183,7 @@ def choose(
     global_norm: bool = False,
     tried: dict[Candidate, Ranked] | None = None,
 ) -> Choice:
-    """Rank candidates: simulate the candidates that fit and have the best estimates, and for comparison the best of other kinds.
+    """Rank candidates. Simulate the fitting candidates with the best estimates and, for comparison, the best of other kinds.
 
     The estimates of similar candidates (a family, such as one schedule with equal replicas) are wrong by about the same factor. So
     simulations of some candidates of a family correct the estimates of its other candidates.
@@ -240,7 +240,7 @@ class _Simulations:
                 self._simulated(candidate, MOST_COMPARED)
 
     def _could_win(self, candidate: Candidate) -> bool:
-        """Return whether a plan's estimate is faster than the best simulated plan, or equally fast and better by its other properties."""
+        """Return whether a plan's estimate is faster than the best simulated plan, or as fast and better in its other properties."""
         if not self.found or candidate.bound.startswith("sum"):  # a sum in parts takes less time
             return True
         best = in_order(self.found)[0].candidate
@@ -249,7 +249,7 @@ class _Simulations:
         return share < 1 - EQUAL or (share <= 1 + EQUAL and as_fast.rank < best.rank)
 
     def _simulated(self, candidate: Candidate, limit: int) -> Ranked | None:
-        """Return a candidate with its simulation; None if all simulations together would take too long."""
+        """Return a candidate with its simulation, or None if all simulations together would take too long."""
         effort = 0 if candidate in self._tried else self._choice.forwards(candidate)
         if effort > MOST_FORWARDS:  # it is not simulated and keeps its estimate
             best = min((_row_seconds(one.candidate) for one in self.found), default=math.inf)
@@ -265,12 +265,12 @@ class _Simulations:
 
 
 def _row_seconds(candidate: Candidate) -> float:
-    """Return the seconds for each row, which compare plans with different batches."""
+    """Return the seconds per row, to compare plans with different batches."""
     return candidate.seconds / candidate.batch
 
 
 def _turn(candidate: Candidate, taken: Sequence[float]) -> tuple[int, int, int]:
-    """Return the sort key for simulations: the best corrected estimate first; among equal ones, many microbatches in flight, few stages.
+    """Return the key for the order of simulations: first the best corrected estimates; then many microbatches in flight and few stages.
 
     Args:
         candidate: the candidate.
@@ -281,7 +281,7 @@ def _turn(candidate: Candidate, taken: Sequence[float]) -> tuple[int, int, int]:
 
 
 def _replicated(candidate: Candidate) -> tuple[object, ...]:
-    """Return the properties by which `MOST_ALIKE` counts: at most that many fitting plans with equal properties are simulated."""
+    """Return the properties that count for `MOST_ALIKE`: at most that many fitting plans that share them are simulated."""
     return candidate.schedule, candidate.replicas, candidate.degrees
 
 

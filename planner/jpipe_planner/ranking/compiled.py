@@ -23,7 +23,7 @@ from jpipe_planner.search.stages import Stages
 __all__ = ["compile_stages"]
 
 _TIMES = ("forward", "backward", "backward_input", "backward_weight", "update")
-SURE = 0.8  # share of the memory up to which a rank fits for sure by its estimate: estimates are at most 17% too low
+SURE = 0.8  # a rank with an estimate below this share of the memory fits for sure: estimates are at most 17% too low
 _DECIDED = ("residuals", "stash", "temporary")  # costs that only the compiler determines: temporaries, and on meshes all three
 _OF_STAGES = [field.name for field in dataclasses.fields(Stages) if field.name in jpipe.programs.StageCost.__dataclass_fields__]
 
@@ -42,8 +42,8 @@ def compile_stages(
 ) -> Compiled:
     """Compile the stages of a plan without running them, and simulate the plan again with the exact memory.
 
-    The stages of the fullest pipeline rank are compiled first. If they fit, the stages of all ranks are compiled that need more than `SURE`
-    of the memory by their estimates. Of equal stages only the first is compiled. Stages on meshes take longer to compile, so then only the
+    The stages of the fullest pipeline rank are compiled first. If they fit, the stages of all ranks with estimates above the share `SURE`
+    of the memory are compiled. Of equal stages only the first is compiled. Stages on meshes take longer to compile, so there only the
     fullest rank is compiled. The memory of the other ranks is estimated.
 
     Args:
@@ -94,8 +94,8 @@ def equal_stages(
 ) -> tuple[int, ...]:
     """Return for each stage of a plan the first stage that has the same programs, possibly the stage itself.
 
-    Equal stages compute the same ops, keep the same number of versions, and have layers with the same costs; the first and the last stage
-    equal no other stage. A layer that shares a parameter equals no other layer.
+    Equal stages compute the same ops, keep the same number of versions, and have layers with the same costs. The first and the last stage
+    are equal to no other stage, and a layer that shares a parameter is equal to no other layer.
 
     Args:
         plan: the plan.
@@ -117,9 +117,9 @@ def equal_stages(
 
 
 def _rejected_by_compiler(ranked: Ranked, limits: Sequence[float], plan: jpipe.Plan, compile: Callable[[int], object]) -> Compiled:
-    """Return the result for a plan with a program that XLA does not compile because it exceeds the memory, as for TPUs.
+    """Return the result for a plan that XLA cannot compile because a program exceeds the memory, as on TPUs.
 
-    The first rank with a stage for which `compile` fails lacks as many bytes as the program. The memory of the other ranks is estimated.
+    The first rank with a stage that `compile` rejects lacks as many bytes as the program. The memory of the other ranks is estimated.
     """
     memory = list(ranked.memory)
     for p, stages in enumerate(plan.pipeline_ranks):

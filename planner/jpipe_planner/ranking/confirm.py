@@ -1,4 +1,4 @@
-"""Compile the best plans until one fits. The estimates of a profile are not exact: a plan that lacks memory is tried with recomputation."""
+"""Compile the best plans until one fits. Estimates are not exact, so a plan that lacks memory is tried again with recomputation."""
 
 import dataclasses
 import itertools
@@ -15,10 +15,10 @@ from jpipe_planner.search.stages import Layers
 __all__ = ["confirm"]
 
 MOST_COMPILED = 16  # the most plans that are compiled in the order of their speed
-MOST_LEAN = 4  # the most plans with full recomputation that are compiled if none of the other plans fits
-MOST_EQUAL = 3  # the first plan that fits, and plans that are compiled because they may be as fast
-MOST_NEAR = 4  # the most plans that are simulated and compiled although they lack a little memory by their estimates
-NEAR = 0.1  # share of the memory that a plan may lack by its estimate and still be compiled
+MOST_LEAN = 4  # the most plans with full recomputation that are compiled if no other plan fits
+MOST_EQUAL = 3  # number of compiled plans that fit: the first one, and others that may be as fast
+MOST_NEAR = 4  # the most plans that are simulated and compiled although their estimates lack a little memory
+NEAR = 0.1  # share of the memory that a plan's estimate may lack if it is still compiled
 ERROR = 0.02  # relative error of predicted times: plans that differ by less are compiled, too
 
 Compile = Callable[[Choice, Ranked], Compiled]
@@ -78,7 +78,7 @@ class _Confirm:
             self._try(in_order(self._queue)[0])
 
     def leanest(self) -> None:
-        """Compile plans with full recomputation: of the plans that need least memory of their kind, the fastest few and the smallest."""
+        """Compile the plan of each kind that needs the least memory with full recomputation: only the fastest few and the smallest."""
         lean: dict[tuple[object, ...], Candidate] = {}
         for candidate in self._candidates:
             if candidate.chunks > 1:
@@ -98,7 +98,7 @@ class _Confirm:
                 self._try(self._simulated(full))
 
     def offloading(self) -> None:
-        """Compile the plans that lack least, with enough in host memory for what they lack and for the error of their estimates."""
+        """Compile the plans that lack least, with as much in host memory as they lack and as their estimates may be wrong."""
         nearest = sorted(self.attempts, key=lambda attempt: attempt.compiled.lacking or 0)
         for attempt in [one for one in nearest if one.ranked.candidate.offload is None][:MOST_LEAN]:
             candidate, true = attempt.ranked.candidate, attempt.compiled.ranked.memory
@@ -160,7 +160,7 @@ class _Confirm:
         return one
 
     def _raised(self, ranked: Ranked, compiled: Compiled) -> Ranked | None:
-        """Return the plan with more recomputation at the stages that lack memory; None if these stages already recompute everything.
+        """Return the plan with more recomputation at the stages that lack memory, or None if these already recompute everything.
 
         The errors of the estimates are assumed to stay the same with more recomputation. Pipeline ranks without compiled stages are assumed
         to have the largest error of the compiled ranks.
@@ -182,7 +182,7 @@ class _Confirm:
 
 
 def _may_be_smaller(other: Candidate, candidate: Candidate) -> bool:
-    """Return whether a plan may fit if another plan of its kind does not fit: its estimate is smaller, or it has fewer rows."""
+    """Return whether a plan may fit although another of its kind does not: its estimate is smaller, or it has fewer rows."""
     return max(other.memory) < max(candidate.memory) or other.rows < candidate.rows
 
 

@@ -26,7 +26,7 @@ class Compiled:
     Attributes:
         ranked: the plan, simulated with the exact bytes of its stages and the scratch memory that XLA reports for its programs.
         estimated: for each pipeline rank the bytes in a simulation with the profile.
-        lacking: the bytes that the pipeline rank lacks that lacks most; 0 or less if the plan fits; None if memory is not limited.
+        lacking: the bytes that the rank with the least memory left lacks; 0 or less if the plan fits; None if memory is not limited.
         ranks: the pipeline ranks with compiled stages; the memory of the other ranks is estimated.
     """
 
@@ -53,7 +53,7 @@ class Attempt:
     Attributes:
         ranked: the plan, as estimated.
         compiled: the memory of its compiled stages.
-        raised: the same plan with more recomputation, which is tried instead; None if it already recomputes everything.
+        raised: the plan with more recomputation that is tried instead; None if this plan already recomputes everything.
     """
 
     ranked: Ranked
@@ -75,9 +75,8 @@ class Plans:
         choice: the ranking.
         candidates: all plans that were considered, with the numbers of their estimate or of their simulation.
         tried: the simulated plans, by candidate.
-        excluded: the plans that need more microbatches than allowed, or leave devices idle although they must not.
-        delayed: the best plan of the schedules that do not flush, if they were not requested and it is faster; None: there is none, or
-            none was searched for.
+        excluded: the plans that need too many microbatches, or leave devices idle although all must be used.
+        delayed: if schedules without a flush were not requested, their best plan if it is faster, otherwise None.
         compiled: the plans with compiled stages at the top of the ranking, in the same order.
         attempts: the plans with compiled stages that do not fit, in the order in which they were compiled.
     """
@@ -123,16 +122,16 @@ def find_plans(
         topology: the machines.
         batch: rows between two updates.
         schedules: the schedules to try; None: all.
-        exact: whether plans must have exactly this batch, or may have a smaller one.
+        exact: whether plans must have exactly this batch; otherwise they may have a smaller one.
         pipedream: how stages with different numbers of replicas update, see `find_candidates`.
-        meshes: the meshes on which a replica of a stage may run instead of one device.
+        meshes: the meshes that may replace the single device of a replica of a stage.
         replicas: whether stages may have replicas. Without replicas, plans with fewer stages than devices leave the other devices idle.
         all_devices: whether plans must use all devices.
         most_microbatches: the most microbatches of a plan.
         max_delay: the largest mean delay of a plan in updates, see `Candidate.delay`; 0 allows only plans without a delay; None: any.
         global_norm: whether updates use the norm of the gradients of all stages, which not all schedules support.
         share_optimizer: whether replicas may share an optimizer.
-        offload: whether plans with parts of their state in host memory are tried even if other plans fit. If none fits, they are tried
+        offload: whether to try plans with parts of their state in host memory even if other plans fit. If no plan fits, they are tried
             anyway.
         extras: agreements and compressed messages that all plans must have.
     """

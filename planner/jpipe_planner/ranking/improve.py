@@ -1,8 +1,8 @@
 """Improve the best plans of a ranking step by step, with simulations.
 
-Estimates ignore how messages and sums wait for each other, so among plans with nearly equal estimates another plan may be faster. So the
-neighbours of the best plans are tried: plans with a moved cut, with a replica moved to one of the busiest stages, with another number of
-microbatches in flight, or with sums in parts. The neighbours with the best estimates are simulated.
+Estimates ignore that messages and sums wait for each other, so a plan with a slightly worse estimate may be faster. Therefore neighbours of
+the best plans are tried: plans with a moved cut, with a replica moved to one of the busiest stages, with another number of microbatches in
+flight, or with sums in parts. The neighbours with the best estimates are simulated.
 """
 
 import dataclasses
@@ -22,10 +22,10 @@ __all__ = ["improve"]
 
 GAIN = 0.002  # the smallest relative gain of a step; smaller gains are not worth a simulation
 STARTS = 3  # the most plans with different stages that are improved
-NEAR = 0.2  # relative amount by which a plan to be improved may be slower than the fastest plan
+NEAR = 0.2  # a plan is improved only if it is slower than the fastest plan by at most this share
 MOST_AT_ONCE = 12  # the most neighbours of a plan that are simulated
-MOST_SLOWER = 0.06  # relative amount by which the estimate of a neighbour may be slower than the estimate of the plan
-SAME_PROGRAM = 2  # how many times as fast a simulation is if it can use the program of another plan
+MOST_SLOWER = 0.06  # a neighbour's estimate may be slower than the plan's by at most this share
+SAME_PROGRAM = 2  # how many times faster a simulation is if it reuses another plan's program
 MOST_EXTRA = 4  # the most additional microbatches in flight
 
 
@@ -63,7 +63,7 @@ def improve(choice: Choice, tried: dict[Candidate, Ranked], max_delay: float | N
 
 
 def _can_step(one: Ranked) -> bool:
-    """Return whether a plan fits and has neighbours: it has one stage on each rank, whole backwards, and no options that save memory."""
+    """Return whether a plan fits and can have neighbours: one stage on each rank, whole backwards, and no options that save memory."""
     candidate = one.candidate
     saves = candidate.options.max_in_flight is not None or candidate.shard_optimizer or candidate.offload is not None
     is_plain = candidate.has_one_stage_each and candidate.options.split_backward == "joint" and not saves
@@ -91,9 +91,9 @@ def _near(choice: Choice, ranked: Ranked, max_delay: float | None) -> tuple[Cand
 
 
 def _steps(choice: Choice, best: Ranked, now: Candidate, others: list[Candidate]) -> Iterator[Candidate]:
-    """Yield the neighbours of a plan, the best estimates first, with sums in parts if the plan has them.
+    """Yield the neighbours of a plan, the best estimates first. If the plan has sums in parts, so have the neighbours.
 
-    The plan itself is among them: with whole sums if it has sums in parts, and with sums in parts otherwise.
+    Among them is the plan itself with the other kind of sums, whole or in parts.
     """
     for one in sorted((now, *others), key=lambda one: one.seconds):
         has_parts = bool(best.candidate.sum_parts) != (one is now)
@@ -105,7 +105,7 @@ def neighbours(candidate: Candidate, estimates: Estimates) -> Iterator[Candidate
     """Yield the plans that differ from a plan in one cut, in the stage of one replica, or in the number of microbatches in flight.
 
     Cuts move by 1, 2, 4, ... layers. A replica moves to one of the two busiest stages. If this is a neighbouring stage, the plan is also
-    tried with the cut between both stages moved so that they compute for about as long. Only schedules without a flush get different
+    tried with the cut between both stages moved so that they compute for about as long. Only schedules without a flush may have different
     numbers of replicas.
 
     Args:
@@ -144,7 +144,7 @@ def neighbours(candidate: Candidate, estimates: Estimates) -> Iterator[Candidate
 
 
 def _balanced(starts: tuple[int, ...], replicas: tuple[int, ...], s: int, work: list[float]) -> tuple[int, ...]:
-    """Return the cuts with the cut before stage s moved to where both its stages have about the same work for each replica."""
+    """Return the cuts with the cut before stage s moved so that both its stages have about the same work per replica."""
     first, end = starts[s - 1], (*starts, len(work) - 1)[s + 1]
     before, after = replicas[s - 1 : s + 1]
     cut = min(range(first + 1, end), key=lambda cut: max((work[cut] - work[first]) / before, (work[end] - work[cut]) / after))

@@ -1,8 +1,8 @@
 """Plans that keep parts of their state in host memory, derived from plans that do not fit.
 
-Each rank that lacks memory gets the first of `LEVELS` with which it fits. The parts that are moved least often come first. The memory of a
-rank depends neither on the times of a run nor on other ranks, so the same simulations decide for all ranks. The time that moves take
-follows from a simulation of the whole plan, with the links to host memory.
+Each rank that lacks memory gets the first of `LEVELS` with which it fits. Parts that move least often come first. The memory of a rank
+depends neither on times nor on other ranks, so the same simulations decide for all ranks. The time of the moves follows from a simulation
+of the whole plan, with the links to host memory.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ MOST_IN_ALL = 48_000  # forwards in all simulations, after which no further plan
 def offload_bases(candidates: Iterable[Candidate], lacks_in_host: Callable[[Candidate], bool] = lambda _: False) -> list[Candidate]:
     """Return plans to try with host memory: plans that lack memory, or that recompute so that they fit.
 
-    For each kind these are the plan that lacks least, and the fastest plan with as many rows in a microbatch.
+    For each kind these are the plan that lacks least, and the fastest plan with equally many rows in a microbatch.
 
     Args:
         candidates: the plans.
@@ -66,7 +66,7 @@ def find_offloads(choice: Choice, bases: Sequence[Candidate]) -> list[Ranked]:
 
 
 def _offloads_of(choice: Choice, candidate: Candidate) -> tuple[list[Ranked], int]:
-    """Return a plan with the fewest parts in host memory with which it fits, and with the most parts of the same ranks.
+    """Find the fewest parts in host memory with which a plan fits. Return that plan, and the one that moves most parts of the same ranks.
 
     Returns:
         The plans that fit; the number of simulated forwards.
@@ -108,7 +108,7 @@ def _offloads_of(choice: Choice, candidate: Candidate) -> tuple[list[Ranked], in
 
 
 def _offload(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], levels: Sequence[int]) -> jpipe.plan.HostMemory | None:
-    """Return the parts in host memory at these levels of the pipeline ranks, without parts that the plan lacks or cannot move."""
+    """Return the parts in host memory for these levels of the ranks, except parts that the plan lacks or cannot move."""
     stages: dict[jpipe.plan.Kept, list[int]] = {}
     for level, of_rank in zip(levels, plan.pipeline_ranks, strict=True):
         for s in of_rank:

@@ -1,7 +1,7 @@
 """Sums of gradients in parts along the layers. Each part begins while the backwards of earlier layers are computed.
 
-The parts of a stage are cut so that its sum ends as early as possible after the backward. If sums with two numbers of parts end about as
-early, the smaller number is taken, because each part is compiled, and has the latency of a sum.
+The parts of a stage are cut so that its sum ends as early as possible after the backward. If more parts gain almost nothing, fewer are
+chosen, because each part is compiled separately and has the latency of a sum.
 """
 
 import dataclasses
@@ -17,12 +17,12 @@ from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.search.candidate import Candidate
 
-GAIN = 0.002  # relative gain of a batch below which a sum stays whole, or has fewer parts
+GAIN = 0.002  # a smaller relative gain per batch is not worth parts, or more parts
 MOST_PARTS = 8
 
 
 def with_sum_parts(candidate: Candidate, profile: Profile, topology: Topology) -> Candidate | None:
-    """Return a plan in which stages sum their gradients in parts if other work waits for the sums; None if no stage gains time.
+    """Return a plan with stages that sum their gradients in parts where other work waits for the sums; None if no stage gains time.
 
     Args:
         candidate: a plan with one stage on each rank.
@@ -64,7 +64,7 @@ def cut_sum(backward: Sequence[float], sending: Sequence[float], fixed: float, h
     sent = np.concatenate([[0.0], np.cumsum(sending[::-1])])
     before = np.tri(count + 1, k=-1, dtype=bool)  # whether a part can begin at a layer and end at another one
     enough = ends[-1] + hidden
-    summed, begins = [ends + sent + fixed], list[Any]()  # when sums of 1, 2, ... parts end, by their number of layers
+    summed, begins = [ends + sent + fixed], list[Any]()  # when sums of 1, 2, ... parts end, by the number of layers
     while len(summed) < min(MOST_PARTS, count) and summed[-1][-1] > enough:
         # a part begins when its backward has ended and the links are free
         times = np.maximum(summed[-1][None, :], ends[:, None]) + sent[:, None] - sent[None, :] + fixed

@@ -34,7 +34,7 @@ __all__ = [
     "why_rejected",
 ]
 
-WORDS = ("schedule", "devices", "recompute", "bound by", "why not", "peak memory of each rank")  # columns of words, which begin at the left
+WORDS = ("schedule", "devices", "recompute", "bound by", "why not", "peak memory of each rank")  # columns of words, which are aligned left
 HEAD = (
     "rank",
     "schedule",
@@ -49,7 +49,7 @@ HEAD = (
     "sent/sample",
     "bound by",
 )
-"""If plans have meshes, the column `mesh` follows `stages`; if devices differ, the column `devices`, in the order of the stages."""
+"""The columns. If plans have meshes, `mesh` follows `stages`. If devices differ, so does `devices`, in the order of the stages."""
 
 
 def rows(choice: Choice, most: int) -> list[tuple[str, ...]]:
@@ -84,7 +84,7 @@ def legend(choice: Choice, most: int, known_by: str) -> str:
 
 
 def no_pipeline(choice: Choice) -> str:
-    """Return a line that says so if a plan with one stage is the best; "" otherwise."""
+    """Return a line that no pipeline pays if the best plan has one stage; "" otherwise."""
     best = choice.ranked[0]
     if best.candidate.depth > 1:
         return ""
@@ -211,7 +211,7 @@ def why_rejected(choice: Choice, most: int) -> list[str]:
 
 
 def attempt(one: Attempt) -> str:
-    """Describe a plan with compiled stages that do not fit: how many bytes they lack, and which plan is tried instead."""
+    """Describe a plan that does not fit after its stages are compiled: how many bytes they lack, and which plan is tried instead."""
     candidate, rank = one.ranked.candidate, one.rank
     what = "rank" if candidate.chunks > 1 else "stage"
     lacks = f"{what} {rank} lacks {size(one.compiled.lacking or 0)} when compiled"
@@ -244,7 +244,7 @@ WHY_HEAD = ("schedule", "stages", "time per sample", "bubble", "peak memory of e
 
 
 def _what_is_worse(best: Ranked, other: Ranked) -> str:
-    """Return words that say why a plan is worse than the chosen plan."""
+    """Return words about how a plan is worse than the chosen plan."""
     candidate, chosen = other.candidate, best.candidate
     slower = best.samples_per_second / other.samples_per_second - 1
     if slower > EQUAL:
@@ -263,7 +263,7 @@ def _what_is_worse(best: Ranked, other: Ranked) -> str:
 
 
 def what_would_fit(choice: Choice) -> list[str]:
-    """Explain for a model that fits nowhere which stage lacks how many bytes, and what to change. Recomputation was always tried."""
+    """For a model that fits nowhere, explain which stage lacks how many bytes, and what to change: not recomputation, which was tried."""
     best = choice.rejected[0]
     limits, (stage, lacking) = choice.limits(best), best.over or (0, 0)
     limit = limits[stage]
@@ -310,9 +310,9 @@ def _row(choice: Choice, rank: int, ranked: Ranked) -> tuple[str, ...]:
 
 
 def price_of_flush(choice: Choice, delayed: Ranked | None = None) -> list[str]:
-    """Compare the best plan that flushes with the best asynchronous plan, and say when the asynchronous plan pays.
+    """Compare the best plan that flushes with the best asynchronous plan, and say when the asynchronous one pays.
 
-    The asynchronous plan reaches a loss sooner if the ratio of the samples that both plans need is smaller than its speed-up. For equal
+    The asynchronous plan reaches a loss sooner if it needs more samples by a factor below its speed-up. For equal
     stages and links that take no time, the speed-up is (m + d - 1)/m.
 
     Args:

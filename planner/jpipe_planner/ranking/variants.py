@@ -2,10 +2,10 @@
 
 The search over all cuts is only for plans with one stage on each rank and whole backwards. Variants are derived from such plans. The gain
 of interleaving and split backwards depends little on the cut, so the best plans of `pipedream_flush` are cut further into equal chunks. The
-best plans of schedules that can send gradients early are tried with split backwards, and plans with replicas are tried with sums in parts.
-Plans that need more memory than a device has, or recompute for this reason, are tried with fewer microbatches in flight, and with replicas
-that share an optimizer. Variants have no estimates: all variants of the best plan are simulated, and then only the fastest kinds of
-variants for the other plans.
+best plans of schedules that can send gradients early are tried with split backwards, and plans with replicas with sums in parts. Plans that
+need more memory than a device has, or recompute for this reason, are tried with fewer microbatches in flight, and with replicas that share
+an optimizer. Variants have no estimates: all variants of the best plan are simulated, and then only the fastest kinds of variants for the
+other plans.
 """
 
 import dataclasses
@@ -23,14 +23,14 @@ from jpipe_planner.search.balance import balance
 from jpipe_planner.search.candidate import Candidate
 
 BASE = "pipedream_flush"
-BASES = 4  # the most plans that get variants
-FASTEST = 4  # the fastest kinds of variants of the first plan, which are tried for the other plans
+BASES = 4  # the most plans for which variants are made
+FASTEST = 4  # the number of fastest kinds of variants of the first plan that are tried for the other plans
 EARLY = 2  # the most plans of each schedule that are tried with `split_backward` "early"
 SAVING = 3  # the most plans of each schedule that are tried with fewer microbatches in flight, or with a shared optimizer
 IN_PARTS = 4  # the most plans that are tried with sums in parts
 MOST_CHUNKS = 3
-MOST_MICROBATCHES = 1024  # the most microbatches of a plan that gets variants
-NEAR = 0.3  # relative amount by which a plan that gets variants may be slower than the fastest plan
+MOST_MICROBATCHES = 1024  # the most microbatches of a plan for which variants are made
+NEAR = 0.3  # variants are made for plans that are slower than the fastest plan by at most this share
 
 
 def variant_schedules() -> tuple[str, ...]:
@@ -50,7 +50,7 @@ def find_variants(
     """Simulate plans that are derived from other plans, as long as the simulations do not take too long.
 
     Args:
-        choice: the ranking of the plans that get variants.
+        choice: the ranking of the plans for which variants are made.
         candidates: these plans, and plans of `pipedream_flush` without a simulation, the best estimates first.
         schedules: the schedules that may be used.
         tried: results of simulations by candidate; new ones are added.
@@ -119,7 +119,7 @@ def _bases(candidates: Iterable[Candidate], most: int) -> list[Candidate]:
 
 
 class _Variants:
-    """The search for variants, which simulates up to a number of forwards."""
+    """The search for variants, which simulates up to a limited number of forwards."""
 
     def __init__(self, choice: Choice, schedules: Sequence[str], tried: dict[Candidate, Ranked], max_delay: float | None) -> None:
         self._choice, self._schedules, self._tried, self._max_delay = choice, schedules, tried, max_delay
@@ -144,7 +144,7 @@ class _Variants:
     def with_fewer(self, base: Candidate) -> Iterator[Candidate]:
         """Yield the plan with fewer and fewer microbatches in flight, with the policies of `with_policies`.
 
-        With fewer than half of the microbatches, a plan that fits would be slower than with recomputation.
+        A plan that fits only with fewer than half of the microbatches in flight would be slower than one with recomputation.
         """
         rules, usual = jpipe.schedules.SCHEDULES[base.schedule], base.with_options(extra_in_flight=0).shape
         most = max(rules.in_flight(usual, s) for s in range(base.depth))

@@ -1,1 +1,1 @@
-"""Searches: parallel equal pipelines, and PipeDream's stages, each with its own number of replicas."""
+"""Searches: parallel equal pipelines, and PipeDream's stages, which have individual numbers of replicas."""

@@ -41,7 +41,7 @@ def _fill(sums: list[int], stages: int, limit: int) -> tuple[list[int], int, int
     """Fill one stage after the other up to a limit.
 
     Returns:
-        The end of each stage; the longest stage; the smallest limit with which a stage would get another layer.
+        The end of each stage; the longest stage; the smallest limit with which some stage would take another layer.
     """
     ends, longest, longer = [0], 0, sums[-1]
     for s in range(stages):

@@ -135,7 +135,7 @@ class Candidate:
 
     @property
     def extras(self) -> Extras:
-        """The options that the plan has on request."""
+        """The options that were requested for the plan."""
         return Extras(self.agree, self.links)
 
     @property

@@ -19,7 +19,7 @@ __all__ = ["Updates", "find_candidates", "has_searchable_stages"]
 Updates = Literal["batch", "replicas"]
 """How PipeDream's stages update; see `find_candidates`."""
 
-MOST_DIFFERING = 1024  # if devices differ, PipeDream's stages are searched for at most this number of devices
+MOST_DIFFERING = 1024  # if devices differ, PipeDream's stages are searched for at most this many devices
 
 
 def has_searchable_stages(topology: Topology) -> bool:
@@ -44,9 +44,9 @@ def find_candidates(
     """Return all plans of equal pipelines, and for each microbatch size the best of PipeDream's plans (1F1B round-robin), with estimates.
 
     Schedules that do not flush are tried with 0, 2 and 4 additional microbatches in flight. If layers share a parameter, or gradients are
-    clipped by their norm over all stages, schedules are left out if `updates_early` is true for them, and `pipedream` is tried only with
-    `vertical_sync` and equal pipelines. Data parallelism is tried with each schedule that does not flush, too: then the sum of an update
-    overlaps with the next computations, and is applied one update late.
+    clipped by their norm over all stages, schedules with `updates_early` are left out, and `pipedream` is tried only with `vertical_sync`
+    and equal pipelines. Data parallelism is also tried with each schedule that does not flush: then the sum of an update overlaps with the
+    next computations, and is applied one update late.
 
     Args:
         profile, topology, batch, exact, replicas, max_delay, global_norm: as in `find_plans`.
@@ -98,5 +98,5 @@ def find_candidates(
 
 
 def on_meshes(candidate: Candidate, degrees: Degrees) -> Candidate:
-    """Return the candidate on meshes for a candidate from the profile and topology in which each mesh counts as one device."""
+    """Convert a candidate for the topology in which each mesh counts as one device to a candidate on meshes."""
     return dataclasses.replace(candidate, degrees=degrees, sent=candidate.sent * degrees.size)

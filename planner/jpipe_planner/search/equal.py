@@ -23,8 +23,8 @@ def equal_pipelines(
 ) -> list[Candidate]:
     """Return all plans of w pipelines of d stages on all devices, and the plans of one stage on one device.
 
-    If no plan fits, plans that leave devices idle are added. Each depth has the cuts that balance computations best without and with
-    recomputation. If devices differ, plans that leave slow devices idle are tried as well.
+    If no plan fits, plans that leave devices idle are added. Each depth is tried with the cuts that balance computations best without and
+    with recomputation. If devices differ, plans that leave slow devices idle are tried as well.
 
     Args:
         estimates: the estimates of the plans.
@@ -73,7 +73,7 @@ class _Sweep:
             yield from ((width, depth) for width in sorted(widths))
 
     def _width(self, rows: int, most: int) -> int:
-        """Return the largest number of pipelines for which the batch has enough microbatches; 0: not even for one pipeline."""
+        """Return the largest number of pipelines for which the batch has enough microbatches; 0 if it has too few even for one."""
         whole, remainder = divmod(self._batch, rows)
         if not self._exact or not whole:
             return min(most, whole)
@@ -100,7 +100,7 @@ class _Sweep:
                     yield from self._recut(shape, rows, cuts, keep)
 
     def _recut(self, shape: PlainShape, rows: int, cuts: Iterable[tuple[int, ...]], keep: KeepTogether) -> Iterator[Candidate]:
-        """Yield the plans with these cuts. If only some stages recompute to fit, also yield the plan with the cut that balances this."""
+        """Yield the plans with these cuts. If only some stages recompute to fit, also yield a plan with a cut that balances that."""
         layers, slowness = self._estimates.layers, self._estimates.links(shape.replicas, keep).slowness
         for starts in sorted(cuts):
             candidate = self._estimates.candidate(shape, rows, starts, keep)

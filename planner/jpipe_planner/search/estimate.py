@@ -1,6 +1,6 @@
 """Estimates of plans with one stage on each rank: recomputation, memory, and seconds in closed form.
 
-Estimates only choose which plans are simulated, so they have to rank plans only roughly.
+Estimates only choose which plans to simulate, so a rough ranking is enough.
 """
 
 import math
@@ -22,7 +22,7 @@ from jpipe_planner.search.stages import Layers, Stages
 
 __all__ = ["Estimates"]
 
-STAYING = 2  # the number of microbatches that keep their residuals on the device if other residuals wait in host memory
+STAYING = 2  # the number of microbatches with residuals that stay on the device if other residuals wait in host memory
 
 
 class Estimates:
@@ -45,7 +45,7 @@ class Estimates:
     def candidate(
         self, shape: PlainShape, rows: int, starts: tuple[int, ...], keep_together: KeepTogether = "replicas"
     ) -> Candidate | None:
-        """Return a plan with its estimate. Each stage has the cheapest recomputation that fits, or else the one that needs least memory.
+        """Return a plan with its estimate. Each stage has the cheapest recomputation that fits, or the one with least memory if none fits.
 
         Args:
             shape: schedule, microbatches, replicas and options.
@@ -104,7 +104,7 @@ class Estimates:
     def _times(
         self, stages: Stages, backward: Any, links: StageLinks, shape: PlainShape, summed: Any, updates: Any, extras: Extras
     ) -> Times:
-        """Return the times of the stages on their devices. Agreements count as if they were spread evenly over all updates."""
+        """Return the times of the stages on their devices. Agreements are spread evenly over all updates."""
         messages = np.array(extras.message_bytes(stages.outputs[:-1].tolist()))
         sums = zip(summed.tolist(), shape.replicas, links.rings, strict=True)
         every = 1 if extras.agree is None else extras.agree.every
@@ -130,8 +130,8 @@ def memory_of(
         facts: the properties of the stages that follow from the schedule.
         replicas: an array with the number of replicas of each stage.
         extras: options that the plan has on request.
-        waiting: the number of inputs that wait at each stage; None: `stages` are all stages of a plan, and the numbers follow from them.
-        gradients: the number of gradients of outputs that wait at each stage; None: as for `waiting`.
+        waiting: the number of inputs that wait at each stage; None computes it, if `stages` are all stages of a plan.
+        gradients: the number of gradients of outputs that wait at each stage; None as for `waiting`.
     """
     trained = stages.weights - stages.frozen
     if waiting is None:

@@ -1,9 +1,10 @@
-"""PipeDream's recurrence (SOSP 2019, section 3.1) for stages with different numbers of replicas, extended by memory and ports.
+"""PipeDream's recurrence (SOSP 2019, section 3.1) for stages with different numbers of replicas, with memory and ports added.
 
-A stage takes neighbouring layers and neighbouring devices. The recurrence goes from the first device and layer to the last. The best way to
-place the layers before j on the first u devices ends with a stage of some layers i .. j - 1 on the last r of these devices. It takes as
-long as this stage, or as the best way to place the layers before i on u - r devices, whichever is slower. The time of a stage depends only
-on its layers and devices: it computes, and its port sends the messages of both its cuts and its share of a sum. The stage must also fit.
+A stage takes neighbouring layers and neighbouring devices. The recurrence goes from the first device and layer to the last. The best
+placement of the layers before j on the first u devices ends with a stage of some layers i .. j - 1 on the last r of these devices. Its time
+is the longer of two: the time of this stage, and the time of the best placement of the layers before i on u - r devices. The time of a
+stage depends only on its layers and devices: it computes, and its port sends the messages of both its cuts and its share of a sum. The
+stage must also fit.
 """
 
 import functools
@@ -27,12 +28,12 @@ __all__ = ["Placement", "fastest_stages", "pipedream_plans"]
 
 SCHEDULE = "pipedream"
 
-MOST_CUTS = 128  # the most places for cuts; with more layers, cuts are tried after layers with small outputs
+MOST_CUTS = 128  # the most places for cuts; with more layers, only cuts after layers with small outputs are tried
 MOST_BY_DEPTH = 4e7  # the most comparisons with which the best stages of each depth are searched
 MOST_DEPTH = 32
 LEAST_DEPTH = 2  # if `MOST_BY_DEPTH` does not allow this many stages, only the best stages over all depths are searched
 MOST_REPLICAS = 64  # with more possible numbers of replicas, only 2**k, 3 * 2**k, and divisors of the number of devices are tried
-MARGINS = (1.0, 0.9, 0.8, 0.65)  # shares of the memory to try in the recurrence, which counts too few microbatches in flight
+MARGINS = (1.0, 0.9, 0.8, 0.65)  # shares of the memory to try, because the recurrence counts too few microbatches in flight
 _INFINITE = float("inf")
 
 
@@ -97,13 +98,13 @@ def _placements(estimates: Estimates, rows: int, microbatches: int | None) -> li
         if estimates.topology.device.limit is None or any(plan is not None and plan.over is None for plan in plans):
             return found
     moved = [one for margin in MARGINS for one in search(margin, in_host=True)] if estimates.topology.device.host.limit else []
-    return [*found, *search(None), *search(math.inf), *moved]  # `moved` fit only with parts in host memory
+    return [*found, *search(None), *search(math.inf), *moved]  # plans in `moved` fit only with parts in host memory
 
 
 def _places(estimates: Estimates, rows: int) -> Any:
     """Return the layers before which cuts are tried, and at the end the number of layers.
 
-    If there are more than `MOST_CUTS` layers, the work is divided into pieces: each piece has one cut, where the fewest bytes are sent.
+    With more than `MOST_CUTS` layers, the work is divided into pieces, and each piece has one cut, where the fewest bytes are sent.
     """
     layers = estimates.layers
     if layers.count <= MOST_CUTS:
@@ -116,9 +117,9 @@ def _places(estimates: Estimates, rows: int) -> Any:
 
 
 class _Loads:
-    """The seconds per microbatch of all runs of layers as stages, on any devices. Without a margin, their bytes instead of seconds.
+    """The seconds per microbatch of each run of layers as a stage, on any devices. Without a margin, bytes instead of seconds.
 
-    With `in_host` the memory of a stage is `memory_in_host`.
+    With `in_host`, `memory_in_host` gives the memory of a stage.
     """
 
     def __init__(
@@ -202,8 +203,8 @@ def fastest_stages(
         layers: the number of layers.
         devices: the number of devices; the last devices may stay idle.
         replicas: the numbers of replicas that a stage may have.
-        depth: the largest number of stages; the best placement for each number of stages is found. None: only the best placement with any
-            number of stages.
+        depth: the largest number of stages; the best placement for each number of stages is returned. None: only the best placement with
+            any number of stages.
 
     Returns:
         The placements, the fewest stages first. Among equally fast placements, the one with the fewest devices is taken.

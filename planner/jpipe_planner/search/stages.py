@@ -1,4 +1,4 @@
-"""Costs of runs of layers as stages, for all recomputation policies together, from prefix sums."""
+"""The costs of runs of layers as stages, from prefix sums, for all recomputation policies together."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ class Stages:
         residuals: bytes of the residuals of one microbatch, by policy.
         temporary: bytes of scratch memory, by policy.
         fused: bytes of scratch memory, including residuals, if forward and backward are one program.
-        exchanged: bytes of gradients of shared parameters that a stage holds to exchange them: of this stage and of other stages.
+        exchanged: bytes of this and other stages' gradients of shared parameters that a stage holds to exchange them.
         sent: bytes of gradients of shared parameters that a stage sends to other stages.
     """
 
@@ -74,7 +74,7 @@ class Layers:
         self.repeats = np.array([float(repeats_forward(policy)) for policy in self.policies])
         self._once = {name: _sums([getattr(layer, name) for layer in profile.layers]) for name in _ONCE}
         self._unknown_full = _sums([int(any("full" not in one.residuals for one in layer.at)) for layer in profile.layers])
-        # Arrays by size, with the sums over the layers before each layer, unless a comment says otherwise.
+        # Arrays by size, with the sum over the layers before each layer, unless a comment says otherwise.
         self._forward, self._backward = (_sums(self._by_size(name)) for name in ("forward", "backward"))
         self._more, self._further = (_sums(self._by_size(name)) for name in ("temporary_more", "remaking_more"))
         self._following, self._scratch = self._by_size("remaking_next"), list(map(_Most, self._by_size("temporary")))  # no sums

@@ -107,7 +107,7 @@ def test_each_config_is_tested():
 def test_replicas_are_refused_where_rows_carry_state(samples_folder, capsys):
     options = [f"--set=plan.{key}" for key in ("replicas=2", "microbatches=2", "num_stages=1")]
     assert cli.main(["train", str(CONFIGS / "papers" / "awd-lm-small.yaml"), "--allow-code", *options]) == 2
-    assert "plan.replicas: expected 1 for each stage, because layers carry a state of each row" in capsys.readouterr().err
+    assert "plan.replicas: expected 1 for each stage, because layers carry the state of each row" in capsys.readouterr().err
     assert not awd_lm(32, carries=False).carries_rows
 
 

@@ -123,7 +123,7 @@ def test_damaged_files_are_named(folder, spoil, message):
 def test_a_vocabulary_larger_than_the_outputs_is_refused(folder):
     dataset, outputs = data.load(config(folder)), jax.ShapeDtypeStruct((4, 9, 100), np.float32)
     with pytest.raises(
-        InputError, match=r"model\.arguments: expected at least \d+ outputs for each label, .*, found 100; raise their number"
+        InputError, match=r"model\.arguments: expected at least \d+ outputs for each label, .*, found 100; raise it, or use data"
     ):
         labels.check_labels(config(folder), dataset, outputs)
 

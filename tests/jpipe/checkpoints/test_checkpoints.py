@@ -86,7 +86,7 @@ def test_invalid_arguments_of_save_and_load_are_refused(tmp_path):
     with pytest.raises(InputError, match=r"file.checkpoints: expected a folder, found a file in its place; choose another run\.dir$"):
         checkpoints.steps(tmp_path / "file")
     pipe.init(key, batches[0])
-    with pytest.raises(InputError, match="expected a complete snapshot, found one at batch 2, which its run has not come to yet"):
+    with pytest.raises(InputError, match="expected a complete snapshot, found one at batch 2, which its run has not reached yet"):
         checkpoints.save(tmp_path, pipe.snapshot(2))
     train(pipe, batches, tmp_path, 4)
     (step,) = checkpoints.steps(tmp_path)
@@ -96,7 +96,7 @@ def test_invalid_arguments_of_save_and_load_are_refused(tmp_path):
     with pytest.raises(InputError, match=r"the checkpoint of step \d lacks layer 'layer0'; is it of another model\?"):
         checkpoints.load(Pipeline(other, Plan.even(other.ids, 2, "gpipe", 3), models.squares, models.momentum()), tmp_path, key, batches[0])
     (tmp_path / "checkpoints" / str(step) / "metrics.jsonl").write_text("changed")
-    with pytest.raises(InputError, match="none of its checkpoints is whole"):
+    with pytest.raises(InputError, match="none of its checkpoints is complete and undamaged"):
         checkpoints.load(pipe, tmp_path, key, batches[0])
 
 
@@ -166,7 +166,7 @@ def test_process_0_names_the_processes_that_do_not_save(monkeypatch, capfd):
     message = "jpipe: the checkpoint of step 4 waits for process 2 to call checkpoints.save; call it in all processes\n"
     assert capfd.readouterr().err == message, "once"
     with pytest.raises(
-        InputError, match=r"step 4: expected all processes to call checkpoints.save, process 2 finished without; call it in"
+        InputError, match=r"step 4: expected all processes to call checkpoints.save, process 2 finished without calling it; call"
     ):
         checkpoints._await_calls(Alone({1, 2}), 4)
 

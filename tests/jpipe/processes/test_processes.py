@@ -27,7 +27,7 @@ from jpipe.runtime import _metrics, _transport
 
 PROGRAM = Path(__file__).parent / "joined.py"
 ENDED = "process {} disconnected unexpectedly: it was killed or crashed, see its own output"
-SILENT = "process {} gave no sign of life for 4 s: it is stopped, or cut off"
+SILENT = "process {} gave no sign of life for 4 s: it is suspended, or its network is cut off"
 
 
 @contextlib.contextmanager

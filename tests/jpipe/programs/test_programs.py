@@ -270,18 +270,18 @@ def test_the_message_of_each_violation():
                 phrases.add(re.sub(r"\w+\([^()]*\)|\[[^]]*\]|\d+|None", "…", what))
     used = ("gradient", "inputs", "labels", "later squares", "message", "output", "residuals", "squares", "summed", "sums")
     assert phrases == {
-        *(f"{kind} of microbatch … used before it was there, or twice" for kind in used),
+        *(f"{kind} of microbatch … used before it was made, or twice" for kind in used),
         *(f"{kind} of microbatch … made twice" for kind in ("inputs", "labels", "squares")),
-        "norm of microbatch … used before it was there",
+        "norm of microbatch … used before it arrived",
         "deadlock, ranks … wait for each other",
         "left behind: …",
         "update … after … backwards, expected …",
         "versions … are left, expected …",
         "…: the schedule's next computation is …",
         "… at version …, expected version …",
-        "… frees version …, alive are …",
+        "… frees version …, but the stage has …",
         "… leaves versions … alive, expected at most …",
-        "… reads version …, alive are …",
+        "… reads version …, but the stage has …",
         "… reads version …, the formula says …",
         "… stands before its … in the total order",
         "… stands before the sum of … in the total order",
@@ -300,12 +300,12 @@ def place(kind, **fields) -> int:
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
-        (place(ComputePart, part=0), place(ComputePart, part=1), "stash of microbatch 0 used before it was there"),
+        (place(ComputePart, part=0), place(ComputePart, part=1), "stash of microbatch 0 used before it was made"),
         (place(ComputePart, part=1), place(ComputePart, part=2), r"ComputePart\(.*part=2.*: the next part is ComputePart\(.*part=1,"),
-        (place(ComputePart, part=1), place(SumPart, part=1), "sums of part 1 of microbatch 0 used before it was there"),
+        (place(ComputePart, part=1), place(SumPart, part=1), "sums of part 1 of microbatch 0 used before it was made"),
         (place(SumPart, part=0), place(SumPart, part=1), "before the sum of part 0: all replicas sum the parts in order"),
         (place(SumPart, part=1), place(AllReduce, following=0), "before the sum of part 1: all replicas sum the parts in order"),
-        (place(AllReduce, following=0), place(Update), "summed of microbatch 0 used before it was there"),
+        (place(AllReduce, following=0), place(Update), "summed of microbatch 0 used before it was made"),
     ],
 )
 def test_the_order_of_sums_in_parts_is_verified(first, second, message):

@@ -198,7 +198,7 @@ def test_a_window_includes_memory_held_before_it():
 
 def test_a_window_outside_of_the_run_is_refused():
     prediction = run_of("gpipe", None, batches=3)
-    with pytest.raises(InputError, match="extract_window: expected a run that holds the batches 1 to 3, found none of microbatch 12"):
+    with pytest.raises(InputError, match="extract_window: expected a run that holds the batches 1 to 3, found no microbatch 12"):
         extract_window(prediction.timeline, prediction.memory, M, 1, 2)
 
 

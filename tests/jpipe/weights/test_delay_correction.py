@@ -508,10 +508,10 @@ def test_a_correction_that_goes_too_far_or_does_nothing_is_logged(caplog):
         assert logged(caplog, plan, optimizer, factor) == []
     ((level, message),) = logged(caplog, few, nesterov, 1.0)
     assert level == "WARNING"
-    assert "delay_correction: 1 was not measured for an optimizer with Nesterov's momentum" in message
-    assert "delays of more than one update, found 1.5; use 0.5, or more microbatches" in message
+    assert "delay_correction: 1 was not measured with Nesterov's momentum" in message
+    assert "delays above one update, found 1.5; use 0.5, or more microbatches" in message
     ((level, message),) = logged(caplog, flush, nesterov, 1.0)
-    assert (level, "it does nothing, because no gradients are late under the schedule 'gpipe'" in message) == ("INFO", True)
+    assert (level, "it has no effect, because no gradients are late under the schedule 'gpipe'" in message) == ("INFO", True)
 
 
 def test_the_recipe_that_the_documentation_recommends_logs_nothing(caplog):

@@ -78,7 +78,7 @@ def test_tensors_that_are_missing_additional_or_of_another_shape_are_listed(tmp_
         folder,
         f"expected the 28 tensors of the model in config.json, found that 8 are missing: {missing}, transformer.h.1.ln_1.weight, …; 2 are "
         "not of this model: score.bias, score.weight; 1 has another shape: transformer.wpe.weight ([8, 16], not [16, 16]); with "
-        "warm_start.mode=partial what fits is taken",
+        "warm_start.mode=partial all matching tensors are used",
     )
     loaded = arrays(folder, strict=False)
     assert "embed/position/embedding" not in loaded

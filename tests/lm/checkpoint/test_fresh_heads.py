@@ -63,7 +63,7 @@ def test_a_classifier_begins_with_a_language_model_and_says_that_its_head_is_fre
     assert params["block_1"].keys() == params["block_0"].keys() != set()
     first = {"bert": "score/bias", "llama": "score/kernel", "masked": "pooler/bias"}[name]
     (line,) = lines
-    assert re.search(rf"3 of 4 layers from .*; fresh, at least in part: head \('head/{first}' is missing\)$", line)
+    assert re.search(rf"3 of 4 layers from .*; at least partly fresh: head \('head/{first}' is missing\)$", line)
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,7 @@ def test_an_export_has_the_tokenizer_and_the_end_of_text_of_the_run(tmp_path, ca
         ExportRequest(str(tmp_path / "config.yaml"), str(tmp_path / "without"), overrides=tuple(of_text)), print
     )
     output = capsys.readouterr().out
-    assert f"without: without the tokenizer of the run, '{tokenizer}', which cannot be read: No such file or directory\n" in output
+    assert f"without: without the run's tokenizer '{tokenizer}', which cannot be read: No such file or directory\n" in output
     assert not (tmp_path / "without" / "tokenizer.json").exists()
 
 
@@ -244,7 +244,7 @@ def test_an_impossible_export_is_refused_and_nothing_is_written(run, tmp_path, m
     refused(["run", "mixed.yaml/out"], "--out: cannot write 'mixed.yaml/out': File exists; choose another folder\n", capsys)
     refused(["run", "out", "--step", "6"], "--step: expected one of 7, the checkpoints in ", capsys)
     refused(["there", "out"], "export: expected checkpoints in 'there/checkpoints', found none", capsys)
-    refused(["run"], "export: expected the file or folder to write, once", capsys)
+    refused(["run"], "export: expected one file or folder to write", capsys)
     refused(["run", "out", "--weights", "ema"], "--weights: the checkpoint of step 7 has no moving average of the weights", capsys)
     refused(["run", "out", "--set", "seed=1"], "--set seed=1 has no effect for a run; leave it out\n", capsys)
     refused(

@@ -141,7 +141,7 @@ REFUSED = {
     ),
     "a container": (
         changed({"modules_to_save": ["orm"]}, lambda tensors: tensors | {"base_model.model.model.other.weight": np.ones(16, np.float32)}),
-        "jpipe has no adapter there, or trains no such module",
+        "jpipe has no adapters for this module, and does not train it",
     ),
     "resized": (
         changed({}, lambda tensors: tensors | {"base_model.model.lm_head.weight": np.ones((70, 16), np.float32)}),

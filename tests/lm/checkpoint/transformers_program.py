@@ -31,7 +31,7 @@ from tests.lm.checkpoint.golden.write_golden import (
 
 
 def changed(config: transformers.PreTrainedConfig, **keys: object) -> transformers.PreTrainedConfig:
-    """Return a copy of a config with other values for some keys."""
+    """Return a copy of a config with changed values of some keys."""
     new_config = copy.deepcopy(config)
     for key, value in keys.items():
         setattr(new_config, key, value)

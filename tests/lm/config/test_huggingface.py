@@ -302,7 +302,7 @@ def test_the_keys_of_families_decide_keys_of_the_model(name):
         ("mistral", {"max_sequence_length": 8}, "unknown key 'max_sequence_length'"),
         ("mistral", {"num_key_value_heads": ...}, "key 'num_key_value_heads' is missing; add it"),
         ("mistral", {"attention_sinks": 4}, "unknown key 'attention_sinks'; jpipe does not know whether this key changes the model; if"),
-        ("qwen2", {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 3}, "layer_types: expected no sliding_attention"),
+        ("qwen2", {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 3}, "layer_types: sliding_attention needs a window"),
         ("qwen3", {"layer_types": ["full_attention"]}, "layer_types: expected one type for each of the 3 layers, found 1"),
         ("qwen3", {"layer_types": ["chunked_attention"] * 3}, "layer_types.0: expected 'full_attention' or 'sliding_attention', found"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention: expected null or false, found true"),

@@ -163,7 +163,7 @@ NAMES, NUMBERS = CLASSES, {"head": "classification", "labels": 3}
         ("a.csv", "text,label\na,no\nb\n", NAMES, {}, r"a\.csv', line 3: expected 2 fields, as in the first line, found 1"),
         ("a.csv", 'text,label\n"a" b,no\n', NAMES, {}, r"a\.csv', line 2: "),
         ("a.csv", "text,label\nb,no\n\xff,no\n", NAMES, {}, r"line 3: expected text in UTF-8, found the byte 0xff at 0"),
-        ("a.csv", "text,label,text\na,no,b\n", NAMES, {}, r"a\.csv', line 1: expected each column once, found the name 'text' twice"),
+        ("a.csv", "text,label,text\na,no,b\n", NAMES, {}, r"a\.csv', line 1: expected each column once, found 'text' twice"),
         ("a.csv", "words,label\nb,no\n", NAMES, {}, r"expected the column 'text' in '.*a\.csv', found 'words', 'label'; set data"),
         ("a.csv", "", NAMES, {}, r"expected at least 2 examples for training \(train.batch_size\) and 1 for validation, found 0 and 0"),
         ("a.jsonl", '{"text": "a", "label": 0}\n' * 9, NAMES, {}, r"found (0 and 9|9 and none) in .*; give more data, or "),

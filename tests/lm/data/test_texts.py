@@ -218,7 +218,7 @@ def test_prompts_and_answers_are_one_document(tokenizer, tmp_path, monkeypatch):
         (b'{"prompt": "x"}', r"line 2: expected the key 'answer', found \['prompt'\]; correct it, or name other keys"),
         (b'{"prompt": "x", "answer": 4}', r"line 2: expected text in 'answer', found int"),
         (b'{"prompt": "\xff", "answer": ""}', r"line 2: expected text in UTF-8, found the byte 0xff at 12"),
-        (rb'{"prompt": "\ud800", "answer": ""}', r"line 2: expected characters in 'prompt', found half of one"),
+        (rb'{"prompt": "\ud800", "answer": ""}', r"line 2: expected characters in 'prompt', found half a character"),
         (b"[" * 10**5, r"line 2: expected a JSON object, found '\[+\.*'?"),
         (b'{"answer": "", "prompt": ' + b"9" * 5000 + b"}", r"line 2: expected a JSON object"),
     ],

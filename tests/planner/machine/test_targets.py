@@ -165,15 +165,15 @@ def test_a_file_that_holds_no_target_is_refused(text, message, tmp_path):
 def test_a_file_with_several_targets_is_refused(tmp_path):
     path = tmp_path / "t.yaml"
     path.write_text(text_of(GPU) + text_of(TPU).partition("targets:\n")[2].replace("mine", "other"))
-    with pytest.raises(jpipe.InputError, match=r"t\.yaml: expected one target, found mine, other; give each a file of its own$"):
+    with pytest.raises(jpipe.InputError, match=r"t\.yaml: expected one target, found mine, other; put each target into a separate file$"):
         find_target(str(path))
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("h100", "target: unknown target 'h100'; did you mean 'h100-80gb' or 'h100-pcie'? (a file of your own has to end in .yaml)"),
-        ("rtx-4080", "target: unknown target 'rtx-4080'; did you mean 'rtx-4090'? (a file of your own has to end in .yaml)"),
+        ("h100", "target: unknown target 'h100'; did you mean 'h100-80gb' or 'h100-pcie'? (the name of your own file must end in .yaml)"),
+        ("rtx-4080", "target: unknown target 'rtx-4080'; did you mean 'rtx-4090'? (the name of your own file must end in .yaml)"),
         ("", "target: unknown target ''; known: a100-40gb, "),
         ("none.yaml", "target: cannot read 'none.yaml': No such file or directory; name a file that is there"),
     ],
@@ -209,7 +209,7 @@ CUDA = ("jax_plugins.xla_cuda13",)
         (
             "h100-80gb",
             {"modules": CUDA, "versions": {"jax-cuda13-plugin": "0.11.0"}},
-            "jax-cuda13-plugin 0.11.0 is for another JAX, this is 0.12.0; install jax-cuda13-plugin==0.12.0",
+            "jax-cuda13-plugin 0.11.0 is for another JAX than 0.12.0; install jax-cuda13-plugin==0.12.0",
         ),
         (
             "h100-80gb",
@@ -219,8 +219,8 @@ CUDA = ("jax_plugins.xla_cuda13",)
         (
             "titan-x",
             {"modules": CUDA, "versions": {"jax-cuda13-plugin": "0.12.0"}},
-            "NVIDIA TITAN X (Pascal) has compute capability 6.1, and the ptxas of CUDA 13 begins with 7.5; install "
-            "nvidia-cuda-nvcc-cu12, which has the one of CUDA 12, and set CUDA_ROOT to its folder nvidia/cuda_nvcc",
+            "NVIDIA TITAN X (Pascal) has compute capability 6.1, but the ptxas of CUDA 13 supports 7.5 and newer; install "
+            "nvidia-cuda-nvcc-cu12, which has the ptxas of CUDA 12, and set CUDA_ROOT to its folder nvidia/cuda_nvcc",
         ),
     ],
 )

@@ -64,7 +64,7 @@ def test_layers_of_another_model():
         profile().check_layers(("a", "x", "c"))
     with pytest.raises(InputError, match=r"^profile: layer 'c' is not in the model"):
         profile().check_layers(("a", "b"))
-    with pytest.raises(InputError, match=r"^profile: layer 'd' of the model is not in it"):
+    with pytest.raises(InputError, match=r"^profile: layer 'd' of the model is not in the profile"):
         profile().check_layers(("a", "b", "c", "d"))
 
 

@@ -129,7 +129,7 @@ def test_an_invalid_mesh_is_refused(text):
 
 @pytest.mark.parametrize(
     ("degrees", "why"),
-    [(Degrees(model=5), "divides 12, .* layer 'a' shards .* found 5"), (Degrees(data=3), "one of the microbatch sizes, 2, 4, found 3")],
+    [(Degrees(model=5), "divides 12 and .* layer 'a' shards .* found 5"), (Degrees(data=3), "one of the microbatch sizes, 2, 4, found 3")],
 )
 def test_a_mesh_that_does_not_fit_the_layers_is_explained(degrees, why):
     assert re.search(why, mesh_refusal(profile(), degrees))

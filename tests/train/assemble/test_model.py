@@ -367,7 +367,7 @@ def test_a_checkpoint_that_cannot_be_loaded_is_reported(target, message):
             {"kind": "dict"},
             "return a model or a jpipe.LayerStack, found a dict with keys first, last; wrap it in jpipe.LayerStack(…)",
         ),
-        ("wrong", {"kind": "none"}, "found None; does the function end with return?"),
+        ("wrong", {"kind": "none"}, "found None; end the function with return"),
         ("wrong", {"kind": "class"}, "found the class Linear; return an instance of it, or name the class itself as model.target"),
         ("wrong", {"kind": "list"}, "found list; return jpipe.LayerStack("),
         ("fails", {}, "model.target: 'own_parts:fails' fails: KeyError: 'no such thing\\nand more' (LINE); fix it there"),
@@ -463,7 +463,7 @@ def test_a_loss_and_a_metric_may_take_a_random_key():
         ),
         ("lists", "expected train[0] to be (inputs, labels) of NumPy arrays with 8 rows, found list; return a tuple of two"),
         ("jax", "with 8 rows, found ArrayImpl in it; convert it with np.asarray"),
-        ("rows", "with 8 rows (train.batch_size), found 3 rows; fix it, or train.batch_size"),
+        ("rows", "with 8 rows (train.batch_size), found 3 rows; change one of them"),
     ],
 )
 def test_invalid_data_is_refused(capsys, kind, message):

@@ -63,8 +63,8 @@ def test_the_config_is_changed_for_fewer_processes_only():
 def test_other_plans_are_searched_for():
     fewer, line = smaller_plan.for_processes(config(PARALLEL), 3, 4)
     assert fewer.plan.file == AUTO
-    words = "no pipedream_flush plan of fewer even stages or replicas"
-    assert line == f"plan for 3 of 4 processes: a search chooses it, because the config has {words} for them"
+    words = "no smaller pipedream_flush plan with even stages and replicas"
+    assert line == f"plan for 3 of 4 processes: the plan is searched for, because the config has {words} for them"
     fewer, line = smaller_plan.for_processes(config({"file": "plan.json"}), 3, 4)
     assert (fewer.plan.file, "because the config has a plan file for them" in line) == (AUTO, True)
     searched = config({"file": AUTO})
@@ -84,7 +84,7 @@ def test_other_plans_are_searched_for():
         (
             {"plan": PARALLEL | {"links": {"sums": "int8"}}},
             4,
-            r"^plan\.links\.sums: with --elastic, expected a plan that has a smaller plan for each .* for 3 of 4",
+            r"^plan\.links\.sums: with --elastic, expected a plan that becomes smaller with .* for 3 of 4",
         ),
     ],
 )

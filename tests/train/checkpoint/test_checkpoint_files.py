@@ -216,13 +216,13 @@ def test_a_file_or_a_link_in_place_of_a_checkpoint_is_skipped(run, tmp_path, mon
     messages = []
     assert newest_step(run, lambda damaged, into=messages: into.append(str(damaged))) == 20
     assert [line.partition(":")[0] for line in messages] == [str(place(run, 40)), str(place(run, 30))]
-    with pytest.raises(jpipe.InputError, match=r"/30: in the way .* is not removed: Not a directory; move it away$"):
+    with pytest.raises(jpipe.InputError, match=r"/30: it is in the way .* cannot be removed: Not a directory; move it away$"):
         begin(run, 20)
     assert place(run, 30).read_text() == "a file", "which jpipe has not written"
     place(run, 30).unlink()
     monkeypatch.setattr("shutil.rmtree", lambda path: (_ for _ in ()).throw(PermissionError(1, "Operation not permitted")))
     place(run, 50).mkdir()
-    with pytest.raises(jpipe.InputError, match=r"/50: in the way .* is not removed: Operation not permitted; move it away$"):
+    with pytest.raises(jpipe.InputError, match=r"/50: it is in the way .* cannot be removed: Operation not permitted; move it away$"):
         begin(run, 20)
     assert tmp_path.is_dir()
     assert not place(run, 40).is_symlink()
@@ -379,7 +379,7 @@ def forge(run: Path, files: dict) -> None:
 def test_names_do_not_lead_out_of_the_folder(run, name):
     (run / "secret").write_text("secret")
     forge(run, {name: {"size": 6, "sha256": "0"}})
-    with pytest.raises(Damaged, match=rf"/20: names a file outside of itself, '{name}'; take another checkpoint$"):
+    with pytest.raises(Damaged, match=rf"/20: names a file outside its folder, '{name}'; take another checkpoint$"):
         Checkpoint(run, 20).read()
 
 

@@ -93,7 +93,7 @@ def check_failed_save(checkpoints, processes, messages, folder, reason):
     start_saves(checkpoints, 4)
     for one in checkpoints:
         one.finish()
-    assert messages == [f"a checkpoint could not be written: {reason}; the run continues, the last good one is of step 2"]
+    assert messages == [f"a checkpoint could not be written: {reason}; the run continues, the last complete checkpoint is of step 2"]
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["2"], "what is of no use takes no room"
     start_saves(checkpoints, 6)
     for one in checkpoints:
@@ -153,7 +153,9 @@ def test_a_failure_to_remove_an_old_checkpoint_is_not_reported_as_a_failed_save(
     for one in checkpoints:
         one.finish()
         one.close()
-    assert messages == ["an old checkpoint could not be removed: Permission denied; the run continues, the last good one is of step 2"]
+    assert messages == [
+        "an old checkpoint could not be removed: Permission denied; the run continues, the last complete checkpoint is of step 2"
+    ]
     assert jpipe.checkpoints.steps(tmp_path) == [2]
 
 
@@ -165,7 +167,9 @@ def test_every_process_of_a_stopped_run_names_the_last_good_checkpoint(make_chec
     monkeypatch.setattr(jpipe.checkpoints.writing, "write_layers", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     start_saves(checkpoints, 4)
     for one in checkpoints:
-        with pytest.raises(OSError, match="a checkpoint could not be written: No space left on device; the last good one is of step 2"):
+        with pytest.raises(
+            OSError, match="a checkpoint could not be written: No space left on device; the last complete checkpoint is of step 2"
+        ):
             one.finish()
         one.close()
 
@@ -173,6 +177,6 @@ def test_every_process_of_a_stopped_run_names_the_last_good_checkpoint(make_chec
 def test_a_part_of_which_its_process_says_nothing_is_not_joined(tmp_path):
     for process in range(2):  # that of process 1 may be of an earlier attempt
         jpipe.checkpoints.writing.write_layers(tmp_path, 2, {}, process)
-    with pytest.raises(TimeoutError, match=r"waited 0 s for process 1 to say that the part of step 2 is written"):
+    with pytest.raises(TimeoutError, match=r"waited 0 s for process 1 to report that the part of step 2 is written"):
         jpipe.checkpoints._complete(tmp_path, EmptySnapshot(2), [], ConnectedProcesses(0, 2, {}), None, {}, bytes, 0.0)
     assert jpipe.checkpoints.steps(tmp_path) == []

@@ -156,7 +156,7 @@ def test_a_partial_warm_start_loads_what_fits_and_reports_what_does_not(home):
     del expected["embed/position/embedding"]
     check_equal(named(params), expected)
     assert messages == [
-        f"warm start: 2 of 4 layers from '{home.file}'; fresh, at least in part: embed ('embed/position/embedding' is "
+        f"warm start: 2 of 4 layers from '{home.file}'; at least partly fresh: embed ('embed/position/embedding' is "
         "float32[8, 8] in the file, float32[4, 8] in the model), block_1 ('block_1/attention_norm/bias' is missing)"
     ]
     _, (message,) = loaded(home, home.file, "partial", model={"depth": 7})
@@ -185,7 +185,7 @@ def test_a_partial_warm_start_converts_dtypes_and_a_strict_one_does_not(home, tm
         ({"model": {"depth": 2}}, r"expected 'block_1/\S+' as in the model, float32\[8\], found no such name"),
         (
             {"mode": "partial", "model": {"width": 4}},
-            r"nothing fits: expected 'embed/\S+' as in the model, float32\[8, 4\], found .*\[8, 8\]",
+            r"nothing matches: expected 'embed/\S+' as in the model, float32\[8, 4\], found .*\[8, 8\]",
         ),
     ],
 )
@@ -310,7 +310,9 @@ def test_the_average_of_the_weights_is_evaluated_and_exported(home, tmp_path, ca
     assert evaluated[1]["val_loss"] == evaluated[0]["val_loss"], "2BW is a batch behind"
     check_equal(*(exported(run, tmp_path / f"{weights}.safetensors", weights) for weights in ("newest", "ema")))
     assert cli.main(["export", str(home.run), "--out", str(tmp_path / "no.safetensors"), "--weights", "ema"]) == 2
-    refusal = "--weights: the checkpoint of step 40 has no moving average of the weights (layer 'embed'); leave it out, or train with"
+    refusal = (
+        "--weights: the checkpoint of step 40 has no moving average of the weights (layer 'embed'); leave out --weights, or train with"
+    )
     assert refusal in capsys.readouterr().err
 
 
@@ -387,7 +389,7 @@ def test_an_export_of_a_whole_model_is_stacked_as_the_model_is():
     assert len(arrays) == 9
     locations = json.loads(json.dumps(stack.traced.places()))
     check_equal(export.of_whole_model(arrays, {"model": locations}), {"blocks/w": w, "blocks/b": b, "out": params["out"]})
-    with pytest.raises(InputError, match="found one of layers"):
+    with pytest.raises(InputError, match="found a run of layers"):
         export.of_whole_model(arrays, {})
     locations["params"].pop(next(name for name in locations["params"] if locations["params"][name][0] == "blocks/w"))
     with pytest.raises(InputError, match="does not say where its arrays are"):

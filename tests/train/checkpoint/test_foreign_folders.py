@@ -218,7 +218,7 @@ def test_a_folder_with_something_that_a_run_would_overwrite_is_refused(saved):
     folder.mkdir()
     for name in OUTPUTS:
         (folder / name).write_text("mine")
-        with pytest.raises(InputError, match=f"run.dir: expected a new or empty folder, found '{name}' of something else in "):
+        with pytest.raises(InputError, match=f"run.dir: expected a new or empty folder, found '{name}' in "):
             RunFolder(settings_of(config), plan)
         assert contents(folder) == {name: b"mine"}
         (folder / name).unlink()

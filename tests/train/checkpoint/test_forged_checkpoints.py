@@ -119,7 +119,7 @@ def test_a_chunk_larger_than_declared_is_refused(run, place):
         (lambda data: [], "TypeError"),
         (lambda data: data | {"tree_metadata": {"x": 1}}, "TypeError"),
         (lambda data: data | {"tree_metadata": {}}, "KeyError: 'layer'"),
-        (lambda data: data | {"tree_metadata": {"x": entry(["layer"] * 65)}}, "expected at most 64 dicts in each other"),
+        (lambda data: data | {"tree_metadata": {"x": entry(["layer"] * 65)}}, "expected at most 64 nested dicts"),
         (lambda data: data | {"tree_metadata": {"x": entry(["layer", "a.b"])}}, "the index lacks the array 'layer.a.b'"),
         (lambda data: data | {"tree_metadata": {"x": entry(["layer", "w"], "jax.Array")}}, "the index lacks the array 'layer.w'"),
         (
@@ -195,7 +195,7 @@ ROWS = {
 def test_rows_that_are_not_numbers_are_refused(run, place, kind):
     (place / "metrics.jsonl").write_text(f'{{"step": 0, "loss": 1.5}}\n{ROWS[kind]}\n')
     seal(place)
-    with pytest.raises(jpipe.InputError, match=r"step 20, line 2: expected numbers by their names, found .*; take another checkpoint$"):
+    with pytest.raises(jpipe.InputError, match=r"step 20, line 2: expected a JSON object of numbers, found .*; take another checkpoint$"):
         Resumed(run, 20, Facts(**FACTS), (20,)).rows()
 
 
@@ -270,7 +270,7 @@ def test_a_refused_export_prints_one_message_and_writes_nothing(run, place, capf
     rewrite(place, **{f"{W}.zarray": HEADERS["terabytes"][0]})
     seal(place)
     lines = list[str]()
-    with pytest.raises(jpipe.InputError, match=r"none of the checkpoints in .* is whole; take another run"):
+    with pytest.raises(jpipe.InputError, match=r"none of the checkpoints in .* is complete and undamaged; give another run"):
         export.write_file(ExportRequest(str(run), str(run / "new.safetensors")), lines.append)
     assert capfd.readouterr() == ("", "")
     (line,) = lines

@@ -109,7 +109,7 @@ def test_a_run_that_was_stopped_resumes_with_equal_results(plan, saved, tmp_path
 def test_another_plan_resumes_with_the_same_weights(saved, monkeypatch, capsys):
     summary = run_in_two(saved, monkeypatch, 5, plan={"schedule": "gpipe", "num_stages": 3}, train={"steps": 8})
     assert [row["step"] for row in rows_of(summary.folder)] == list(range(8))
-    assert "resumes at step 4, with other values for plan, train.steps" in capsys.readouterr().out
+    assert "resumes at step 4, with changed values of plan, train.steps" in capsys.readouterr().out
 
 
 @pytest.mark.exhaustive
@@ -199,11 +199,13 @@ def test_a_full_disk_ends_the_run_only_if_configured(policy, saved, monkeypatch,
     monkeypatch.setattr(jpipe.checkpoints.writing, "write_layers", write)
     config = changed(saved, checkpoint={"on_full_disk": policy})
     if policy == "stop":
-        with pytest.raises(RunStopped, match="a checkpoint could not be written: No space left on device; the last good one is of step 2"):
+        with pytest.raises(
+            RunStopped, match="a checkpoint could not be written: No space left on device; the last complete checkpoint is of step 2"
+        ):
             loop.main(config)
     else:
         folder = loop.main(config).folder
-        assert "the run continues, the last good one is of step 2" in " ".join(capsys.readouterr().out.split())
+        assert "the run continues, the last complete checkpoint is of step 2" in " ".join(capsys.readouterr().out.split())
         assert jpipe.checkpoints.steps(folder) == [2, 6, 7]
 
 

@@ -164,4 +164,4 @@ def test_what_does_not_fit_is_reported_with_its_name_in_the_file(tmp_path):
         loaded(pipe, tmp_path / "fewer")
     result, message = loaded(pipe, tmp_path / "deeper", mode="partial")
     np.testing.assert_array_equal(result["first"]["kernel"], params["first.kernel"])
-    assert "fresh, at least in part: blocks.0 ('blocks.0/bias' is float32[6, 3] in the file, float32[3] in the model)" in message
+    assert "at least partly fresh: blocks.0 ('blocks.0/bias' is float32[6, 3] in the file, float32[3] in the model)" in message

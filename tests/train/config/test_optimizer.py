@@ -311,7 +311,7 @@ def test_hyperparameters_can_be_seen_in_the_state():
         ({"decay": ["*", "!block_2/*"]}, "optimizer.decay: no parameter matches '!block_2/*'; the most similar names are block_"),
         (
             {"name": "adam", "decay": ["*"]},
-            "optimizer.decay: 'adam' cannot choose what decays (it has none of the arguments mask and weight",
+            "optimizer.decay: 'adam' cannot select parameters for weight decay (it has none of the arguments mask and weight",
         ),
         (
             {"name": "polyak_sgd", "learning_rate": 1e-3},

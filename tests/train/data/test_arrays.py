@@ -305,7 +305,7 @@ WRONG = {
     "list among columns": (
         lines(ROWS),
         {"inputs_key": ["inputs", "targets"]},
-        r"a number in 'inputs', one of several columns, found .* \[3\]",
+        r"a number in 'inputs', because it is one of several columns, found .* \[3\]",
     ),
     "text column": (
         parquet([{"inputs": "a", "targets": 1}]),
@@ -316,12 +316,12 @@ WRONG = {
     "classes": (
         lines([row | {"targets": 0.5} for row in ROWS]),
         {},
-        r"90 lines are wrong: .* expected integers in 'targets', because .* found 0\.5 \(float32\); save the classes as integers or",
+        r"90 lines are wrong: .* expected integers in 'targets', because .* found 0\.5 \(float32\); save classes as integers, or",
     ),
     "classes in cells": (
         b"inputs,targets\n1,+1\n2,99999999999999999999\n3,-3\n",
         {},
-        r"a', line 3: expected integers in 'targets', .* found '99999999999999999999'; save the classes as integers",
+        r"a', line 3: expected integers in 'targets', .* found '99999999999999999999'; save classes as integers",
     ),
     "classes in parquet": (
         parquet([row | {"targets": float(row["targets"])} for row in ROWS]),
@@ -338,7 +338,7 @@ WRONG = {
     "equal inputs": (
         lines([row | {"inputs": 1} for row in ROWS]),
         {},
-        "found .*90.* rows with equal inputs are all for training or all for validation; .* in data.validation_path",
+        "found .*90.* rows with equal inputs are never divided between training and validation; .* in data.validation_path",
     ),
     "large": (
         json_lines({"inputs": [1e39, 0, 0], "targets": 0}),
@@ -358,7 +358,7 @@ WRONG = {
     "several names": (
         archive(inputs=X, targets=Y),
         {"inputs_key": ["inputs"]},
-        "data.inputs_key and data.targets_key must each name one array, found a list; replace the list by a name",
+        "data.inputs_key and data.targets_key must name one array each, found a list; replace the list by a name",
     ),
     "a number": (
         archive(inputs=np.float32(3), targets=Y),
@@ -454,7 +454,7 @@ def test_a_file_that_unpacks_to_far_more_than_its_size_is_an_error(tiny, tmp_pat
     rows = pa.table({"inputs": np.zeros(10**5, np.int64), "targets": np.zeros(10**5, np.int64)})
     pq.write_table(rows, tmp_path / "a.parquet", compression="zstd")
     for name in ("a.npz", "a.csv.gz", "a.parquet"):
-        message = rf"^data\.path: cannot read '.*{name}': it has [\d,]+ bytes and unpacks to more than [\d,]+, which no usual data"
+        message = rf"^data\.path: cannot read '.*{name}': it has [\d,]+ bytes and unpacks to more than [\d,]+, which is unusual for data"
         with pytest.raises(InputError, match=message):
             data.load(configured(tiny, tmp_path / name))
     monkeypatch.setattr(streams, "_FREE", 10**4 * 50 * 8)

@@ -113,7 +113,7 @@ def test_what_went_wrong_comes_first_and_missing_processes_are_named():
     lost = Finding("problem", "processes", "process 1 did not connect", "start it")
     findings = judge([recorded(process={"count": 2, "coordinator": "10.0.0.1"})], [lost])
     assert findings[0] == lost
-    assert findings[1].found == "2 were expected; the rows below are about this one alone, on node07"
+    assert findings[1].found == "2 were expected; the rows below are only about this process, on node07"
 
 
 def test_every_probe_may_fail():
@@ -129,7 +129,7 @@ def test_equal_findings_of_some_processes_are_one():
     assert merged([[high], [high]]) == [high]
     assert merged([[high], [low], [low]]) == [high._replace(found="process 0: 9 GB"), low._replace(found="processes 1-2: 1 GB")]
     measured = [low._replace(measured=f"{free} GB free", least=free) for free in (7.0, 3.0, 9.0)]
-    assert merged([[one] for one in measured]) == [low._replace(found="1 GB, 3.0 GB free (the least, in process 1)")]
+    assert merged([[one] for one in measured]) == [low._replace(found="1 GB, 3.0 GB free (the lowest, in process 1)")]
     assert merged([[measured[0]], [high], [measured[0]]])[0].found == "processes 0, 2: 1 GB, 7.0 GB free"
     assert processes([4, 0, 1, 2, 7]) == "processes 0-2, 4, 7"
 

@@ -86,7 +86,7 @@ def test_wrong_options_are_bad_input(capsys):
 
 def test_overrides_without_a_config_are_bad_input(capsys):
     assert cli.main(["doctor", "--set", "run.dir=x"]) == 2
-    assert capsys.readouterr().err == "jpipe: doctor --set: expected a config to replace keys of, found none; add --config CONFIG\n"
+    assert capsys.readouterr().err == "jpipe: doctor --set: expected a config to replace keys in, found none; add --config CONFIG\n"
 
 
 def test_devices_of_different_kinds_are_not_started_together():

@@ -150,7 +150,7 @@ def test_the_environment_sets_the_process_id(monkeypatch):
         *(
             (
                 {count: "4", number: "0"},
-                f"{count} and {number}: {launcher} has started 4 processes, and nothing says where process 0 listens",
+                f"{count} and {number}: {launcher} has started 4 processes, but the address of process 0 is unknown",
             )
             for launcher, (count, number) in distributed._LAUNCHERS.items()
         ),

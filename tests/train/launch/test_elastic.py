@@ -136,7 +136,7 @@ def test_too_few_processes_wait_for_another(tmp_path):
     code, _, lines = outcome(SHORT, str(tmp_path), minimum=2, maximum=2, max_failures=1, retry_after=0.3)
     assert code == 0
     assert lines[2:] == [
-        "jpipe: 1 of at least 2 processes can be started; waiting 0 s for another one",
+        "jpipe: 1 of the required 2 processes can be started; waiting 0 s for another one",
         "jpipe: starting 2 of 2 processes",
     ]
 
@@ -145,7 +145,7 @@ def test_too_few_processes_give_up_after_a_limit(tmp_path):
     code, _, lines = outcome(SHORT, str(tmp_path), minimum=2, maximum=2, max_failures=1, retry_after=1000, shortage_limit=5)
     assert code == 137
     limit = "no more within 5 s (--shortage-limit)"
-    assert lines[2:] == [f"jpipe: 1 of at least 2 processes can be started, and {limit}; giving up"]
+    assert lines[2:] == [f"jpipe: 1 of the required 2 processes can be started, and {limit}; giving up"]
 
 
 def test_a_process_that_hangs_is_the_one_to_blame(tmp_path):
@@ -257,7 +257,10 @@ def test_a_signal_to_the_launcher_saves_and_starts_nothing():
             "--elastic 1:2 -- plan x",
             "launch --elastic: expected `train CONFIG …` after --, found 'plan'; the other commands have no checkpoints",
         ),
-        ("--elastic 1:2 -- train x --elastic 2", "launch: --elastic after -- is given to each process by launch; leave it out there"),
+        (
+            "--elastic 1:2 -- train x --elastic 2",
+            "launch: --elastic after -- has no effect, because launch sets it for each process; leave it out",
+        ),
         *(
             (
                 f"--elastic {words} -- train x",
@@ -435,10 +438,10 @@ def test_a_run_that_loses_two_processes_ends_as_one_whose_plan_was_changed_by_ha
     for words in (
         f"jpipe: starting {fewer} of {most} processes, without slot {fewer}",
         f"plan for {fewer} of {most} processes: num_stages {fewer} instead of {most}",
-        "resumes at step 4, with other values for plan",
+        "resumes at step 4, with changed values of plan",
         f"jpipe: starting {fewest} of {most} processes, without slots 0, {fewer}",
         f"plan for {fewest} of {most} processes: num_stages {fewest} instead of {most}",
-        "resumes at step 8, with other values for plan",
+        "resumes at step 8, with changed values of plan",
     ):
         assert words in lines
     assert sum(" passed from step " in line for line in lines) == 2
@@ -455,5 +458,5 @@ def test_a_run_grows_again_at_a_checkpoint(tmp_path, monkeypatch):
     assert (first.first, first.end, smaller.first, smaller.end, larger.end) == (0, 4, 4, larger.first, 26)
     assert larger.first > 6
     assert "jpipe: starting 2 of 2 processes" in lines
-    assert f"resumes at step {larger.first}, with other values for plan" in lines
+    assert f"resumes at step {larger.first}, with changed values of plan" in lines
     check_same_as_by_hand(tmp_path, config, history, monkeypatch)

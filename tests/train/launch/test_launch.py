@@ -146,10 +146,10 @@ SAVED = f"the checkpoint of step {{}} is written, and {AGAIN} resumes there"
     ("resumed", "saves", "end", "code", "words"),
     [
         ("None", True, "progress.report(40, 90); sys.exit(1)", 1, SAVED.format(40)),
-        ("30", True, "os.kill(os.getpid(), signal.SIGKILL)", 137, f"{SAVED.format(30)}; dmesg says whether memory ran out"),
+        ("30", True, "os.kill(os.getpid(), signal.SIGKILL)", 137, f"{SAVED.format(30)}; see dmesg whether memory ran out"),
         ("30", True, "progress.report(40, 90); sys.exit(1)", 1, SAVED.format(40)),
-        ("None", True, "sys.exit(1)", 1, f"no checkpoint is written, so {AGAIN} begins anew"),
-        ("None", False, "sys.exit(1)", 1, "the run writes no checkpoints (checkpoint.every) from which it could go on"),
+        ("None", True, "sys.exit(1)", 1, f"there is no checkpoint, so {AGAIN} begins anew"),
+        ("None", False, "sys.exit(1)", 1, "the run writes no checkpoints to resume from (checkpoint.every)"),
         ("30", True, "sys.exit(2)", 2, None),  # bad input
     ],
 )
@@ -315,7 +315,7 @@ def test_a_command_ends_with_the_process_that_started_it():
     assert (late.returncode, late.stdout, late.stderr) == (1, "", "")
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system has no way to give a process a core")
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system cannot bind a process to a core")
 def test_pinned_processes_have_one_core_by_turns():
     cores = sorted(os.sched_getaffinity(0))
     script = "print(me, os.sched_getaffinity(0), os.environ['XLA_FLAGS'], os.environ['JAX_LOCAL_DEVICE_IDS'])"
@@ -332,7 +332,7 @@ def test_pinned_processes_have_one_core_by_turns():
         ("-n 0 -- train x", "launch -n: expected 1 to 256 processes, found 0"),
         ("-n -1 -- train x", "launch -n: expected 1 to 256 processes, found -1"),
         ("-n 100000 -- train x", "launch -n: expected 1 to 256 processes, found 100000"),
-        ("-n 2 --max-restarts -1 -- train x", "launch --max-restarts: expected 0 or more, found -1; 0 starts nothing again"),
+        ("-n 2 --max-restarts -1 -- train x", "launch --max-restarts: expected 0 or more, found -1; 0 means no restart"),
         ("-n 2", "launch: expected a command after --, found none; such as jpipe launch -n 2 -- train CONFIG"),
         ("-n 2 --", "launch: expected a command after --, found none; such as jpipe launch -n 2 -- train CONFIG"),
         (
@@ -340,7 +340,10 @@ def test_pinned_processes_have_one_core_by_turns():
             "launch: expected `train CONFIG …` after --, found 'rm'; only train, plan, evaluate, generate and doctor run in several "
             "processes",
         ),
-        ("-n 2 -- train x --process_id=1", "launch: --process-id after -- is given to each process by launch; leave it out there"),
+        (
+            "-n 2 -- train x --process_id=1",
+            "launch: --process-id after -- has no effect, because launch sets it for each process; leave it out",
+        ),
     ],
 )
 def test_an_impossible_launch_is_refused_in_one_line(arguments, message, capsys):

@@ -319,7 +319,7 @@ def test_a_nan_loss_ends_all_processes_with_one_message():
     code, _, err = done("launch", "-n", "2", "--", *command(CURVES, data={"arguments": {"poisoned": 3}}))
     assert code == 1
     hint = "lower optimizer.learning_rate or raise optimizer.warmup_steps; the steps logged so far are in run"
-    anew = "jpipe: no checkpoint is written, so the same command with --set run.dir=run begins anew"
+    anew = "jpipe: there is no checkpoint, so the same command with --set run.dir=run begins anew"
     assert [line for line in err if not re.match(r"(\[1\] )?jpipe: process ", line)] == [f"jpipe: step 3: the loss is nan; {hint}", anew]
     assert [row["step"] for row in rows("run")] == [0, 1, 2]
 

@@ -128,14 +128,14 @@ def test_a_mesh_larger_than_a_server_costs_more(files, capsys):
     levels = [{"count": 2, "bandwidth": "10 GB/s", "name": "NVLink"}, {"count": 2, "bandwidth": "2 GB/s"}]
     Path("two.yaml").write_text(yaml.safe_dump({**TOPOLOGY, "levels": levels}))
     out = planned(capsys, *BOTH, "--batch=4", "--mesh=model=4")
-    assert "a mesh (model 4) is larger than the 2 devices of NVLink: sums and gathers inside it take longer" in out
+    assert "a mesh (model 4) is larger than the 2 devices of NVLink: its sums and gathers take longer" in out
     assert "larger" not in planned(capsys, *BOTH, "--batch=4")
 
 
 @pytest.mark.parametrize(
     ("mesh", "words"),
     [
-        ("model=3", "expected a size of model that divides 2, .* found 3"),
+        ("model=3", "expected a size of model that divides 2 and .* found 3"),
         ("tensor=2", "--mesh: expected none, or sizes of axes such as model=8 .* found 'tensor=2'"),
         ("data=4", "mesh: expected meshes that fill the machine evenly, of 1, 2 devices, found one of 4"),
         ("data=8", "expected a size of data that divides one of the microbatch sizes, 1, 2, found 8"),
@@ -283,7 +283,7 @@ def test_a_model_that_does_not_fit_reports_the_missing_bytes_and_advice(files, c
         ),
         (
             [*BOTH, "--batch=4", "--agree=9", "--pipedream=replicas"],
-            r"--pipedream: expected no --agree with 'replicas', found 9: .* as many replicas; leave one of them out",
+            r"--pipedream: expected no --agree with 'replicas', found 9: .* equally many replicas; leave one of them out",
         ),
         (
             ["tiny.yaml", *BOTH, "--set=plan.agree={every: 9}", "--pipedream=replicas"],
@@ -482,7 +482,7 @@ def test_plans_agree_or_compress_messages_if_the_option_or_the_config_says_so(fi
     assert " links int8/– " in out
     assert cli.main(["plan", *BOTH, "tiny.yaml", "--set=plan.links={sums: int8}", "--out=plan.json"]) == 2
     assert (
-        "plan.links.sums: expected no search for a plan with 'int8': it does not price compressed sums; remove it"
+        "plan.links.sums: expected no search for a plan with 'int8': a search cannot price compressed sums; remove it"
         in capsys.readouterr().err
     )
     plan, out = plan_of("tiny.yaml")

@@ -195,7 +195,7 @@ def test_the_time_of_moves_is_that_of_the_link_of_a_device():
     plan = jpipe.Plan.even("ab", 2, "gpipe", 2, offload={"optimizer": [1]})
     prediction = jpipe.simulate(jpipe.lower(plan, 4), [jpipe.programs.StageCost(optimizer=4 * 10**6)] * 2)
     words = host_words(prediction, 4, Device(name="a card", host={"bandwidth": "1 GB/s"}))
-    assert words.endswith("rank 1 moves most, 8.0 MB a batch, 4 ms in each direction over the 1.0 GB/s that are assumed of a card")
+    assert words.endswith("rank 1 moves most, 8.0 MB a batch, 4 ms in each direction at the 1.0 GB/s assumed for a card")
 
 
 @pytest.mark.parametrize(("delay", "fragments"), [(0, None), (1, None), (7, None), (30, "stages")])

@@ -95,7 +95,10 @@ def test_the_attached_device_is_written_once(printed, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("target h100", "target: unknown target 'h100'; did you mean 'h100-80gb' or 'h100-pcie'? (a file of your own has to end in .yaml)"),
+        (
+            "target h100",
+            "target: unknown target 'h100'; did you mean 'h100-80gb' or 'h100-pcie'? (the name of your own file must end in .yaml)",
+        ),
         ("target none.yaml", "target: cannot read 'none.yaml': No such file or directory; name a file that is there"),
         (
             "target --here",
@@ -108,14 +111,14 @@ def test_the_attached_device_is_written_once(printed, tmp_path, monkeypatch):
             "target: --roofline needs the name of a target; did you mean jpipe target h100-80gb --roofline CONFIG?",
         ),
         ("target v5e --json", "target: --set, --allow-code and --json have no effect without --roofline; add --roofline CONFIG"),
-        ("target v5 --roofline tiny.yaml", "target: unknown target 'v5'; did you mean 'v5e' or 'v5p'? (a file of your own has to end"),
+        ("target v5 --roofline tiny.yaml", "target: unknown target 'v5'; did you mean 'v5e' or 'v5p'? (the name of your own file must end"),
         ("target v5e --roofline none.yaml", "none.yaml: cannot read"),
         (
             "target v5e --roofline tiny.yaml --set plan.file=auto",
             "plan.file: a roofline is of one plan, found auto; name a plan's file, or null for the keys of 'plan'",
         ),
         ("target --here --out a.json", "--out: expected a name that ends in .yaml, found 'a.json'"),
-        ("simulate tiny.yaml --target v5", "target: unknown target 'v5'; did you mean 'v5e' or 'v5p'? (a file of your own has"),
+        ("simulate tiny.yaml --target v5", "target: unknown target 'v5'; did you mean 'v5e' or 'v5p'? (the name of your own file must"),
         (
             "simulate tiny.yaml --target none.yaml",
             "--target: cannot read 'none.yaml': No such file or directory; name a file that is there",
@@ -142,7 +145,7 @@ def test_a_roofline_needs_a_compiler_for_the_target(printed, config, tmp_path, m
     assert printed("target", "h100-80gb", "--roofline", config) == ("", "jpipe: target: it is missing; install it\n", 2)
     topology = tmp_path / "topology.yaml"
     topology.write_text("format: jpipe-topology/1\nlevels: [{count: 2, bandwidth: 1 GB/s}]\ndevice: {memory: 1 GB}\n")
-    message = "target: the topology's device names no target; add one of those that `jpipe target` lists"
+    message = "target: the topology's device has no target; add one that `jpipe target` lists"
     assert printed("target", str(topology), "--roofline", config) == ("", f"jpipe: {message}\n", 2)
 
 
@@ -173,13 +176,13 @@ def test_a_roofline_is_shown_as_tables():
         "of the jitted step's throughput: 0.500",
         "predicted, not measured: H100, 3.4 TB/s, 0.45 of the peak FLOP/s in products, and 2 µs for each kernel; train_step: the same step "
         "jitted as one program",
-        "calls in a batch, and their bytes, TFLOP and ms together; kernels of one call",
+        "calls per batch, with their total bytes, TFLOP and ms; kernels per call",
         "",
-        "the 1 most expensive kernel of the stages, equal ones as one:",
+        "the 1 most expensive kernel of the stages, with equal kernels combined:",
         "op       kernel   runs  bytes   TFLOP   ms      line              name in JAX",
         "forward  product  6     6.0 MB  12.000  24.000  models/mine.py:7  jit(forward)/dot_general",
         "",
-        "the 1 most expensive kernel of the jitted step, equal ones as one:",
+        "the 1 most expensive kernel of the jitted step, with equal kernels combined:",
         "op          kernel   runs  bytes   TFLOP  ms      line              name in JAX",
         "train_step  product  3     3.0 MB  6.000  12.000  models/mine.py:7  jit(forward)/dot_general",
     ]
@@ -225,7 +228,7 @@ def test_a_mesh_has_the_targets_devices(printed, config, of_this_machine, monkey
     mesh = ["--set", "plan.mesh={data: 2}", "--set", "plan.schedule=gpipe"]
     assert "compiled for" in printed("simulate", config, "--target", of_this_machine, *mesh)[0]
     monkeypatch.setattr("jpipe_planner.machine.compiling.target_devices", lambda target, count: tuple(jax.local_devices()[:1]))
-    assert "need 2 devices to compile for, the largest mesh" in printed("simulate", config, "--target", of_this_machine, *mesh)[0]
+    assert "need 2 devices to compile for, as in the largest mesh" in printed("simulate", config, "--target", of_this_machine, *mesh)[0]
 
 
 def test_stages_that_xla_cannot_compile_are_one_line(printed, config, of_this_machine, monkeypatch):

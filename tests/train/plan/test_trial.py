@@ -98,7 +98,7 @@ def test_ctrl_c_keeps_what_was_measured(monkeypatch, after):
     with interrupt.watched():
         searched, measured, printed = measured_as(monkeypatch, pressed)
     if after:
-        assert "interrupted: the plans that were measured until now are compared" in printed
+        assert "interrupted: only the plans that are measured already are compared" in printed
         assert measured.result.choice.ranked[0].candidate == searched.choice.ranked[2].candidate
     else:
         assert "interrupted: predictions decide" in printed

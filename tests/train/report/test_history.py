@@ -139,7 +139,7 @@ def test_an_interruption_is_reported_at_the_first_new_step():
     assert [run_history.logged(step) for step in (6, 7)] == ["", ""]
     assert (run_history.parts(8)[-1].pause, run_history.parts(8)[-1].repeated) == (None, None)
     assert run_history.logged(8) == (
-        "0:12 passed from step 7, the last before the interruption, to step 8, the first new one, with 2 steps trained again"
+        "0:12 passed from step 7, the last before the interruption, to step 8, the first new step, with 2 steps trained again"
     )
     assert run_history.logged(9) == ""
     (part,) = run_history.parts(10)
@@ -149,7 +149,7 @@ def test_an_interruption_is_reported_at_the_first_new_step():
         (), history.part(plan, {}, 2, 9, 9, 9), plan, lambda: 2.5, earlier, lambda: 101.0
     )  # every tenth step is logged
     assert rarely.logged(8) == ""
-    assert rarely.logged(9) == "0:01 passed from step 7, the last before the interruption, to step 9, the first new one"
+    assert rarely.logged(9) == "0:01 passed from step 7, the last before the interruption, to step 9, the first new step"
 
 
 def test_the_last_row_says_when_a_run_was_interrupted(tiny):

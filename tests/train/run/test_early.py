@@ -71,7 +71,7 @@ def nothing_starts(monkeypatch, tmp_path):
         ({"data": {"format": "tokens", "path": "folder"}}, "data.path: cannot read 'folder/tokens.json'"),
         ({"warm_start": {"file": "missing"}}, "warm_start.file: 'missing': expected a safetensors file"),
         ({"run": {"dir": "broken/run"}}, "run.dir: cannot write 'broken/run': Not a directory"),
-        ({"run": {"dir": "used"}}, "run.dir: expected a new or empty folder, found 'loss.png' of something else in 'used'"),
+        ({"run": {"dir": "used"}}, "run.dir: expected a new or empty folder, found 'loss.png' in 'used'"),
         ({"plan": {"num_stages": 8}}, "plan: expected between 1 and 3 stages"),
         ({"plan": {"file": "auto", "links": {"sums": "int8"}}}, "plan.links.sums: expected no search for a plan with 'int8'"),
         ({"plan": {"num_stages": 2, "max_delay": 0.5}}, "plan.max_delay: expected a plan with a mean delay of at most 0.5"),

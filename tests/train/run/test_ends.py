@@ -101,7 +101,7 @@ def test_a_run_without_its_last_checkpoint_fails(cause, saved, monkeypatch):
             checkpoints.Checkpoints, "schedule_snapshot", lambda self, step: None if step == 6 else schedule_snapshot(self, step)
         )
     config = changed(saved, checkpoint={"on_full_disk": "train"})
-    with pytest.raises(RunStopped, match="the checkpoint of step 7 could not be written; the last good one is of step 6"):
+    with pytest.raises(RunStopped, match="the checkpoint of step 7 could not be written; the last complete checkpoint is of step 6"):
         loop.main(config)
     monkeypatch.undo()
     assert loop.main(config).steps == 7, "it goes on from step 6"
@@ -160,7 +160,7 @@ def test_lost_rows_end_the_run(damage, message, policy, saved, tmp_path, monkeyp
     ("lost", "message"),
     [
         ("metrics.jsonl", r"was moved or removed while the run was training; its newest checkpoint is of step 7; the run resumes from it$"),
-        ("checkpoints/7", r"the checkpoint of step 7 is not in the run folder any more; the last good one is of step 6$"),
+        ("checkpoints/7", r"the checkpoint of step 7 is not in the run folder any more; the last complete checkpoint is of step 6$"),
     ],
 )
 def test_losses_missing_at_the_end_are_noticed(lost, message, saved, monkeypatch):
@@ -226,7 +226,7 @@ def test_a_checkpoint_that_cannot_be_restored_is_skipped_with_a_message(lost, re
     lines = capsys.readouterr().out.splitlines()
     [line] = [line for line in lines if line.startswith("checkpoint: ")]
     assert str(place.relative_to(folder)) in line or "step 6: facts: devices" in line
-    assert line.endswith("; the one before is tried")
+    assert line.endswith("; the previous checkpoint is tried")
     assert any(line.startswith("resumes at step 4") for line in lines)
     assert f"checkpoints of later steps are kept as 6.old in '{folder / 'checkpoints'}'" in lines
     assert jpipe.checkpoints.steps(folder) == [4, 6, 7]

@@ -132,9 +132,7 @@ def test_a_finished_run_without_a_checkpoint_is_not_trained_anew(config, trained
     assert main(["sweep", config, "--grid", RATES]) == 0
     for change in ("train.steps=9", "train.epochs=3"):
         assert main(["sweep", config, "--grid", RATES, "--set", change]) == 2
-        assert "learning_rate=0.001' has ended and has no checkpoint from which more steps could be trained; choose another --dir" in (
-            capsys.readouterr().err
-        )
+        assert "learning_rate=0.001' has ended and has no checkpoint to continue from; choose another --dir" in (capsys.readouterr().err)
     assert len(trained[0]) == 2
 
 

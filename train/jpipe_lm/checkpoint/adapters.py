@@ -1,4 +1,4 @@
-"""Adapters and quantized kernels in checkpoints: merge them into whole weights, and read whole weights for them."""
+"""Adapters and quantized kernels in checkpoints: merge them into whole weights, and make them from whole weights."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -22,8 +22,8 @@ def merged(arrays: Mapping[str, Any], model: ModelConfig, tune: TuneConfig) -> d
 
     Args:
         arrays: arrays of any layers by name in an export, such as "block_0/qkv/kernel".
-        model: the section `model` of their run.
-        tune: the section `tune` of their run; without adapters the arrays are returned as they are.
+        model: the section `model` of the run's config.
+        tune: the section `tune` of the run's config; without adapters the arrays are returned as they are.
     """
     if tune.lora is None:
         return dict(arrays)
@@ -42,7 +42,7 @@ def merged(arrays: Mapping[str, Any], model: ModelConfig, tune: TuneConfig) -> d
 
 
 def merged_specs(specs: Mapping[str, Spec], tune: TuneConfig) -> dict[str, Spec]:
-    """Return the shapes and dtypes of the result of `merged` for arrays of these shapes and dtypes."""
+    """Return the specs of the arrays that `merged` would make from arrays of these specs."""
     if tune.lora is None:
         return dict(specs)
     whole: dict[str, Spec] = {}
@@ -70,7 +70,7 @@ def _product(linear: str, outputs: int, arrays: Mapping[str, Any], model: ModelC
 
 
 def for_adapters(source: Source, model: Mapping[str, Spec], tune: TuneConfig) -> Source:
-    """Turn a source of whole weights into one for a model that may have adapters, missing in the source, and quantized kernels.
+    """Adapt a source of whole weights to a model: adapters may be missing in the source, and kernels are quantized if the model's are.
 
     Args:
         source: the arrays on disk, by name in an export.
@@ -85,12 +85,12 @@ def for_adapters(source: Source, model: Mapping[str, Spec], tune: TuneConfig) ->
 
 
 def whole_names(names: list[str]) -> list[str]:
-    """Return the names of parameters; for quantized ones the names of whole kernels."""
+    """Return the names, and for each quantized kernel also the name of the whole kernel."""
     return [*names, *(name.removesuffix(_CODES) for name in names if name.endswith(f"{_KERNEL}{_CODES}"))]
 
 
 def _quantized(source: Source, model: Mapping[str, Spec], kind: Kind) -> Source:
-    """Return a source that quantizes kernels that are quantized in the model but not in the source."""
+    """Return a source that quantizes whole kernels while it reads them, where the model has quantized ones."""
     whole = {
         kernel
         for name, spec in model.items()
@@ -117,6 +117,6 @@ def _quantized(source: Source, model: Mapping[str, Spec], kind: Kind) -> Source:
 
 
 def _in_float32(array: Any) -> np.ndarray:
-    """Convert an array of fewer bits to float32."""
+    """Convert an array to float32 if its numbers have fewer bits."""
     array = np.asarray(array)
     return array.astype(np.float32) if array.dtype.itemsize < 4 else array

@@ -1,4 +1,4 @@
-"""Runs that begin with a folder in Hugging Face's layout, and with adapters in PEFT's: a `jpipe_train.checkpoint.sources.source.Format`."""
+"""Warm starts from folders of Hugging Face and adapters of PEFT: a `jpipe_train.checkpoint.sources.source.Format`."""
 
 import os
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ def opens(path: Path) -> bool:
     """Return whether a folder is in Hugging Face's layout.
 
     Raises:
-        InputError: it is one of adapters alone, or a pickle, or a file of such a folder.
+        InputError: the folder holds only adapters; or the path is a pickle, or a file inside such a folder.
     """
     if not os.path.isdir(path):
         huggingface.reject_file(path)
@@ -31,15 +31,15 @@ def opens(path: Path) -> bool:
 
 
 def open_source(path: Path, config: WarmStartConfig, model: ModelSection, specs: Mapping[str, Spec] | None) -> Source:
-    """Return the parameters of a folder, as `jpipe_train.checkpoint.sources.source.Format` says; another head than its own is fresh.
+    """Return the parameters of a folder, as `jpipe_train.checkpoint.sources.source.Format` says. A head of another kind is left out.
 
     Raises:
-        InputError: it cannot be read, or does not match the model.
+        InputError: the folder cannot be read, or does not match the model.
     """
     head = model.head if isinstance(model, ModelConfig) else "language"
     source = huggingface.source(path, head=head, strict=config.mode == "strict")
     if config.names:
-        raise InputError("warm_start.names has no effect for a folder of Hugging Face's layout, where the names are known; leave it out")
+        raise InputError("warm_start.names has no effect for a folder of Hugging Face's layout, because its names are known; leave it out")
     if config.adapters is None:
         return source
     base, adapters = description.read(path), resolved(config.adapters, _ADAPTERS)
@@ -54,17 +54,17 @@ def fill_config(data: dict[Any, Any], where: str) -> None:
 
     Args:
         data: a config, with a `warm_start.file`.
-        where: its name, for messages.
+        where: the config's name, for messages.
 
     Raises:
-        InputError: a key contradicts a folder, or the adapters are for no folder in Hugging Face's layout.
+        InputError: a key contradicts a folder, or there are adapters without a model in Hugging Face's layout.
     """
     warm_start, model = data["warm_start"], data.get("model")
     file, adapters = warm_start["file"], warm_start.get("adapters")
     if (is_folder := description.is_folder(file)) and isinstance(model, dict | None):
         data["model"] = description.fill_section(model or {}, resolved(file, _FILE), where, warm_start.get("mode") == "partial")
     if not isinstance(adapters, str) or not description.has_adapters(adapters):
-        return  # reported when a run begins with them
+        return  # this error is reported when the run begins
     if not is_folder:
         raise InputError(
             f"{where}: warm_start.adapters: expected warm_start.file to be a folder in Hugging Face's layout, found '{file}'; give the "

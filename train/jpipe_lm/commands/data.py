@@ -63,7 +63,7 @@ def show(
     overrides: Overrides = (),
     count: Annotated[int, tyro.conf.arg(name="count", metavar="N")] = 3,
 ) -> int:
-    """Show the first conversations of a config with data.format: chat, in the form that the model gets, and which parts are learned.
+    """Show the first conversations of a config with data.format: chat, as the model gets them, and which parts are learned.
 
     Learned parts are bold on a terminal, and in [[double brackets]] elsewhere.
 

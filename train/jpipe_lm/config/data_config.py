@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 BYTES = 256  # the number of symbols of a text that is read as bytes
 _Word = Annotated[str, Field(min_length=1, max_length=256)]
 _FORMATS_OF = MappingProxyType(
-    {  # the formats that a key applies to; with any other format the key is an error
+    {  # the formats that a key is for; with any other format the key is an error
         "tokenizer": ("text", "prompts", "chat", "labels"),
         "end_of_text": ("text", "prompts"),
         "boundaries": ("bytes", "text", "tokens"),
@@ -79,7 +79,7 @@ class DataConfig(DataSection):
 
     @property
     def may_be_padded(self) -> bool:
-        """Whether rows with labels below zero are ignored. Rows of masked windows always count."""
+        """Whether rows with labels below zero are ignored. In rows of masked windows all labels count."""
         return self.objective != "masked"
 
     @property

@@ -354,7 +354,7 @@ def _as_yaml(value: object) -> str:
 
 
 def _at(pattern: list[bool] | None, layer: int) -> bool:
-    """Return the value that a pattern, repeated along the depth, has at a layer; without a pattern it is true."""
+    """Return a layer's value in a pattern that repeats along the depth; without a pattern it is true."""
     return pattern is None or pattern[layer % len(pattern)]
 
 

@@ -119,7 +119,7 @@ class Sink(Protocol):
 
 @dataclass
 class Assembler:
-    """Assembles pieces of texts into documents, and adds the tokens that begin and end a document.
+    """Assembles pieces of texts into documents, and adds the tokens at the beginning and end of a document.
 
     Documents without tokens are counted and left out.
 
@@ -145,7 +145,7 @@ class Assembler:
 
     def __post_init__(self) -> None:
         self._began = False  # whether a document has begun
-        self._some = False  # whether the current text has given a document
+        self._some = False  # whether the current text has produced a document
 
     def add(self, read: Tokens) -> None:
         """Add the next document, or the next piece of a text."""

@@ -94,7 +94,7 @@ def keeps_apart(config: Config, split: Split) -> bool:
     known = split.train.have_ends and split.validation.have_ends
     if data_of(config).boundaries == "keep" and not known:
         raise InputError(
-            f"data.boundaries: keep needs the ends of documents, found a tokens.json without them in '{config.data.path}'; prepare the "
+            f"data.boundaries: keep needs the ends of documents, found a tokens.json without ends in '{config.data.path}'; prepare the "
             "folder again, or set data.boundaries: ignore"
         )
     default = "ignore" if data_of(config).read_as == "bytes" or data_of(config).objective == "masked" else "keep"

@@ -1,4 +1,4 @@
-"""The tokens of documents as one sequence. It consists of shards, which are read in pieces from memory or from files."""
+"""The tokens of documents as one sequence of shards, which are read in pieces from memory or from files."""
 
 import bisect
 import functools
@@ -14,7 +14,7 @@ from jaxtyping import Bool, Int32, Int64
 
 from jpipe import InputError
 
-_BLOCK = 512  # a binary search in a file ends with reading this many numbers
+_BLOCK = 512  # a binary search in a file ends by reading this many numbers
 _HASHED, _MOST_HASHED = 2**20, 2**28  # numbers that are hashed at once; of arrays with more than _MOST_HASHED numbers, parts are hashed
 
 
@@ -187,7 +187,7 @@ class Documents:
         """List the shards that contain the positions start to stop - 1.
 
         Returns:
-            For each shard: the shard, the first position in it, the position after the last, and the first position in the whole sequence.
+            For each: the shard, the first position in it, the position after the last, and the first position in the whole sequence.
         """
         parts = []
         k = bisect.bisect_right(self.starts, start) - 1
@@ -219,7 +219,7 @@ def _are_inside(answers: Int64[np.ndarray, " m"], stops: Int64[np.ndarray, " m"]
     """Return whether the answers do not overlap, are ascending, and each is inside one document."""
     if np.any(answers > stops) or np.any(answers[1:] < stops[:-1]) or np.any(answers[:1] < 0) or np.any(stops[-1:] > ends[-1]):
         return False
-    inside = np.searchsorted(ends, stops, "left")  # the document that an answer ends in
+    inside = np.searchsorted(ends, stops, "left")  # the document in which an answer ends
     begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]])[inside]
     return not np.any(answers < begins)
 

@@ -87,7 +87,7 @@ class Masked:
         return cut
 
     def _elsewhere(self, end: int, size: int, random: np.random.Generator) -> int:
-        """Choose the beginning of a second part of `size` tokens that does not follow the first part, which ends at `end`."""
+        """Choose where a second part of `size` tokens begins that does not follow the first part, which ends at `end`."""
         starts = [int(place) for place in random.integers(0, self._documents.size - size + 1, _TRIES)]
         other = [place for place in starts if not self._same_document(place, end - 1)]
         far = [place for place in starts if abs(place - end) > size]
@@ -97,7 +97,7 @@ class Masked:
         return not self._documents.have_ends or self._documents.number(one) == self._documents.number(other)
 
     def _chosen(self, whole: Int32[np.ndarray, " s"], cut: int, random: np.random.Generator) -> Bool[np.ndarray, " s"]:
-        """Choose the tokens to mask, equally many in each row. Special tokens are chosen only if there are too few other tokens."""
+        """Choose the tokens to mask, equally many in each row, and special tokens only if there are too few others."""
         added = np.zeros(whole.size, bool)
         added[[0, cut + 1, -1]] = True
         order = random.permutation(np.flatnonzero(~added))

@@ -294,7 +294,7 @@ def _find(files: Files, reporter: Reporter) -> _Found:
                     _check_kinds(more[1], files.keys)
         for line in sources.left_out(*files.paths):
             reporter.say(line)
-        if len(files.paths) > 1:  # a single path is read in the same way as in a run
+        if len(files.paths) > 1:  # a single path is read as in a run
             names, paths, twice = _once(names, paths)
             if twice:
                 reporter.say(f"SOURCE: {_many(twice, 'file')} found more than once; each is read once")
@@ -304,7 +304,7 @@ def _find(files: Files, reporter: Reporter) -> _Found:
 
 
 def _check_kinds(paths: Sequence[Path], keys: texts.Keys) -> None:
-    """Check that all files seem to be text or rows with a text.
+    """Check that all files seem to be text, or rows with a text.
 
     Raises:
         InputError: a file is of another kind; the message says what to do with it.
@@ -348,7 +348,7 @@ def _shown(pieces: Iterable[_Piece], found: _Found, reporter: Reporter, words: s
     """Yield the pieces that are read from files, and show the progress."""
     with (
         reporter.reading(f"{words} {_many(len(found.paths), 'file')}", found.size) as advance,
-        sources.readable("SOURCE"),  # only around reading, because errors while pieces are used do not come from the files
+        sources.readable("SOURCE"),  # only around reading, because errors in the use of pieces do not come from the files
     ):
         for piece in pieces:
             interrupt.check()

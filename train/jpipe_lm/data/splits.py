@@ -44,7 +44,7 @@ class Split:
         train: the documents for training.
         validation: the held-out documents.
         source: a phrase that describes where the documents come from.
-        digest: returns a hash. It is the same in two processes only if their documents are the same; of large files it reads a sample.
+        digest: a function that returns a hash of the documents, or of a sample of large files, to compare two processes.
         tokenizer: the tokenizer that made the tokens, or None.
         unit: the unit in which documents are measured.
         place: for training and for validation, a function that names the place of an example, for messages; None without examples.
@@ -156,7 +156,7 @@ def _check_kinds(data: DataConfig) -> None:
 
 
 def check_beside_weights(config: Config) -> None:
-    """Check that tokens have the same meaning as for the initial weights of the run, if both tokenizers are known."""
+    """Check that tokens mean the same as for the run's initial weights, if both tokenizers are known."""
     ours, file = tokenizers.file_of(config), config.warm_start.file
     beside = None if file is None else expanded(file, "warm_start.file") / tokenizers.FILE
     if ours is None or beside is None or config.warm_start.mode == "partial" or not (ours.is_file() and beside.is_file()):
@@ -167,7 +167,7 @@ def check_beside_weights(config: Config) -> None:
         number, tokens = wrong[0]
         raise InputError(
             where=key,
-            expected=f"the tokens of '{beside}', which the weights have learned",
+            expected=f"the tokens of '{beside}', which the weights were trained with",
             found=f"{len(wrong):,} different tokens in '{ours}', the first is {number}, {tokens[0]!r} in place of {tokens[1]!r}",
             change="use that tokenizer, or remove warm_start.file",
         )
@@ -228,7 +228,7 @@ class _Bytes(NamedTuple):
     stop: int
 
     def split(self, share: float) -> tuple[list["_Bytes"], list["_Bytes"]]:
-        """Return the first bytes, a share `share`, and the remaining bytes."""
+        """Divide the bytes: return the first part, which has this share of them, and the rest."""
         cut = round((self.stop - self.start) * share)
         return [self._replace(stop=self.start + cut)], [self._replace(start=self.start + cut)]
 
@@ -268,7 +268,7 @@ def _whole_folder(config: Config, path: str) -> Split:
     folder, index = token_files.read_index(path, "data.path")
     if token_files.is_folder(str(data_of(config).path)) and os.path.exists(
         str(data_of(config).path)
-    ):  # otherwise the tokenizer of the run is unknown
+    ):  # otherwise the run's tokenizer is unknown
         its = token_files.read_index(str(data_of(config).path), "data.path")[1]
         _check_same_tokenizer(its, index, str(data_of(config).path), "data.path")
     documents = token_files.documents(folder, index, [*index.train, *index.validation])
@@ -310,7 +310,7 @@ def _check_same_tokenizer(index: token_files.Index, other: token_files.Index, pa
 
 
 def _tokenizer(folder: Path, index: token_files.Index) -> tokenizers.Tokenizer:
-    """Load the tokenizer in a folder of tokens, after checking that it made the tokens."""
+    """Load the tokenizer in a folder of tokens, after checking that it has made the tokens."""
     tokenizer = tokenizers.load(folder / tokenizers.FILE, "data.path", None)
     if tokenizer.sha256 != index.tokenizer_sha256:
         raise InputError(
@@ -392,7 +392,7 @@ def _of_files(config: Config, parts: Sequence[DataPath]) -> Split:
     form = data.format if data.format in ("prompts", "chat", "tokens") else "text"
     if form == "tokens" and data.objective == "masked":
         raise InputError(
-            "data.objective: masked: expected a folder from jpipe data prepare, because it has the tokenizer of its tokens, found "
+            "data.objective: masked: expected a folder from jpipe data prepare, which includes the tokenizer of its tokens, found "
             f"'{data.path}'; prepare it with jpipe data prepare --format tokens"
         )
     tokenizer = None if form == "tokens" else tokenizers.load(str(data.tokenizer), "data.tokenizer", data.end_of_text)

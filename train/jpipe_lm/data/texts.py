@@ -65,8 +65,8 @@ def pieces(names: Sequence[str], files: Sequence[Path], form: Format, fraction: 
         names: the names of the files; if whole files are held out, the names decide which.
         files: the files to read.
         form: the form of the documents: texts (whole files, or rows with a text), or rows with prompts and answers.
-        fraction: the share to hold out. Of several text files whole files are held out, of a single text file its end, and of rows the
-            rows that their hashes select.
+        fraction: the share to hold out: whole files of several text files, the end of a single text file, or the rows that their hashes
+            select.
         keys: the keys of rows.
         where: the config key or option that names the files, for messages.
 
@@ -161,7 +161,7 @@ def _good_end(text: str) -> int:
     """Choose where to split a text of more than twice `PIECE` characters.
 
     Returns:
-        The position after a line, if the lines around it are not empty or indented; otherwise between two words; otherwise anywhere.
+        The position after a line between lines that are not empty or indented, or else between two words, or else anywhere.
     """
     for mark, behind in (("\n", 1), (" ", 0)):
         end = 2 * PIECE

@@ -22,7 +22,7 @@ from jpipe_train.config.section import AUTO
 from jpipe_train.console.terminal import first_line
 
 FILE = "tokenizer.json"
-MOST_BYTES = 2**27  # the largest size of a tokenizer.json; the largest known vocabularies take a quarter of it
+MOST_BYTES = 2**27  # the largest size of a tokenizer.json; the largest known vocabularies need a quarter of it
 LARGEST_VOCABULARY = 2**24
 ENDS_OF_TEXT = "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]"
 """Tokens that end a text, in order of preference, for tokenizers that add no token after a text."""
@@ -75,7 +75,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """The largest id plus one; an embedding of all tokens needs this number of rows."""
+        """The largest id plus one, which is the number of rows of an embedding of all tokens."""
         return 1 + int(self.ids[-1])
 
     @property
@@ -141,7 +141,7 @@ class Tokenizer:
 
         Args:
             texts: the texts to tokenize.
-            most: the most tokens of a row; longer rows are cut, pairs at their longer text first. None: rows may have any length.
+            most: the most tokens of a row. Longer rows are cut; in a pair, the longer text is cut first. None: rows may have any length.
 
         Raises:
             InputError: the tokenizer fails.
@@ -288,7 +288,7 @@ def _around(plain: Sequence[int], whole: Sequence[int]) -> tuple[tuple[int, ...]
 
 
 def _failed(error: BaseException, where: str, what: str) -> BaseException:
-    """Return the exception to raise for an error of the library: an InputError with its message; Ctrl-C and exits are unchanged."""
+    """Return the exception to raise for an error of the library: an InputError with its message, or Ctrl-C and exits unchanged."""
     if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
         return error
     reason = first_line(error) if isinstance(error, Exception) else "it panics"

@@ -55,7 +55,7 @@ class Windows:
 
 
 class Filled:
-    """Rows, followed by as many rows of padding with ignored labels as are needed for `least` rows."""
+    """Rows, followed by enough rows of padding with ignored labels to make `least` rows."""
 
     def __init__(self, rows: "Windows | Examples", least: int):
         self._rows, self._least = rows, least
@@ -79,7 +79,7 @@ class Examples:
     Args:
         documents: the examples.
         seq_len: the number of positions in a row.
-        cut: whether examples that are too long are cut, and left out if nothing of their answers remains; if not, they are an error.
+        cut: whether to cut examples that are too long, and leave them out if nothing of their answers remains; otherwise they are errors.
         place: a function from the number of an example to its name in messages.
 
     Raises:
@@ -114,7 +114,7 @@ class Examples:
         self._answers, self._answer_ends = answers[kept], answer_ends[kept]
         self._first = np.append(
             np.searchsorted(self._answers, self._starts), self._answers.size
-        )  # answer of each document, and their number
+        )  # the first answer of each document, and the number of answers
 
     def __len__(self) -> int:
         return self._rows.size - 1

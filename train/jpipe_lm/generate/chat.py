@@ -89,7 +89,7 @@ def main(
 
     Args:
         request: the options.
-        said: returns an iterator of the user's messages. Only process 0 calls it.
+        said: a function that returns an iterator of the user's messages. Only process 0 calls it.
         write: writes pieces of answers. Only process 0 calls it.
         say: prints a line about the answers. Only process 0 calls it.
         team: the processes that have the model.

@@ -16,7 +16,7 @@ from jpipe_train.console.exit_codes import failed
 from jpipe_train.console.terminal import fail, first_line, printable
 from jpipe_train.launch.team import joined
 
-MOST_BYTES = 2**24  # the longest prompt on standard input, or line of a conversation
+MOST_BYTES = 2**24  # the most bytes of a prompt on standard input, or of a line of a conversation
 
 
 def run(request: Request, connect: Callable[[], int], connect_limit: float, wait_limit: float) -> int:

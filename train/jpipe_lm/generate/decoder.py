@@ -20,7 +20,8 @@ from jpipe_lm.models import attention, transformer
 
 Tree = Any  # nested dicts of arrays
 Share = Callable[[Any, jax.ShapeDtypeStruct, str, int], np.ndarray]
-"""A function (array or None, its shape and dtype, a description, source) that returns the array of process `source` in all processes. All
+"""A function (array or None, its shape and dtype, a description, source) that returns the array of process `source` in all processes, which
+all must call it.
 
 processes must call it."""
 _PIECE = 1024  # the most positions of a prompt that are read at a time
@@ -83,7 +84,7 @@ def _piece(config: ModelConfig, rows: int, room: int) -> int:
 
 
 def _keys(config: ModelConfig, room: int, piece: int) -> int:
-    """Return the largest number of keys that a position has scores for: the keys in the cache and, with a window, in the piece."""
+    """Return the largest number of keys for which a position has scores: those in the cache and, with a window, in the piece."""
     cached = [(block, attention.cached_positions(block.window, room)) for block in config.blocks]
     return max(places + (piece if places == block.window else 0) for block, places in cached)
 
@@ -169,10 +170,10 @@ class Decoder:
 
     @without_mesh()
     def follow(self, tokens: Int[Array, " b"] | Int[np.ndarray, " b"]) -> Float[Array, "b v"] | None:
-        """Read one more token of each row, and return the logits of the next token like `begin`. The tokens may still be computing.
+        """Read one more token of each row, and return the logits of the next token like `begin`. The tokens may not be computed yet.
 
         The logits of rows without a free position are meaningless. If a row exceeds the original positions of LongRoPE, all its positions
-        rotate at other speeds from then on, so the rows are read again.
+        rotate at other speeds, so the rows are read again.
         """
         if self._original is not None:
             for row, token in zip(self._tokens, np.asarray(tokens).tolist(), strict=True):

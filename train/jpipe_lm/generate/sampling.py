@@ -73,7 +73,7 @@ def with_top_k(logits: Float[Array, "b v"], k: int) -> Float[Array, "b v"]:
 
 
 def with_top_p(logits: Float[Array, "b v"], p: float) -> Float[Array, "b v"]:
-    """Replace all logits outside the nucleus by -inf. The nucleus is the smallest set of largest probabilities with a sum of at least p.
+    """Replace all logits outside the nucleus by -inf: the smallest set of likeliest tokens with a total probability of p or more.
 
     Reference: Holtzman et al. 2019, "The Curious Case of Neural Text Degeneration".
     """

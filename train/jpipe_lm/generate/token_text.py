@@ -78,7 +78,7 @@ def of_tokenizer(
 
 
 class Stream:
-    """Converts tokens to text as they are generated. If the bytes of a character are in several tokens, it is returned with the last one.
+    """Converts tokens to text as they are generated. If several tokens make a character, it is returned with the last one.
 
     Args:
         decode: returns the text of tokens.
@@ -87,7 +87,7 @@ class Stream:
 
     def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int]) -> None:
         self._decode = decode
-        self._tokens = list(before[-8:])  # eight are enough; if the first character is cut off, it is cut off in both decoded texts
+        self._tokens = list(before[-8:])  # eight are enough: if the first character is cut off, it is so in both decoded texts
         self._returned = len(self._text())  # number of characters already returned
         self._whole = len(self._tokens)  # number of tokens up to the last complete character
 

@@ -1,4 +1,4 @@
-"""Attention computed for one block of queries after another. Memory grows with the length of a row, not with the square of the length.
+"""Attention that is computed block by block of queries. Memory grows with the length of a row, not with its square.
 
 Letters in shapes: b rows, s positions, h query heads, k key and value heads, d numbers per head, q queries of a block, t keys.
 """
@@ -24,7 +24,7 @@ Core = Callable[[Any, Any, Any, Any], Any]  # (queries, keys, values, mask) -> o
 
 @dataclass(frozen=True)
 class Masked:
-    """The rule that says which keys a query attends to, without the rule for segments.
+    """The rule for which keys a query attends to, apart from segments.
 
     Attributes:
         is_causal: whether a query attends only to keys at its own position and at earlier positions.
@@ -78,7 +78,7 @@ def attend_in_blocks(
 
 @dataclass(frozen=True)
 class _Blocks:
-    """The division of attention into `count` blocks of `size` queries. For `core` and `masked` see `attend_in_blocks`."""
+    """The division of attention into `count` blocks of `size` queries. See `attend_in_blocks` for `core` and `masked`."""
 
     core: Core
     masked: Masked

@@ -72,7 +72,7 @@ class Adapted(nnx.Module):
 
 
 def tuned(layers: Mapping[str, Callable[..., nnx.Module]], config: ModelConfig, tune: TuneConfig) -> dict[str, Callable[..., nnx.Module]]:
-    """Return constructors of the layers with adapters. Layers with the same constructor share the new constructor, too.
+    """Return constructors of the layers with adapters. Layers that shared a constructor share the new one.
 
     Args:
         layers: the constructor of each layer of a built-in model, by layer id.

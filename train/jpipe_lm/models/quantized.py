@@ -86,8 +86,8 @@ multiply.defvjp(_forward, _backward)
 def _dequantized_after(x: Any, codes: Any, scale: Any, kind: Kind) -> Any:
     """Return the kernel in the dtype of `x`.
 
-    The kernel is made to depend on `x`: the codes get a number added that is zero unless `x` is NaN. Without this dependence, XLA may
-    dequantize all kernels of a stage when the stage begins, and keep them in memory. An optimization barrier does not prevent this on CPUs.
+    The kernel is made to depend on `x`: a number that is zero unless `x` is NaN is added to the codes. Otherwise XLA may dequantize all
+    kernels of a stage when the stage begins, and keep them in memory. On CPUs an optimization barrier does not prevent this.
     """
     zero = jnp.isnan(x[(0,) * x.ndim]).astype(codes.dtype)
     return dequantize(codes + zero, scale, kind).astype(x.dtype)

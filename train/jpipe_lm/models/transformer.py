@@ -33,8 +33,8 @@ class Embed(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.config = config
         is_scaled = config.init == "scaled"
-        # Of order one, as are the blocks' outputs: much smaller ones make gradients that a delayed update (2BW, PipeDream) overshoots with.
-        # Where they also make the logits, these would be too large.
+        # Of order one, like the blocks' outputs: much smaller embeddings have gradients with which delayed updates (2BW, PipeDream)
+        # overshoot. Tied embeddings are smaller, because otherwise the logits would be too large.
         size = 1.0 if is_scaled and not config.tied else STD
         token = nnx.initializers.normal(size)
         self.token = table(config.vocab_size, config, token, rngs, "vocab")
@@ -315,8 +315,8 @@ def positions(tokens: Any, segments: Int[Array, "b s"] | None) -> Int[Array, "#b
 def waves(size: float, key: Array, shape: tuple[int, int], dtype: DTypeLike, out_sharding: object = None) -> Float[Array, "s w"]:
     """Initialize position embeddings with sines and cosines, as in the original transformer (Vaswani et al. 2017).
 
-    Their amplitude is half of `size`, the standard deviation of the symbol embeddings. Then attention to the previous position is learned
-    soon; larger position embeddings would hide the symbols.
+    Their amplitude is half of `size`, the standard deviation of the symbol embeddings. So attention to the previous position is learned
+    soon, while larger position embeddings would hide the symbols.
     """
     count, width = shape
     angles = np.arange(count)[:, None] / 10_000 ** (np.arange(0, width, 2)[None] / width)

@@ -72,11 +72,11 @@ def check_by_reading(config: Config, path: str | None = None) -> None:
 
     Args:
         config: the config of the run.
-        path: data that replace the data of the run, as in `jpipe_train.data.data.held_out`.
+        path: the path of data that replace the data of the run, as in `jpipe_train.data.data.held_out`.
 
     Raises:
-        jpipe.InputError: a file is missing or no installed library reads it, a function does not exist or has other arguments, or sizes do
-            not divide.
+        jpipe.InputError: a file is missing or no installed library reads it; a function does not exist or has other arguments; or a size
+            does not divide another.
     """
     metrics(config.eval, config.model)
     model.loss(config)
@@ -110,10 +110,10 @@ def check_plan(config: Config, plan: jpipe.Plan) -> None:
 
 
 def check(config: Config, pipe: jpipe.Pipeline, batches: data.Data) -> data.Data:
-    """Check that a pipeline can run here: check its devices, memory, loss, optimizer and the range of the labels.
+    """Check that a pipeline can run here: its devices, memory, loss and optimizer, and the range of the labels.
 
     Returns:
-        The data. They also check the labels of later batches.
+        The data, with checks of the labels of later batches.
 
     Raises:
         jpipe.InputError: a check fails.
@@ -157,7 +157,7 @@ def make_plan(config: PlanConfig, layer_ids: Sequence[str]) -> jpipe.Plan:
     """Read the plan in `config.file`, or divide the layers evenly by number or, if `config.layer_costs` is set, by cost.
 
     Raises:
-        jpipe.InputError: the file cannot be read or is not a plan; or the keys describe an illegal plan.
+        jpipe.InputError: the file cannot be read or is not a plan, or the keys describe an illegal plan.
     """
     if config.file is not None:
         return read_plan(config.file)
@@ -193,7 +193,7 @@ def read_plan(file: str) -> jpipe.Plan:
 
 @contextlib.contextmanager
 def errors_name_config_keys(plan_file: str | None) -> Iterator[None]:
-    """In errors from this context, name the place as a config key, or as the plan file if there is one."""
+    """In errors from this context, give the place as a config key, or as the plan file if there is one."""
     try:
         yield
     except jpipe.InputError as error:
@@ -207,11 +207,11 @@ _KEYS = {key: f"optimizer.{key}" for key in OptimizerConfig().of_plans} | {
     "the model": "model.target",
     "precision.loss_scale": "precision.loss_scale",
 }
-"""The config key for each name of a place in the library's errors. Without a plan file, `_PLAN_KEYS` are added."""
+"""The config key for each place in the library's errors. Without a plan file, `_PLAN_KEYS` are added."""
 
 
 def last_agreement(plan: jpipe.Plan, steps: int) -> str:
-    """Return a remark if pipelines agree rarely and some stages do not agree after the last step; otherwise ""."""
+    """Return a remark if pipelines agree rarely and some stages do not agree after the last step, otherwise ""."""
     if plan.agree is None:
         return ""
     every, lost = plan.agree.every, [steps - plan.agree.last(s, plan.depth, steps) for s in range(plan.depth)]
@@ -266,7 +266,7 @@ def started_devices(pipe: jpipe.Pipeline) -> list[Sequence[jax.Device]]:
     """Start JAX's devices and return the device or mesh of each worker.
 
     Raises:
-        jpipe.InputError: JAX finds no devices of the requested kind, or the plan needs other devices than there are.
+        jpipe.InputError: JAX finds no devices of the requested kind, or too few for the plan.
     """
     start_devices()
     return [place.devices for place in pipe.places]
@@ -303,7 +303,7 @@ def check_memory(
         rule: the optimizer.
         plan: the plan. Each replica of a stage holds all layers of the stage.
         devices: the devices of each worker. Only the devices of this process are checked.
-        has_masters: whether there is a copy of the trained weights with half their bytes, because `specs` are master weights.
+        has_masters: whether `specs` are master weights, so that a copy of the trained weights with half their bytes is needed as well.
         is_trained: a function from the name of a parameter to whether it is trained. Frozen parameters have no gradients and no masters.
             None: all are trained.
 
@@ -346,10 +346,10 @@ def devices_of(plan: jpipe.Plan) -> int:
 
 
 def prepare_devices(config: PlanConfig, num_processes: int = 1) -> None:
-    """Configure the number of CPU devices for the plan. Call this before the user's functions, because they may start JAX.
+    """Configure the number of CPU devices for the plan. Call this before the user's functions, because those may start JAX.
 
-    Each process has the same number of devices. If the processes do not divide the devices, each has one device, and the pipeline then
-    reports which numbers are possible.
+    Each process has the same number of devices. If that is impossible, each has one device, and the pipeline later reports which numbers of
+    processes are possible.
 
     Raises:
         jpipe.InputError: the plan cannot be read, or has fewer devices than there are processes.

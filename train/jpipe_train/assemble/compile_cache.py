@@ -1,6 +1,6 @@
 """Keep compiled programs for later runs in JAX's persistent compilation cache.
 
-The cache holds machine code that later runs execute. So a folder is used only if no other user can write to it.
+The cache holds machine code that later runs execute, so a folder is used only if no other user can write to it.
 """
 
 import contextlib
@@ -106,9 +106,7 @@ def _private_folder(folder: Path) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(
-            1, "programs in it are executed, so it must be a folder of your own that no other user can write to", str(folder)
-        )
+        raise PermissionError(1, "its programs are executed, so it must belong to you, and no other user may write to it", str(folder))
     return folder
 
 

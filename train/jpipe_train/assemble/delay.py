@@ -1,4 +1,4 @@
-"""Describe the delay of a plan: how many updates old the weights are that it computes gradients with."""
+"""Describe the delay of a plan: how many updates old the weights are with which it computes gradients."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -10,7 +10,7 @@ _MOST_LISTED = 6  # at most this many groups of stages with equal values are lis
 
 
 def delay_words(plan: jpipe.Plan, batches_per_update: int = 1) -> str:
-    """Return a sentence about the mean delay of each stage; "" if every gradient is computed with the weights that it changes.
+    """Return a sentence about the mean delay of each stage, or "" if no gradient is computed with older weights than it changes.
 
     Args:
         plan: the plan.

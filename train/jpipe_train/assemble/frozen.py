@@ -36,7 +36,7 @@ def trains_part(rule: optax.GradientTransformation, config: TuneSection, params:
 
     labels = jax.tree_util.tree_map_with_path(lambda path, _: "trained" if is_trained(_name(path)) else "frozen", dict(params))
     transforms = {"trained": rule, "frozen": optax.set_to_zero()}
-    # `labels` has layer ids as keys. On a whole model's own parameter tree this fails, and the optimizer is then called with the layers.
+    # `labels` has layer ids as keys. It fails on a whole model's own parameter tree; the optimizer is then called with the layers.
     return optax.partition(transforms, lambda tree: {layer_id: labels[layer_id] for layer_id in tree})
 
 

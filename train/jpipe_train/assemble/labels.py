@@ -21,7 +21,7 @@ _NEVER_COUNTED = -(2**31)
 
 @dataclass(frozen=True)
 class CheckedBatches:
-    """Batches of integers that are checked when their rows are read.
+    """Batches of integers. They are checked when their rows are read.
 
     Attributes:
         batches: the batches.
@@ -88,7 +88,8 @@ def check_labels(config: Config, batches: data.Data, outputs: Any) -> data.Data:
         outputs: the shapes and dtypes of the outputs of the model.
 
     Raises:
-        InputError: a label or a token of a first batch is out of range; the model has fewer outputs than the data have words or classes.
+        InputError: a label or token of the first batches is out of range, or the model has fewer outputs than the data have words or
+            classes.
     """
     if batches.vocab_size is not None:
         _check_outputs(batches.vocab_size, batches, outputs)
@@ -98,8 +99,8 @@ def check_labels(config: Config, batches: data.Data, outputs: Any) -> data.Data:
     if limits[1]:
         _check_largest(limits[1][""], [batches, *(part for _, part in batches.parts)])
     train, validation = CheckedBatches(batches.train, "train", limits), CheckedBatches(batches.validation, "validation", limits)
-    if jax.process_index() == 0:  # the other processes read only the rows that their own workers need
-        for first in (validation[0], train[batches.first]):  # in an evaluation the batch of `train` has rows of `validation`
+    if jax.process_index() == 0:  # other processes read only the rows that their workers need
+        for first in (validation[0], train[batches.first]):  # in an evaluation `train` has rows of `validation`
             jax.tree.map(lambda rows: rows[: len(rows)], first)
     return replace(batches, train=train, validation=validation)
 
@@ -131,7 +132,7 @@ def _check_outputs(need: int, batches: data.Data, outputs: Any) -> None:
     if need > (have := cross_entropy.vocab_size(outputs)):
         raise InputError(
             f"model.arguments: expected at least {need} outputs for each label, for the words or classes of {batches.source}, "
-            f"found {have}; raise their number, or keep fewer words or classes"
+            f"found {have}; raise it, or use data with fewer words or classes"
         )
 
 

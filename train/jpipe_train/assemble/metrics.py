@@ -1,4 +1,4 @@
-"""The evaluation metrics that a config names: built-in metrics, or functions of the user's.
+"""The evaluation metrics that a config names: built-in metrics, or the user's functions.
 
 The pipeline adds up pairs (sum, weight) over microbatches, replicas and batches. A metric that is not a mean, such as F1, consists of
 several parts; each part is a mean, and `combined` computes the metric from these means at the end.
@@ -25,11 +25,11 @@ Pair = tuple[jax.Array, jax.Array]
 
 
 def metrics(config: EvalConfig, model: ModelSection | None = None) -> dict[str, Any]:
-    """Return a dict from names to functions `(outputs, labels) -> (sum, weight)`; `combined` computes the metrics from their means.
+    """Return functions `(outputs, labels) -> (sum, weight)` by name; `combined` computes the metrics from their means.
 
     Args:
         config: the section `eval`.
-        model: the section `model`. It has the number of classes, and may add metrics of its own.
+        model: the section `model`. It determines the number of classes, and may add metrics.
 
     Raises:
         InputError: a target does not exist.
@@ -49,7 +49,7 @@ def metrics(config: EvalConfig, model: ModelSection | None = None) -> dict[str, 
 
 
 def results(config: Config) -> dict[str, Mode]:
-    """Return a dict from the results of a validation, named as in `metrics.jsonl`, to "min" if lower values are better, else "max"."""
+    """Return each result of a validation, named as in `metrics.jsonl`, with "min" if lower values are better, else "max"."""
     named = dict.fromkeys(config.model.extra_metrics(), "loss") | config.eval.metrics
     sources: dict[str, Mode] = {f"val_loss_{source.name}": "min" for source in config.data.sources or ()}
     return results_of(named, has_average=config.optimizer.ema_decay is not None) | sources
@@ -68,7 +68,7 @@ def results_of(named: Mapping[str, str], *, has_average: bool) -> dict[str, Mode
 
 
 def mode_of(chosen: StopConfig | BestConfig, results: Mapping[str, Mode]) -> Mode:
-    """Return whether lower or higher values of the chosen result are better. For functions of the user's, higher values are."""
+    """Return whether lower or higher values of the chosen result are better. For the user's functions, higher values are."""
     return chosen.mode or results.get(chosen.metric, "max")
 
 
@@ -89,9 +89,9 @@ def combined(means: Mapping[str, float]) -> dict[str, float]:
 def centred(
     means: Mapping[str, tuple[float, float]], microbatches: Mapping[str, Sequence[tuple[Any, Any]]]
 ) -> dict[str, tuple[float, float]]:
-    """Return `means` with the parts of `pearson` computed in float64, from the sums of each microbatch about its centre.
+    """Return `means` with the parts of `pearson` in float64, computed from the sums of each microbatch about its centre.
 
-    Sums of squares in float32 would lose all digits of numbers that vary little compared with their size.
+    Sums of squares in float32 would lose all digits if the numbers vary little compared with their size.
 
     Args:
         means: a mapping from names to (mean, weight) of a batch. This function waits until they are computed.
@@ -148,7 +148,7 @@ _part = functools.cache(_Part)
 
 @dataclass(frozen=True)
 class _LogitsMetric:
-    """A user's metric. It receives logits, even if the built-in loss computes them itself.
+    """A user's metric that receives logits, even if the built-in loss computes them itself.
 
     Attributes:
         metric: the user's function.
@@ -200,7 +200,7 @@ def _squared_error(outputs: Any, labels: Any) -> Pair:
 
 
 def _class_counts(outputs: Any, labels: Any, first: int, stop: int) -> tuple[list[jax.Array], jax.Array]:
-    """Count, for the classes from `first` to `stop` - 1, the correct predictions, and the labels plus the predictions.
+    """For the classes from `first` to `stop` - 1, count the correct predictions, and count the labels plus the predictions.
 
     The weight is the number of all valid labels.
     """
@@ -242,7 +242,7 @@ def _moments(outputs: Any, labels: Any, _: int) -> tuple[list[jax.Array], jax.Ar
 
 
 def _raw_moments(n: float, a: float, b: float, x: float, y: float, xx: float, yy: float, xy: float) -> tuple[float, ...]:
-    """Return the sums of n outputs and n labels, their squares and their products, from the sums about the centres a and b."""
+    """Convert sums about the centres a and b to sums of n outputs and n labels, of their squares and of their products."""
     return n * a + x, n * b + y, n * a * a + 2 * a * x + xx, n * b * b + 2 * b * y + yy, n * a * b + a * y + b * x + xy
 
 

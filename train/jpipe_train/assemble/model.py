@@ -1,4 +1,4 @@
-"""Build the model and the loss that a config names. They are built in, or functions of the user's."""
+"""Build the model and the loss that a config names: built-in ones, or the user's functions."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from jpipe_train.config.model_section import ModelSection
 
 
 def layers(config: Config, inputs: Callable[[], Any] | None = None) -> jpipe.LayerStack:
-    """Return the layers of the model. Its kind builds them, or `model.target` returns a LayerStack or a whole model.
+    """Return the layers of the model. Either its kind builds them, or `model.target` returns a LayerStack or a whole model.
 
     Args:
         config: the config of the run.
@@ -53,7 +53,7 @@ def check_target(config: ModelSection) -> None:
 
 
 def _of_target(target: str, arguments: Mapping[str, Any], batch_size: int) -> Any:
-    """Call a target with the arguments. If it has a parameter `rngs`, it is a constructor; then return a function of `rngs` instead."""
+    """Call a target with its arguments. If it has a parameter `rngs`, return a function of `rngs` instead."""
     function = entry_point.load(target, "model.target")
     signed = getattr(function, "__init__") if inspect.isclass(function) else function  # noqa: B009 - read, never called
     parameters, optional = parameters_of(signed), {"batch_size": batch_size}
@@ -75,10 +75,10 @@ def _spec(rows: Any) -> jax.ShapeDtypeStruct:
 
 
 def loss(config: Config) -> Any:
-    """Return the loss, a function `(outputs, labels) -> (sum, weight)`: the loss with this name, or `loss.target` with its arguments.
+    """Return the loss function `(outputs, labels) -> (sum, weight)`: the loss of this name, or `loss.target` with its arguments.
 
     Raises:
-        InputError: the target does not exist, or has other arguments; the package that adds the loss cannot be imported.
+        InputError: the target does not exist, or has other arguments; or the package that adds the loss cannot be imported.
     """
     if (name := config.loss_name) is not None:
         return registry.find("losses", name)
@@ -95,7 +95,7 @@ def loss(config: Config) -> Any:
 def _describe(value: Any) -> str:
     """Describe a value that the target returned in place of a model, and say what to return instead."""
     if value is None:
-        return "None; does the function end with return?"
+        return "None; end the function with return"
     if isinstance(value, dict):
         return f"a dict with keys {', '.join(map(str, value))}; wrap it in jpipe.LayerStack(…)"
     if inspect.isclass(value):

@@ -52,7 +52,7 @@ def optimizer(config: OptimizerConfig, steps: int, params: Tree) -> optax.Gradie
 def checked_arguments(
     config: OptimizerConfig, steps: int, params: Mapping[str, Tree] = MappingProxyType({})
 ) -> tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]:
-    """Return the function that makes the optimizer, its arguments, and the arguments that differ between stages. It is not called.
+    """Return the optimizer's constructor, its arguments, and the arguments that differ between stages. The constructor is not called.
 
     Args:
         config: the section `optimizer`.
@@ -79,7 +79,8 @@ def checked_arguments(
         arguments[mask] = _decay_mask(config.decay, params)
     elif config.decay is not None:
         raise InputError(
-            f"optimizer.decay: '{config.name}' cannot choose what decays (it has none of the arguments {' and '.join(MASKS)}); remove decay"
+            f"optimizer.decay: '{config.name}' cannot select parameters for weight decay (it has none of the arguments "
+            f"{' and '.join(MASKS)}); remove decay"
         )
     return factory, arguments, of_stages
 
@@ -110,7 +111,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[int], float]
 
     @functools.lru_cache(maxsize=2)
     def rates_of_block(number: int) -> list[float]:
-        """Compute many rates at once, because each computation waits for the device."""
+        """Compute many rates at once, because each call waits for the device."""
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             rates = jax.vmap(rate)(np.arange(number * _BLOCK, (number + 1) * _BLOCK, dtype=np.int32))
         return [float(f"{value:.6g}") for value in np.broadcast_to(np.asarray(rates, np.float64), _BLOCK)]
@@ -152,7 +153,7 @@ def lr_schedule(config: OptimizerConfig, updates: int, peak: float) -> optax.Sch
 
 
 def _rate(config: OptimizerConfig, steps: int, factory: Callable[..., Any]) -> float | optax.Schedule:
-    """Return a schedule; if the rate never changes, return a number, because some optimizers accept only numbers."""
+    """Return a schedule, or a number if the rate never changes, because some optimizers accept only numbers."""
     parameter = parameters_of(factory)["learning_rate"]
     factory_default = parameter.default if isinstance(parameter.default, float) else 1e-3
     rate = _rate_with_peak(config, steps, config.learning_rate or factory_default)
@@ -200,7 +201,7 @@ def _check_number(optimizer: str, name: str, parameter: inspect.Parameter) -> No
 
 
 def _accumulated(rule: optax.GradientTransformation, batches: int) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer that updates once every `batches` batches. A delay of `batches` batches is then a delay of one update."""
+    """Return an optimizer that updates once every `batches` batches. A delay of that many batches is then a delay of one update."""
     steps = optax.MultiSteps(rule, batches)
 
     def update(updates: Tree, state: Any, params: Tree = None, *, delay: Any = 0.0, **extra_args: Any) -> tuple[Tree, Any]:

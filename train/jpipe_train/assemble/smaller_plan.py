@@ -1,14 +1,14 @@
-"""Find a smaller plan for a run that has fewer processes than its config is made for."""
+"""Find a smaller plan for a run with fewer processes than its config is made for."""
 
 import jpipe
 from jpipe_train.config.config import AUTO, MOST_MICROBATCHES, Config, PlanConfig
 
 
 def for_processes(config: Config, processes: int, planned: int | None) -> tuple[Config, str]:
-    """Return the config with a plan for the existing number of processes.
+    """Return the config with a plan for the available number of processes.
 
-    With n of N processes the plan has n / N of the config's ranks. `smaller` is tried first, and then a search for a plan
-    (`plan.file: auto`). A config with a plan file, or with lists of values for stages, always needs the search. The batch size stays.
+    With n of N processes the plan has n / N of the config's ranks. First `smaller` is tried, then a search for a plan (`plan.file: auto`).
+    A config with a plan file, or with lists of values for stages, always needs the search. The batch size does not change.
 
     Args:
         config: the config of the run; its plan is for `planned` processes.
@@ -16,10 +16,10 @@ def for_processes(config: Config, processes: int, planned: int | None) -> tuple[
         planned: the number of processes that the config is made for; None returns the config unchanged.
 
     Returns:
-        The config, and a line that says what has changed; "" if nothing has.
+        The config, and a line about the changes; "" without any.
 
     Raises:
-        jpipe.InputError: there are more processes than planned, or the run could not continue with some smaller number of processes.
+        jpipe.InputError: there are more processes than planned, or for some smaller number of processes the run could not continue.
     """
     if planned is None:
         return config, ""
@@ -27,7 +27,7 @@ def for_processes(config: Config, processes: int, planned: int | None) -> tuple[
         raise jpipe.InputError(where="--elastic", expected=f"at least as many as there are processes, {processes}", found=planned)
     if config.checkpoint.every is None:
         raise jpipe.InputError(
-            "checkpoint.every: expected a number of steps with --elastic, found null; without checkpoints all work is lost with a process; "
+            "checkpoint.every: expected a number of steps with --elastic, found null; a lost process would lose all work; "
             "set it, such as checkpoint.every=10"
         )
     if config.optimizer.per_stage:
@@ -41,9 +41,9 @@ def for_processes(config: Config, processes: int, planned: int | None) -> tuple[
     plan = smaller(config.plan, ranks, config.train.batch_size)
     where = f"plan for {processes} of {planned} processes"
     if plan is None:
-        reason = "a plan file" if config.plan.file is not None else f"no {config.plan.schedule} plan of fewer even stages or replicas"
+        reason = "a plan file" if config.plan.file is not None else f"no smaller {config.plan.schedule} plan with even stages and replicas"
         searched = config.plan.model_copy(update={"file": AUTO})
-        return config.model_copy(update={"plan": searched}), f"{where}: a search chooses it, because the config has {reason} for them"
+        return config.model_copy(update={"plan": searched}), f"{where}: the plan is searched for, because the config has {reason} for them"
     values = [
         f"{name} {getattr(plan, name)} instead of {getattr(config.plan, name)}"
         for name in ("num_stages", "replicas", "microbatches")
@@ -53,7 +53,7 @@ def for_processes(config: Config, processes: int, planned: int | None) -> tuple[
 
 
 def _check_links(config: Config, planned: int) -> None:
-    """Reject a config that compresses sums if it would need a plan search later. The planner cannot predict the cost of compression.
+    """If a plan search could become necessary, reject compressed sums: the planner cannot predict their cost.
 
     Raises:
         jpipe.InputError: for some number of processes there is no smaller plan.
@@ -63,9 +63,9 @@ def _check_links(config: Config, planned: int) -> None:
     for processes in range(planned - 1, 0, -1):
         if smaller(config.plan, config.plan.ranks * processes // planned, config.train.batch_size) is None:
             raise jpipe.InputError(
-                "plan.links.sums: with --elastic, expected a plan that has a smaller plan for each number of processes, found none with "
-                f"fewer even stages or replicas for {processes} of {planned} processes, and a search cannot predict the cost of "
-                "links.sums; remove one of them"
+                "plan.links.sums: with --elastic, expected a plan that becomes smaller with each lost process, found no plan with "
+                f"even stages and replicas for {processes} of {planned} processes, and a search cannot predict the cost of links.sums; "
+                "leave out --elastic or links.sums"
             )
 
 
@@ -76,7 +76,7 @@ def smaller(plan: PlanConfig, ranks: int, batch_size: int) -> PlanConfig | None:
     microbatches, or the next larger number that divides the batch and is legal for the schedule and the replicas.
 
     Args:
-        plan: the plan, with the keys of even stages. With a plan file, or a list of values for stages, the result is None.
+        plan: the plan, with the keys of even stages. With a plan file or a list of values for stages, the result is None.
         ranks: the number of ranks.
         batch_size: the number of rows in a batch.
     """

@@ -1,4 +1,4 @@
-"""The best checkpoints of a run, by a result of its validations, and the state of early stopping in a checkpoint."""
+"""The best checkpoints of a run by a validation result, and the state of early stopping in a checkpoint."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -15,11 +15,11 @@ from jpipe_train.config import config_file
 from jpipe_train.config.config import BestConfig, Mode, StopConfig
 
 Step = int | Literal["best"] | None
-"""A checkpoint of a run: its step, the best one, or None for the newest complete one."""
+"""Which checkpoint of a run: its step, "best", or None for the newest complete one."""
 
 
 class StopState(pydantic.BaseModel):
-    """How long a result of the validations of a run has not improved.
+    """How long a validation result of a run has not improved.
 
     Attributes:
         metric: the name of the result.
@@ -40,13 +40,13 @@ class StopState(pydantic.BaseModel):
     best_step: Count | None = None
 
     def after(self, step: int, value: float, min_delta: float) -> "StopState":
-        """Return the state after a validation before `step`. A value that is not finite does not count as an improvement."""
+        """Return the state after a validation before `step`. A value that is not finite is no improvement."""
         if math.isfinite(value) and (self.best is None or is_better(value, self.best, self.mode, min_delta)):
             return self.model_copy(update={"step": step, "waited": 0, "best": value, "best_step": step})
         return self.model_copy(update={"step": step, "waited": self.waited + 1})
 
     def continues(self, config: StopConfig, mode: Mode) -> bool:
-        """Return whether this state belongs to the same result, judged in the same way."""
+        """Return whether this state is for the same result and mode."""
         return (self.metric, self.mode) == (config.metric, mode)
 
     def words(self) -> str:
@@ -61,12 +61,12 @@ def is_better(value: float, other: float, mode: Mode, min_delta: float = 0.0) ->
 
 
 class Best:
-    """Decides which checkpoints of a run are among its best. All processes decide alike, because they have the same results.
+    """Decides which checkpoints of a run are among its best. All processes have the same results, so they decide alike.
 
     Args:
         config: the result to compare, and the number of best checkpoints.
         mode: whether lower or higher values are better.
-        values: by step, the values of the checkpoints that exist when this part of the run begins.
+        values: the values of the checkpoints that exist when this part of the run begins, by step.
     """
 
     def __init__(self, config: BestConfig, mode: Mode, values: Mapping[int, float]) -> None:
@@ -74,7 +74,7 @@ class Best:
         self._values = dict(values)
 
     def record(self, step: int, facts: Mapping[str, Any]) -> bool:
-        """Record the checkpoint of a step with these facts, and return whether it is among the best."""
+        """Record the checkpoint at a step with its facts, and return whether it is among the best."""
         value = _value(facts, self._config.metric)
         if value is None:
             return False
@@ -83,23 +83,23 @@ class Best:
         return step in self._values
 
     def in_folder(self, folder: Path) -> list[int]:
-        """Return the steps of the best complete checkpoints in the folder of a run, the best one first."""
+        """Return the steps of the best complete checkpoints in a run folder, the best first."""
         return ranked(values_in(folder, self._config.metric), self._mode)[: self._config.keep]
 
 
 def ranked(values: Mapping[int, float], mode: Mode) -> list[int]:
-    """Return the steps in the order of their values, the best first. Of steps with equal values, the earlier comes first."""
+    """Return the steps sorted by value, the best first. Among equal values, the earlier step is first."""
     return sorted(values, key=lambda step: (values[step] if mode == "min" else -values[step], step))
 
 
 def values_in(folder: Path, metric: str, steps: Iterable[int] | None = None, since: int = 0) -> dict[int, float]:
-    """Return a result by step, for the complete checkpoints of a run that have it; damaged checkpoints are left out.
+    """Return the values of a result by step, from the complete checkpoints that have it. Damaged checkpoints are left out.
 
     Args:
         folder: the folder of the run.
         metric: the name of the result.
-        steps: the steps to look at; None for all steps.
-        since: steps up to this one, or up to a later change of the data of validations (`val_since` of a checkpoint), are left out.
+        steps: the steps to consider; None for all.
+        since: steps up to this one are left out; so are steps before a change of the validation data (a checkpoint's `val_since`).
     """
     from jpipe import checkpoints
 
@@ -119,7 +119,7 @@ def values_in(folder: Path, metric: str, steps: Iterable[int] | None = None, sin
 
 
 def _value(facts: Mapping[str, Any], metric: str) -> float | None:
-    """Return a validation result of a checkpoint's weights; None if they were not validated or the value is not finite."""
+    """Return a validation result of a checkpoint's weights, or None if it is missing or not finite."""
     others = facts.get("val_metrics")
     results = {"val_loss": facts.get("val_loss")} | (others if isinstance(others, dict) else {})
     final = facts.get("val_final")
@@ -141,24 +141,24 @@ def best_step(folder: Path, where: str) -> int:
     best = config.checkpoint.best
     if best is None:
         raise InputError(
-            f"{where}: expected a run with checkpoint.best, which keeps its best checkpoints, found '{shown(folder)}' "
-            "without; give the number of a step, or train with checkpoint.best"
+            f"{where}: expected a run with checkpoint.best, which keeps its best checkpoints, found '{shown(folder)}' without it; give "
+            "the number of a step, or train with checkpoint.best"
         )
     if (found := find(folder, best, results(config))) is not None:
         return found[0]
     raise InputError(
-        f"{where}: expected a checkpoint with {best.metric} in '{shown(folder)}', found none; those "
-        "of steps that train.eval_every divides have it, and the last one; give the number of a step"
+        f"{where}: expected a checkpoint with {best.metric} in '{shown(folder)}', found none; only the last checkpoint and checkpoints at "
+        "multiples of train.eval_every have it; give the number of a step"
     )
 
 
 def find(folder: Path, best: BestConfig, results: Mapping[str, Mode]) -> tuple[int, float] | None:
-    """Return the step and the value of the best checkpoint in a run folder, or None if there is none.
+    """Return the step and value of the best checkpoint in a run folder, or None if there is none.
 
     Args:
-        folder: the run's.
-        best: the result by which the run has kept its best checkpoints.
-        results: the results of its validations.
+        folder: the folder of the run.
+        best: which result determines the best checkpoints.
+        results: the results of the run's validations.
     """
     values = values_in(folder, best.metric)
     steps = ranked(values, mode_of(best, results))

@@ -21,26 +21,27 @@ _PATIENCE = 600.0  # seconds that process 0 waits for the parts of the other pro
 
 
 class _NotRemoved(OSError):
-    """A new checkpoint is complete, but an old one could not be removed."""
+    """A new checkpoint is complete, but removing an old one has failed."""
 
 
 class Checkpoints:
-    """Takes snapshots of a run at regular batches and at its end, and writes them in the background.
+    """Takes snapshots of a run at regular steps and at its end, and writes them in the background.
 
-    A snapshot is written once the rows of all earlier batches are in `metrics.jsonl`; until then the next snapshot waits. All processes
-    write their parts, and process 0 completes the checkpoint.
+    A snapshot is written once `metrics.jsonl` has the rows of all earlier batches; the next snapshot waits for it. Each process writes its
+    part, and process 0 completes the checkpoint.
 
     Args:
-        config: the section `checkpoint`: when checkpoints are written, and which are kept.
+        config: the section `checkpoint`: when to write checkpoints, and which to keep.
         pipe: the pipeline of the run.
         folder: the folder of the run, the same for all processes.
         steps: the number of steps of the run.
         team: the processes of the run.
-        facts: the facts of all checkpoints of the run.
+        facts: the facts that all checkpoints of the run have in common.
         rows: a function that returns the rows of the run so far; only process 0 calls it.
-        say: a function that gets, in process 0, a line for each failure.
+        say: in process 0, a function that prints a line for each failure.
         best: selects the best checkpoints; None if the run does not keep the best.
-        validated_every: steps from one validation to the next, if checkpoints of validated steps may be kept or the run may end there.
+        validated_every: the number of steps between validations; None if neither the best checkpoints nor the end of the run depend on
+            them.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Checkpoints:
         self._snapshots: list[jpipe.runtime.Snapshot] = []  # snapshots that are not written yet, in order
         self._writing: Future[None] | None = None
         self._best, self._validated_every = best, validated_every
-        self._optional: set[int] = set()  # the steps of snapshots that are written only if they are among the best
+        self._optional: set[int] = set()  # the steps of snapshots that are written only if they become one of the best
         self._is_last = False  # whether `schedule_last` was called
         self._thread = ThreadPoolExecutor(1, "checkpoints")
         # Kept open to notice when another folder takes its place. Without checkpoints only process 0 needs the folder.
@@ -70,7 +71,7 @@ class Checkpoints:
         self.written: list[int] = []  # the steps of the checkpoints that are complete, in order, in process 0
 
     def schedule_snapshot(self, step: int) -> None:
-        """If a snapshot after `step` is due, begin it; this step is about to run."""
+        """Begin the snapshot after `step` if one is due. Call this just before the step."""
         every, after = self._config.every, step + 1
         if every is None or (self._is_last and after != self._steps):
             return
@@ -81,27 +82,27 @@ class Checkpoints:
                 self._optional.add(after)
 
     def end_at(self, step: int) -> None:
-        """Let the run end before `step`, after the validation before this step."""
+        """End the run before `step`, after the validation there."""
         self._steps = step
 
     def schedule_last(self, step: int) -> None:
-        """If the run writes checkpoints, begin the snapshot after `step`. After that only the snapshot at the end of the run is due."""
+        """If the run writes checkpoints, begin the snapshot after `step`. Later only the snapshot at the end of the run is due."""
         self._is_last = True
         if self._config.every is not None:
             self._snapshots.append(self._pipe.snapshot(step + 1))
 
     @property
     def last_is_done(self) -> bool:
-        """Whether the snapshot of `schedule_last` is written or has failed; in process 0, whether this holds for all processes."""
+        """Whether the snapshot of `schedule_last` is written or has failed; in process 0, whether this is so in all processes."""
         return self._is_last and not self._snapshots and (self._writing is None or self._writing.done())
 
     @property
     def has_snapshots(self) -> bool:
-        """Whether snapshots are being taken, or wait to be written."""
+        """Whether snapshots are being taken or wait to be written."""
         return bool(self._snapshots)
 
     def observing(self, other: Observer | None = None) -> Observer | None:
-        """Return the observer for `Pipeline.step`, which passes events to unfinished snapshots and to `other`."""
+        """Return the observer for `Pipeline.step`. It passes events to unfinished snapshots and to `other`."""
         observers: list[Observer] = [snapshot for snapshot in self._snapshots if not snapshot.complete]
         observers += [] if other is None else [other]
         if len(observers) < 2:
@@ -114,7 +115,7 @@ class Checkpoints:
         return observe
 
     def flush_finished(self, logged: int, facts: Callable[[int], Mapping[str, Any]]) -> None:
-        """Start to write the complete snapshots that have all their rows logged, and report failures of earlier checkpoints.
+        """Start to write the complete snapshots if all their rows are logged, and report failures of earlier checkpoints.
 
         Args:
             logged: the last step with a written row.
@@ -126,7 +127,7 @@ class Checkpoints:
         """
         if self._writing is not None and self._writing.done():
             self.finish()  # to report failures now
-        # Near the end of a run, a snapshot may wait for forwards that no worker reaches; only the run's last snapshot completes.
+        # Near the end of a run, a snapshot may wait for forwards that never come; only the run's last snapshot completes.
         for snapshot in [snapshot for snapshot in self._snapshots if snapshot.complete and snapshot.batch <= logged + 1]:
             self._snapshots.remove(snapshot)
             of_step = facts(snapshot.batch)
@@ -140,7 +141,7 @@ class Checkpoints:
         """Wait for the checkpoint that is being written.
 
         Raises:
-            OSError: as `flush_finished`.
+            OSError: as in `flush_finished`.
             FolderChanged: the run folder was moved or replaced.
             jpipe.runtime.CopiesDiffer: copies of a shared parameter differ.
         """
@@ -162,7 +163,7 @@ class Checkpoints:
             self._say(f"{what}: {error.strerror or error}; the run continues, {last_complete}")
 
     def missing(self, step: int) -> str | None:
-        """In process 0, return why the last checkpoint, at `step`, is missing; None if it is complete or not due."""
+        """In process 0, return why the last checkpoint, at `step`, is missing, or None if it is complete or not due."""
         if self._config.every is None or not self._team.is_first:
             return None
         from jpipe.checkpoints import Checkpoint
@@ -182,25 +183,25 @@ class Checkpoints:
             os.close(self._open_folder)
 
     def _last_complete(self, none: str, but: int | None = None) -> str:
-        """Describe the last complete checkpoint, except at step `but`."""
+        """Describe the last complete checkpoint, leaving out the one at step `but`."""
         from jpipe.checkpoints import steps
 
         try:
             whole = [step for step in steps(self._folder) if step != but]
         except (jpipe.InputError, OSError):  # the disk has failed
             whole = []
-        return f"the last good one is of step {whole[-1]}" if whole else none
+        return f"the last complete checkpoint is of step {whole[-1]}" if whole else none
 
     def _write(self, snapshot: jpipe.runtime.Snapshot, facts: Mapping[str, Any]) -> None:
         self._check_folder()
         try:
             self._save(snapshot, facts)
-            self._check_folder()  # writing a file creates the folders above it again
+            self._check_folder()  # writing a file would create its folders again
         except jpipe.InputError as error:
             reported = reported_by_system(error)
             if reported is None:
                 raise
-            raise OSError(reported.errno, str(error)) from error  # no mistake of the user: writing was possible when the run began
+            raise OSError(reported.errno, str(error)) from error  # not the user's mistake: writing was possible when the run began
 
     def _save(self, snapshot: jpipe.runtime.Snapshot, facts: Mapping[str, Any]) -> None:
         from jpipe import checkpoints

@@ -1,4 +1,4 @@
-"""`jpipe export`: the weights of a run by name, in a safetensors file or as an Orbax checkpoint."""
+"""`jpipe export`: write the weights of a run, by name, as a safetensors file or as an Orbax checkpoint."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ def open_run(request: ExportRequest, report: Callable[[str], None]) -> SavedWeig
 
     Args:
         request: the run and the step.
-        report: gets a line for each newer checkpoint that is damaged.
+        report: a function that prints a line for each damaged newer checkpoint.
 
     Raises:
         InputError: the run or the checkpoint does not exist, or the checkpoint is damaged.
@@ -36,7 +36,7 @@ def open_run(request: ExportRequest, report: Callable[[str], None]) -> SavedWeig
 
 
 def start_cpu() -> None:
-    """Let JAX use the CPU alone: Orbax starts JAX's devices, a GPU may be another program's, and none is needed."""
+    """Make JAX use only the CPU. Orbax starts JAX's devices, but needs no GPU, and another program may be using it."""
     jax.config.update("jax_platforms", "cpu")
 
 
@@ -44,12 +44,13 @@ def write_file(request: ExportRequest, report: Callable[[str], None]) -> None:
     """Write the parameters and layer state of a checkpoint into a safetensors file.
 
     Raises:
-        InputError: as in `open_run`; or the moving average of the weights is requested and the checkpoint has none; or a safetensors file
-            cannot hold the model, or cannot be written.
+        InputError: as in `open_run`; or the checkpoint lacks the requested moving average; or a safetensors file cannot hold the model, or
+            cannot be written.
     """
     path, saved = _new_file(request.path), open_run(request, report)
     arrays = saved.read()
-    ordered = {name: np.asarray(array, order="C") for name, array in arrays.items()}  # safetensors would shuffle other orders
+    # safetensors would mix up the numbers of arrays in another memory order
+    ordered = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     try:
         content = save(ordered, {"jpipe": f"{jpipe.__version__}, step {saved.checkpoint.step}"})
     except SafetensorError as error:
@@ -60,10 +61,10 @@ def write_file(request: ExportRequest, report: Callable[[str], None]) -> None:
 
 
 def write_orbax(request: ExportRequest, report: Callable[[str], None]) -> None:
-    """Write an Orbax item with the names of arrays in an export as nested dicts.
+    """Write an Orbax item: nested dicts with the names of the arrays in an export.
 
     Raises:
-        InputError: as `write_file`, or an array has the name of a dict.
+        InputError: as in `write_file`, or an array and a dict have the same name.
     """
     path, saved = unused(request.path, "--out"), open_run(request, report)
     arrays = saved.read()
@@ -71,10 +72,10 @@ def write_orbax(request: ExportRequest, report: Callable[[str], None]) -> None:
 
 
 def write_model(request: ExportRequest, report: Callable[[str], None]) -> None:
-    """Write an Orbax item with the names that the arrays have in the whole model from which the layers were cut, stacked as there.
+    """Write an Orbax item with the names and stacked arrays of the whole model from which the layers were cut.
 
     Raises:
-        InputError: as `write_orbax`, or the layers were not cut from a model.
+        InputError: as in `write_orbax`, or the layers were not cut from a model.
     """
     path, saved = unused(request.path, "--out"), open_run(request, report)
     arrays = of_whole_model(saved.read(), saved.checkpoint.facts)
@@ -90,7 +91,7 @@ def _write_item(path: Path, arrays: Mapping[str, Any]) -> int:
         for part in outer:
             inner = inner.setdefault(part, {})
             if not isinstance(inner, dict):
-                raise InputError(f"export: a tree cannot hold '{name}', because an array has the name of its dict; leave out --layout")
+                raise InputError(f"export: a tree cannot hold '{name}', because another array has the name of its dict; leave out --layout")
         if inner.setdefault(last, array) is not array:
             raise InputError(f"export: a tree cannot hold '{name}', because a dict has the same name; leave out --layout")
     with new_folder(path, "--out") as unfinished:
@@ -104,18 +105,20 @@ def _words(request: ExportRequest, saved: SavedWeights, arrays: Mapping[str, Any
 
 
 def of_whole_model(arrays: Mapping[str, Any], facts: Any) -> dict[str, Any]:
-    """Return arrays by their paths in the whole model from which the layers were cut.
+    """Return the arrays of the whole model from which the layers were cut, by path.
 
     Args:
-        arrays: as `SavedWeights.read` returns them.
-        facts: the facts of the checkpoint, with the places of the arrays in the whole model.
+        arrays: the arrays from `SavedWeights.read`.
+        facts: the facts of the checkpoint. They locate the arrays in the whole model.
 
     Raises:
         InputError: the layers were not cut from a model, or the facts are damaged.
     """
     locations = facts.get("model") if isinstance(facts, Mapping) else None
     if locations is None:
-        raise InputError("--layout: expected a run with a whole model as model.target, found one of layers; leave it out, or give orbax")
+        raise InputError(
+            "--layout: expected a run with a whole model as model.target, found a run of layers; leave out --layout, or give orbax"
+        )
     slices: dict[str, dict[tuple[int, ...], tuple[Any, tuple[int, ...]]]] = {}
     try:
         for kind, by_place in locations.items():
@@ -129,7 +132,7 @@ def of_whole_model(arrays: Mapping[str, Any], facts: Any) -> dict[str, Any]:
 
 
 def _stacked(parts: Mapping[tuple[int, ...], tuple[Any, tuple[int, ...]]]) -> Any:
-    """Return an array from its slices by index; each slice also names the axes along which the index counts."""
+    """Join the slices of an array. A slice's key is its index and the axes along which the index counts."""
     (first, axes), count = next(iter(parts.values())), max(parts)
     if not axes:
         return first

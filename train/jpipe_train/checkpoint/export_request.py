@@ -1,4 +1,4 @@
-"""The request of `jpipe export`, which the command line is read from."""
+"""The request of `jpipe export`, made from the command line."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -11,19 +11,18 @@ from jpipe_train.console.options import OptionalStep, Overrides, Weights
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """The arguments of `jpipe export`, as the function of a layout gets them.
+    """The arguments of `jpipe export`, which the function of a layout receives.
 
     Attributes:
-        source: The folder of the run, such as runs/0001. With --layout huggingface also a config, for the weights that its run begins with.
-        to: What to write, a new file. It holds the parameters and the layer state, by layer id and path. With --layout a new folder.
-        out: The same as an option.
+        source: The folder of the run, such as runs/0001. With --layout huggingface also a config, for its weights before training.
+        to: The new file to write, with parameters and layer state by layer id and path. With --layout it is a new folder.
+        out: The file or folder to write, as an option.
         step: The checkpoint after this number of steps, or the best one of a run with checkpoint.best; by default the newest that is
             complete.
         weights: The newest parameters, or their moving average (ema), of a run with optimizer.ema_decay.
-        layout: Orbax's (orbax) is one tree that ocp.StandardCheckpointer restores, by the same names.
-            The whole model's (model) is such a tree with the model's own paths, for a model.target that is a whole model.
-            Hugging Face's (huggingface) is a folder with config.json and model.safetensors, for decoders and BERT;
-            adapters are added to the weights. PEFT's (peft) is a folder with the adapters alone.
+        layout: orbax: a tree with the same names, which ocp.StandardCheckpointer restores. model: such a tree with the model's own paths,
+            if model.target is a whole model. huggingface: a folder with config.json and model.safetensors, for decoders and BERT, with
+            adapters merged into the weights. peft: a folder with only the adapters.
         overrides: Replace one key of a config, such as model.preset=gpt2-124m.
     """
 

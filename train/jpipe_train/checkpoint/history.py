@@ -1,4 +1,4 @@
-"""The history of a run in parts, each from a start or resume to the next resume or the end."""
+"""The history of a run. Each part begins when the run starts or resumes."""
 
 import itertools
 import time
@@ -12,14 +12,14 @@ import jpipe
 from jpipe_train.assemble.meshes import has_meshes, mesh_words
 from jpipe_train.console.terminal import count, duration
 
-MOST_PARTS = 1000  # the latest, which a checkpoint keeps
+MOST_PARTS = 1000  # a checkpoint keeps only the latest parts
 
 _Words = Annotated[str, pydantic.Field(max_length=300)]
 Count = Annotated[int, pydantic.Field(ge=0, le=2**53)]
 
 
 class RunPart(pydantic.BaseModel):
-    """One part of a run; the optional fields are unknown in checkpoints of versions of jpipe that kept no history.
+    """One part of a run. The optional fields are unknown in checkpoints of versions of jpipe that kept no history.
 
     Attributes:
         first: the first step of the part.
@@ -28,10 +28,10 @@ class RunPart(pydantic.BaseModel):
         optimizer: a description of its optimizer.
         devices: the number of devices.
         began: the time of its start, in UTC.
-        seconds: its duration, including start-up. If the part was killed, lost steps count neither here nor in `end`.
+        seconds: its duration, including start-up. If the part was killed, neither this nor `end` counts lost steps.
         updates: the number of optimizer updates before `first`; None if it differs between stages.
-        pause: seconds from the last step that the previous part logged to the first new step of this part.
-        repeated: the number of steps that this part trained again, because the previous part had ended without a checkpoint of them.
+        pause: seconds from the last logged step of the previous part to the first new step of this part.
+        repeated: the number of steps of the previous part that were trained again, because they came after its last checkpoint.
         batch_size: the number of examples in each step.
     """
 
@@ -51,7 +51,7 @@ class RunPart(pydantic.BaseModel):
 
 
 class LastStep(NamedTuple):
-    """The last step that a part of a run has logged, and when, in seconds since 1970."""
+    """The last step that a part of a run has logged, and its time in seconds since 1970."""
 
     step: int
     time: float
@@ -61,12 +61,12 @@ class History:
     """The parts of a run so far.
 
     Args:
-        before: the parts that ended.
+        before: the earlier parts.
         now: the current part.
         plan: the plan of the current part.
-        clock: returns the seconds since the current part began.
-        earlier: the last step of the part before; None if there is none, or it is not known.
-        wall_clock: returns the time, in seconds since 1970.
+        clock: a function that returns the seconds since the current part began.
+        earlier: the last step of the previous part; None if there is no such part, or its last step is unknown.
+        wall_clock: a function that returns the time in seconds since 1970.
     """
 
     def __init__(
@@ -79,26 +79,28 @@ class History:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._before, self._plan, self._clock, self._wall_clock = tuple(before[-MOST_PARTS + 1 :]), plan, clock, wall_clock
-        self._earlier = earlier  # until there is a new step
+        self._earlier = earlier  # None after the first new step
         began = datetime.now(UTC) - timedelta(seconds=clock())
         self._now = now.model_copy(update={"began": now.began or f"{began:%Y-%m-%d %H:%M:%S}"})
 
     def logged(self, step: int) -> str:
-        """Record a logged step. At the first new step after an interruption, return a line about the interruption; otherwise ""."""
+        """Record a logged step. At the first new step after an interruption, return a line about it, otherwise ""."""
         if self._earlier is None or step < max(self._earlier.step + 1, self._now.first):
             return ""
         last, self._earlier = self._earlier, None
         pause, repeated = max(self._wall_clock() - last.time, 0.0), max(last.step + 1 - self._now.first, 0)
         self._now = self._now.model_copy(update={"pause": round(pause, 3), "repeated": repeated})
         again = f", with {count(repeated, 'step')} trained again" if repeated else ""
-        return f"{duration(pause)} passed from step {last.step}, the last before the interruption, to step {step}, the first new one{again}"
+        return (
+            f"{duration(pause)} passed from step {last.step}, the last before the interruption, to step {step}, the first new step{again}"
+        )
 
     def parts(self, end: int) -> list[RunPart]:
-        """Return all parts, the last up to step `end`."""
+        """Return all parts; the current part ends at step `end`."""
         return [*self._before, self._now.model_copy(update={"end": max(end, self._now.first), "seconds": round(self._clock(), 3)})]
 
     def facts(self, end: int) -> list[dict[str, Any]]:
-        """Return all parts as plain data, for a checkpoint of step `end`."""
+        """Return all parts as plain data, for the checkpoint at step `end`."""
         return [part.model_dump(mode="json") for part in self.parts(end)]
 
     @property
@@ -107,12 +109,12 @@ class History:
         return sum(part.seconds or 0.0 for part in self._before) + self._clock()
 
     def updates(self, step: int) -> int | None:
-        """Return the number of optimizer updates before batch `step`, or None if it differs between stages."""
+        """Return the number of optimizer updates before batch `step`, or None if stages differ."""
         return updates_before(self._now, self._plan, step)
 
 
 def updates_before(part: RunPart, plan: jpipe.Plan, step: int) -> int | None:
-    """Return the number of optimizer updates before batch `step` of a part with this plan, or None if it differs between stages."""
+    """Return the number of optimizer updates before batch `step` in a part with this plan, or None if stages differ."""
     per_batch = {plan.updates_per_batch(s) for s in range(plan.depth)}
     if part.updates is None or len(per_batch) > 1:
         return None
@@ -120,7 +122,7 @@ def updates_before(part: RunPart, plan: jpipe.Plan, step: int) -> int | None:
 
 
 def part(plan: jpipe.Plan, config: Mapping[str, Any], devices: int, first: int, end: int, updates: int | None) -> RunPart:
-    """Return a new part for a config as plain data; its start and duration are not known yet."""
+    """Return a new part for a config in plain data. Its start and duration are not known yet."""
     replicas = "" if len(plan.workers) == plan.depth else f", replicas {', '.join(str(stage.replicas) for stage in plan.stages)}"
     schedule = plan.schedule + (" with vertical sync" if plan.vertical_sync else "")
     ranks = f" on {count(len(plan.pipeline_ranks), 'rank')}" if plan.depth > len(plan.pipeline_ranks) else ""
@@ -135,7 +137,7 @@ def part(plan: jpipe.Plan, config: Mapping[str, Any], devices: int, first: int, 
 
 
 def optimizer_words(config: Any) -> str:
-    """Describe the optimizer section of a config: `adamw, learning rate 0.001, cosine, 20 warm-up steps`."""
+    """Describe the optimizer section of a config, such as `adamw, learning rate 0.001, cosine, 20 warm-up steps`."""
     if not isinstance(config, Mapping):
         return "not known"
     rate, schedule, warmup = config.get("learning_rate"), config.get("lr_schedule", "constant"), config.get("warmup_steps")
@@ -151,7 +153,7 @@ def optimizer_words(config: Any) -> str:
     of_stages = config.get("per_stage")
     words += [f"{name} by stage {values}" for name, values in of_stages.items()] if isinstance(of_stages, dict) else []
     steps = config.get("lr_delay_steps")
-    words += [f"a rate divided by the delay for {count(steps, 'update')}"] if isinstance(steps, int) else []
+    words += [f"the rate divided by the delay for {count(steps, 'update')}"] if isinstance(steps, int) else []
     return ", ".join(words)
 
 
@@ -175,13 +177,13 @@ def table(parts: Sequence[RunPart]) -> tuple[tuple[str, ...], list[tuple[str, ..
 
 
 def changes_of_plan(parts: Sequence[RunPart]) -> list[tuple[int, str]]:
-    """Return each step at which a run continued with another plan or another number of devices, and the change: `(40, "3 stages")`."""
+    """Return each step at which the plan or the number of devices changed, and the change, such as `(40, "3 stages")`."""
     trained = [part for part in parts if part.end > part.first]
     changes = []
     for before, now in itertools.pairwise(trained):
         pieces = before.plan.split(", ")
         new = [piece for piece in now.plan.split(", ") if piece not in pieces]
-        if len(now.plan.split(", ")) < len(pieces) and not new:  # only removed parts, such as replicas
+        if len(now.plan.split(", ")) < len(pieces) and not new:  # only parts were removed, such as replicas
             new = [now.plan]
         if not new and now.devices != before.devices:
             new = [count(now.devices, "device")]

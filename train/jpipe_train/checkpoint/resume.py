@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import jpipe.checkpoints
 
 Resume = Literal["auto", "must", "never"]
-"""Whether to resume: `auto` if the run's folder holds a checkpoint, `must` or raise an error, `never` and raise one if it holds a run."""
+"""Whether to resume. `auto`: if there is a checkpoint; `must`: or raise an error; `never`: raise an error if the folder holds a run."""
 
 
 ANOTHER = "take another checkpoint"
@@ -39,21 +39,21 @@ VERSIONS = {"jpipe": jpipe.__version__, "JAX": jax.__version__}
 
 
 class NotRestorable(InputError):
-    """A checkpoint has the right hashes, but not the contents that jpipe writes."""
+    """A checkpoint has the right hashes, but its contents are not as jpipe writes them."""
 
 
 class _TrainedMeanwhile(InputError):
     """Another process has trained in the folder in the meantime."""
 
-    may_pass = True  # when the command runs again
+    may_pass = True  # the command may succeed when it runs again
 
 
 class DataFacts(pydantic.BaseModel):
-    """The position of a checkpoint in the training data.
+    """A checkpoint's position in the training data.
 
     Attributes:
         batch_size: rows of a batch.
-        order: the position where the order of the batches begins.
+        order: the position at which the order of batches begins.
         position: the position of the next batch.
     """
 
@@ -65,20 +65,20 @@ class DataFacts(pydantic.BaseModel):
 
 
 class Facts(pydantic.BaseModel):
-    """The facts that a checkpoint records of its run.
+    """The facts of a run in a checkpoint.
 
     Attributes:
         config: the resolved config, as YAML.
         plan: the plan, as JSON.
         devices: the number of devices.
-        val_loss_before: the validation loss before the first step; None in a run without validation, or if it is of other data.
-        val_loss: the validation loss of the next step, if it is already evaluated; its row is not logged yet.
+        val_loss_before: the validation loss before the first step; None without validation, or if it is for other data.
+        val_loss: the validation loss before the next step, if it is computed already; its row is not logged yet.
         val_metrics: the other validation metrics of that step, by their names in a row.
         versions: the versions of jpipe and JAX, and the settings that can change numbers.
-        history: the parts of the run up to this checkpoint; empty if the version of jpipe kept no history.
-        data: the position in the training data; None if the version of jpipe counted batches only.
-        stop: the state of early stopping, with the validation of the next step if there is one; None without it.
-        val_since: the last step at which the run went on with other `data.sources`; validations up to there are of other data.
+        history: the parts of the run up to this checkpoint; empty if jpipe's version kept no history.
+        data: the position in the training data; None if jpipe's version only counted batches.
+        stop: the state of early stopping, including any validation before the next step; None without early stopping.
+        val_since: the last step at which `data.sources` changed; earlier validations used other data.
     """
 
     model_config = pydantic.ConfigDict(extra="ignore")
@@ -104,7 +104,7 @@ class Facts(pydantic.BaseModel):
 
 @dataclass(frozen=True)
 class Resumed:
-    """A run that is resumed from a checkpoint.
+    """A run that resumes from a checkpoint.
 
     Attributes:
         folder: the folder of the run.
@@ -128,7 +128,7 @@ class Resumed:
 
         if (now := tuple(steps(self.folder))) != self.steps:
             last = f"its last checkpoint is of step {now[-1]}" if now else "it has no checkpoint"
-            raise _TrainedMeanwhile(f"run.dir: another process has trained in '{shown(self.folder)}' meanwhile, {last} now; start again")
+            raise _TrainedMeanwhile(f"run.dir: another process has trained in '{shown(self.folder)}' meanwhile; now {last}; start again")
 
     def check_precision(self, wanted: str) -> None:
         """Check that the run's parameters have the same dtype as the checkpoint's.
@@ -140,22 +140,22 @@ class Resumed:
         saved = str(section.get("params", "float32")) if isinstance(section, dict) else "float32"
         if saved != wanted:
             raise InputError(
-                f"precision.params: expected {saved[:40]} as in the checkpoint of step {self.step}, found {wanted}; set it to that, or "
-                "begin another run with the weights of this one (warm_start.file)"
+                f"precision.params: expected {saved[:40]} as in the checkpoint of step {self.step}, found {wanted}; set it to "
+                "the dtype of the checkpoint, or begin another run with the weights of this one (warm_start.file)"
             )
 
     @property
     def plan(self) -> jpipe.Plan:
-        """The plan of the run when the checkpoint was written."""
+        """The run's plan at the time of the checkpoint."""
         return jpipe.Plan.from_json(self.facts.plan, where=f"the plan of the checkpoint of step {self.step}")
 
     def position(self, batch_size: int) -> Position | None:
-        """Return the position in the training data where the order of the batches begins; None for the first row.
+        """Return the position in the training data at which the order of batches begins; None for the first row.
 
-        With the batch size of the checkpoint the order continues; with another one a new order begins at the next rows.
+        With the batch size of the checkpoint, the order continues. With another batch size, a new order begins at the next rows.
 
         Args:
-            batch_size: rows of a batch of the resumed run.
+            batch_size: the number of rows in a batch of the resumed run.
         """
         data = self.facts.data
         if data is not None:
@@ -167,7 +167,7 @@ class Resumed:
         return Position(batch=self.step, rows=(self.step * before,), pieces=before)
 
     def parts(self) -> list[RunPart]:
-        """Return the parts of the run up to the checkpoint; one for the whole run if the version of jpipe kept no history."""
+        """Return the parts of the run up to the checkpoint, or a single part if jpipe's version kept no history."""
         if self.facts.history:
             return self.facts.history
         settings = _config_in(self.facts.config)
@@ -175,10 +175,10 @@ class Resumed:
         return [part(self.plan, settings, self.facts.devices, 0, self.step, None if may_be_reset else 0)]
 
     def changes(self, record: Mapping[str, Any]) -> list[str]:
-        """Return the config keys with changed values; `plan` stands for all keys of the plan, because a plan file sets them all.
+        """Return the config keys with changed values. `plan` stands for all keys of the plan, because a plan file sets them all.
 
         Args:
-            record: the config of the run now, as plain data.
+            record: the present config of the run, as plain data.
         """
         before, now = _config_in(self.facts.config), dict(record)
         plans = before.pop("plan", None), now.pop("plan")
@@ -187,7 +187,7 @@ class Resumed:
         return (["plan"] if _differs(*plans) else []) + changed
 
     def with_data_of(self, record: Mapping[str, Any]) -> "Resumed":
-        """Return the same run. If `data.sources` has changed, leave out the results of validations, because these used other data."""
+        """Return the run, without the validation results if `data.sources` has changed, because they used other data."""
         if "data.sources" not in self.changes(record):
             return self
         none: dict[str, Any] = {"val_loss_before": None, "val_loss": None, "val_metrics": {}, "stop": None, "val_since": self.step}
@@ -199,7 +199,7 @@ class Resumed:
         return [f"{name} {then[name] or 'unset'}, now {now[name] or 'unset'}" for name in now if then.get(name, now[name]) != now[name]]
 
     def rows(self) -> str:
-        """Return the lines of `metrics.jsonl` of the steps before the checkpoint.
+        """Return the lines of `metrics.jsonl` for the steps before the checkpoint.
 
         Raises:
             InputError: the lines are damaged.
@@ -207,7 +207,7 @@ class Resumed:
         from jpipe.checkpoints import Checkpoint
 
         lines = Checkpoint(self.folder, self.step).rows().decode("utf-8", errors="ignore").splitlines()
-        where = f"{self.folder}: the rows of the checkpoint of step {self.step}"
+        where = f"{self.folder}: the rows in the checkpoint of step {self.step}"
         return "".join(f"{line}\n" for n, line in enumerate(lines, start=1) if _step(line, f"{where}, line {n}") < self.step)
 
 
@@ -219,9 +219,9 @@ def history(
     Args:
         settings: the settings of the run.
         plan: the plan of the run.
-        resumed: the checkpoint from which the run is resumed, if any.
-        clock: returns the seconds since this part of the run began.
-        earlier: the last step that the run has logged before it was resumed, if known.
+        resumed: the checkpoint from which the run resumes, if any.
+        clock: a function that returns the seconds since this part of the run began.
+        earlier: the last step that was logged before the run resumed, if known.
     """
     devices = jax.device_count()
     if resumed is None:
@@ -232,7 +232,7 @@ def history(
 
 
 def may_resume(run_dir: str | None, resume: Resume, team: Team, step: Step) -> bool:
-    """Return whether `find` must look for checkpoints: if the run must resume, or its folder has checkpoints. No checkpoint is read."""
+    """Return whether `find` must look for checkpoints: the run must resume, or its folder has checkpoints. No checkpoint is read."""
     folder = None if run_dir is None else resolved(run_dir, "run.dir")
 
     def look() -> str:
@@ -243,7 +243,7 @@ def may_resume(run_dir: str | None, resume: Resume, team: Team, step: Step) -> b
         try:
             return "yes" if _has_checkpoints(folder) else ""
         except OSError:
-            return "yes"  # `find` says what is wrong
+            return "yes"  # `find` reports the problem
 
     return bool(team.from_first("whether a run may resume", look))
 
@@ -255,21 +255,21 @@ def _has_checkpoints(folder: Path) -> bool:
 def find(
     run_dir: str | None, resume: Resume, team: Team, say: Callable[[str], None], *, step: Step = None, before: int | None = None
 ) -> Resumed | None:
-    """Find the newest complete checkpoint of the run's folder; all processes call this.
+    """Find the newest complete checkpoint in the run folder. All processes call this.
 
     Args:
         run_dir: the key `run.dir` of the run.
         resume: whether to resume.
-        team: the processes of the run; process 0 chooses the checkpoint, so that all resume from the same one.
-        say: gets a line for each newer checkpoint that cannot be used.
-        step: the step of the checkpoint to resume from instead of the newest, or "best"; later ones of this job have priority.
-        before: only consider checkpoints of earlier steps than this one, which could not be read.
+        team: the processes of the run. Process 0 chooses the checkpoint for all.
+        say: a function that prints a line for each newer checkpoint that cannot be used.
+        step: the step of the checkpoint to resume from, or "best", instead of the newest. Later checkpoints of the same job have priority.
+        before: the step of a checkpoint that could not be read; only earlier ones are considered.
 
     Returns:
-        The run at that checkpoint; None if it begins at step 0.
+        The run at that checkpoint; None if the run begins at step 0.
 
     Raises:
-        InputError: `resume` is "must" and there is no checkpoint, there are only incomplete ones, a newer jpipe wrote them, or none is of
+        InputError: `resume` is "must" and there is no checkpoint; all checkpoints are incomplete or written by a newer jpipe; or none is of
             `step`.
     """
 
@@ -297,7 +297,7 @@ def _find(run_dir: str | None, resume: Resume, say: Callable[[str], None], wante
         return None
     folder = resolved(run_dir, "run.dir")
     ours = is_of_this_job(folder)
-    if resume == "never" and not ours:  # checkpoints of an earlier attempt of this job are used
+    if resume == "never" and not ours:  # an earlier attempt of this job has written checkpoints
         return None
     if not _has_checkpoints(folder):
         if option is not None:
@@ -305,7 +305,7 @@ def _find(run_dir: str | None, resume: Resume, say: Callable[[str], None], wante
         return None
     from jpipe import checkpoints
 
-    steps = tuple(checkpoints.steps(folder))  # before any is read, because others may become complete meanwhile
+    steps = tuple(checkpoints.steps(folder))  # listed before any is read, because others may become complete meanwhile
     if wanted is not None and not ours:
         step = wanted if isinstance(wanted, int) else best_step(folder, "--from-checkpoint best")
         checkpoint = checkpoints.at(folder, step, "--from-checkpoint")
@@ -313,7 +313,9 @@ def _find(run_dir: str | None, resume: Resume, say: Callable[[str], None], wante
         return Resumed(folder, step, _facts_of(checkpoint), steps)
     newest = _newest(folder, steps, lambda line: say(f"checkpoint: {line}"), before)
     if newest is None and (resume == "must" or steps):
-        raise InputError(f"run.dir: none of the checkpoints in '{shown(folder / 'checkpoints')}' is whole; choose another run.dir")
+        raise InputError(
+            f"run.dir: none of the checkpoints in '{shown(folder / 'checkpoints')}' is complete and undamaged; choose another run.dir"
+        )
     return newest
 
 
@@ -321,7 +323,7 @@ def _newest(folder: Path, steps: tuple[int, ...], report: Callable[[str], None],
     """Return the run at the newest checkpoint that can be restored.
 
     Raises:
-        NotRestorable: there is none, but there is an undamaged one with other contents than jpipe writes.
+        NotRestorable: there is none, but there is an undamaged one with contents that jpipe does not write.
     """
     from jpipe.checkpoints import newest
 
@@ -341,15 +343,15 @@ def _newest(folder: Path, steps: tuple[int, ...], report: Callable[[str], None],
 
 
 def passed_over(error: InputError) -> str:
-    """Return the message for a checkpoint that cannot be restored; the caller then tries the one before it."""
-    return str(InputError(error.problems[0]).with_change("the one before is tried"))
+    """Return the message about a checkpoint that cannot be restored, after which the caller tries the previous one."""
+    return str(InputError(error.problems[0]).with_change("the previous checkpoint is tried"))
 
 
 def at(folder: Path, step: int) -> Resumed:
-    """Return the run as of the checkpoint at `step`.
+    """Return the run at the checkpoint of `step`.
 
     Raises:
-        InputError: the checkpoint is damaged, or does not have the facts that jpipe writes.
+        InputError: the checkpoint is damaged, or its facts are not as jpipe writes them.
     """
     from jpipe.checkpoints import Checkpoint, steps
 
@@ -365,7 +367,7 @@ def _facts_of(checkpoint: "jpipe.checkpoints.Checkpoint") -> Facts:
 
 
 def _config_in(text: str) -> dict[Any, Any]:
-    """Parse the config in a checkpoint; another version of jpipe, with other keys, may have written it.
+    """Parse the config in a checkpoint. Another version of jpipe, with other keys, may have written it.
 
     Raises:
         InputError: it is not a config.
@@ -379,13 +381,13 @@ def _config_in(text: str) -> dict[Any, Any]:
 
 
 def _step(line: str, where: str) -> float:
-    """Return the step of a row; infinity if the row is cut off because it was being written.
+    """Return the step of a row, or infinity if the row is cut off because it was being written.
 
     Raises:
-        InputError: jpipe does not write such rows.
+        InputError: it is not a row as jpipe writes them.
     """
     if len(line) > _LONGEST_ROW:
-        raise NotRestorable(where=where, expected="numbers by their names", found=f"{len(line):,} characters", change=ANOTHER)
+        raise NotRestorable(where=where, expected="a JSON object of numbers", found=f"{len(line):,} characters", change=ANOTHER)
     try:
         row = json.loads(line)
     except ValueError:
@@ -393,7 +395,7 @@ def _step(line: str, where: str) -> float:
     except RecursionError:
         row = None
     if not isinstance(row, dict) or type(row.get("step")) is not int or not all(map(_is_number, row.values())):
-        raise NotRestorable(where=where, expected="numbers by their names", found=repr(line[:60]), change=ANOTHER)
+        raise NotRestorable(where=where, expected="a JSON object of numbers", found=repr(line[:60]), change=ANOTHER)
     return float(row["step"])
 
 
@@ -401,11 +403,11 @@ def _is_number(value: Any) -> bool:
     return (type(value) is float and math.isfinite(value)) or (type(value) is int and abs(value) < 2**63)
 
 
-_LONGEST_ROW = 2**16  # characters; a thousand metrics
+_LONGEST_ROW = 2**16  # characters: about a thousand metrics
 
 
 def _differs(before: Any, now: dict[str, Any]) -> bool:
-    """Return whether the value of a key has changed. A key that an older version of jpipe did not have counts as its default."""
+    """Return whether the value of a key has changed. A key that an older version of jpipe lacks counts as its default."""
     defaults = PlanConfig().model_dump()
     return not isinstance(before, dict) or any(
         _without_nulls(before.get(key, defaults[key])) != _without_nulls(value) for key, value in now.items()
@@ -413,7 +415,7 @@ def _differs(before: Any, now: dict[str, Any]) -> bool:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a dict without the keys that are null, which may be keys of an older version."""
+    """Return a dict without null values, because an older version may lack their keys."""
     return {key: inner for key, inner in value.items() if inner is not None} if isinstance(value, dict) else value
 
 

@@ -1,6 +1,6 @@
-"""The folder of a run: `config.yaml` as resolved, `plan.json`, and `metrics.jsonl` with a JSON object for each logged step.
+"""The folder of a run: the resolved `config.yaml`, `plan.json`, and `metrics.jsonl` with a JSON object for each logged step.
 
-When `jpipe launch` starts a job again, the file `.job` tells which folder is its own. A run locks the file `.lock` while it trains.
+When `jpipe launch` restarts a job, the file `.job` identifies the job's folder. A run locks the file `.lock` while it trains.
 """
 
 import contextlib
@@ -30,12 +30,12 @@ from jpipe_train.launch.local.launch import JOB
 _RUNS = Path("runs")
 METRICS = "metrics.jsonl"
 END = "end.json"
-"""The file that a run writes when it has come to its end or has saved at a signal; a run that continues removes it."""
+"""The file that marks the end of a run, or a save at a signal; a run that continues removes it."""
 LENGTH = "length.json"
-"""The file with the number of steps of a run that is given in epochs."""
+"""The file with the number of steps of a run if its length is given in epochs."""
 _JOB, _LOCK = ".job", ".lock"
-_MOST_LENGTH = 2**12  # bytes of a `length.json`
-_LAST_BYTES = 2**20  # of `metrics.jsonl`, that are read for its last row
+_MOST_LENGTH = 2**12  # largest size of a `length.json`, in bytes
+_LAST_BYTES = 2**20  # the last bytes of `metrics.jsonl` that are read to find its last row
 _BETWEEN_TRIES = 0.05  # seconds between two tries to lock a folder
 _FILES = ("config.yaml", "plan.json", METRICS)
 OUTPUTS = (
@@ -47,29 +47,29 @@ OUTPUTS = (
 
 
 class FolderChanged(OSError):
-    """Files of a run were moved, removed, cut off or replaced while it was training."""
+    """Files of a run were moved, removed, cut off or replaced while it trained."""
 
     def __init__(self, what: str) -> None:
         super().__init__(errno.ESTALE, f"{what} while the run was training")
 
 
 class RunFolder:
-    """Claims a folder for a run and writes into it; a context manager. If claiming fails, nothing is left behind.
+    """Claims a folder for a run and writes into it, as a context manager. If claiming fails, nothing remains in it.
 
     Args:
         settings: the settings of the run; without `run.dir` the next free `runs/0001`, `runs/0002`, … is used.
         plan: the plan of the run.
-        resumes: whether the run in the folder is resumed; its files are not changed before `go_on`.
-        anew: whether to start a run of the same config again that ended before its first checkpoint.
-        prepare: called with the folder when no other process can train in it.
+        resumes: whether to resume the run in the folder; its files do not change before `go_on`.
+        anew: whether to restart a run of the same config that ended before its first checkpoint.
+        prepare: a function that is called with the folder once no other process can train in it.
 
     Attributes:
         path: the path of the folder.
         begun_anew: whether a run that ended early was started again.
 
     Raises:
-        InputError: the folder holds another run, another process is training in it, or it cannot be written. What an earlier attempt of
-            the same job has left does not count as another run.
+        InputError: the folder holds another run, another process is training in it, or it cannot be written. Files of an earlier attempt of
+            the same job do not count as another run.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class RunFolder:
         self.path = settings.path or resolved(str(_RUNS), "run.dir")
         self.begun_anew = False
         self._metrics: BinaryIO | None = None
-        self._unwritten = b""  # rows for which the disk had no space yet
-        self._written, self._size = hashlib.sha256(), 0  # of the rows in the file
+        self._unwritten = b""  # rows for which the disk has had no space yet
+        self._written, self._size = hashlib.sha256(), 0  # of the rows that are in the file
         self._writes_rows = threading.Lock()
         with _writing(lambda: self.path) as undo:
             if not resumes:
@@ -101,7 +101,7 @@ class RunFolder:
                 for name in _FILES if ours else ():
                     (self.path / name).unlink(missing_ok=True)
                 _check_free(self.path, ours)
-                try:  # rejects one of two runs that start at once, even if the file system has no locks
+                try:  # rejects one of two runs that start together, even on a file system without locks
                     (self.path / METRICS).touch(exist_ok=False)
                 except FileExistsError:
                     raise _occupied(self.path) from None
@@ -112,7 +112,7 @@ class RunFolder:
             prepare(self.path)
 
     def last_logged(self) -> tuple[int, float] | None:
-        """Return the last step in `metrics.jsonl` before `go_on`, and when it was written, in seconds since 1970; None if unknown."""
+        """Return the last step in `metrics.jsonl` before `go_on` and its time in seconds since 1970, or None if unknown."""
         try:
             with open_to_read(self.path / METRICS) as file:
                 written = os.fstat(file.fileno())
@@ -121,7 +121,7 @@ class RunFolder:
         except (OSError, InputError):
             return None
         for line in reversed(lines):
-            with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):  # cut off, or not of jpipe
+            with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):  # cut off, or not written by jpipe
                 if type(step := json.loads(line)["step"]) is int and 0 <= step < 2**53:
                     return step, written.st_mtime
         return None
@@ -139,14 +139,14 @@ class RunFolder:
         """Append a line for each row to `metrics.jsonl` and flush it to the operating system.
 
         Raises:
-            OSError: the disk is full, for example; the next call, which needs no rows, writes these lines as well.
-            FolderChanged: earlier lines are not in the file any more.
+            OSError: the disk is full, for example. The next call writes these lines as well, even if it has no rows.
+            FolderChanged: the file has lost earlier lines.
         """
         assert self._metrics is not None, "go_on comes first"
         with interrupt.delayed(), self._writes_rows:
             self._unwritten += b"".join(json.dumps(row, allow_nan=False).encode() + b"\n" for row in rows)
             self._check_file()
-            while self._unwritten:  # a disk that becomes full takes a part
+            while self._unwritten:  # a disk that becomes full writes only a part
                 count = self._metrics.write(self._unwritten)
                 self._written.update(self._unwritten[:count])
                 self._size += count
@@ -156,7 +156,7 @@ class RunFolder:
         """Check that `metrics.jsonl` is still in the folder and has the size that it had after the last write.
 
         Raises:
-            FolderChanged: it is not, or has another size.
+            FolderChanged: the file is missing, was replaced, or has another size.
         """
         assert self._metrics is not None
         file = self.path / METRICS
@@ -173,7 +173,7 @@ class RunFolder:
             raise FolderChanged(f"'{shown(file)}' was changed: expected {self._size:,} bytes, found {named.st_size:,},")
 
     def keep_planned(self, predicted: Predicted, measured: Predicted) -> None:
-        """Write the planner's prediction and the measurement into `planned.json`.
+        """Write the planner's prediction and the measurement to `planned.json`.
 
         Raises:
             OSError: the disk is full, for example.
@@ -182,13 +182,13 @@ class RunFolder:
         write_atomically(self.path / "planned.json", json.dumps(both, indent=2) + "\n")
 
     def mark_end(self, steps: int, length: int, stopped_early: str | None, stopped_by: str | None = None) -> None:
-        """Mark that the run has ended, or has saved at a signal.
+        """Mark that the run has ended, or was saved at a signal.
 
         Args:
-            steps: the steps that it has done, or saved.
-            length: the steps that it was to do, with epochs counted in steps.
-            stopped_early: why it came to its end with fewer; None if it did not.
-            stopped_by: the name of the signal; None if the run has come to its end.
+            steps: the number of completed or saved steps.
+            length: the planned number of steps, with epochs converted to steps.
+            stopped_early: why the run ended with fewer steps; None if it did not.
+            stopped_by: the name of the signal that stopped the run; None if the run has ended.
 
         Raises:
             OSError: the disk is full, for example.
@@ -196,11 +196,11 @@ class RunFolder:
         _write_end(self.path, steps, length, stopped_early, stopped_by)
 
     def logged(self) -> bytes:
-        """Return the lines of `metrics.jsonl`, including those that the disk had no space for yet.
+        """Return the lines of `metrics.jsonl`, including lines that are not on the disk yet because it was full.
 
         Raises:
-            FolderChanged: the file is not as it was written.
-            OSError: it cannot be read.
+            FolderChanged: something else has changed the file.
+            OSError: the file cannot be read.
         """
         file = self.path / METRICS
         with self._writes_rows:
@@ -235,27 +235,27 @@ class RunFolder:
         write_atomically(self.path / METRICS, rows)
         self._metrics = open_to_append(self.path / METRICS)
         self._written, self._size = hashlib.sha256(rows.encode()), len(rows.encode())
-        for path in self.path.glob(TEMPORARY):  # by a process that was killed; nobody else writes here now
+        for path in self.path.glob(TEMPORARY):  # left by a killed process; no other process writes here now
             path.unlink(missing_ok=True)
 
 
 def check_folder(settings: RunSettings, *, anew: bool) -> None:
-    """Check that a new run can begin in its folder; leave nothing there.
+    """Check that a new run can begin in its folder, and leave nothing there.
 
     Args:
         settings: the settings of the run.
         anew: as in `RunFolder`.
 
     Raises:
-        InputError: as `RunFolder`, except that a process is training there.
+        InputError: as in `RunFolder`, but a process that trains there is no error.
     """
     path = settings.path or resolved(str(_RUNS), "run.dir")
-    with _writing(lambda: path) as made, made:  # what is made is removed
+    with _writing(lambda: path) as made, made:  # removes all that is created
         if settings.folder is None:
             _parent(path, made)
         else:
             _named(path, made)
-            # A run of epochs is compared once its steps are known, and one that is training now has a message of its own.
+            # A run of epochs is compared once its number of steps is known. A run that is being trained has its own message.
             is_known = settings.train.epochs is None and not is_training(path)
             if is_known and not is_of_this_job(path) and not (anew and _ended_early(path, settings)):
                 _check_free(path, ours=False)
@@ -265,12 +265,12 @@ def check_folder(settings: RunSettings, *, anew: bool) -> None:
 
 @contextlib.contextmanager
 def _writing(path: Callable[[], Path]) -> Iterator[contextlib.ExitStack]:
-    """Yield a stack of undo functions, which are called if the block fails; report errors of the operating system as `InputError`."""
+    """Yield a stack of undo functions, which are called if the block fails. Convert operating system errors to `InputError`."""
     with contextlib.ExitStack() as undo:
         try:
             yield undo
         except OSError as error:
-            where = shown(Path(os.fsdecode(error.filename or path())))  # a full disk has no file's name
+            where = shown(Path(os.fsdecode(error.filename or path())))  # the error of a full disk names no file
             raise InputError(f"run.dir: cannot write '{where}': {error.strerror}; choose another folder") from None
         undo.pop_all()
 
@@ -289,7 +289,7 @@ def _has_checkpoints(path: Path) -> bool:
 
 
 def _check_free(path: Path, ours: bool) -> None:
-    """Check that a folder has no run and, unless this job made it, nothing else that a run would overwrite."""
+    """Check that a folder holds no run and, unless this job created it, nothing else that a run would overwrite."""
     if any(os.path.lexists(path / name) for name in _FILES) or _has_checkpoints(path):
         raise _occupied(path)
     if not ours and (existing := [name for name in OUTPUTS if os.path.lexists(path / name)]):
@@ -297,7 +297,7 @@ def _check_free(path: Path, ours: bool) -> None:
 
 
 def of_same_job(config: Config) -> Config:
-    """Return the config with the numbered folder of an earlier attempt of this job as `run.dir`, if there is one."""
+    """Return the config with `run.dir` set to the numbered folder of an earlier attempt of this job, if there is one."""
     if config.run.dir is not None or not os.environ.get(JOB):
         return config
     earlier = next((file.parent for file in _RUNS.glob(f"*/{_JOB}") if is_of_this_job(file.parent)), None)
@@ -305,7 +305,7 @@ def of_same_job(config: Config) -> Config:
 
 
 def is_training(path: Path) -> bool | None:
-    """Return whether a process is training in a folder; None if its file system cannot tell."""
+    """Return whether a process is training in a folder, or None if its file system has no locks."""
     try:
         with open_to_read(path / _LOCK) as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -319,7 +319,7 @@ def is_training(path: Path) -> bool | None:
 
 
 def length_of(path: Path) -> int | None:
-    """Return from its folder how many steps a run given in epochs has, or None if unknown; the folder may be another user's."""
+    """Return the number of steps of a run of epochs, from its folder, or None if unknown. The folder may be another user's."""
     try:
         data = json.loads(read_bytes(path / LENGTH, _MOST_LENGTH))
     except (OSError, ValueError, RecursionError):
@@ -330,16 +330,16 @@ def length_of(path: Path) -> int | None:
 
 
 def mark_missing_end(settings: RunSettings, path: Path, steps: int, stopped_early: str | None) -> None:
-    """Mark the end of a complete run that was killed before it could do so.
+    """Mark the end of a complete run that was killed before it could mark the end itself.
 
-    Nothing is written if the folder holds a run with other settings, is not writable or is in use, or if the run's number of steps is
+    Nothing is written if the folder holds a run with other settings, cannot be written or is in use, or if the run's number of steps is
     unknown.
 
     Args:
         settings: the settings of the run.
-        path: its folder.
-        steps: the steps that it has done.
-        stopped_early: why it came to its end with fewer than it was to do; None if it did not.
+        path: the folder of the run.
+        steps: the number of completed steps.
+        stopped_early: why the run ended with fewer steps than planned; None if it did not.
     """
     length = settings.train.steps or length_of(path)
     if length is None or length < steps or is_training(path) or os.path.lexists(path / END):
@@ -355,7 +355,7 @@ def _write_end(path: Path, steps: int, length: int, stopped_early: str | None, s
 
 
 def _locked(path: Path, undo: contextlib.ExitStack) -> BinaryIO:
-    """Lock a folder until the file is closed or this process ends; on a file system without locks this has no effect."""
+    """Lock a folder until the file is closed or this process ends. On a file system without locks this has no effect."""
     is_new = not (path / _LOCK).exists()
     lock = open_to_append(path / _LOCK)
     undo.callback(lock.close)
@@ -373,7 +373,7 @@ def _locked(path: Path, undo: contextlib.ExitStack) -> BinaryIO:
 
 
 def _lock(file: BinaryIO, tries: int = 3) -> None:
-    """Lock a file; wait if `is_training` holds the lock for a moment.
+    """Lock a file, waiting while `is_training` holds the lock for a moment.
 
     Raises:
         OSError: another process has locked it, or the file system has no locks.
@@ -395,7 +395,7 @@ def _named(path: Path, undo: contextlib.ExitStack) -> Path:
 
 
 def is_of_this_job(path: Path) -> bool:
-    """Return whether a folder belongs to an earlier attempt of this job."""
+    """Return whether an earlier attempt of this job created a folder."""
     try:
         return read_bytes(path / _JOB, 2**20) == os.environ.get(JOB, "").encode() != b""
     except OSError:
@@ -403,7 +403,7 @@ def is_of_this_job(path: Path) -> bool:
 
 
 def _parent(path: Path, undo: contextlib.ExitStack) -> None:
-    """Create the folder of the numbered runs."""
+    """Create the parent folder of the numbered runs."""
     if path.exists() and not path.is_dir():
         raise InputError(f"run.dir: expected a folder '{shown(path)}' for the runs, found a file; move it away, or choose a folder")
     _make(path, undo)
@@ -423,7 +423,7 @@ def _numbered(parent: Path, undo: contextlib.ExitStack) -> Path:
 
 
 def _make(path: Path, undo: contextlib.ExitStack) -> None:
-    """Create a folder and its parents; `undo` removes the new ones that are still empty."""
+    """Create a folder and its parents; `undo` removes those that are new and still empty."""
     for folder in reversed([path, *path.parents]):
         if not folder.exists():
             undo.callback(_try, folder.rmdir)
@@ -431,7 +431,7 @@ def _make(path: Path, undo: contextlib.ExitStack) -> None:
 
 
 def _try(action: Callable[[], None]) -> None:
-    """Call an undo function and ignore its errors: an earlier error is already being reported."""
+    """Call an undo function and ignore its errors, because an earlier error is already being reported."""
     with contextlib.suppress(OSError):
         action()
 
@@ -444,6 +444,5 @@ def _occupied(path: Path) -> InputError:
 
 def _foreign(path: Path, name: str) -> InputError:
     return InputError(
-        f"run.dir: expected a new or empty folder, found '{name}' of something else in '{shown(path)}', which a run would overwrite; "
-        "choose another folder"
+        f"run.dir: expected a new or empty folder, found '{name}' in '{shown(path)}', which a run would overwrite; choose another folder"
     )

@@ -1,4 +1,4 @@
-"""Warm starts: the parameters that a run begins with, from a file, another run or an Orbax checkpoint."""
+"""Warm starts: begin a run with parameters from a file, another run or an Orbax checkpoint."""
 
 import contextlib
 import os
@@ -25,13 +25,13 @@ from jpipe_train.config.config import Config
 from jpipe_train.console.terminal import count
 from jpipe_train.launch.team import Team
 
-_SHOWN = 3  # layers that a message names
+_SHOWN = 3  # number of layers that a message lists
 _EXPECTED = "a safetensors file, or the folder of a run, of an Orbax checkpoint or of Hugging Face's layout"
-_HINT = "is it of another model? With warm_start.mode=partial what fits by name and shape is taken"
+_HINT = "is it of another model? With warm_start.mode=partial all parameters with matching names and shapes are used"
 
 
 Model = Mapping[str, Mapping[str, Spec]]
-"""Shapes and dtypes of the parameters of a model, by layer id and name in an export."""
+"""Specs of a model's parameters, by layer id and name in an export."""
 
 
 def load(
@@ -41,20 +41,20 @@ def load(
     team: Team,
     say: Callable[[str], None],
 ) -> dict[str, dict[str, np.ndarray]]:
-    """Read the parameters of this process's layers for `Pipeline.init`; all processes call this.
+    """Read the parameters of this process's layers for `Pipeline.init`. All processes call this.
 
     Args:
-        config: of the run, with a `warm_start.file`.
-        pipe: the pipeline that begins.
-        batch: a batch of its data.
+        config: the config of the run, with a `warm_start.file`.
+        pipe: the pipeline of the run.
+        batch: a batch of the run's data.
         team: the processes of the run.
-        say: gets a line about the layers that are used.
+        say: a function that prints a line about the layers that are used.
 
     Returns:
         The parameters by layer id and path.
 
     Raises:
-        InputError: the file cannot be read, does not match the model, or is not the same for all processes.
+        InputError: the file cannot be read, does not match the model, or differs between processes.
     """
     path, strict = resolved(str(config.warm_start.file), "warm_start.file"), config.warm_start.mode == "strict"
     specs = pipe.stack.ties.without_seconds(param_specs(pipe.stack, pipe.plan, batch))
@@ -87,10 +87,10 @@ def load(
 
 
 def check_files(config: Config) -> None:
-    """Check that the files that `warm_start` names can be read, by their headers alone.
+    """Check, from the headers alone, that the files of `warm_start` can be read.
 
     Raises:
-        InputError: they cannot.
+        InputError: a file cannot be read.
     """
     _source(resolved(str(config.warm_start.file), "warm_start.file"), config, None, lambda _: None)
 
@@ -106,16 +106,16 @@ def _by_name(source: Source, config: Config, pipe: jpipe.Pipeline, model: dict[s
 
 
 def fitting(source: Source, model: Model, *, strict: bool, hint: str = _HINT) -> set[str]:
-    """Return the names of the model's parameters that a source has, with their shapes and dtypes.
+    """Return the names and specs of the model's parameters that a source has.
 
     Args:
         source: the arrays on disk.
         model: the parameters of the model.
         strict: whether missing and additional parameters are errors.
-        hint: what to change then.
+        hint: what to change after such an error.
 
     Raises:
-        InputError: no parameter matches, or they differ and `strict` is set.
+        InputError: no parameter matches, or `strict` is set and parameters differ.
     """
     wanted = {name: spec for specs in model.values() for name, spec in specs.items()}
     if strict:
@@ -124,7 +124,7 @@ def fitting(source: Source, model: Model, *, strict: bool, hint: str = _HINT) ->
     if not matching:
         if same := next((name for name in wanted if name in source.specs), None):
             raise InputError(
-                f"nothing fits: expected '{same}' as in the model, {wanted[same]}, found {source.specs[same]}", where=source.where
+                f"nothing matches: expected '{same}' as in the model, {wanted[same]}, found {source.specs[same]}", where=source.where
             )
         stored, expected = (next(iter(names), "none at all") for names in (source.specs, wanted))
         raise InputError(
@@ -137,7 +137,7 @@ def fitting(source: Source, model: Model, *, strict: bool, hint: str = _HINT) ->
 
 
 def _check_equal(source: Source, wanted: Mapping[str, Spec], ignored: tuple[str, ...], hint: str) -> None:
-    """Check that a source has exactly the wanted parameters, except for names that start with one of `ignored`."""
+    """Check that a source has exactly the wanted parameters, except names that start with one of `ignored`."""
     for name, spec in wanted.items():
         stored = source.specs.get(name)
         if stored is None and name in source.optional:
@@ -157,7 +157,7 @@ def _source(path: Path, config: Config, specs: Mapping[str, Spec] | None, report
         return found.open_source(path, config.warm_start, config.model, specs)
     if config.warm_start.adapters is not None:
         raise InputError(
-            f"warm_start.adapters: expected warm_start.file to be a folder of the model that they are for, found '{shown(path)}'; give it"
+            f"warm_start.adapters: expected warm_start.file to be the folder of their base model, found '{shown(path)}'; give that folder"
         )
     if not os.path.isdir(path):
         return _of_file(path)
@@ -203,7 +203,7 @@ def _of_run(folder: Path, report: Callable[[str], None]) -> Source:
 
 
 def _summary(source: Source, model: Model, matching: Collection[str], adds: Callable[[str], bool]) -> str:
-    """Describe how many layers are used completely, and why the first incomplete ones are not."""
+    """Describe how many layers are fully used, and why the first of the other layers are not."""
     incomplete = []
     fresh = {name for specs in model.values() for name in specs if adds(name) and name not in matching}
     for layer_id, specs in model.items():
@@ -215,6 +215,6 @@ def _summary(source: Source, model: Model, matching: Collection[str], adds: Call
     words = f"warm start: {layers - len(incomplete)} of {count(layers, 'layer')} from {source.where.removeprefix('warm_start.file: ')}"
     words += "; the adapters are fresh" if fresh else ""
     if incomplete:
-        words += f"; fresh, at least in part: {', '.join(incomplete[:_SHOWN])}"
+        words += f"; at least partly fresh: {', '.join(incomplete[:_SHOWN])}"
         words += f" and {len(incomplete) - _SHOWN} more" if len(incomplete) > _SHOWN else ""
     return words

@@ -1,4 +1,4 @@
-"""The weights in a checkpoint of a run, by name: choose the checkpoint by its step, as the newest or as the best, and read them."""
+"""The weights in a checkpoint of a run, by name. Choose a checkpoint by its step, the newest or the best, and read its weights."""
 
 import contextlib
 import os
@@ -19,11 +19,11 @@ from jpipe_train.console.options import Weights
 
 
 def check_steps(folder: Path, step: Step, where: str) -> None:
-    """Check that a run has checkpoints, and one at `step` if that is given. No checkpoint is read.
+    """Check that a run has checkpoints, and one at `step` if `step` is a number. No checkpoint is read.
 
     Args:
         folder: the folder of the run.
-        step: the step of the checkpoint; with None or "best" any checkpoint will do.
+        step: the step of the checkpoint; with None or "best" any checkpoint is enough.
         where: the config key or command, for messages.
 
     Raises:
@@ -48,35 +48,38 @@ def choose(folder: Path, step: Step, where: str, report: Callable[[str], None]) 
     """Choose a checkpoint of a run.
 
     Args:
-        folder: the run's.
+        folder: the folder of the run.
         step: the step of the checkpoint, or "best"; None: the newest complete one.
         where: the config key or command, for messages.
-        report: gets a line for each newer one that is damaged.
+        report: a function that prints a line for each damaged newer checkpoint.
 
     Raises:
-        InputError: no such run or checkpoint; "best", and the run keeps none.
+        InputError: there is no such run or checkpoint, or `step` is "best" and the run keeps no best checkpoints.
     """
     check_steps(folder, step, where)
     if isinstance(step, str):
         step = best_step(folder, f"{where}: --step best")
     chosen = newest(folder, lambda damaged: report(str(damaged))) if step is None else Checkpoint(folder, step)
     if chosen is None:
-        raise InputError(f"{where}: none of the checkpoints in '{shown(folder / 'checkpoints')}' is whole; take another run")
+        raise InputError(
+            f"{where}: none of the checkpoints in '{shown(folder / 'checkpoints')}' is complete and undamaged; give another run"
+        )
     return chosen
 
 
 class SavedWeights:
-    """The weights in a checkpoint, after all its files are verified: parameters by "layer id/path", layer state by "layer id state/path".
+    """The weights in a checkpoint with verified files: parameters by "layer id/path", layer state by "layer id state/path".
 
-    Layer state is the mean over the replicas if the run's plan has `sync_state`, and else the first replica's.
+    If the plan has `sync_state`, layer state is the mean over the replicas, otherwise the state of the first replica.
 
     Args:
         checkpoint: the checkpoint.
-        weights: the newest parameters, as without `delay_correction`, in float32 if the checkpoint has masters; or their moving average.
+        weights: the newest parameters, without `delay_correction`, in float32 if the checkpoint has master weights; or their moving
+            average.
 
     Attributes:
-        checkpoint: as given.
-        layers: the names of its layers, and of shared parameters.
+        checkpoint: the checkpoint.
+        layers: the names of the layers and of shared parameters.
         specs: shapes and dtypes of the weights, by name.
 
     Raises:
@@ -91,13 +94,13 @@ class SavedWeights:
         self.specs = {name: Spec(leaf.shape, str(leaf.dtype)) for name, leaf in by_name(entries).items()}
 
     def read(self, layer_ids: Collection[str] | None = None) -> dict[str, Any]:
-        """Read the weights of some layers, with the shared parameters that come first in them; None: of all.
+        """Read the weights of some layers, or of all if None. Shared parameters come with the first layer that uses them.
 
         Raises:
             InputError: the checkpoint has no such layer or no moving average, or cannot be read.
         """
         names = [name for name, layer_id in self.layers.items() if layer_ids is None or layer_id in layer_ids]
-        names += [layer_id for layer_id in layer_ids or () if layer_id not in self.layers]  # which is an error
+        names += [layer_id for layer_id in layer_ids or () if layer_id not in self.layers]  # an unknown layer is an error
         layers = self._average(self.checkpoint.read(names))
         return by_name(layers if self._weights == "newest" else with_ema(layers, self.checkpoint.step))
 
@@ -113,7 +116,7 @@ class SavedWeights:
 
 
 def _layer_of(name: str, entries: Mapping[str, Any]) -> str:
-    """Return the layer to which an entry of a checkpoint belongs, also of another replica or of a shared parameter."""
+    """Return the layer that an entry of a checkpoint belongs to, even if it is for another replica or a shared parameter."""
     if shared := jpipe.runtime.shared_place(name, entries):
         return shared[0]
     return jpipe.runtime.layer_of(name, entries.keys() - {name}) or name
@@ -126,11 +129,11 @@ def by_name(layers: Mapping[str, Any]) -> dict[str, Any]:
         layers: the layers from `Checkpoint.read` or `Checkpoint.specs`.
 
     Returns:
-        The newest parameters by "layer id/path", as without `delay_correction`, in float32 if the checkpoint has masters; and the layer
+        The newest parameters by "layer id/path", without `delay_correction`, in float32 if the checkpoint has master weights; and the layer
         state of the first replica by "layer id state/path".
 
     Raises:
-        InputError: two of them have the same name.
+        InputError: two arrays have the same name.
     """
     arrays: dict[str, Any] = {}
     for layer_id, parts in layers.items():
@@ -138,7 +141,7 @@ def by_name(layers: Mapping[str, Any]) -> dict[str, Any]:
             continue  # the layer state of another replica
         parts = jpipe.runtime.without_prediction(parts)
         newest = by_path(jpipe.runtime.masters_in(parts) or parts.get("params", {}).get("0", {}))
-        if shared := jpipe.runtime.shared_place(layer_id, layers):  # one array, by the name of the first parameter that uses it
+        if shared := jpipe.runtime.shared_place(layer_id, layers):  # one array, named after the first parameter that uses it
             layer_id, newest = shared[0], dict(zip(shared[1:], newest.values(), strict=True))
         trees = {layer_id: newest, state_name(layer_id): by_path(parts.get("state", {}))}
         for before, tree in trees.items():
@@ -150,7 +153,7 @@ def by_name(layers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_ema(layers: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """Return layers with the moving average of the parameters in place of the parameters, in the same dtypes."""
+    """Return layers in which the moving average replaces the parameters, in the same dtypes."""
     averaged, has_average = {}, False
     for layer_id, parts in layers.items():
         parts = jpipe.runtime.without_prediction(parts)
@@ -165,13 +168,13 @@ def with_ema(layers: Mapping[str, Any], step: int) -> dict[str, Any]:
     if not has_average:
         raise InputError(
             f"--weights: the checkpoint of step {step} has no moving average of the weights (layer '{next(iter(layers))}'); "
-            "leave it out, or train with optimizer.ema_decay"
+            "leave out --weights, or train with optimizer.ema_decay"
         )
     return averaged
 
 
 def by_path(tree: Any) -> dict[str, Any]:
-    """Return the leaves of a pytree by their paths, such as "dense/kernel"; a tree that is one array has the path "array".
+    """Return the leaves of a pytree by path, such as "dense/kernel"; a tree that is one array has the path "array".
 
     Raises:
         InputError: two leaves have the same path.
@@ -186,5 +189,5 @@ def by_path(tree: Any) -> dict[str, Any]:
 
 
 def state_name(layer_id: str) -> str:
-    """Return the name that the state of a layer has in an export, in place of its id."""
+    """Return the name of a layer's state in an export."""
     return f"{layer_id} state"

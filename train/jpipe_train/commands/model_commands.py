@@ -28,11 +28,11 @@ def evaluate(request: Fields[EvaluateRequest], process: Fields[Process] = ALONE)
 
 
 def export(request: Fields[ExportRequest]) -> int:
-    """Write the weights of a run into one file, for inference or for another run to begin with; or as transformers loads them."""
+    """Write the weights of a run into one file, for inference or for another run to begin with, or in the format of transformers."""
     with interrupt.importing():
         write = registry.find("layouts", request.layout)
     if (request.to is None) == (request.out is None):
-        raise jpipe.InputError("export: expected the file or folder to write, once, such as --out gpt.safetensors")
+        raise jpipe.InputError("export: expected one file or folder to write, such as --out gpt.safetensors")
     if request.overrides and not os.path.isfile(request.source):
         raise jpipe.InputError(f"--set {request.overrides[0]} has no effect for a run; leave it out")
     write(request, lambda line: print(printable(line)))

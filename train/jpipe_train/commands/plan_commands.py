@@ -39,8 +39,8 @@ def simulate(
         overrides: Replace one key of a config, such as plan.schedule=gpipe.
         batches: How many batches to show; by default enough batches to reach the steady state.
         png: Draw the timeline into this file. For a config, the memory is drawn into a second file next to it.
-        no_compile: Do not compile the stages of a config. Compiling takes seconds for small models and minutes for large ones. Without it
-            the temporary memory of the programs, and so the peak memory, is unknown.
+        no_compile: Do not compile the stages of a config. Compiling takes seconds for small models and minutes for large ones. Without
+            compiling, the temporary memory of the programs, and so the peak memory, is unknown.
         target: Compile for this device, which this machine need not have: a name that jpipe target lists, or a YAML file of a target or a
             topology. By default, the stages are compiled for the devices of this machine.
         allow_code: Allow a config that names functions of your own, which jpipe imports and runs.
@@ -62,7 +62,7 @@ def target(
     allow_code: Flag = False,
     json: Flag = False,
 ) -> int:
-    """List the devices, with their published properties, that stages can be compiled for even if this machine does not have them.
+    """List the devices that stages can be compiled for even if this machine lacks them, with their published properties.
 
     Args:
         name: Show one device with the sources of its properties. Give a name, such as h100-80gb, or a YAML file in the same format.

@@ -54,7 +54,7 @@ def sweep(request: Fields[Request], task: Annotated[int | None, tyro.conf.arg(me
 
     Args:
         request: What is trained.
-        task: Train only combination I, counted from 0, and compare nothing. A task of a SLURM job array trains one combination in this way.
+        task: Train only combination I, counted from 0, and compare nothing. Tasks of a SLURM job array use this.
         slurm: Print the script of a SLURM job array with one task for each run, and train nothing.
     """
     with interrupt.importing():

@@ -25,7 +25,7 @@ def launch(request: Fields[LaunchRequest]) -> int:
 
 
 def doctor(request: Fields[Request], process: Fields[Process] = ALONE) -> int:
-    """Say what a job would find on its hosts, and what to change: versions, devices, memory, disks, links and variables.
+    """Check what a job would find on its hosts, and say what to change: versions, devices, memory, disks, links and variables.
 
     Nothing is trained. Start it as the job would be started: by srun, by jpipe launch, or with the options below on each host. The exit
     code is 0 without problems, and 1 with some.

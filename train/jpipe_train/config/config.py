@@ -27,11 +27,11 @@ from jpipe_train.config.train_config import StopConfig as StopConfig
 from jpipe_train.config.train_config import TrainConfig as TrainConfig
 from jpipe_train.config.tune_section import TuneSection
 
-MOST_PLAN_BYTES = 2**22  # a plan of ten thousand stages takes a third of that
+MOST_PLAN_BYTES = 2**22  # a plan of ten thousand stages needs a third of this
 FEW_SYMBOLS, CHUNK = 8192, 1024  # all logits at once for at most FEW_SYMBOLS symbols; for more, CHUNK positions at a time
 LOGS = ("tensorboard", "wandb", "trackio", "mlflow")
 METRICS = ("accuracy", "top5", "cross_entropy", "f1_binary", "f1_macro", "squared_error", "pearson")  # built in
-MOST_F1_CLASSES = 256  # for each class an evaluation sends two more numbers
+MOST_F1_CLASSES = 256  # an evaluation sends two numbers per class
 
 
 class RunConfig(Section):
@@ -74,13 +74,13 @@ class EvalConfig(Section):
 
 
 class ResumeConfig(Section):
-    """What a resumed run reads from its checkpoint: `optimizer: reset` starts with new optimizer state, as a changed optimizer needs."""
+    """What a resumed run reads from its checkpoint. With `optimizer: reset` it begins with new optimizer state, as for a new optimizer."""
 
     optimizer: Literal["keep", "reset"] = "keep"
 
 
 class WarmStartConfig(Section):
-    """The initial parameters. They are read from `file`: a safetensors file, an export, a run folder or an Orbax checkpoint; null: random.
+    """The initial parameters. `file` is a safetensors file, an export, a run folder or an Orbax checkpoint; null means random parameters.
 
     With `mode: strict` the file must have exactly the parameters of the model; with `partial` the parameters that match in name and shape
     are used. `names` maps prefixes of parameter names in the model to prefixes in the file; `{n}` stands for any number. `adapters` is a
@@ -120,7 +120,7 @@ class PrecisionConfig(Section):
 
     @model_validator(mode="after")
     def _check_precision(self) -> "PrecisionConfig":
-        if self.model_fields_set:  # otherwise this module would import JAX
+        if self.model_fields_set:  # imported here because it imports JAX
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", UserWarning)  # reported when the pipeline is built
@@ -140,8 +140,8 @@ class LossConfig(TargetSection):
 
     `name` is `cross_entropy`, `squared_error` or a loss that an installed package adds; null means the loss of the model, usually the
     cross-entropy. `target(outputs, labels, **arguments)` returns (sum of the losses, weight). The logits of built-in models are computed
-    `chunk` positions at a time, and again in the backward, so that they are never all in memory. null: all logits at once. "auto": all at
-    once for small vocabularies, else in chunks.
+    for `chunk` positions at a time, and again in the backward pass, so that they are never all in memory. null: all logits at once. "auto":
+    all at once for small vocabularies, otherwise in chunks.
     """
 
     keeps_meaning: ClassVar[frozenset[str]] = TargetSection.keeps_meaning | {
@@ -193,10 +193,9 @@ class OptimizerConfig(Section):
     patterns; parameters with a matching path get weight decay (null: matrices, not biases and norms). With `accumulate_batches` above 1,
     each update uses the mean gradient of that many batches, and schedules count updates. Gradients are clipped by the norm of the whole
     model or of each stage, not by both. `ema_decay` is the decay of a moving average of the weights. `delay_correction` corrects the delay
-    of gradients under schedules that do not flush: `predict` moves the weights ahead by their delay, a number by that factor times the
-    delay.
-    `per_stage` has, for each argument that differs between stages, a list with one number for each stage. For the first
-    `lr_delay_steps` updates the learning rate of a stage is divided by the delay of its gradients; the effect decreases with each update.
+    of gradients under schedules that do not flush: `predict` moves the weights ahead by their delay, and a number by that number times
+    their delay. `per_stage` has, for each argument that differs between stages, a list with one number for each stage. For the first
+    `lr_delay_steps` updates the learning rate of a stage is divided by the delay of its gradients. This effect decreases with each update.
     """
 
     name: str = "adamw"
@@ -224,7 +223,7 @@ class OptimizerConfig(Section):
 
     @property
     def of_plans(self) -> dict[str, Any]:
-        """The keys that some plans, or other keys among them, do not allow; see `jpipe.plan.excluded`."""
+        """The keys that some plans or other keys exclude; see `jpipe.plan.excluded`."""
         return self.of_pipeline | {"accumulate_batches": self.accumulate_batches if self.accumulate_batches > 1 else None}
 
     @model_validator(mode="after")
@@ -336,7 +335,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _empty_sections_are_defaults(cls, data: object) -> object:
-        """Read `train:` with nothing below it as an empty section."""
+        """Read a section without content, such as `train:`, as an empty section."""
         if not isinstance(data, dict):
             return data
         return {key: {} if value is None and key not in ("seed", "compile_cache", "log") else value for key, value in data.items()}
@@ -428,7 +427,7 @@ class Config(Section):
 
     @property
     def loss_name(self) -> str | None:
-        """The name of the loss; None if the loss is a function of the user's."""
+        """The name of the loss, or None if it is the user's function."""
         return None if self.loss.target is not None else self.loss.name or self.model.loss_name
 
     @property

@@ -24,9 +24,9 @@ def load(
 ) -> Config:
     """Read the YAML file at `path`, apply the overrides and validate the result.
 
-    An override of `train.epochs` removes `train.steps` of the file, and the other way round. A kind of models can define which of its keys
-    an override removes in the same way. If a package can read `warm_start.file`, the keys of the config that this file determines (such as
-    the model's sizes) are added.
+    An override of `train.epochs` removes `train.steps` of the file, and the other way round. A kind of model can define similar pairs of
+    its keys. If a package can read `warm_start.file`, the keys of the config that this file determines (such as the model's sizes) are
+    added.
 
     Args:
         path: the YAML file.
@@ -60,7 +60,7 @@ def load(
                     f"--set {override} has no effect with plan.file '{config.plan.file}'; remove this --set, or change the plan file"
                 )
     in_python = [key for key, target in config.code.items() if target.startswith(f"{IN_PYTHON}:") and key != "optimizer.name"]
-    if in_python:  # such a config is loaded to evaluate the run, which needs no optimizer, so `optimizer.name` may stay
+    if in_python:  # evaluating such a run needs no optimizer, so `optimizer.name` may stay
         raise InputError(
             f"{where}: this run was trained from Python (jpipe_train.fit) with objects that its config cannot name; give functions that "
             f"return them: {' '.join(f'--set {key}=module:function' for key in in_python)} --allow-code"
@@ -136,7 +136,7 @@ def _read(path: str | Path) -> dict[Any, Any]:
 
 
 def _let_overrides_decide_model(data: dict[Any, Any], overridden: Sequence[str]) -> None:
-    """Drop the keys of the file's section `model` that have no effect any more because the command line changes others."""
+    """Drop keys of the file's section `model` that have lost their effect because the command line changes other keys."""
     model = data.get("model")
     keys = frozenset(key.split(".")[1] for key in overridden if key.startswith("model."))
     if isinstance(model, dict) and keys:
@@ -145,7 +145,7 @@ def _let_overrides_decide_model(data: dict[Any, Any], overridden: Sequence[str])
 
 
 def _let_override_decide_length(data: dict[Any, Any], overridden: Sequence[str]) -> None:
-    """Drop the file's `train.steps` if only `train.epochs` is overridden, and the other way round."""
+    """Drop the file's `train.steps` if the command line sets only `train.epochs`, and the other way round."""
     train = data.get("train")
     for key, other in (("epochs", "steps"), ("steps", "epochs")):
         is_alone = f"train.{key}" in overridden and f"train.{other}" not in overridden
@@ -160,7 +160,7 @@ def _has_file(data: Mapping[Any, Any]) -> bool:
 
 
 def _override(data: dict[Any, Any], override: str, overridden: list[str]) -> None:
-    """Set `section.key=value` in `data` and append the key to `overridden`; raise InputError if this would undo an earlier override."""
+    """Set `section.key=value` in `data` and append the key to `overridden`; raise InputError if that undoes an earlier override."""
     key, equals, value = override.partition("=")
     *sections, last = key.split(".")
     if not equals or not all([*sections, last]):

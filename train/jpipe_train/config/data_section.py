@@ -61,12 +61,12 @@ class DataSection(TargetSection):
     """The data of a run. `path` is a file, a folder or a glob. `sources` replaces it by several paths, mixed according to their weights.
 
     A share of the rows (`validation_fraction`) is held out for validation, or `validation_path` names separate validation data.
-    A `format` that an installed package adds is a subclass, which may have further keys. It has a method `read_examples`; or, for data that
-    are not a list of rows, `load_batches` and `load_held_out`. A `target` is a function that replaces the format:
-    `target(seed, batch_size, **arguments)` returns (train, validation), or a `jpipe_train.data.data.Data`.
+    A `format` that an installed package adds is a subclass, which may have further keys. It has a method `read_examples`. For data that are
+    not a list of rows it has `load_batches` and `load_held_out` instead. A `target` is a function that replaces the format: `target(seed,
+    batch_size, **arguments)` returns (train, validation), or a `jpipe_train.data.data.Data`.
 
     Attributes:
-        formats_of: for a key that only some formats of this class use, those formats; all formats use the other keys.
+        formats_of: a mapping from keys that only some formats of this class use to those formats.
         content: what the files contain, for messages.
     """
 
@@ -96,7 +96,7 @@ class DataSection(TargetSection):
         return None
 
     def load_held_out(self, config: "jpipe_train.config.config.Config", path: str | None) -> "jpipe_train.data.data.Data | None":
-        """Return the data at `path`, or else the section's data, all for validation; they may fill less than one batch.
+        """Return the data at `path`, by default the section's data, all of them for validation. They may fill less than one batch.
 
         The result is None if `read_examples` reads the data.
         """
@@ -139,7 +139,7 @@ class DataSection(TargetSection):
 
     @property
     def loss_unit(self) -> str:
-        """The unit of the cross-entropy, as it follows a number in a message."""
+        """The unit of the cross-entropy, to print after a number."""
         return " nats per label"
 
     @property

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import jpipe_train.config.data_section
 
 KIND = "decoder"
-"""The kind of model if a config names none."""
+"""The kind of model that a config means if it names none."""
 Limit = tuple[int, int, str]
 """The smallest and the largest legal value, and the reason for these limits."""
 
@@ -45,7 +45,7 @@ class ModelSection(TargetSection):
 
     @classmethod
     def with_overrides(cls, keys: dict[str, Any], overridden: frozenset[str]) -> dict[str, Any]:
-        """Return `keys` of a config file without the keys that have no effect any more once the command line sets the `overridden` ones."""
+        """Return `keys` of a config file without keys that lose their effect because the command line sets the `overridden` ones."""
         return keys
 
     def check_config(self, config: "jpipe_train.config.config.Config") -> None:
@@ -56,7 +56,7 @@ class ModelSection(TargetSection):
         """
 
     def check_plan(self, plan: "jpipe.Plan") -> None:
-        """Check that the meshes of a plan can divide the model; only rules that the shapes of the parameters do not show are checked.
+        """Check that the meshes of a plan can divide the model. Rules that follow from the shapes of the parameters are checked elsewhere.
 
         Raises:
             InputError: a mesh cannot divide the model.
@@ -67,9 +67,9 @@ class ModelSection(TargetSection):
         return []
 
     def extra_metrics(self) -> Mapping[str, Any]:
-        """Return further metrics for each evaluation, functions of the outputs; lower values are better.
+        """Return additional metrics for each evaluation: functions of the outputs; lower values are better.
 
-        If there are any, the outputs also have the key "tokens".
+        With additional metrics, the outputs are a dict with the key "tokens".
         """
         return {}
 

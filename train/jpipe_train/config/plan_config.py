@@ -16,7 +16,7 @@ MOST_MICROBATCHES = 1024
 
 
 class _EvenStages(Section):
-    """The keys of the stages. They come before the options of the schedule."""
+    """The keys about stages, which come before the options of the schedule."""
 
     schedule: str = "pipedream_flush"
     num_stages: Count = 4
@@ -30,7 +30,7 @@ class _EvenStages(Section):
 
 
 class _Layout(Section):
-    """The keys between the options of schedules and of capabilities."""
+    """The keys that come between the options of schedules and of capabilities."""
 
     sync_state: bool = True
     keep_together: Literal["replicas", "stages"] = "replicas"
@@ -39,13 +39,13 @@ class _Layout(Section):
 
 
 class PlanConfig(CapabilityOptions, _Layout, ScheduleOptions, _EvenStages):
-    """The plan of a run: even stages from these keys, or the JSON file `file`, which replaces the keys.
+    """The plan of a run: even stages from these keys, or the JSON file `file`, which overrides them.
 
-    The keys are the arguments of `jpipe.Plan.even`, including the options of the schedule and of capabilities. `layer_costs` has the
-    relative cost of layers (default 1); the stages then get equal costs. If `file` is "auto", the run first searches for the fastest plan
-    among the schedules that flush, or, if `max_delay` is set, among all schedules up to this mean delay in updates. A plan in a file with a
-    larger delay is an error. The plans of a search use the values of `agree` and `links`.
-    `mesh` maps axes to sizes: the devices of each replica of every stage. A list has one mesh per stage; {} is one device.
+    The keys are the arguments of `jpipe.Plan.even`, including the options of the schedule and of capabilities. With `layer_costs`, the
+    relative costs of layers (default 1), the stages have equal costs. If `file` is "auto", the run first searches for the fastest plan
+    among the schedules that flush, or, if `max_delay` is set, among all schedules with at most this mean delay in updates. A plan file with
+    a larger delay is an error. The plans of a search use the values of `agree` and `links`. `mesh` maps axes to sizes: the devices of each
+    replica of every stage. A list has one mesh per stage; {} is one device.
     """
 
     sum_parts: Count = 1

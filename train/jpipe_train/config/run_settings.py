@@ -19,12 +19,12 @@ class RunSettings:
         seed: the seed of the initial weights.
         train: the length of the run, and when it is evaluated and logged.
         checkpoint: when checkpoints are written, and which checkpoints are kept.
-        log: the names of further logs.
+        log: the names of additional logs.
         metrics: a function that returns a dict of the evaluation's metric functions; it may import the user's code.
         results: for each result of a validation, named as in `metrics.jsonl`, whether lower or higher values are better.
         items: the amount of data that a step processes, and its unit.
         loss_unit: the unit that follows a loss in messages.
-        learning_rate: takes the number of steps and returns a function from a batch number to the learning rate, or None if unknown.
+        learning_rate: a function from the number of steps to a function from a batch number to the learning rate, or to None if unknown.
         accumulate_batches: the number of batches per update.
         fresh_optimizer: whether a resumed run begins with new optimizer state.
         in_python: whether a Python program called `fit`; if it named no run folder, nothing is written.

@@ -26,7 +26,7 @@ Arguments = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value 
 
 
 def as_python(value: Any) -> Any:
-    """Convert a NumPy scalar to a Python scalar, and return any other value unchanged."""
+    """Convert a NumPy scalar to a Python scalar; return any other value unchanged."""
     return value.item() if isinstance(value, np.generic) else value
 
 
@@ -39,7 +39,7 @@ def _usable_path(path: str) -> str:
 
 FilePath = Annotated[str, Field(min_length=1), AfterValidator(_usable_path)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
-AUTO: Final = "auto"  # the value of a key (a plan file, a size, a token) that is chosen when the run starts
+AUTO: Final = "auto"  # for a key with a value that is chosen when the run starts
 
 
 class Section(BaseModel):
@@ -72,11 +72,11 @@ MOVED: Final[Mapping[str, str]] = MappingProxyType(
         "smoothed_cross_entropy": "examples.papers.losses:smoothed_cross_entropy",
     }
 )
-"""The targets of earlier versions that were built in, each with the target that replaces it."""
+"""Targets that earlier versions had built in, and the targets that replace them."""
 
 
 class TargetSection(Section):
-    """A section with other keys, or with a `target`, a function of the user's, and its `arguments`."""
+    """A section that has either its own keys, or a `target` (a user's function) and its `arguments`."""
 
     target: str | None = None
     arguments: Arguments = {}
@@ -115,7 +115,7 @@ class TargetSection(Section):
 
 
 def without_others(keys: Mapping[str, Any], own: type[Section], others: Iterable[type[Section]]) -> dict[str, Any]:
-    """Return the keys of a section without the keys that only classes in `others` have, if they have their defaults.
+    """Return the keys of a section, except those that only classes in `others` have and that are set to their defaults.
 
     Earlier versions wrote the keys of all kinds and formats into `config.yaml`.
     """

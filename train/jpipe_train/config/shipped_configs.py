@@ -97,7 +97,7 @@ def _data(config: str, available: dict[str, Path]) -> list[str]:
 
 
 def _code(config: str, available: dict[str, Path]) -> list[str]:
-    """Return the Python files that a config needs: the modules that it names, and all of `examples.papers` if it names one of these."""
+    """Return the Python files that a config needs: the modules that it names, and all of `examples.papers` if one of them is there."""
     modules = {file: file.removesuffix(".py").replace("/", ".") for file in available if file.endswith(".py")}
     code = [file for file, module in modules.items() if f"{module}:" in config or (module.startswith(_PAPERS) and _PAPERS in config)]
     return [*code, "examples/__init__.py"] if code else []

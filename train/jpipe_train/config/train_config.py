@@ -61,9 +61,9 @@ class TrainConfig(Section):
     """The length of the run, the size of its batches, and when it is evaluated.
 
     Set either `steps` or `epochs`; an epoch contains each row of the training data once. A step uses `batch_size` rows. The run is
-    evaluated at step 0, every `eval_every` steps and at the end. `stop` can end the run earlier. The report shows `trace_batches` batches,
-    which are measured when the pipeline is full, after each evaluation, and when steps are slow; 0 measures none. JAX's profiler records
-    the steps in `profile`.
+    evaluated at step 0, every `eval_every` steps and at the end. `stop` can end the run earlier. The report shows `trace_batches` batches
+    (0 for none), measured when the pipeline is full, after each evaluation, and when steps are slow. JAX's profiler records the steps in
+    `profile`.
     """
 
     steps: Count | None = 200
@@ -78,7 +78,7 @@ class TrainConfig(Section):
 
     @property
     def length(self) -> int:
-        """The number of steps, or the largest allowed number as long as the steps of the epochs are not known."""
+        """The number of steps, or the largest allowed number while the steps of the epochs are unknown."""
         return MOST_ROWS if self.steps is None else self.steps
 
     @model_validator(mode="before")
@@ -117,8 +117,8 @@ class TrainConfig(Section):
 class CheckpointConfig(Section):
     """Checkpoints are written every `every` steps and at the end; with null, none are written.
 
-    The last `keep` checkpoints are kept. Of the older checkpoints, these are kept: each at a step that `keep_every` divides, one every
-    `keep_hours` hours, and the `best` ones. If the disk is full, the run stops or goes on without checkpoints (`on_full_disk`).
+    The last `keep` checkpoints are kept. Older checkpoints are kept at multiples of `keep_every` steps, one every `keep_hours` hours, and
+    the `best` ones. If the disk is full, the run stops or continues without checkpoints (`on_full_disk`).
     """
 
     every: Count | None = 10

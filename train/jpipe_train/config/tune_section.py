@@ -25,7 +25,7 @@ class TuneSection(Section):
 
     A pattern such as `block_*/qkv/kernel` matches the name of a parameter, of a layer (`embed`) or of a module in a layer; `*` matches any
     text, even with a `/`. Parameters that match `freeze`, or that do not match `train_only`, are frozen: they have no gradients and no
-    optimizer state. A kind of models can set `tune_section` to a subclass with further keys.
+    optimizer state. A kind of model can set `tune_section` to a subclass with further keys.
     """
 
     freeze: Patterns = []
@@ -45,11 +45,11 @@ class TuneSection(Section):
         """
 
     def adds(self, name: str) -> bool:
-        """Return whether this section adds the parameter `name` to the model. If a warm start does not have it, it is initialized anew."""
+        """Return whether this section adds the parameter `name` to the model. If a warm start lacks it, it is initialized anew."""
         return False
 
     def whole_names(self, names: list[str]) -> list[str]:
-        """Return `names`, and for parameters that this section renames also their names without the section."""
+        """Return `names` and, for parameters that this section renames, also their plain names."""
         return names
 
     def source_for(
@@ -57,7 +57,7 @@ class TuneSection(Section):
         source: "jpipe_train.checkpoint.sources.source.Source",
         specs: "dict[str, jpipe_train.checkpoint.sources.source.Spec]",
     ) -> "jpipe_train.checkpoint.sources.source.Source":
-        """Return a source of the parameters that the model has with this section, from a source of the plain model's parameters.
+        """Convert a source of the plain model's parameters to one of the parameters that the model has with this section.
 
         Args:
             source: the source of the plain model's parameters.

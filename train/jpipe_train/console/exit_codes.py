@@ -10,7 +10,7 @@ from jpipe_train.console.terminal import fail, printable
 FAILED, BAD_INPUT = 1, 2
 
 
-# Errors of a disk or network that does not work or is full, and of resources that other programs use.
+# Errors of a disk or network that is broken or full, and of resources that other programs use.
 _TEMPORARY = frozenset(
     getattr(errno, name)
     for name in (

@@ -63,7 +63,7 @@ def delayed() -> Iterator[None]:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Finish the imports in this context before a Ctrl-C takes effect, because modules in C may crash when interrupted."""
+    """Finish the imports in this context before a Ctrl-C takes effect, because C modules may crash when interrupted."""
     with delayed():
         yield
     check()
@@ -81,7 +81,7 @@ def pressed() -> bool:
 
 
 def forget() -> None:
-    """Forget a Ctrl-C inside `watched` that has had its effect. The next Ctrl-C is recorded again."""
+    """Forget a Ctrl-C inside `watched` that has taken effect. The next Ctrl-C is recorded again."""
     global _pressed
     if _pressed:
         _pressed = False
@@ -89,7 +89,7 @@ def forget() -> None:
 
 
 def is_ours() -> bool:
-    """Return whether `watched` is active, and Ctrl-C was not pressed yet."""
+    """Return whether `watched` is active and Ctrl-C has not been pressed yet."""
     return signal.getsignal(signal.SIGINT) is _press
 
 
@@ -103,7 +103,7 @@ def words(error: BaseException) -> str | None:
 
 
 def leave(number: int, frame: FrameType | None = None) -> None:
-    """End this process immediately, with the exit code of a process that the signal has ended."""
+    """End this process immediately, with the exit code of a process that the signal ended."""
     os._exit(128 + number)
 
 
@@ -124,8 +124,8 @@ def handled(numbers: Collection[int], handler: Callable[[int, FrameType | None],
     Args:
         numbers: the signals.
         handler: the main thread calls it when it runs Python code.
-        received: another thread calls it for each signal when it arrives. While the main thread waits in C, for example for a device,
-            Python calls no handler, and counts two signals as one.
+        received: another thread calls it as soon as a signal arrives. While the main thread waits in C, for example for a device, Python
+            calls no handler, and merges two signals into one.
     """
     if not numbers or threading.current_thread() is not threading.main_thread():
         yield
@@ -167,7 +167,7 @@ def recorded() -> Iterator[list[int]]:
     numbers = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
 
     def record(number: int, frame: FrameType | None) -> None:
-        if number != signal.SIGHUP or not received:  # when a connection drops, several SIGHUP arrive, also together with SIGTERM
+        if number != signal.SIGHUP or not received:  # when a connection drops, several SIGHUP arrive, perhaps with SIGTERM
             received.append(number)
 
     before = {number: signal.signal(number, record) for number in numbers}

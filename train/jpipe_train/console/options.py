@@ -1,4 +1,4 @@
-"""The options that several commands share. The arguments of a command are a dataclass; tyro makes the command-line options from it."""
+"""The options that several commands share. The arguments of a command are a dataclass, from which tyro makes command-line options."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeVar
@@ -21,11 +21,11 @@ class Process:
 
     Attributes:
         coordinator: With several processes, the address of process 0, the same in all. SLURM and Open MPI set this and the next two.
-        num_processes: With several processes, how many there are.
+        num_processes: With several processes, their number.
         process_id: With several processes, the number of this process, from 0.
         connect_limit: With several processes, how long each waits for the other processes at the start.
-        wait_limit: With several processes, how long they may make no progress before they give up; longer than a microbatch takes.
-        secret_file: With several processes, the file with the secret that they share; by default the variable JPIPE_SECRET has the secret.
+        wait_limit: With several processes, how long they wait without progress before they give up; longer than a microbatch takes.
+        secret_file: With several processes, the file with their shared secret; by default the secret is in the variable JPIPE_SECRET.
     """
 
     coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None

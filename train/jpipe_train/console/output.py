@@ -10,7 +10,7 @@ from typing import Any, TextIO, cast
 
 
 class _Output:
-    """A text stream. If writing to it fails, the process ends if `ends` is set; otherwise all further output is dropped."""
+    """A text stream. If writing fails, the process ends if `ends` is set; otherwise all further output is dropped."""
 
     def __init__(self, stream: Any, *, ends: bool) -> None:
         self._stream, self._ends = stream, ends
@@ -52,7 +52,7 @@ def steady(*, ends: bool) -> Iterator[None]:
     """Keep prints in this context from failing if the output is lost.
 
     Args:
-        ends: whether the process ends if its standard output is lost, like most command-line tools. A training run continues instead.
+        ends: whether the process ends if its standard output is lost, as most command-line tools do. A training run continues.
     """
     _reserve_standard_descriptors()
     before = sys.stdout, sys.stderr
@@ -69,7 +69,7 @@ def steady(*, ends: bool) -> Iterator[None]:
 
 
 def _reserve_standard_descriptors() -> None:
-    """Reserve the descriptors of standard streams that the process was started without (`>&-`), so that no file gets them."""
+    """Reserve the descriptors of standard streams that are closed at the start (`>&-`), so that no file gets them."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
         pass
     os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Keep JAX from starting plugins for devices that this machine lacks. They may be installed only to compile for such devices.
+"""Keep JAX from starting plugins for devices that this machine lacks. They may be installed only for compiling.
 
 At its start JAX tries each plugin. Without a device, the plugin for CUDA prints a traceback, and libtpu prints warnings.
 """
@@ -31,7 +31,7 @@ def name_platforms() -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ.setdefault(
             "TF_CPP_MIN_LOG_LEVEL", "3"
-        )  # the compilers would log programs that need too much memory; commands report these themselves
+        )  # the compilers would log programs that need too much memory, which commands report themselves
 
 
 def _plugins() -> set[str]:
@@ -43,7 +43,7 @@ def _plugins() -> set[str]:
 
 
 def _has_gpu() -> bool:
-    """Return whether there is an NVIDIA GPU (its driver need not work) or an NVIDIA driver."""
+    """Return whether there is an NVIDIA driver, or an NVIDIA GPU even without a working driver."""
     if _exists(*_GPUS):
         return True
     try:

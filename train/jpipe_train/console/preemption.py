@@ -16,7 +16,7 @@ import jpipe
 from jpipe_train.console import interrupt
 
 Decision = Literal["continue", "save", "leave", "last", "trace"]
-"""The decision of all processes before a step: continue, save after the step, leave before it, end after it, or trace from it on."""
+"""The decision of all processes before a step: continue, save after the step, leave before it, end after it, or start tracing with it."""
 _CAME = "signal"  # the topic of messages with which a process tells the other processes that it received a signal
 
 
@@ -26,15 +26,15 @@ class Preemption:
     SIGHUP never counts as a second signal. When a connection drops, a shell and the kernel send several, and systemd sends SIGHUP together
     with SIGTERM. Under `jpipe launch` no signal counts as a second one, because schedulers signal all processes and the launcher also
     forwards its own signal. If the launcher receives a second signal, it kills all processes.
-    Process 0 decides for all processes, one step ahead. So the others wait for it only if it is more than a step behind. A process that is
-    lost meanwhile is still detected. A callback in process 0 can also end the run. The run then ends after the step that is next when this
-    is decided, so the end does not depend on the speed of any process.
+    Process 0 decides for all processes, one step ahead, so the others wait only if process 0 is more than a step behind. Even then a lost
+    process is detected. A callback in process 0 can also end the run. The run then ends after the step that follows the decision, so its
+    end does not depend on the speed of any process.
 
     Args:
         processes: the processes of the run; None if there is only one.
         saves: whether the run writes checkpoints. If it does not, the signals have their default effect.
-        stops: returns, in process 0, whether a callback has asked to end the run; None in all processes if there is no callback.
-        traces: returns, in process 0, whether to trace the next steps; None in all processes if no steps can be traced.
+        stops: in process 0, a function that returns whether a callback has asked to end the run; None in all processes without callbacks.
+        traces: in process 0, a function that returns whether to trace the next steps; None in all processes if none can be traced.
 
     Attributes:
         cut: the step of the checkpoint that a signal caused; None before a signal.
@@ -68,7 +68,7 @@ class Preemption:
 
         Args:
             step: the next step.
-            is_saved: returns whether all processes have written the snapshot, or cannot write it. It is called only in process 0.
+            is_saved: a function that returns whether all processes have written the snapshot or failed. Only process 0 calls it.
 
         Raises:
             PeerLost: another process was lost.

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from jpipe_train.console.terminal import duration, printable
 
-_RECENT = 20  # the speed is a median over this many steps: with fewer it flickers, with more an evaluation affects it for a long time
+_RECENT = 20  # number of steps for the median speed: fewer make it flicker, more make it slow to recover from an evaluation
 _SILENT = 10.0  # without a bar, a line is printed at most once in this many seconds
 
 
@@ -58,8 +58,8 @@ class Reporter:
     def table(self, head: Sequence[str], rows: Iterable[Sequence[str]], words: Collection[str] = ()) -> None:
         """Print rows in aligned columns.
 
-        The first column has the names of the rows. If the columns are too wide together, the remaining ones follow in further tables.
-        Columns with a header in `words` are aligned left, like the first column; the others are aligned right.
+        The first column has the names of the rows. If the columns do not fit side by side, the remaining ones follow in additional tables.
+        The first column and columns with a header in `words` are aligned left, the others right.
         """
         head = [printable(cell) for cell in head]
         lines = [head, *([printable(cell) for cell in row] for row in rows)]
@@ -154,7 +154,7 @@ class Reporter:
             yield
 
     def tick(self, step: int) -> None:
-        """Record that step `step` is finished now, unless this is already recorded. `speed` then includes the step."""
+        """Record that step `step` is finished now, unless that is recorded already. `speed` then includes the step."""
         if step == self._ticked:
             return
         now, self._ticked = self._clock(), step
@@ -196,7 +196,7 @@ class Reporter:
 
     @property
     def step_seconds(self) -> float | None:
-        """The median duration of the recent steps; None until two steps are finished, because the first includes one-time work."""
+        """The median duration of the recent steps, or None until two are finished, because the first includes one-time work."""
         seconds = statistics.median(self._recent) if self._recent else 0.0
         return seconds if seconds > 0 else None
 

@@ -1,4 +1,4 @@
-"""Prepare text for a terminal. Names of files, layers and keys are escaped, so that they cannot control the terminal."""
+"""Prepare text for a terminal. Names of files, layers and keys are escaped, because they could contain control characters."""
 
 import logging
 import sys

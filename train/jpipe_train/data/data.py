@@ -35,7 +35,7 @@ class Batches(Protocol):
 
 
 class HeldOut(NamedTuple):
-    """A batch of an evaluation, the number of copies of each row in it and, if there are several sources, the source of the rows."""
+    """A batch of an evaluation, how often it repeats each row and, if there are several sources, its source."""
 
     batch: Batch
     copies: int = 1
@@ -60,7 +60,7 @@ class Examples:
         train: the rows for training.
         validation: the held-out rows.
         source: a phrase that describes where the rows come from.
-        digest: returns a hash. It is the same in two processes only if their rows are the same.
+        digest: a function that returns a hash; it is equal in two processes only if their rows are equal.
         remarks: lines that say what was cut or left out.
         largest_class: the largest label and the name of its row, if labels are classes and the largest is known.
     """
@@ -85,16 +85,16 @@ class Data:
         validation: the held-out batches.
         source: a phrase that describes where the data come from.
         amount: a phrase that describes how many data there are.
-        digest: returns a hash. It is the same in two processes only if their data are the same, as far as a sample of them shows.
+        digest: a function that returns a hash of a sample of the data, to compare the data of two processes.
         remarks: lines that say what was left out.
-        vocab_size: the number of tokens or classes, if the loader knows it; otherwise each batch is checked when it is read.
+        vocab_size: the number of tokens or classes, if the loader knows it; otherwise each batch is checked as it is read.
         shapes: the shapes and dtypes of the batches, if there are several; the largest first.
         first: the first training batch that can be read. Earlier batches belong to an earlier part of a resumed run.
         copies: for each validation batch, how often it repeats its rows; empty if no batch does.
         rows: the number of rows in an epoch, if the loader knows it.
         steps: the number of steps in the run's `train.epochs`, if it is set.
         largest_class: the largest label of all rows and the name of its row, if labels are classes and the loader knows it.
-        parts: the sources of a mixture, each with its own data; `validation` has their validation batches one source after the other.
+        parts: the sources of a mixture, each with its data; `validation` joins their validation batches, one source after the other.
     """
 
     train: Batches
@@ -114,11 +114,11 @@ class Data:
 
     @property
     def like(self) -> Batch:
-        """A batch with the shapes and dtypes of all batches; if they differ, the shapes and dtypes of the largest."""
+        """A batch with the shapes and dtypes of all batches, or of the largest batch if they differ."""
         return self.shapes[0] if self.shapes else self.train[self.first]
 
     def held_out(self, most: int) -> list[HeldOut]:
-        """Return at most `most` validation batches of each source. A source without a full batch gives its smaller batches instead."""
+        """Return at most `most` validation batches of each source. A source without a full batch gives smaller batches instead."""
         if self.parts:
             ends = np.cumsum([len(part.validation) for _, part in self.parts]).tolist()
             return [
@@ -131,7 +131,7 @@ class Data:
         return [HeldOut(self.validation[i]) for i in range(min(most, len(self.validation)))]
 
     def with_some_validation(self, microbatch: int) -> "Data":
-        """Return these data; if the validation rows do not fill a batch, put all of them into smaller batches.
+        """Return these data. If the validation rows do not fill a batch, put them all into smaller batches.
 
         Args:
             microbatch: the number of rows in a microbatch.
@@ -162,7 +162,7 @@ def load(config: Config, position: Position | None = None) -> Data:
 
     Args:
         config: the config of the run.
-        position: the position at which batches of a new size begin, in a run that resumes with another batch size; None: the first row.
+        position: where batches of a new size begin, in a run that resumes with another batch size; None for the first row.
 
     Raises:
         InputError: the path does not exist, cannot be read, or has too few rows for training or validation; tokens are out of the model's
@@ -182,15 +182,15 @@ def load(config: Config, position: Position | None = None) -> Data:
 def _with_epochs(config: Config, epochs: float, data: Data) -> Data:
     """Return data for a run of `epochs` epochs, with the number of steps.
 
-    The last batch may have rows of the next epoch. If rows may be padding, these rows become padding; otherwise they stay.
+    The last batch may have rows of the next epoch. If padding is possible, they become padding; otherwise they stay.
 
     Raises:
         InputError: the number of rows in an epoch is unknown, or the run would be too long.
     """
     if data.rows is None:
         raise InputError(
-            f"train.epochs: expected training data with a known length, found {data.source} with training batches without one; give them a "
-            "len(), the number of batches in an epoch, or set train.steps and train.epochs=null"
+            f"train.epochs: expected training data with a known length, found {data.source} with training batches of unknown length; give "
+            "them a len(), the number of batches in an epoch, or set train.steps and train.epochs=null"
         )
     train = data.train.repeated() if isinstance(data.train, target_data.TargetBatches) else data.train
     first = train.first_position if isinstance(train, Ordered) else position.start(config.train.batch_size)
@@ -216,7 +216,7 @@ def _read(config: Config) -> Data:
 
 @_memory_errors_reported()
 def held_out(config: Config, path: str | None = None) -> Data:
-    """Load all validation data of a run as `validation`, even if they are less than a batch. `train` is not for training.
+    """Load all validation data of a run as `validation`, even if they fill less than a batch. `train` must not be used for training.
 
     Args:
         config: the config of the run.
@@ -344,7 +344,7 @@ def check_files(config: Config, path: str | None = None) -> None:
 
 
 def unread(config: Config) -> Data:
-    """Load data only to learn the shapes of a batch. A `data.target` with a parameter `shapes_only` then need not read anything.
+    """Load data only for the shapes of a batch. A `data.target` with a parameter `shapes_only` then need not read anything.
 
     Raises:
         InputError: see `load`.
@@ -374,7 +374,7 @@ def _of_examples(config: Config, read: Examples) -> Data:
         raise InputError(
             f"{expected}, found {have[0]:,} and {have[1]:,} in {read.source}",
             where="data.path",
-            change="rows with equal inputs are all for training or all for validation; give more different rows, change "
+            change="rows with equal inputs are never divided between training and validation; give more different rows, change "
             "data.validation_fraction, or name rows for validation in data.validation_path",
         )
     if have[0] < need:

@@ -35,12 +35,12 @@ class Position(pydantic.BaseModel):
 
 
 def rows_in(epochs: float, rows: int) -> int:
-    """Return `epochs` times `rows`, rounded up. `epochs` counts as the decimal number that Python prints for it."""
+    """Return `epochs` times `rows`, rounded up. `epochs` is taken as the decimal number that Python prints for it."""
     return math.ceil(Fraction(repr(epochs)) * rows)
 
 
 def steps_until(end: int, first: Position, batch_size: int) -> int:
-    """Return the number of steps of a run that ends with row `end` - 1, which may be in the middle of a batch.
+    """Return the number of steps of a run that ends with row `end` - 1, perhaps in the middle of a batch.
 
     Args:
         end: the number of rows in the whole run.

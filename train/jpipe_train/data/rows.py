@@ -1,4 +1,4 @@
-"""Batches that read rows on request. So a process reads only the rows that its own workers need."""
+"""Batches that read rows on request, so that a process reads only the rows that its workers need."""
 
 import functools
 import itertools
@@ -116,7 +116,7 @@ class BatchesOfRows:
         start = self.first_position
         first = start.total + (index - start.batch) * self.batch_size
 
-        @functools.lru_cache(maxsize=2)  # the arrays of a batch are sliced one after the other, usually for the same rows
+        @functools.lru_cache(maxsize=2)  # the arrays of a batch are sliced in turn, usually for the same rows
         def rows(start: int, stop: int) -> list[list[Any]]:
             return [jax.tree.leaves(self._element(first + i)) for i in range(start, stop)]
 
@@ -185,7 +185,7 @@ class WithRemainder(Protocol):
 
 @runtime_checkable
 class Divisible(Protocol):
-    """Batches without the remaining rows, which do not fill a batch."""
+    """Batches that leave out the remaining rows, which do not fill a batch."""
 
     def with_remainder(self, microbatch: int, /) -> WithRemainder:
         """Return these batches, followed by smaller batches with the remaining rows, in whole microbatches of `microbatch` rows."""
@@ -204,8 +204,8 @@ class _Part(NamedTuple):
 class AllRows:
     """Full batches, followed by the remaining rows in one or two smaller batches of whole microbatches.
 
-    Rows that do not fill a microbatch are repeated until they fill microbatches. Each of them has the same number of copies. So for any
-    loss that is a sum over rows, the mean over the batch is the mean over the rows. Only the weight is larger, by the number of copies.
+    Rows that do not fill a microbatch are repeated until they fill microbatches, all equally often. So for any loss that is a sum over
+    rows, the mean over the batch is the mean over the rows. Only the weight is multiplied by the number of copies.
 
     Attributes:
         batches: the full batches.
@@ -250,12 +250,12 @@ class AllRows:
 
 
 def like_a_batch(batches: BatchesOfRows) -> Batch:
-    """Return a full batch; if there are too few rows, they are repeated."""
+    """Return a full batch. If there are too few rows, they are repeated."""
     return batches[0] if len(batches) else _repeated(batches, _Part(0, len(batches.elements), batches.batch_size), batches.batch_size)
 
 
 def _repeated(batches: BatchesOfRows, part: _Part, size: int | None = None) -> Batch:
-    """Return a batch of the rows of a part, repeated; it has `size` rows, by default as many as the part has copies of its rows."""
+    """Return a batch of the rows of a part, repeated up to `size` rows; by default each row has the part's number of copies."""
     size = part.rows * part.copies if size is None else size
     elements = _Cycle(batches.elements, part.first, part.rows, size)
     return replace(batches, elements=grain.MapDataset.source(elements), batch_size=size)[0]

@@ -26,7 +26,7 @@ def named(path: str | None) -> str:
 
 @contextmanager
 def readable(where: str = "data.path") -> Iterator[None]:
-    """Turn an OSError about an unreadable file into an InputError.
+    """Convert an OSError about an unreadable file into an InputError.
 
     Raises:
         InputError: a file cannot be read.
@@ -39,7 +39,7 @@ def readable(where: str = "data.path") -> Iterator[None]:
 
 
 def guess(file: Path) -> str:
-    """Return the end of a message about a file that is not UTF-8 text: what kind of file it seems to be; "" if this is unknown."""
+    """Return the end of a message that a file is not UTF-8 text: the kind of file that it seems to be, or "" if unknown."""
     kind = kind_of(file)
     return "" if kind is None or kind.is_unpacked else f" (it seems to be {kind.name})"
 
@@ -47,7 +47,7 @@ def guess(file: Path) -> str:
 def validation_names(names: Sequence[str], fraction: float) -> frozenset[str]:
     """Choose the validation files among at least two files: the files with hashed names below `fraction`.
 
-    So the choice does not depend on the other files. At least one file is chosen, but never all.
+    So a choice does not depend on the other files. At least one file is chosen, but never all.
     """
     rank = {name: place_of(os.fsencode(name)) for name in names}
     ordered = sorted(rank, key=lambda name: rank[name])
@@ -233,7 +233,7 @@ def _beside(found: Mapping[str, Path]) -> frozenset[str]:
 
 
 def _walk(root: Path, suffix: str = "", leave_out: frozenset[str] = frozenset(), *, links: bool = True) -> dict[str, Path]:
-    """Find all regular files under `root`, except hidden files. With `links`, links to files are followed; links to folders never are."""
+    """Find all regular files under `root`, except hidden files. Links to files are followed with `links`; links to folders never are."""
     files = {}
     for folder, subfolders, names in os.walk(root, onerror=_raise):
         subfolders[:] = [name for name in subfolders if name not in leave_out and not name.startswith(".")]
@@ -245,7 +245,7 @@ def _walk(root: Path, suffix: str = "", leave_out: frozenset[str] = frozenset(),
 
 
 def _ordered(found: Mapping[str, Path]) -> tuple[list[str], list[Path]]:
-    """Sort files by name, each file once. A file is listed under its own name, or else under a link to it; the shortest path is used."""
+    """Sort files by name, each file once: under its own name, or else under the link to it with the shortest path."""
     real = functools.cache(os.path.realpath)
     first: dict[str, str] = {}
     for is_link, _, name in sorted((file.is_symlink(), len(file.parts), name) for name, file in found.items()):

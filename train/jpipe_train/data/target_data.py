@@ -38,8 +38,9 @@ class Repeated:
 class TargetBatches:
     """The batches of a user's object, `batches[t]`. Mistakes are reported in one line with `name`.
 
-    Every process creates the first batch, for its shapes. Each batch is created (again) in the processes that read its rows. In a run that
-    resumed with another batch size, row r of the data is row r mod b of `batches[r // b]`, so a batch may have rows of two of these.
+    Every process creates the first batch, for its shapes. Each batch is created again in the processes that read its rows. In a run that
+    resumed with another batch size, row r of the data is row r mod b of `batches[r // b]`, so a batch may have rows of two of the object's
+    batches.
 
     Attributes:
         batches: the user's object.
@@ -146,7 +147,7 @@ class TargetBatches:
             if not isinstance(leaf, np.ndarray) or leaf.ndim == 0:
                 raise InputError(f"data.target: {expected}, found {type(leaf).__name__} in it; convert it with np.asarray")
             if len(leaf) != self.batch_size:
-                raise InputError(f"data.target: {expected} (train.batch_size), found {len(leaf)} rows; fix it, or train.batch_size")
+                raise InputError(f"data.target: {expected} (train.batch_size), found {len(leaf)} rows; change one of them")
         return batch
 
 

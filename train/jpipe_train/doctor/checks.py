@@ -1,4 +1,4 @@
-"""What is in order in the facts of all processes, what to know, and what to change."""
+"""Judge the facts of all processes: which are in order, which are worth knowing, and what to change."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
@@ -9,7 +9,7 @@ from jpipe_train.doctor.facts import Facts
 Level = Literal["ok", "note", "problem"]
 
 _GB = 1e9
-_MUST_AGREE = ("jax", "jaxlib", "flax", "optax", "numpy")  # the processes of a run compare them, and end if they differ
+_MUST_AGREE = ("jax", "jaxlib", "flax", "optax", "numpy")  # the processes of a run compare these, and stop if they differ
 _CHANGES_NUMBERS = (
     *("JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION", "JAX_DEFAULT_PRNG_IMPL", "JAX_THREEFRY_PARTITIONABLE", "JAX_DEFAULT_DTYPE_BITS"),
     *("JAX_NUMPY_DTYPE_PROMOTION", "NVIDIA_TF32_OVERRIDE", "LIBTPU_INIT_ARGS", "XLA_FLAGS"),
@@ -20,12 +20,12 @@ class Finding(NamedTuple):
     """One row of the table.
 
     Attributes:
-        level: whether it is as it should be (`ok`), worth knowing (`note`), or keeps a job from running or from its speed (`problem`).
-        what: what was looked at.
-        found: what is there.
-        advice: what to do about it; empty if nothing is to be done.
-        measured: numbers that no two processes measure equally, which follow `found`.
-        least: the one of these numbers by which the worst of several processes is chosen.
+        level: `ok`, worth knowing (`note`), or a `problem` that stops or slows down a job.
+        what: what was checked.
+        found: the result.
+        advice: what to change; empty if nothing is to be changed.
+        measured: measured numbers, printed after `found`; they differ between processes.
+        least: the measured number that determines which process is the worst.
     """
 
     level: Level
@@ -51,7 +51,7 @@ def judge(everyone: Sequence[Facts], problems: Sequence[Finding] = ()) -> list[F
 
 
 def _check(what: str, facts: Facts) -> Iterator[Finding]:
-    """Yield the findings of one check in one process, or that its facts could not be found."""
+    """Yield the findings of one check in one process. If its facts could not be gathered, yield a finding that says so."""
     section, check, level, advice = _CHECKS[what]
     if "error" in facts[section]:
         yield Finding(level, what, facts[section]["error"], advice)
@@ -60,7 +60,7 @@ def _check(what: str, facts: Facts) -> Iterator[Finding]:
 
 
 def _first(what: str, found: str, *rules: tuple[bool, Level, str], measured: str = "", least: float = 0.0) -> Finding:
-    """Return a finding by the first of the rules (whether it holds, level, advice) that holds; if none does, it is as it should be."""
+    """Return a finding with the level and advice of the first rule (condition, level, advice) that applies, or `ok` if none does."""
     level, advice = next(((level, advice) for holds, level, advice in rules if holds), ("ok", ""))
     return Finding(level, what, found, advice, measured, least)
 
@@ -73,11 +73,11 @@ def _processes(everyone: Sequence[Facts]) -> Finding:
     if len(everyone) == expected:
         shown = "; ".join(f"{host} has {processes(indices)}" for host, indices in hosts.items())
         return Finding("ok", "processes", f"{expected} connected: {shown}")
-    return Finding("note", "processes", f"{expected} were expected; the rows below are about this one alone, on {first}")
+    return Finding("note", "processes", f"{expected} were expected; the rows below are only about this process, on {first}")
 
 
 def _versions(everyone: Sequence[Facts]) -> Iterator[Finding]:
-    """Yield what differs of the versions, and of what else the processes of a run compare at its start: config, code and settings."""
+    """Yield differences between processes: their versions, config, code and settings, which a run compares at its start."""
     versions, code = ([facts[section] for facts in everyone] for section in ("versions", "code"))
     if failed := [each["error"] for each in versions if "error" in each]:
         yield Finding("problem", "versions", failed[0], "install jpipe with its requirements: pip install .")
@@ -85,12 +85,12 @@ def _versions(everyone: Sequence[Facts]) -> Iterator[Finding]:
     for name in versions[0]:
         if different := _differing([each[name] for each in versions]):
             level: Level = "problem" if name in _MUST_AGREE else "note"
-            advice = "install the same version on all hosts" + ("; processes of a run end where it differs" if level == "problem" else "")
+            advice = "install the same version on all hosts" + ("; a run stops if it differs" if level == "problem" else "")
             yield Finding(level, "versions", f"{name} differs: {different}", advice)
     yield Finding("ok", "versions", ", ".join(f"{name} {version}" for name, version in versions[0].items()))
     for name in dict.fromkeys(name for each in code for name in each if not name.startswith("version of ")):
         if different := _differing([each.get(name, "") for each in code]):
-            advice = "give all processes the same; processes of a run end where it differs"
+            advice = "make it the same in all processes; a run stops if it differs"
             yield Finding("problem", "settings", f"{name} differs: {different}", advice)
 
 
@@ -109,7 +109,7 @@ def _memory(what: str, facts: Facts, memory: Any) -> Iterator[Finding]:
     yield _first(
         what,
         f"{memory['total'] / _GB:.1f} GB",
-        (free < _GB, "problem", "ask for more (sbatch --mem, resources.limits.memory), or end what else runs there"),
+        (free < _GB, "problem", "ask for more (sbatch --mem, resources.limits.memory), or stop other programs there"),
         (free < 4 * _GB, "note", "each process needs about 1 GB besides data, state in host memory and checkpoints"),
         measured=f"{free / _GB:.1f} GB free",
         least=free,
@@ -130,7 +130,7 @@ def _folder(what: str, facts: Facts, folder: Any) -> Iterator[Finding]:
     yield _first(
         what,
         folder["path"] + ("" if folder["existing"] == folder["path"] else f", not yet there; tried in {folder['existing']}"),
-        (free < _GB, "problem", "free space, or choose another run.dir: a checkpoint is written before an old one goes"),
+        (free < _GB, "problem", "free space, or choose another run.dir: a new checkpoint is written before an old one is removed"),
         (free < 20 * _GB or speed < 50e6, "note", small),
         measured=f"{free / _GB:.1f} GB free, {speed / 1e6:.0f} MB/s to disk",
         least=speed,
@@ -162,31 +162,31 @@ def _variables(what: str, facts: Facts, values: Any) -> Iterator[Finding]:
 
 _DRIVERS = "try JAX alone: python -c 'import jax; print(jax.devices())'; see docs/how-to/install.md for drivers and extras"
 _CHECKS: dict[str, tuple[str, Callable[[str, Facts, Any], Iterator[Finding]], Level, str]] = {
-    # name: facts to look at, the check, and if these facts could not be found: how bad that is, and what to do
+    # name: the facts to check, the check, and if the facts could not be gathered: the level and the advice
     "devices": ("devices", _devices, "problem", _DRIVERS),
     "memory": ("memory", _memory, "note", ""),
     "shared memory": ("shared memory", _shared_memory, "note", ""),
-    "run folder": ("folder", _folder, "problem", "choose another run.dir, or make the folder and its owner: mkdir, chown"),
+    "run folder": ("folder", _folder, "problem", "choose another run.dir, or create the folder and set its owner: mkdir, chown"),
     "variables": ("environment", _variables, "note", ""),
 }
 
 
 def _links(links: dict[str, Any] | None) -> Iterator[Finding]:
     if links is not None and "error" in links:
-        advice = "the processes cannot exchange arrays as a run does; see docs/how-to/troubleshooting/processes.md"
+        advice = "the processes cannot exchange arrays, which a run needs; see docs/how-to/troubleshooting/processes.md"
         yield Finding("problem", "links", links["error"], advice)
     elif links is not None:
         latency, bandwidth = links["latency"], links["bandwidth"]
-        is_slow = latency > 5e-3 or bandwidth < 100e6  # as between hosts of different places
+        is_slow = latency > 5e-3 or bandwidth < 100e6  # typical for hosts at different sites
         advice = "check that the fast network is used (NCCL_SOCKET_IFNAME on GPUs); else try plan.extra_in_flight and plan.links"
         found = f"an array takes {latency * 1e3:.2f} ms to the next process, and 1 MB goes at {bandwidth / 1e6:.0f} MB/s"
         yield _first("links", found, (is_slow, "note", advice))
 
 
 def merged(of_processes: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """Merge the findings of all processes, in order; a finding of only some processes names them.
+    """Merge the findings of all processes, in order; a finding that only some processes have names them.
 
-    Of findings that differ only in their measurement, the one with the least is shown.
+    If findings differ only in their measurement, only the lowest is shown.
     """
     having: dict[Finding, list[tuple[float, int, str]]] = {}
     for index, findings in enumerate(of_processes):
@@ -198,7 +198,7 @@ def merged(of_processes: Sequence[Sequence[Finding]]) -> list[Finding]:
         _, worst, measured = min(members)
         text = finding.found + (f", {measured}" if measured else "")
         if len({each for *_, each in members}) > 1:
-            text += f" (the least, in process {worst})"
+            text += f" (the lowest, in process {worst})"
         only = "" if len(members) == len(of_processes) else f"{processes([index for _, index, _ in members])}: "
         rows.append(finding._replace(found=only + text))
     return rows
@@ -217,7 +217,7 @@ def processes(indices: Sequence[int]) -> str:
 
 
 def _differing(values: Sequence[str]) -> str:
-    """Describe which processes have which value, such as `0.12 in processes 0-2; 0.10 in process 3`; empty if all have the same."""
+    """List the differing values with their processes, such as `0.12 in processes 0-2; 0.10 in process 3`; "" if all are equal."""
     groups = _grouped(values)
     return "; ".join(f"{value or 'nothing'} in {processes(indices)}" for value, indices in groups.items()) if len(groups) > 1 else ""
 
@@ -228,7 +228,7 @@ def _grouped(values: Sequence[str]) -> dict[str, list[int]]:
 
 
 def table(findings: Sequence[Finding]) -> list[str]:
-    """Return the findings as lines: level, what, and what was found; below, indented, what to do."""
+    """Return the findings as lines: level, what was checked, and the result. The advice follows in an indented line."""
     rows = align([[finding.level, finding.what, printable(finding.found)] for finding in findings])
     indent = " " * sum(2 + max(len(cell) for cell in column) for column in zip(*(finding[:2] for finding in findings), strict=True))
     lines = []

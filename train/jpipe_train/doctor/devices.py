@@ -1,7 +1,7 @@
 """Start JAX alone and print its devices as JSON: `python -m jpipe_train.doctor.devices`.
 
-`find` runs this in a separate process. If a driver aborts or hangs, only that process ends; and the processes of a job look at their
-devices without waiting for each other.
+`find` runs this in a separate process. If a driver aborts or hangs, only that process ends. The processes of a job also need not wait for
+each other.
 """
 
 import json
@@ -14,7 +14,7 @@ LIMIT = 180.0  # seconds: a large machine needs a minute to start its devices
 
 
 def find(limit: float = LIMIT) -> dict[str, Any]:
-    """Return the devices that JAX starts on this host: `platform`, `kinds`, `count`, and the bytes of `memory` of the smallest.
+    """Return the devices that JAX starts on this host: `platform`, `kinds`, `count`, and `memory`, the bytes of the smallest.
 
     Args:
         limit: seconds that JAX may take.
@@ -22,7 +22,7 @@ def find(limit: float = LIMIT) -> dict[str, Any]:
     Raises:
         RuntimeError: JAX starts no devices, ends by a signal, or takes longer.
     """
-    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several processes of a host may look at the same GPU
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several processes of a host may check the same GPU
     command = [sys.executable, "-P", "-m", "jpipe_train.doctor.devices"]
     try:
         done = subprocess.run(  # noqa: S603 - jpipe itself

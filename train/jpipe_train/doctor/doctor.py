@@ -23,9 +23,9 @@ from jpipe_train.launch.distributed import Membership
 from jpipe_train.launch.team import Team, joined
 
 FORMAT = "jpipe-doctor/1"
-_ARRIVE = 600.0  # seconds that links may take
-_APPEARS = 15.0  # seconds after which a file of another host has to be seen; network file systems remember for some that there was none
-_LOOK = 0.2  # seconds between two looks
+_ARRIVE = 600.0  # seconds for measuring the links
+_APPEARS = 15.0  # seconds until a file of another host must appear; network file systems cache its absence for some seconds
+_LOOK = 0.2  # seconds between two checks for the file
 
 
 def main(
@@ -36,23 +36,23 @@ def main(
     wait_limit: float = 45.0,
     gather: Callable[[Config | None, Membership | None], Facts] = facts.gather,
 ) -> int:
-    """Look at this host and, with several processes, at all hosts and the links between them; process 0 prints.
+    """Check this host and, with several processes, all hosts and the links between them; process 0 prints.
 
     Returns:
         The exit code: 1 if there is a problem, else 0; the same in all processes, unless they lose each other.
 
     Raises:
-        InputError: there are overrides without a config; in other processes than the first also: the processes cannot connect.
-        jpipe.PeerLost: in other processes than the first: another process died, hung or stopped.
+        InputError: there are overrides without a config; or, except in process 0, the processes cannot connect.
+        jpipe.PeerLost: except in process 0: another process died, hung or stopped.
     """
     if request.overrides and request.config is None:
-        raise InputError(where="doctor --set", expected="a config to replace keys of", found="none", change="add --config CONFIG")
+        raise InputError(where="doctor --set", expected="a config to replace keys in", found="none", change="add --config CONFIG")
     config, problems = None, []
     try:
         if request.config is not None:
-            config = config_file.load(request.config, request.overrides, allow_code=True)  # code that it names is not imported
+            config = config_file.load(request.config, request.overrides, allow_code=True)  # without importing the code that it names
     except InputError as error:
-        problems.append(Finding("problem", "config", str(error), "correct it; the rows below are about a run with the defaults"))
+        problems.append(Finding("problem", "config", str(error), "correct it; the rows below are for a run with the defaults"))
     own = gather(config, member)
     try:
         with joined(connect(), connect_limit, wait_limit) as team:
@@ -72,7 +72,7 @@ def main(
 
 
 def _compared(team: Team, processes: jpipe.processes.Processes, own: Facts) -> list[Facts]:
-    """Return the facts of all processes, with what they find out together."""
+    """Return the facts of all processes, and add the facts that they can only find together."""
     folder = own["folder"].get("existing")
     own["sees folder"] = see_same_folder(team, None if folder is None else Path(folder))
     everyone: list[Facts] = [json.loads(text) for text in processes.gather("facts", json.dumps(own).encode())]
@@ -90,11 +90,11 @@ def _compared(team: Team, processes: jpipe.processes.Processes, own: Facts) -> l
 
 
 def see_same_folder(team: Team, folder: Path | None, limit: float = _APPEARS) -> bool | None:
-    """Return whether this process sees in a folder a file that process 0 writes there; None if process 0 cannot write. All call it.
+    """Return whether this process sees a file that process 0 writes into a folder; None if process 0 cannot write. All call this.
 
     Args:
         team: the processes of the job.
-        folder: an existing folder, which has the same path in all processes; None where this process has none.
+        folder: an existing folder, with the same path in all processes; None if this process has no such folder.
         limit: seconds that the file may take to appear.
     """
     with contextlib.ExitStack() as files:
@@ -136,7 +136,7 @@ def are_alike(everyone: list[Facts]) -> bool:
 
 @contextlib.contextmanager
 def _prints_on_standard_error() -> Iterator[None]:
-    """Keep what libraries print out of the table and the JSON: gloo prints a line for each connection, and cannot be told not to."""
+    """Send the prints of libraries to standard error, away from the table and the JSON. Gloo always prints a line for each connection."""
     sys.stdout.flush()
     output = os.dup(1)
     os.dup2(2, 1)

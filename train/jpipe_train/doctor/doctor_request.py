@@ -1,4 +1,4 @@
-"""The request of `jpipe doctor`, which the command line is read from."""
+"""The request of `jpipe doctor`, made from the command line."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -13,7 +13,7 @@ class Request:
     """The arguments of `jpipe doctor`.
 
     Attributes:
-        config: The YAML file of a run: its folder is tried; by default as of a run without run.dir.
+        config: The YAML file of the run to check. By default, the folder of a run without run.dir is checked.
         overrides: Replace one key of the config, such as run.dir=/shared/runs/1.
         as_json: Print findings and facts as JSON, for programs.
     """

@@ -27,13 +27,13 @@ Facts = dict[str, Any]
 
 _NAMES = ("CUDA_VISIBLE_DEVICES", "NVIDIA_TF32_OVERRIDE", "LIBTPU_INIT_ARGS", "LD_LIBRARY_PATH", "no_proxy", "no_grpc_proxy")
 _PREFIXES = "JAX_", "XLA_", "NCCL_", "TPU_", "FLAX_", "SLURM_LOCALID"
-_HIDDEN = ("http_proxy", "https_proxy", "grpc_proxy", "JPIPE_SECRET")  # their values may be passwords, or have some
-_USER = re.compile(r"//\S*@")  # in an address among other text; a password may have any character, "/" and "@" too
+_HIDDEN = ("http_proxy", "https_proxy", "grpc_proxy", "JPIPE_SECRET")  # their values may be or contain passwords
+_USER = re.compile(r"//\S*@")  # finds the password in an address; it may have any character, even "/" and "@"
 _SIZE = 2**24  # bytes of a test file: writing it takes some milliseconds on a disk, a second on a slow network
 
 
 def gather(config: Config | None, member: Membership | None, find_devices: Callable[[], Facts] = devices.find) -> Facts:
-    """Return all facts of this process; a fact that cannot be found is `{"error": why}`."""
+    """Return all facts of this process; a fact that cannot be determined is `{"error": why}`."""
     folder = "runs" if config is None or config.run.dir is None else config.run.dir
     probes: dict[str, Callable[[], Facts]] = {
         "process": lambda: _process(member),
@@ -56,7 +56,7 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def memory(root: Path = Path("/")) -> Facts:
-    """Return bytes of host memory, `total` and `available`, or fewer where a control group limits this process."""
+    """Return the `total` and `available` bytes of host memory, within the limit of this process's control group."""
     sizes = {name: value.split() for name, _, value in (line.partition(":") for line in _text(root / "proc/meminfo").splitlines())}
     total, available = (1024.0 * int(sizes[name][0]) if name in sizes else host_memory() for name in ("MemTotal", "MemAvailable"))
     groups = root / "sys/fs/cgroup"
@@ -64,7 +64,7 @@ def memory(root: Path = Path("/")) -> Facts:
     for folder in (own, *own.parents):
         limit, used = _text(folder / "memory.max").strip(), _text(folder / "memory.current").strip()
         if folder.is_relative_to(groups) and limit.isdecimal() and used.isdecimal():
-            dropped = re.search(r"^inactive_file (\d+)$", _text(folder / "memory.stat"), re.MULTILINE)  # files that can be read again
+            dropped = re.search(r"^inactive_file (\d+)$", _text(folder / "memory.stat"), re.MULTILINE)  # cached files
             free = int(limit) - int(used) + (int(dropped[1]) if dropped else 0)
             total, available = min(total, int(limit)), min(available, max(free, 0))
     return {"total": total, "available": available}
@@ -95,7 +95,7 @@ def temporary_name() -> str:
 def _attempt(probe: Callable[[], Facts]) -> Facts:
     try:
         return probe()
-    except Exception as error:  # a probe looks at what may be out of order
+    except Exception as error:  # a probe must survive a broken system
         reason = " ".join(str(error).split()) or "without a message"
         return {"error": reason if isinstance(error, OSError | RuntimeError | jpipe.InputError) else f"{type(error).__name__}: {reason}"}
 
@@ -114,13 +114,13 @@ def _versions() -> Facts:
 
 
 def _code(config: Config | None) -> Facts:
-    """Return what must be the same in all processes of a run; long texts as digests."""
+    """Return what must be the same in all processes of a run; long texts are replaced by digests."""
     facts = code_facts() if config is None else facts_of_run(config)
     return {name: value if len(value) < 100 else hashlib.sha256(value.encode()).hexdigest()[:12] for name, value in facts.items()}
 
 
 def _text(file: Path) -> str:
-    """Return the text of a system file, or nothing if it does not exist."""
+    """Return the text of a system file, or "" if it does not exist."""
     try:
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError:

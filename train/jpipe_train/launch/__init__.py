@@ -1,1 +1,1 @@
-"""Several processes: how they start, connect, agree and end."""
+"""Several processes: how they start, connect, agree and stop."""

@@ -1,4 +1,4 @@
-"""Runs in several processes: the addresses and numbers of the processes, from flags or the cluster, and the start of JAX's runtime."""
+"""Runs in several processes: get the processes' addresses and numbers from flags or the cluster, and start JAX's runtime."""
 
 import atexit
 import ipaddress
@@ -22,7 +22,7 @@ _FLAGS = ("--coordinator", "--num-processes", "--process-id")
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 _BIND = "JAX_COORDINATOR_BIND_ADDRESS"  # one of several networks of process 0's host; JAX also reads it
 
-_LAUNCHERS = {  # launchers, with the variables for the number of processes and the number of this process
+_LAUNCHERS = {  # launchers, each with its variables for the number of processes and the number of this process
     "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     "MVAPICH": ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
     "MPI": ("PMI_SIZE", "PMI_RANK"),  # MPICH, Intel MPI
@@ -34,8 +34,8 @@ _LAUNCHERS = {  # launchers, with the variables for the number of processes and 
 _HEARTBEAT_TIMEOUT = 24 * 3600
 _SHUTDOWN_TIMEOUT = 10
 
-# Seconds from the last message to the end, of process 0 and of the other processes. The library ends processes that are stuck after 5 s,
-# process 0 after 6 s; and when process 0 ends, JAX aborts the other processes.
+# Seconds from the last message until process 0 and the other processes exit. The library ends stuck processes after 5 s, process 0 after 6
+# s. When process 0 ends, JAX aborts the other processes.
 _LEAVE = 5.5, 4.0
 
 _CERTIFICATES = "jax_mtls_cert_file", "jax_mtls_key_file", "jax_mtls_ca_file"
@@ -44,7 +44,7 @@ CERTIFICATES = ", ".join(_CERTIFICATES).upper()
 
 _Values = tuple[str | None, int | None, int | None]
 
-_joined: Processes | None = None  # the processes of this run; like JAX's runtime, they exist once per process
+_joined: Processes | None = None  # the processes of this run; one object per process, like JAX's runtime
 
 
 class Membership(NamedTuple):
@@ -60,11 +60,11 @@ def start(process: Process) -> int:
     """Join the other processes of this run, before JAX uses a device. For a single process this has no effect.
 
     Without arguments it uses the environment: `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, then the clusters that
-    JAX detects (SLURM, Open MPI, Kubernetes). If another launcher has started several processes, it raises an error, because each process
-    would run alone. With one process as the only argument it ignores the environment.
+    JAX detects (SLURM, Open MPI, Kubernetes). If an unknown launcher has started several processes, it raises an error, because each
+    process would run alone. With one process as the only argument it ignores the environment.
 
     The processes find each other at the coordinator's address before JAX listens there. JAX's runtime also waits for all processes. But if
-    one does not connect, JAX ends the process by SIGABRT, with a C++ stack trace, and does not name the missing process.
+    one is missing, JAX ends the others by SIGABRT, with a C++ stack trace that does not name it.
 
     Returns:
         The number of processes.
@@ -163,9 +163,9 @@ def uses_certificates() -> bool:
 
 
 def stop() -> None:
-    """Leave the run when this process is done; process 0 leaves last. It has no effect for a single process.
+    """Leave the run when this process is done; process 0 leaves last. A single process does nothing.
 
-    Print the result of the run before: from this call on, the process may be ended without a message.
+    Print the result of the run first: from this call on, the process may be killed without a message.
 
     The remaining processes do not wait for a lost process, and wait only some seconds for a process that hangs.
 
@@ -182,9 +182,9 @@ def is_alone() -> bool:
 
 
 def leave_in_time(code: int) -> None:
-    """If this process is one of several, end it with this exit code after some seconds, because JAX may wait long for other processes.
+    """If there are several processes, end this one with the exit code after some seconds, because JAX may wait long for the others.
 
-    Print the result of the run before. After a loss, the library would end the process a little later, always with exit code 1.
+    Print the result of the run first. After the loss of a process, the library would end this one soon, but always with exit code 1.
     """
     if _joined is not None:
         timer = threading.Timer(_LEAVE[_joined.index > 0], os._exit, (code,))
@@ -233,8 +233,8 @@ def _check_alone() -> None:
         count, number = map(os.environ.get, names)
         if count is not None and number is not None and count.strip().isdecimal() and int(count) > 1:
             raise InputError(
-                f"{' and '.join(names)}: {launcher} has started {count} processes, and nothing says where process 0 listens, so each "
-                f"would run alone; give {_FLAGS[0]} HOST:PORT {_FLAGS[1]} ${names[0]} {_FLAGS[2]} ${names[1]}, with the host of "
+                f"{' and '.join(names)}: {launcher} has started {count} processes, but the address of process 0 is unknown, so each would "
+                f"run alone; give {_FLAGS[0]} HOST:PORT {_FLAGS[1]} ${names[0]} {_FLAGS[2]} ${names[1]}, with the host of "
                 f"process 0 and a port that is free there, or {_FLAGS[1]} 1 to run alone"
             )
 
@@ -269,7 +269,7 @@ def _whole(variable: str) -> int | None:
 
 
 def _detect(known: _Values, limit: float) -> tuple[_Values, list[int] | None]:
-    """Detect the values that are None from the cluster, as JAX does, and the devices of this process."""
+    """Return the arguments with each None replaced by JAX's value for the cluster, and the devices of this process."""
     try:
         coordinator, num_processes, process_id, devices = jax_internals.detect_cluster(*known, math.ceil(limit))
     except Exception as error:  # the tools of a cluster may raise any exception

@@ -28,13 +28,13 @@ def gather(processes: jpipe.processes.Processes, pipe: jpipe.Pipeline, name: str
 
 
 def encoded(trace: jpipe.runtime.Trace) -> bytes:
-    """Return a trace as JSON for `decoded`; every number is exact."""
+    """Convert a trace to JSON for `decoded`, without rounding."""
     memory = [[sample._replace(weights=[*sample.weights.items()]) for sample in samples] for samples in trace.memory]  # type: ignore[arg-type]
     return json.dumps([trace.timeline, memory, trace.transfers]).encode()
 
 
 def decoded(text: bytes) -> jpipe.runtime.Trace:
-    """Return the trace that `encoded` has converted to JSON."""
+    """Convert JSON from `encoded` back to a trace."""
     timeline, memory, transfers = json.loads(text)
 
     def sample(time: float, weights: Any, *sizes: int) -> jpipe.programs.MemorySample:

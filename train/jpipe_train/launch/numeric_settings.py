@@ -1,4 +1,4 @@
-"""The settings of JAX, XLA and Flax that change numerical results, and must be the same in all processes of a run."""
+"""The settings of JAX, XLA and Flax that change numerical results. They must be the same in all processes of a run."""
 
 import enum
 import os
@@ -7,9 +7,8 @@ import re
 import jax
 
 # Settings that may differ between processes: logs, caches, checks, waiting times, addresses, certificates; and devices, which are compared
-# separately.
-# All other settings are compared, also new ones of later versions of JAX: some change numbers, and a difference in the rest of them is a
-# mistake, too.
+# separately. All other settings must agree, also settings of later JAX versions: some change numbers, and a difference in the rest is a
+# mistake as well.
 _MAY_DIFFER = re.compile(
     r"jax_(compilation_cache|persistent_cache|share_binary|dump|explain|log|logging|pprint|traceback|tracer_error|captured_constants"
     r"|cross_host|transfer_guard|debug|check|cpu_get|include|mtls)(_.*)?"
@@ -19,12 +18,12 @@ _MAY_DIFFER = re.compile(
     r"|distributed_debug|distributed_verify_secure_credentials|default_device|num_cpu_devices|platforms|platform_name|pjrt_client_create_options)"
 )
 _VARIABLES = "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE"
-_PREFIXES = "FLAX_", "NNX_"  # of the names of Flax's variables
+_PREFIXES = "FLAX_", "NNX_"  # what the names of Flax's variables begin with
 _FLAGS_THAT_MAY_DIFFER = ("--xla_dump_", "--xla_force_host_platform_device_count")  # XLA flags
 
 
 def numeric_settings() -> dict[str, str]:
-    """Return each setting as text, by the name that users know."""
+    """Return each setting as text; the keys are the names that users know."""
     of_jax = {
         name: str(value)
         for name, value in sorted(jax.config.values.items())

@@ -1,4 +1,4 @@
-"""The processes of one run: they start with the same config and end together, and process 0 prints for all."""
+"""The processes of one run. They start with the same config and end together; process 0 prints for all."""
 
 import contextlib
 import functools

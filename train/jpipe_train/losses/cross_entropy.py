@@ -57,9 +57,9 @@ class Unprojected:
 def loss(outputs: Outputs, labels: Labels) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Return the sum of the cross-entropy in nats, and the number of labels that count.
 
-    If there are labels of tokens and of the next sentence (BERT), the mean over rows for the next sentence is added to the mean over
-    tokens. So the sum has (n / rows) times the sum for the next sentence, for n counted tokens. The mean over several microbatches is exact
-    if each has the same n. If the outputs have a router loss, `outputs["experts"].loss()`, it is added n times.
+    If there are labels of tokens and of the next sentence (BERT), the loss is the mean over tokens plus the mean over rows for the next
+    sentence. So for n counted tokens, (n / rows) times the sum for the next sentence is added to the sum. The mean over several
+    microbatches is exact if each has the same n. If the outputs have a router loss, `outputs["experts"].loss()`, it is added n times.
     """
     if not isinstance(labels, dict):
         number = _number(labels)
@@ -71,7 +71,7 @@ def loss(outputs: Outputs, labels: Labels) -> tuple[Float[Array, ""], Float[Arra
 
 
 def with_router_loss(total: Float[Array, ""], number: Float[Array, ""], outputs: Any) -> Float[Array, ""]:
-    """Return `total`, the loss summed over `number` labels; if the outputs have a router loss, it is added once per label."""
+    """Return `total`, the loss summed over `number` labels, plus any router loss of the outputs, once per label."""
     routing = outputs.get("experts") if isinstance(outputs, dict) else None
     return total if routing is None else total + (number * routing.loss()).astype(total.dtype)
 
@@ -115,7 +115,7 @@ def wider(dtype: DTypeLike) -> Any:
 
 
 def _hits(logits: Float[Array, "*n v"], labels: Int[Array, "*n"] | UInt8[Array, "*n"], most: int) -> Bool[Array, "*n"]:
-    """Return for each label whether its logit is among the `most` largest; among equal logits the first count as larger."""
+    """Return for each label whether its logit is among the `most` largest. Of equal logits, the first counts as larger."""
     if most == 1:
         return logits.argmax(-1) == labels
     return (jax.lax.top_k(logits, most)[1] == labels[..., None]).any(-1)
@@ -171,8 +171,8 @@ def _in_chunks(outputs: Unprojected, labels: Int[Array, "*n"] | UInt8[Array, "*n
 def _nats_in_chunks(whole: Unprojected, labels: Int[Array, "chunks size"]) -> Float[Array, ""]:
     """Return the sum of the nats of all chunks. They are computed one after the other.
 
-    The backward recomputes the logits of each chunk. It is written here, without `jax.checkpoint`, for two reasons. Gradients of the kernel
-    are summed in float32. And if a backward is split into one for inputs and one for weights, this part is not split; otherwise it would
+    The backward pass recomputes the logits of each chunk. It is written out, without `jax.checkpoint`, for two reasons. Gradients of the
+    kernel are summed in float32. And if backwards are split into parts for inputs and for weights, this one stays whole; otherwise it would
     keep the gradients of all logits.
     """
     wide = wider(whole.dtype)

@@ -1,4 +1,4 @@
-"""Compile the best plans of a search until one fits, and describe for commands on which devices this was done."""
+"""Compile the best plans of a search until one fits, and describe the devices for which they are compiled."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ def read_device(name: str, option: str = "--target") -> Device:
     """Return the device to compile stages for.
 
     Args:
-        name: a target of the table, or a YAML file with a target, or with a topology, which gives its device.
+        name: a target of the table, or a YAML file with a target, or with a topology and its device.
         option: the option that has this name, for messages.
 
     Raises:
@@ -48,7 +48,7 @@ def read_device(name: str, option: str = "--target") -> Device:
 
 
 def compiled_words(compiling: Compiling) -> str:
-    """Say for which devices the stages are compiled and, if the plan is for other devices, that the scratch memory may differ."""
+    """Say for which devices the stages are compiled. If the plan is for other devices, also say that the scratch memory may differ."""
     if not compiling.missing:
         return f"compiled for {compiling.kind}"
     return (
@@ -76,7 +76,7 @@ def nothing_fits(choice: Choice) -> InputError:
 
 
 def confirm(plans: Plans, parts: Parts, compiling: Compiling, report: Callable[[Attempt], None]) -> Plans:
-    """Compile the fastest plans until one fits, and other plans that may be as fast, and rank them again.
+    """Compile the fastest plans until one fits, also compile plans that may be as fast, and rank the plans again.
 
     Args:
         plans: the result of a search.

@@ -1,4 +1,4 @@
-"""The request of a user of `jpipe plan`, and the topology and profile files that it names."""
+"""The request of `jpipe plan`, and the topology and profile files that it names."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,15 +18,15 @@ from jpipe_train.assemble.build import force_cpu_devices, start_devices
 from jpipe_train.config.plan_config import PlanConfig
 from jpipe_train.plan.request import LOCAL, Options
 
-ALL = "all"  # in place of the names of schedules
+ALL = "all"  # a word in place of names of schedules
 _MOST_TOPOLOGY = 2**20  # the largest size of a topology file in bytes
 _MOST_PROFILE = 2**25  # the largest size of a profile file in bytes: thousands of layers at a dozen sizes
 
 _EXCLUSIONS = (
-    Exclusion("--pipedream", "--agree", "all stages of pipelines that agree have as many replicas", "leave one of them out"),
-    Exclusion("--pipedream", "plan.agree", "all stages of pipelines that agree have as many replicas", "leave one of them out"),
-    Exclusion("--mesh", "plan.links", "no search prices compressed messages on meshes"),
-    Exclusion("plan.links.sums", "search for a plan", "it does not price compressed sums", "remove it, or write the plan by hand"),
+    Exclusion("--pipedream", "--agree", "all stages of pipelines that agree have equally many replicas", "leave one of them out"),
+    Exclusion("--pipedream", "plan.agree", "all stages of pipelines that agree have equally many replicas", "leave one of them out"),
+    Exclusion("--mesh", "plan.links", "a search cannot price compressed messages on meshes"),
+    Exclusion("plan.links.sums", "search for a plan", "a search cannot price compressed sums", "remove it, or write the plan by hand"),
 )
 """The options that a search cannot combine."""
 
@@ -36,7 +36,7 @@ class Request(Options):
     """The request for a plan: the options of the command, and options that follow from the config and the profile.
 
     Attributes:
-        all_devices: whether plans must use all devices, as they must if each device belongs to a process of its own.
+        all_devices: whether plans must use all devices, because each device belongs to a separate process.
         replicas: whether stages may have replicas; false if layers carry state for each row from batch to batch.
         share_optimizer: whether replicas may share an optimizer; false with a moving average of the weights.
         extras: the agreements and compressed messages that `agree` and the config request.
@@ -51,14 +51,14 @@ class Request(Options):
         """Return the request with the agreements and compressed messages that `agree` and the config request.
 
         Raises:
-            InputError: `agree` does not fit the agreement of the config, or options cannot be combined.
+            InputError: `agree` contradicts the agreement of the config, or options cannot be combined.
         """
         agree, links = (None, None) if plan is None else (plan.agree, plan.links)
         sums, meshes = None if links is None else links.sums, None if self.degrees in (None, (NO_MESH,)) else self.meshes
         given = {"--agree": self.agree, "--mesh": meshes, "--pipedream": self.pipedream, "search for a plan": True}
         if problem := excluded(None, _EXCLUSIONS, **given, **{"plan.agree": agree, "plan.links": links, "plan.links.sums": sums}):
             raise InputError(problem)
-        if self.agree is not None:  # with the options of the config's agreement, or the default ones
+        if self.agree is not None:  # the agreement has the options of the config, or default options
             fields = {} if agree is None else agree.model_dump()
             try:
                 agree = Agreement.model_validate(fields | {"every": self.agree})
@@ -79,7 +79,7 @@ class Request(Options):
 
     @property
     def degrees(self) -> tuple[Degrees, ...] | None:
-        """The requested meshes; None for all that topology and profile allow.
+        """The requested meshes, or None for all meshes that the topology and the profile allow.
 
         Raises:
             InputError: a text does not describe a mesh.
@@ -120,8 +120,8 @@ def read_text(file: str, option: str, most: int) -> str:
 def prepare_devices(request: Request, num_processes: int = 1) -> int | None:
     """Configure the CPU devices that JAX needs for a plan.
 
-    A plan for this machine needs all its devices, a plan for other machines as many as the largest mesh has. If there are several
-    processes, each has one device, or as many as the largest mesh has; the devices of all processes start together.
+    A plan for this machine needs all its devices. A plan for other machines needs as many as the largest mesh has. If there are several
+    processes, each has one device, or as many as the largest mesh has, and the devices of all processes start together.
 
     Returns:
         The number of devices of this machine to use; None if the topology is a file, or if several processes use all their devices.
@@ -140,6 +140,6 @@ def prepare_devices(request: Request, num_processes: int = 1) -> int | None:
     available = jax.device_count()
     if request.devices is not None and request.devices > available:
         raise InputError(
-            f"--devices: expected at most the {available} devices there are, found {request.devices}; name a file as --topology"
+            f"--devices: this machine has {available}, found {request.devices}; give at most that, or name a file as --topology"
         )
     return request.devices or available

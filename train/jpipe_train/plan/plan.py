@@ -45,8 +45,8 @@ def main(request: Request, connect_limit: float = 300.0, wait_limit: float = 45.
         request: the request for a plan.
         connect_limit: as in `jpipe_train.run.loop.main`, in seconds.
         wait_limit: as in `jpipe_train.run.loop.main`, in seconds.
-        connect: connects the processes, if the plan is for their devices, and returns the number of processes. Process 0 searches, prints
-            and writes.
+        connect: a function that connects the processes, if the plan is for their devices, and returns their number. Process 0 searches,
+            prints and writes.
 
     Raises:
         InputError: an option is wrong, or no plan fits. Then nothing was written.
@@ -82,7 +82,7 @@ class _Found:
         plans: the plans, the best first.
         measured: the plans that ran; None without `--measure`.
         batch: the requested rows between two updates.
-        known_by: words that say how the memory of the plans with compiled stages was found.
+        known_by: words about how the memory of the compiled plans was determined.
     """
 
     plans: Plans
@@ -151,7 +151,7 @@ def _check(request: Request) -> None:
     if request.config is None and request.profile is None:
         raise InputError(where="plan", expected="a CONFIG or --profile FILE", found="neither", change="name one")
     if request.devices is not None and request.topology != LOCAL:
-        raise InputError(f"--devices: '{request.topology}' says how many there are; leave it out, or change the file")
+        raise InputError(f"--devices: '{request.topology}' already gives the devices; leave out --devices, or change the file")
     if request.pipedream is not None and "pipedream" not in request.allowed:
         raise InputError("--pipedream: expected pipedream among --schedules, found " + ", ".join(request.schedules))
     if request.measure is not None and (request.config is None or request.topology != LOCAL):
@@ -248,8 +248,8 @@ def _report(reporter: Reporter, found: _Found) -> None:
     if others:
         kinds = ", ".join(sorted({topology.device.target or topology.device.name, *map(str, others)}))
         reporter.say(
-            f"these plans cannot be run: they are for devices of different kinds, {kinds}, and the devices of a run are of one kind; plan "
-            "for the devices of one kind to train"
+            f"these plans cannot be run: they are for devices of different kinds, {kinds}, but all devices of a run are of one kind; to "
+            "train, plan for devices of one kind"
         )
     target = topology.device.compiles_for
     compiled_for = f" compiled for {profile.compiled_for}" if target and profile.compiled_for not in ("", target.name) else ""
@@ -269,9 +269,7 @@ def _report(reporter: Reporter, found: _Found) -> None:
     if candidate.devices < topology.num_devices:
         reporter.say(f"it uses {candidate.devices} of {count(topology.num_devices, 'device')}; the remaining devices stay idle")
     if measured is not None and measured.trials:
-        reporter.say(
-            f"measured: the median of {count(trial.ROUNDS, 'round')} of each plan with one batch again and again, in time per step:"
-        )
+        reporter.say(f"measured time per step: the median of {count(trial.ROUNDS, 'round')} of each plan, always with the same batch:")
         reporter.table(trial.HEAD, trial.rows(measured), table.WORDS)
     reporter.say(f"chosen: {table.name(candidate)}" + (f", mean delay {table.delay(candidate)}" if candidate.delay else ""))
     plan = choice.plan(chosen)
@@ -293,7 +291,7 @@ def _report(reporter: Reporter, found: _Found) -> None:
 
 
 def _memory(chosen: Ranked, confirmed: Compiled | None, p: int) -> str:
-    """Describe the peak memory of a rank and its parts. If the stages of the rank are compiled, add the error of the estimate."""
+    """Describe the peak memory of a rank and its parts, with the error of the estimate if the rank's stages are compiled."""
     peak, persistent = chosen.memory[p], chosen.held
     parts = "" if persistent is None else f" (held {table.size(persistent[p])}, temporary {table.size(peak - persistent[p])})"
     if confirmed is None or p not in confirmed.ranks:

@@ -24,7 +24,8 @@ from jpipe_train.data import data
 from jpipe_train.launch.team import Team
 from jpipe_train.plan.inputs import Request
 
-MEASURED_SIZES, PAPER_SIZES = 4, 6  # microbatch sizes in measured and analytic profiles; each is compiled, and also run if measured
+# the number of microbatch sizes in measured and analytic profiles; each size is compiled, and also run if measured
+MEASURED_SIZES, PAPER_SIZES = 4, 6
 SECONDS = 8.0  # for measurements, without compilation
 ROUNDS = 9  # measurements of devices that compute at the same time; the median counts
 _PROFILE = "the profile of process 0"
@@ -72,7 +73,7 @@ class Parts:
         return {"precision": self.precision, **of_optimizer}
 
     def complete(self, request: Request, team: Team) -> Request:
-        """Return the request with the options that follow from the config and from the number of processes."""
+        """Return the request with the options that follow from the config and the number of processes."""
         return dataclasses.replace(
             request.with_extras(self.config.plan),
             batch=request.batch or self.config.train.batch_size,
@@ -90,7 +91,7 @@ class Parts:
 def sizes_for(batch: int, devices: int, most: int) -> tuple[int, ...]:
     """Return the microbatch sizes to profile: divisors of the batch, each about twice the previous size.
 
-    The largest size is about twice each device's share of the batch, because with larger sizes pipelines are mostly empty.
+    The largest size is about twice a device's share of the batch, because larger sizes leave pipelines mostly empty.
     """
     small = [rows for rows in range(1, math.isqrt(batch) + 1) if batch % rows == 0]
     divisors = sorted({*small, *(batch // rows for rows in small)})

@@ -1,4 +1,4 @@
-"""The options of `jpipe plan`, which the command line is read from."""
+"""The options of `jpipe plan`, made from the command line."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -26,26 +26,28 @@ class Options:
     """The options of `jpipe plan`.
 
     Attributes:
-        config: The YAML file of a run, such as configs/gpt-bytes.yaml; of its plan only agree, links and max_delay count.
+        config: The YAML file of a run, such as configs/gpt-bytes.yaml. Only agree, links and max_delay of its plan count.
         overrides: Replace one key of the config, such as model.depth=8.
-        topology: The machines: a YAML file, such as configs/topologies/cluster-a.yaml, or local: the devices at hand.
-        profile: The costs of the layers, from --profile-out, or a graph.txt of the original PipeDream; by default profiled here.
+        topology: The machines: a YAML file, such as configs/topologies/cluster-a.yaml, or local for the devices of this run.
+        profile: A file from --profile-out with the costs of the layers, or a graph.txt of PipeDream; by default layers are profiled here.
         batch: Rows between two updates; by default the config's batch size.
-        up_to: Allow fewer rows than that, if they train faster.
-        rows: Rows of a microbatch of a graph.txt; by default 1.
-        schedules: Only these, such as pipedream_2bw,gpipe, or all; by default those that flush, which train as without a pipeline.
-        max_delay: Only plans with weights at most this many updates old, in the mean over stages; tries all without --schedules.
-        devices: With local, how many to use; by default all, and on CPUs as many as there are cores.
-        meshes: Only stages on meshes like this, such as model=4, data=2,model=4,fsdp or expert=8, or none: on one device each. May be given
-            several times. By default meshes inside a server are tried for a topology from a file, if the model's logical axes allow them.
-        pipedream: How PipeDream's stages update: by default once a batch; or (replicas) after a microbatch of each replica.
-        measure: With a config and local, run the best plan of each of this many kinds for some seconds, and choose the fastest.
-        agree: Let replicas be parallel pipelines that agree on their weights after this many updates each; by default as plan.agree says.
-        offload: Try parts of the state in host memory, though plans fit without; if none does, that is tried anyway.
-        out: Write the plan into this file, a JSON for plan.file.
+        up_to: Allow batches with fewer rows than --batch, if they train faster.
+        rows: The number of rows of a microbatch in a graph.txt; by default 1.
+        schedules: The schedules to try, such as pipedream_2bw,gpipe, or all; by default those that flush, which train as if there were no
+            pipeline.
+        max_delay: Allow weights that are at most this many updates old, in the mean over stages. Without --schedules, this tries all
+            schedules.
+        devices: With local, the number of devices to use; by default all, and on CPUs one per core.
+        meshes: Use only stages on this mesh, such as model=4, data=2,model=4,fsdp or expert=8, or none for one device each. May be given
+            several times. By default, for a topology from a file, meshes inside a server are tried if the model's logical axes allow them.
+        pipedream: When PipeDream's stages update: by default once per batch; with replicas, after each replica has finished a microbatch.
+        measure: With a config and local, run the best plans of this many kinds for some seconds each, and choose the fastest.
+        agree: Make replicas parallel pipelines that agree on their weights every this many updates; by default as plan.agree says.
+        offload: Also try plans with parts of the state in host memory. Without this, they are tried only if no other plan fits.
+        out: Write the plan into this file, as JSON for plan.file.
         profile_out: Write the profile into this file.
         png: Draw throughput against memory of all candidates, and the balance of the stages, into this file.
-        explain: Explain the choice, and list the plans that do not fit and by how much.
+        explain: Explain the choice, and list by how much other plans exceed the memory.
         allow_code: Import and run the functions that a config names, as in train.
     """
 

@@ -1,4 +1,4 @@
-"""`jpipe target NAME --roofline CONFIG`: the least time of a plan's programs on a target, kernel by kernel, without the device."""
+"""`jpipe target NAME --roofline CONFIG`: estimate the least time of a plan's programs on a target, kernel by kernel, without the device."""
 
 import dataclasses
 import json
@@ -50,11 +50,11 @@ def main(target: str, source: str, overrides: Sequence[str] = (), *, allow_code:
 
 
 def of_config(config: Config, device: Device) -> Rooflines:
-    """Return the rooflines of a config's plan on a device with a target."""
+    """Return the rooflines of a config's plan on a device that has a target."""
     silent = Reporter(config.train.length, *data.portion(config), Console(quiet=True))
     target = device.compiles_for
     if target is None:
-        raise InputError("target: the topology's device names no target; add one of those that `jpipe target` lists")
+        raise InputError("target: the topology's device has no target; add one that `jpipe target` lists")
     with tracing_for("gpu" if target.platform == "cuda" else target.platform):
         pipe, batches = build(config, silent, load=data.unread)
         compiling = compiling_for(device, max(stage.devices_each for stage in pipe.plan.stages), unlimited=True)
@@ -85,7 +85,7 @@ def lines(rooflines: Rooflines, device: Device) -> list[str]:
         "",
         share,
         f"predicted, not measured: {_assumed(device)}; train_step: the same step jitted as one program",
-        "calls in a batch, and their bytes, TFLOP and ms together; kernels of one call",
+        "calls per batch, with their total bytes, TFLOP and ms; kernels per call",
         *_expensive("the stages", rooflines.programs),
         *(_expensive("the jitted step", whole) if whole else []),
     ]
@@ -110,7 +110,7 @@ def _expensive(what: str, programs: Iterable[ProgramRoofline]) -> list[str]:
     found = most_expensive(programs, SHOWN)
     head = ["op", "kernel", "runs", "bytes", "TFLOP", "ms", "line", "name in JAX"]
     rows = [[op, kernel.kind, *_kernel_cells(kernel), "/".join(PurePath(kernel.source).parts[-2:]), kernel.op_name] for op, kernel in found]
-    return ["", f"the {count(len(found), 'most expensive kernel')} of {what}, equal ones as one:", *align([head, *rows])]
+    return ["", f"the {count(len(found), 'most expensive kernel')} of {what}, with equal kernels combined:", *align([head, *rows])]
 
 
 def _kernel_cells(kernel: Kernel) -> list[str]:

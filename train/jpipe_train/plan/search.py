@@ -18,7 +18,7 @@ from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count
 from jpipe_train.plan.inputs import ALL, Request
 
-_FASTER = 0.01  # the relative gain from which a faster plan with delayed weights is mentioned
+_FASTER = 0.01  # the least relative gain for which a faster plan with delayed weights is mentioned
 _NEEDS = {"skip_nonfinite": "optimizer.clip_global_norm, skip_nonfinite or a dynamic loss scale", "ties": "shared parameters"}
 _SMALL = jpipe.Plan.even(["a", "b"], 2, replicas=2)  # a plan to find out what each schedule excludes
 
@@ -103,7 +103,7 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
 
 
 def _faster_with_delay(choice: Choice, batch: int, request: Request, options: dict[str, Any]) -> Ranked | None:
-    """Simulate the best plan, by its estimate, of the schedules that do not flush. Return it if it is faster and has a delay."""
+    """Simulate the best plan, by its estimate, of the schedules that do not flush. Return it if it is faster and has delayed weights."""
     best, names = choice.ranked[0], [name for name in planned_schedules() if not jpipe.schedules.SCHEDULES[name].flushes]
     considered = find_candidates(choice.profile, choice.topology, batch, schedules=names, meshes=[best.candidate.degrees], **options)
     usable = (
@@ -132,7 +132,7 @@ def _no_candidate(profile: Profile, topology: Topology, batch: int, request: Req
         why, change = "", f" devices, or {allow}batches"
         if not request.replicas:
             layers = count(len(profile.layers), "layer")
-            why = f": layers carry their state from batch to batch, so stages have no replicas, and {layers} make at most as many stages"
+            why = f": layers carry their state from batch to batch, so stages have no replicas, and {layers} make at most that many stages"
             change = " devices, or a model of more layers"
         return InputError(
             f"plan: no plan{requested} has a batch of {batch} rows on all of {devices}, only on {most}{why}; use {most}{change}"
@@ -161,5 +161,5 @@ def _meshes(profile: Profile, topology: Topology, request: Request, reporter: Re
         topology.groups(degrees.size)  # raises InputError unless these meshes fill the machine
         if degrees.size > topology.most_in_mesh:
             level = f"the {count(topology.most_in_mesh, 'device')} of {topology.levels[0].name or 'the innermost level'}"
-            reporter.say(f"--mesh: a mesh ({degrees}) is larger than {level}: sums and gathers inside it take longer than inside one")
+            reporter.say(f"--mesh: a mesh ({degrees}) is larger than {level}: its sums and gathers take longer than inside such a group")
     return request.degrees

@@ -32,8 +32,8 @@ from jpipe_train.plan.compiling import compiled_words, compiler_errors, of_this_
 if TYPE_CHECKING:
     import matplotlib.figure
 
-MOST_FORWARDS = 500_000  # which take about half a minute
-MOST_TICKS = 50_000_000  # which need about a gigabyte
+MOST_FORWARDS = 500_000  # this many take about half a minute
+MOST_TICKS = 50_000_000  # this many need about a gigabyte
 
 
 def main(
@@ -92,7 +92,7 @@ def main(
     return "\n".join(
         [
             f"{plan.schedule}: " + ", ".join([count(plan.depth, "stage"), *ranks, *meshes, microbatches, count(shown, "batch", "es")]),
-            f"times in units of one forward, taken to be the same at all stages; a backward takes 2{of_halves}{recomputing}",
+            f"times in units of one forward, assumed equal at all stages; a backward takes 2{of_halves}{recomputing}",
             "",
             cut_grid(prediction.grid(1.0), shutil.get_terminal_size((1000, 24)).columns),
             "",
@@ -111,9 +111,9 @@ def with_agreements(
 ) -> tuple[jpipe.programs.Prediction, list[float]]:
     """Return a prediction that includes agreements if pipelines agree, and the mean bytes that each rank sends per batch.
 
-    The plan itself may have no agreement in the simulated batches, but its memory must suffice for an agreement. So in the simulation all
-    stages agree after each batch. With a delay they agree after every second batch, and apply this one batch later, so that changes are
-    always held.
+    The plan itself may have no agreement in the simulated batches, but its memory must be enough for one. So in the simulation all stages
+    agree after each batch. With a delay they agree after every second batch and apply the result one batch later, so that they always hold
+    changes.
 
     Args:
         plan: the plan.
@@ -142,7 +142,7 @@ class Subject:
     Attributes:
         plan: the plan.
         costs: the exact costs of the stages; None for a plan without a config, because then the model is unknown.
-        compiled: words that say for which devices the stages are compiled, or "".
+        compiled: words about the devices for which the stages are compiled, or "".
         unknown: why the temporaries are unknown if the stages are not compiled.
         device: the device that the user named to compile for; None without one.
     """
@@ -180,7 +180,7 @@ def host_words(prediction: jpipe.programs.Prediction, batches: int, device: Devi
     if device is None:
         return f"{words}; --target tells how long that takes"
     seconds, bandwidth = moved / 2 / device.host.bandwidth, decimal(int(device.host.bandwidth))
-    return f"{words}, {1e3 * seconds:,.3g} ms in each direction over the {bandwidth}/s that are assumed of {device.name}"
+    return f"{words}, {1e3 * seconds:,.3g} ms in each direction at the {bandwidth}/s assumed for {device.name}"
 
 
 def read(source: str, overrides: Sequence[str], allow_code: bool, compile: bool = True, device: Device | None = None) -> Subject:
@@ -226,11 +226,11 @@ def plan_and_costs(config: Config, compile: bool = True, device: Device | None =
             compiling = compiling_for(device, needed)
         if needed > len(compiling.devices):
             why = f"; stages would be compiled for this machine, because {compiling.missing}" if compiling.missing else ""
-            unknown = f"need {count(needed, 'device')} to compile for, the largest mesh{why}; XLA_FLAGS can make CPU devices"
+            unknown = f"need {count(needed, 'device')} to compile for, as in the largest mesh{why}; XLA_FLAGS can make CPU devices"
             return Subject(pipe.plan, pipe.costs(batches.like), unknown=unknown)
         if sys.stderr.isatty():
             stages = count(pipe.plan.depth, "stage")
-            print(f"compiling {stages} to know the peak memory; --no-compile leaves that out …", file=sys.stderr)
+            print(f"compiling {stages} to find the peak memory; --no-compile skips this …", file=sys.stderr)
         with compiler_errors(compiling.kind):
             costs = pipe.costs(batches.like, compiled_for=compiling.devices)
     words = "as compiled for this machine" if device is None else compiled_words(compiling)
@@ -243,7 +243,7 @@ def check_effort(plan: jpipe.Plan, batches: int) -> None:
     if forwards > MOST_FORWARDS:
         raise jpipe.InputError(
             f"simulate: expected at most {MOST_FORWARDS:,} forwards, found {plan.depth} stages × {plan.microbatches} microbatches × "
-            f"{batches} batches; use fewer of one"
+            f"{batches} batches; lower one of them"
         )
     in_flight = jpipe.schedules.SCHEDULES[plan.schedule].in_flight(plan, 0) * plan.replicas[0]
     ranks = len(plan.pipeline_ranks)
@@ -253,7 +253,7 @@ def check_effort(plan: jpipe.Plan, batches: int) -> None:
     if ticks > MOST_TICKS:
         raise jpipe.InputError(
             f"simulate: expected a picture of at most {MOST_TICKS:,} ticks of all ranks, found up to {ticks:,}, for "
-            f"{len(plan.rank_workers)} ranks, {plan.depth} stages, {plan.microbatches} microbatches and {batches} batches; use fewer of one"
+            f"{len(plan.rank_workers)} ranks, {plan.depth} stages, {plan.microbatches} microbatches and {batches} batches; lower some"
         )
 
 

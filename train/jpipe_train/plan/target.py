@@ -1,4 +1,4 @@
-"""`jpipe target`: the table of targets, a single target with its sources, and the target of this machine."""
+"""`jpipe target`: the table of targets, one target with its sources, and the target of this machine."""
 
 from collections.abc import Mapping
 
@@ -87,7 +87,7 @@ def write_here(out: str | None) -> list[str]:
     with files.writing("--out", shown):
         files.write_atomically(path, attached.text)
     if not attached.table:
-        rates = f"the table has no {attached.kind}: add its peak FLOP/s to 'flops' in the file before you use it"
+        rates = f"the table has no {attached.kind}: add its peak FLOP/s to 'flops' in the file before you use the file"
     else:
         rates = f"its FLOP/s, efficiency and reserved bytes are taken from {attached.table} in the table"
     return [

@@ -32,12 +32,12 @@ from jpipe_train.data import data
 from jpipe_train.launch.team import Team
 from jpipe_train.plan.profiling import Parts
 
-ROUNDS = 5  # each plan runs once in each round, so that a change of the machine's speed concerns all plans; the median round counts
+ROUNDS = 5  # each plan runs once in each round, so that changes of the machine's speed affect all plans; the median round counts
 SECONDS = 1.0  # the time of the measured steps of a round
 LEAST = 2  # the fewest measured steps of a round
 NEARLY = 0.01  # relative difference up to which measured plans count as equally fast
 LONGEST = 6 * 3600.0  # seconds that process 0 may search and compile while the other processes wait
-_READ = 16  # the first batches that are read; if they have several shapes, the largest batch is used
+_READ = 16  # the number of first batches that are read; if their shapes differ, the largest batch is used
 HEAD = "schedule", "stages", "predicted", "measured", "least to most", "off by"
 """The columns of `rows`."""
 
@@ -117,7 +117,7 @@ class Measured:
 
 
 def measure(find: Callable[[], Plans], parts: Parts, most: int, reporter: Reporter, team: Team) -> Measured | None:
-    """Run the best plan of each kind until `most` plans have run, and rank these first, by their measured speed.
+    """Run the best plan of each kind until `most` plans have run. Rank these first, by their measured speed.
 
     All processes must call this function. Each plan trains fresh weights with one batch of the config's data, so that the speed of reading
     data does not count. After Ctrl-C a single process stops measuring: the measurements so far decide, or the predictions if there are
@@ -158,7 +158,7 @@ def measure(find: Callable[[], Plans], parts: Parts, most: int, reporter: Report
         if interrupt.words(error) is None or not searched or team.processes is not None:
             raise
         interrupt.forget()
-        decide = "the plans that were measured until now are compared" if any(one.rounds for one in trials) else "predictions decide"
+        decide = "only the plans that are measured already are compared" if any(one.rounds for one in trials) else "predictions decide"
         reporter.say(f"interrupted: {decide}")
     else:
         _check_some(trials)
@@ -303,7 +303,7 @@ def in_order(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _compared(searched: Plans, trials: Sequence[Trial]) -> Measured:
-    """Return the results. In the new order plans that ran come first, then plans that failed, then the rest.
+    """Return the results. In the new order, plans that ran come first, then plans that failed, then the others.
 
     If no plan ran, the plans that failed come last.
     """

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 SMOOTHED_FROM = 80  # with fewer losses, a running mean has no effect
 
-_BATCH, _MEAN, _VALIDATION = "#9CC3DF", "#0072B2", "#D55E00"  # colour-blind readers can distinguish them
-_MOST_POINTS = 2000  # a picture cannot show more
+_BATCH, _MEAN, _VALIDATION = "#9CC3DF", "#0072B2", "#D55E00"  # colours that colour-blind readers can distinguish
+_MOST_POINTS = 2000  # a picture cannot show more points
 _MOST_VALIDATIONS = 30  # more points would hide the line
-_LONGEST_NAME = 32  # so many characters of a metric's name fit into the title of a panel
+_LONGEST_NAME = 32  # the number of characters of a metric's name that fit into the title of a panel
 MOST_CHANGES = 50
 """At most this many changes of the plan, the last ones of a run, are marked."""
 _CHANGE = "#777777"
@@ -82,7 +82,7 @@ def draw_losses(
 
 
 def _mark(axes: "matplotlib.axes.Axes", changes: Sequence[tuple[int, str]]) -> None:
-    """Draw dashed lines where the plan changes. A few changes also get labels, at the top, because losses fall, and inside the axes."""
+    """Draw dashed lines where the plan changes. If there are few changes, label them at the top, because losses fall."""
     first, last = axes.get_xlim()
     for step, _ in changes[-MOST_CHANGES:]:
         axes.axvline(step, color=_CHANGE, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)

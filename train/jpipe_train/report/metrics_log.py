@@ -20,7 +20,7 @@ from jpipe_train.report.performance.mfu import Utilization
 
 
 class Evaluated(NamedTuple):
-    """The evaluation of a batch, the number of copies of each row in it and, if there are several sources, the source of the rows."""
+    """The evaluation of a batch, how often the batch repeats each row and, if there are several sources, the batch's source."""
 
     evaluation: jpipe.Evaluation
     copies: int = 1
@@ -93,9 +93,9 @@ class MetricsLog:
         self._known: jpipe.Metrics = jpipe.Metrics.empty()  # values of steps with rows that are not written yet
         self._delay_norms: dict[int, jpipe.runtime.DelayNorms] = {}
         self._skips_nonfinite = pipe.skip_nonfinite or pipe.precision.dynamic_scale is not None
-        self._skipped = 0  # skipped steps in a row
+        self._skipped = 0  # the number of skipped steps in a row
         self._who = "" if pipe.plan.agree is None else " by at least one of the pipelines"
-        self.last_step = -1  # the last processed step; if it has a row, the row was written
+        self.last_step = -1  # the last processed step; its row, if any, is written
         self.steps = settings.train.length  # the number of steps of the run; lowered if it ends early
 
     @property
@@ -291,9 +291,8 @@ def mean_of(batches: Sequence[Means], sources: Sequence[SourceConfig | None] = (
 
     Args:
         batches: the results of each batch.
-        sources: the source of each batch, if there are several sources. Then each source counts with its weight: losses and accuracies are
-            weighted means over the sources, and other metrics are computed from all rows together. Each source also has its own loss
-            `val_loss_NAME`.
+        sources: the source of each batch, if there are several sources. Then losses and accuracies are weighted means over the sources, and
+            other metrics are computed from all rows together. Each source also has its own loss `val_loss_NAME`.
 
     Raises:
         jpipe.InputError: the weights of the loss sum to 0.

@@ -54,7 +54,7 @@ def results(values: Mapping[str, str]) -> str:
 
 
 def _columns(boxes: int, least: int, most: int) -> int:
-    """Return the number of columns, from `least` to `most`, that needs the fewest rows and, among these, has the fullest last row."""
+    """Return the number of columns, from `least` to `most`, with the fewest rows and, among equals, the fullest last row."""
     return min(range(least, most + 1), key=lambda columns: (math.ceil(boxes / columns), -boxes % columns))
 
 

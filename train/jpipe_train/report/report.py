@@ -109,7 +109,7 @@ def write_report(folder: Path, report: Report) -> None:
 
 
 def _panel_title(report: Report, name: str) -> str:
-    """Return the title of a timeline. If only the other timeline has rows of transfers, the title says so."""
+    """Return the title of a timeline. The title says if only the other timeline has rows of transfers."""
     lacks = not report.windows[name].transfers and any(window.transfers for window in report.windows.values())
     return f"{name} (transfers are not {name})" if lacks else name
 
@@ -169,7 +169,7 @@ def _history(report: Report) -> str:
         return ""
     shown = report.parts[-_MOST_PARTS:]
     earlier = f" The {len(report.parts) - len(shown):,} parts before these are left out." if len(shown) < len(report.parts) else ""
-    note = "The run was resumed. Each line is a part of it. If a part was killed, its duration does not include the lost work. "
+    note = "The run was resumed. Each line is a part of the run. If a part was killed, its duration does not include the lost work. "
     note += "A pause lasts from the last step of the previous part to the first new step; steps in between were repeated." + earlier
     return f"<h3>History</h3>{page.scrolling(page.table('parts', *history.table(shown)))}{page.note(note)}"
 

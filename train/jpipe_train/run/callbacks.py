@@ -1,4 +1,4 @@
-"""Callbacks of a run: call them with records of the run, and let them end it."""
+"""Call the callbacks of a run with its records, and let a callback end the run."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,8 +32,8 @@ class EvalRecord:
     """The results of an evaluation, for `on_eval`.
 
     Attributes:
-        step: the step with these results in `metrics.jsonl`. They belong to the weights before this step; the last results of a run belong
-            to its final weights.
+        step: the step with these results in `metrics.jsonl`. They are for the weights before this step; the last results of a run are for
+            its final weights.
         loss: the mean loss over the evaluation data.
         metrics: the mean of each metric; the keys are the names of the metrics.
     """
@@ -48,7 +48,7 @@ class CheckpointRecord:
     """A complete checkpoint, for `on_checkpoint`.
 
     Attributes:
-        step: the number of batches before it.
+        step: the number of batches before the checkpoint.
         path: the folder of the checkpoint. It may already be removed, if newer checkpoints have replaced it.
     """
 

@@ -64,7 +64,7 @@ def compare_with_prediction(summary: Summary, plan: jpipe.Plan, sizes: Sequence[
 
 @contextlib.contextmanager
 def nonfinite_data_named(log: MetricsLog, batches: data.Batches, first: int) -> Iterator[None]:
-    """If the first loss of a run is not finite, add to the error which rows of the first batch have numbers that are not finite.
+    """If the first loss of a run is not finite, name in the error the first batch's rows that are not finite.
 
     Args:
         log: the log, which knows the last finished step.
@@ -82,7 +82,7 @@ def nonfinite_data_named(log: MetricsLog, batches: data.Batches, first: int) -> 
 
 
 def _nonfinite_words(batch: Batch) -> str:
-    """Return the end of a message that names, for each array of a batch, the first row with a nonfinite number; "" without any."""
+    """Return the end of a message that names, for each array of a batch, its first row with a nonfinite number; "" if all are finite."""
     places = []
     for name, tree in zip(("inputs", "targets"), batch, strict=True):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -93,7 +93,7 @@ def _nonfinite_words(batch: Batch) -> str:
 
 
 def left_words(folder: RunFolder, settings: RunSettings) -> str:
-    """Return the end of a message about a failed run: what is saved and how to continue, unless `jpipe launch` prints this itself."""
+    """Return the end of a message about a failed run: what is saved and how to continue; "" if `jpipe launch` prints it itself."""
     words = f"; the steps logged so far are in {shown(folder.path)}"
     if reported_progress.VARIABLE in os.environ:
         return words
@@ -112,7 +112,7 @@ def _newest(folder: RunFolder) -> int | None:
 
 
 def _describe_newest(folder: RunFolder | None) -> str:
-    """Return the end of an error message about a changed run folder: its newest remaining checkpoint; "" if the folder is unknown."""
+    """Return the end of a message about a changed run folder: its newest remaining checkpoint, or "" if the folder is unknown."""
     if folder is None:
         return ""
     newest = _newest(folder)

@@ -1,4 +1,4 @@
-"""`jpipe evaluate`: compute loss, perplexity and metrics of a checkpoint over a whole data set, through the run's pipeline."""
+"""`jpipe evaluate`: compute the loss, perplexity and metrics of a checkpoint on a whole data set, through the run's pipeline."""
 
 import itertools
 import math
@@ -119,7 +119,7 @@ def _run_folder(request: EvaluateRequest) -> Path:
 
 
 def _config(folder: Path, request: EvaluateRequest) -> Config:
-    """Return the run's config without the parts that an evaluation does not need; unless overridden, the plan comes from plan.json."""
+    """Return the run's config without the parts that an evaluation does not need. The plan comes from plan.json unless overridden."""
     sections: dict[str, dict[str, Any]] = {"warm_start": {}}
     if not any(override.startswith(("plan.", "plan=")) for override in request.overrides):
         sections["plan"] = {"file": str(folder / "plan.json")}
@@ -158,7 +158,7 @@ def _ready(config: Config, request: EvaluateRequest, reporter: Reporter) -> tupl
 
 @contextmanager
 def _other_shapes_named(config: Config, request: EvaluateRequest) -> Iterator[None]:
-    """If arrays at `--data` have other shapes than the run's arrays, replace any InputError by an error about the shapes."""
+    """If the arrays at `--data` differ in shape from the run's arrays, replace any InputError by one about the shapes."""
     try:
         yield
     except InputError:
@@ -191,7 +191,7 @@ def _check_shapes(config: Config, path: str) -> None:
 
 
 def _built(config: Config, request: EvaluateRequest, reporter: Reporter) -> tuple[jpipe.Pipeline, data.Data, "_Selection"]:
-    """Build the pipeline and its data. The data have all rows to evaluate as `validation`, and as `train` one batch to compile for."""
+    """Build the pipeline and its data: all rows to evaluate as `validation`, and one batch to compile for as `train`."""
 
     def load(config: Config) -> data.Data:
         with _option_named(request):
@@ -229,7 +229,7 @@ class _Selection:
 
 
 def _select_batches(config: Config, request: EvaluateRequest, batches: data.Batches) -> _Selection:
-    """Select the first `request.batches` whole batches; if the data have fewer, or all are requested, also select the remaining rows."""
+    """Select the first `request.batches` whole batches. If that is all of the data, also select the remaining rows."""
     rows = [config.train.batch_size] * len(batches)
     copies = [1] * len(batches)
     whole = len(batches)
@@ -241,7 +241,7 @@ def _select_batches(config: Config, request: EvaluateRequest, batches: data.Batc
 
 
 def _of_sources(sources: Sequence[SourceConfig], batches: Joined, selections: Sequence[_Selection]) -> _Selection:
-    """Join the selections of the parts of `batches` into one; the parts belong to `sources`."""
+    """Join the selections of all parts of `batches`; each part belongs to a source."""
     starts = itertools.accumulate((len(part) for part in batches.parts), initial=0)
     return _Selection(
         [start + number for start, each in zip(starts, selections, strict=False) for number in each.numbers],

@@ -139,7 +139,7 @@ def fit(
 
 
 class _Arguments(Section):
-    """The arguments of `fit` that are also keys of a config."""
+    """The arguments of `fit` that are also config keys."""
 
     seed: Seed
     log: LogNames
@@ -158,7 +158,7 @@ def _folder(run_dir: str | os.PathLike[str] | None, checkpoint: SupportsIndex | 
     """Return the run folder as text.
 
     Raises:
-        InputError: `resume` is unknown, or something would be written without a folder.
+        InputError: `resume` is unknown, or an argument needs a folder and there is none.
     """
     if resume not in get_args(Resume):
         raise InputError(f"fit: resume: unknown {resume!r}; {nearest(str(resume), get_args(Resume))}")
@@ -174,7 +174,7 @@ def _length(steps: SupportsIndex | None, epochs: Any) -> dict[str, Any]:
     """Return the length of the run as a key of a config's section `train`.
 
     Raises:
-        InputError: both or neither are given, or `epochs` is not a positive number.
+        InputError: both `steps` and `epochs` are given, or neither, or `epochs` is not a positive number.
     """
     if (steps is None) == (epochs is None):
         found = "neither" if steps is None else f"steps={steps} and epochs={epochs}"
@@ -218,7 +218,7 @@ def _settings(pipe: jpipe.Pipeline, arguments: Mapping[str, Any], metrics: Mappi
 
 
 def _record(pipe: jpipe.Pipeline, arguments: _Arguments) -> dict[str, Any]:
-    """Return the keys of `config.yaml` for a run; parts that are objects of the Python program get names that say so."""
+    """Return the keys of `config.yaml` for a run. Parts that are objects of the Python program have names that say so."""
     scale = pipe.precision.fixed_scale if pipe.precision.dynamic_scale is None else "dynamic"
     dtypes = {name: getattr(pipe.precision, name) for name in ("params", "compute", "accumulate")}
     norms = {name: getattr(pipe, name) for name in ("clip_global_norm", "clip_stage_norm", "skip_nonfinite", "ema_decay")}
@@ -266,7 +266,7 @@ def _run(
 
 
 def _checked(pipe: jpipe.Pipeline, settings: RunSettings, batches: Data) -> Data:
-    """Return the data, after checking that the pipeline can train on them and that evaluations have the results that settings name."""
+    """Check that the pipeline can train on the data, and that evaluations have the results that settings name. Return the data."""
     if settings.checkpoint.best is not None and not len(batches.validation):
         raise InputError(
             "fit: checkpoint.best has no effect without eval_data, because it compares results on eval_data; give eval_data, or remove best"

@@ -1,4 +1,4 @@
-"""Turn the data that a Python program passes to `fit` into batches that have an index."""
+"""Convert the data that a Python program passes to `fit` into batches with an index."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
@@ -82,7 +82,7 @@ def _with_steps(data: Data, first: Position, rows: int, epochs: float | None) ->
 
 
 def continued(data: Data, resumed: Resumed | None, rows: int, epochs: float | None = None) -> Data:
-    """Return the data of a run that resumes. If the batch size of arrays has changed, the rows from the next row on are batched anew.
+    """Return the data of a run that resumes. If the batch size of arrays has changed, new batches begin at the next row.
 
     Raises:
         InputError: the program's own batches have another number of rows than before the checkpoint.
@@ -101,7 +101,7 @@ def continued(data: Data, resumed: Resumed | None, rows: int, epochs: float | No
 
 @dataclass(frozen=True)
 class OwnBatches:
-    """Batches from an object or a function of the Python program. A batch is made when its rows are read; batch 0 also for its shapes.
+    """Batches from an object or a function of the Python program. A batch is made when its rows are read; batch 0 also when its shapes are.
 
     Attributes:
         make: a function from t to batch t.
@@ -171,7 +171,7 @@ def _spec(batch: Batch) -> Batch:
 
 
 def _as_numpy(leaf: Any) -> Any:
-    """Convert an array of JAX or of jpipe's loaders to a NumPy array, and return anything else unchanged, for an error to name it."""
+    """Convert an array of JAX or of jpipe's loaders to a NumPy array. Return anything else unchanged, so that an error can name it."""
     if isinstance(leaf, Rows):
         return leaf[:]
     return np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf
@@ -283,7 +283,7 @@ def _by_number(batches: Any, name: str) -> OwnBatches:
 
 
 def _is_arrays(data: Any) -> bool:
-    """Return whether data are a tuple (inputs, labels) of arrays or trees of arrays. Two batches would be in a list."""
+    """Return whether data are a tuple (inputs, labels) of arrays or trees of arrays. A list would be two batches."""
     leaves = jax.tree.leaves(data) if isinstance(data, tuple) and len(data) == 2 else []
     return bool(leaves) and all(isinstance(leaf, np.ndarray | jax.Array) for leaf in leaves)
 
@@ -310,7 +310,7 @@ def _source(data: Any) -> str:
 
 
 def _digest(*parts: Batches) -> str:
-    """Return a hash of the first batch of each part. The processes compare it, because a program may ignore its seed."""
+    """Hash the first batch of each part. The processes compare it, because a program may ignore its seed."""
     hasher = hashlib.sha256()
     for batches in parts:
         for leaf in jax.tree.leaves(batches[0]) if not isinstance(batches, list) else ():

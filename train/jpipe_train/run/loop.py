@@ -82,8 +82,8 @@ def main(
         jpipe.InputError: the config is invalid. Nothing was trained, and no run folder was created.
         RunStopped: training diverged, a device failed or the disk is full; the run folder holds the steps before.
         jpipe.PeerLost: another process died, hung or stopped.
-        ReportedElsewhere: this process stops for a reason that another process reports.
-        KeyboardInterrupt: Ctrl-C was pressed. The run folder, which the exception names if there is one, holds the steps before.
+        ReportedElsewhere: this process stops, and another process reports the reason.
+        KeyboardInterrupt: Ctrl-C was pressed. The exception names the run folder, if there is one, which holds the steps before.
     """
     with joined(num_processes, connect_limit, wait_limit) as team:
         interrupt.check()
@@ -94,7 +94,7 @@ def main(
         for line in remarks:
             reporter.say(line)
         looks = may_resume(config.run.dir, resume, team, from_checkpoint)
-        if not looks:  # otherwise a checkpoint is read first; Orbax needs devices for it, which all processes start together
+        if not looks:  # with a checkpoint, devices start before Orbax reads it, together in all processes
             team.run_on_all(lambda: check_early(config, settings, team, None, resume))
         team.start_devices(connect_limit)
         resumed = find_resumed(config.run.dir, resume, team, reporter.say, step=from_checkpoint)
@@ -311,7 +311,7 @@ def is_complete(resumed: Resumed, settings: RunSettings) -> bool:
 
 
 def already_complete(resumed: Resumed, settings: RunSettings, reporter: Reporter, team: Team) -> Summary:
-    """Report that the run is complete, and mark its end. A job that died while it wrote the report succeeds in this way when restarted."""
+    """Report that the run is complete, and mark its end. So a job that died while it wrote the report succeeds when restarted."""
     train = settings.train
     where, why = f"the run in '{shown(resumed.folder)}'", stopping.stopped_words(train.stop, resumed)
     state, change = f"has done {count(resumed.step, 'step')} of {train.steps}", "train.steps"
@@ -430,7 +430,7 @@ def utilization_of(pipe: jpipe.Pipeline, batches: data.Data) -> mfu.Utilization 
 
 
 def _sizes(pipe: jpipe.Pipeline, batches: data.Data, *, alone: bool, writes: bool) -> tuple[tuple[jpipe.programs.StageCost, ...], Any]:
-    """Return the costs of the stages, and the bytes of temporaries of each stage with programs in this process.
+    """Return the costs of the stages, and the bytes of temporaries of each stage that has programs in this process.
 
     Each process has the programs of its own stages. To compare the run with its plan, the programs of all stages are compiled.
     """
@@ -457,7 +457,7 @@ def announce(
 
 
 def report_transfers(pipe: jpipe.Pipeline, reporter: Reporter) -> None:
-    """Print how the accelerators of several processes exchange messages. A probe has determined the method."""
+    """Print how the accelerators of several processes exchange messages. A probe has chosen the method."""
     if pipe.transfers is not None and pipe.devices[0].platform != "cpu":
         method = {"device_put": "jax.device_put", "collectives": "collectives of two devices each"}[pipe.transfers]
         reporter.say(f"messages between processes are sent with {method}")

@@ -15,9 +15,9 @@ class TrainRequest:
     Attributes:
         config: The YAML file, such as configs/gpt-bytes.yaml.
         overrides: Replace one key of the file, such as train.steps=100.
-        plan: Train with this plan, like plan.file in the config. auto: first search for the fastest plan for the existing devices.
-        resume: Whether to resume from the newest checkpoint in run.dir. auto: if there is one; must: fail if there is none; never: start
-            anew.
+        plan: Train with the plan in this file, like plan.file in the config. auto: first search for the fastest plan for these devices.
+        resume: Whether to resume from the newest checkpoint in run.dir. auto: if there is one; must: fail if there is none; never: start a
+            new run.
         from_checkpoint: Resume from the checkpoint after N steps, or from the best checkpoint, instead of the newest. Later checkpoints are
             renamed and kept.
         allow_code: Import and run the functions that the file names as module:function, from the current folder or installed packages.

@@ -1,4 +1,4 @@
-"""Start a run with random weights, with given weights, or from a checkpoint."""
+"""Start a run with random weights, with weights from a file, or from a checkpoint."""
 
 import os
 import time
@@ -27,7 +27,7 @@ from jpipe_train.launch.team import Team
 def report_resumed(resumed: Resumed, record: Mapping[str, Any], plan: jpipe.Plan, batches: data.Data, reporter: Reporter) -> None:
     """Print the step at which the run resumes, and what has changed since the checkpoint."""
     changes = resumed.changes(record)
-    reporter.say(f"resumes at step {resumed.step}" + (f", with other values for {', '.join(changes)}" if changes else ""))
+    reporter.say(f"resumes at step {resumed.step}" + (f", with changed values of {', '.join(changes)}" if changes else ""))
     if "data.sources" in changes:
         reporter.say("data.sources has changed: earlier validations do not count for train.stop and checkpoint.best")
     if batches.first:
@@ -81,7 +81,7 @@ def make_folder(settings: RunSettings, plan: jpipe.Plan, resume: Resume, resumed
 def continue_on_all(
     settings: RunSettings, folder: RunFolder | None, resumed: Resumed | None, team: Team, say: Callable[[str], None]
 ) -> LastStep | None:
-    """Prepare the folder of a resumed run in process 0, and return the result of `continue_folder`; in other processes it is None."""
+    """In process 0, prepare the folder of a resumed run, and return the result of `continue_folder`. Return None in other processes."""
     if resumed is None:
         return None
     return team.run_on_all(lambda: None if folder is None else continue_folder(settings, folder, resumed, say))
@@ -154,7 +154,7 @@ def read_checkpoint(
             pipe.check_layers(batches.like, stand_ins, resumed.step, fresh_optimizer=fresh_optimizer)
             return checkpoints.read(pipe, resumed.folder, resumed.step)  # the shapes are checked against the model first
         except Damaged as error:
-            raise error.with_change("") from None  # what the user can do depends on the caller
+            raise error.with_change("") from None  # the caller knows what the user can do
 
     resumed.check_precision(pipe.precision.params)
     return team.attempt(f"the layers of the checkpoint of step {resumed.step}", read, Damaged)
@@ -172,7 +172,7 @@ def begin(
 ) -> jpipe.State:
     """Compile the pipeline and return its state. A new run has random weights, or the parameters `initial`.
 
-    If the run resumes, `initial` are the layers of its checkpoint. A new run with a `state` is compiled already, and starts with the state.
+    If the run resumes, `initial` are the layers of its checkpoint. A new run with a `state` starts with it, and is already compiled.
 
     Raises:
         jpipe.InputError: the checkpoint belongs to another model or optimizer.

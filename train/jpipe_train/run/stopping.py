@@ -79,7 +79,7 @@ class Stopping:
 
 
 def stopped_words(stop: StopConfig | None, resumed: Resumed) -> str:
-    """Describe why the resumed run had stopped early; "" if it had not, or if `train.stop` has changed so that it continues."""
+    """Describe why the resumed run had stopped early; "" if it had not, or if it continues because `train.stop` has changed."""
     state = resumed.facts.stop
     if stop is None or state is None or not state.continues(stop, stop.mode or state.mode):
         return ""

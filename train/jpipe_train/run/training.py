@@ -33,11 +33,11 @@ _MOST_NORMS = 200  # how often a run computes the norms of the delay; each compu
 class Training:
     """Train on at most `config.steps` batches, evaluate in between, and log the loss of each batch while the next batch runs.
 
-    In `metrics.jsonl` the row of step t has the `loss` of batch t. Its `val_loss` belongs to the newest weights that all stages have when
-    batch t is about to enter. Under schedules that flush these have t updates. Under 2BW they have t - 1 updates, if all replicas hold
+    In `metrics.jsonl` the row of step t has the `loss` of batch t. Its `val_loss` is for the newest weights that all stages have just
+    before batch t enters. Under schedules that flush, these weights have t updates. Under 2BW they have t - 1 updates, if all replicas hold
     them. Otherwise, for example with weight stashing, a copy of the state is drained first, and its weights have t updates. The last row
-    has the `val_loss` of the final, drained weights. A run of one step has only this row, and the loss before training is only in the
-    summary. With `ema_decay` the rows also have `val_loss_ema` and the metrics of the averaged weights after t updates, from a drained
+    has the `val_loss` of the final, drained weights. In a run of one step this is the only row, and only the summary has the loss before
+    training. With `ema_decay` the rows also have `val_loss_ema` and the metrics of the averaged weights after t updates, from a drained
     copy. Without held-out batches nothing is evaluated. If a callback stops a run, it ends like a run with fewer steps.
 
     Attributes:
@@ -103,9 +103,7 @@ class Training:
             state, metrics = self.pipe.step(state, self.watch.load(self.batches, step), observe=observe)
             if self._measures_delay(step):
                 log.delay_norms(step, self.pipe.delay_norms(state))
-            log.finished(
-                finished
-            )  # the previous step: reading its loss waits until it is computed, and the devices already have the work of this step
+            log.finished(finished)  # the previous step: this waits for its loss, and the devices already have the work of this step
             checkpoints.flush_finished(log.last_step, facts_of)
             self._report_saved()
             self.watch.finished(step, paused=validates or checkpoints.has_snapshots)
@@ -147,14 +145,14 @@ class Training:
             self.callbacks.saved(self.checkpoints.written, self.log.folder)
 
     def _stops(self, step: int) -> bool:
-        """Return whether the run stops early before `step`. Once a signal ends the run with a checkpoint, the resumed run decides."""
+        """Return whether the run stops early before `step`. If a signal ends the run with a checkpoint, the resumed run decides."""
         cut = self.preemption.cut
         if not self.stopping.is_active or step % self.config.eval_every or (cut is not None and cut < step):
             return False
         return self.stopping.record(step, self.log.validated(step) or {})
 
     def _measures_delay(self, step: int) -> bool:
-        """Return whether to compute the norms of the delay after `step`: in at most `_MOST_NORMS` rows, and only if there is a delay."""
+        """Return whether to compute the norms of the delay after `step`: only with a delay, and in at most `_MOST_NORMS` rows."""
         every = self.config.log_every * math.ceil(self.config.length / self.config.log_every / _MOST_NORMS)
         return step % every == 0 and any(self.pipe.plan.delays)
 

@@ -88,7 +88,7 @@ def _text(value: Any) -> str:
 
 
 def _name(values: Mapping[str, str]) -> str:
-    """Return the name of a run: its values after the last parts of their keys, or after the whole keys if the parts are ambiguous."""
+    """Return the name of a run: its values after the last parts of their keys, or after the whole keys if the last parts are ambiguous."""
     last = [key.rpartition(".")[2] for key in values]
     keys = last if len(set(last)) == len(last) else list(values)
     whole = ",".join(f"{key}={_plain(value)}" for key, value in zip(keys, values.values(), strict=True))

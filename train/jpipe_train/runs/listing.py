@@ -79,7 +79,7 @@ def main(folder: str, as_json: bool, say: Callable[[str], None], clock: Callable
 
 
 def age(seconds: float) -> str:
-    """Return an age such as `5 min`, in the largest unit with a number of at least two."""
+    """Return an age such as `5 min`, in the largest unit that makes it at least 2."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"

@@ -1,4 +1,4 @@
-"""Read the folder of a run without running code from it and without importing JAX. The folder may come from a stranger."""
+"""Read the folder of a run without running code from it and without importing JAX. The folder may be untrusted."""
 
 import errno
 import json
@@ -22,8 +22,8 @@ CONFIG, PLAN = "config.yaml", "plan.json"
 Row = dict[str, int | float]
 
 _MOST_CONFIG, _MOST_END, _MOST_METRICS, _TAIL = 2**20, 2**16, 2**28, 2**18  # bytes; the tail has hundreds of rows
-_FAR, _LONGEST_LINE = 2**24, 2**20  # bytes from the end of the file that are searched for the last validation; bytes of a row
-_MOST_IN_MEMORY = 2**17  # rows; if there are more, about every second row is left out, repeatedly
+_FAR, _LONGEST_LINE = 2**24, 2**20  # the last bytes of the file that are searched for the last validation; the most bytes of a row
+_MOST_IN_MEMORY = 2**17  # the most rows; of more rows, about every second is left out, repeatedly
 _LARGEST = {"loss": 1e100, "val_loss": 1e100, "seconds": 1e9}  # the numbers of a row that are read, and their largest values
 
 
@@ -65,7 +65,7 @@ class Run:
         plan: the plan in a few words.
         steps: the number of steps in the run's config, or None if it is unknown.
         rows: step, losses and seconds from the rows of `metrics.jsonl`, in ascending order of steps: all rows, or only the last rows and
-            the last row with a validation. If there are very many, about every second row is left out, repeatedly.
+            the last row with a validation. If there are very many, every second row is left out until few enough remain.
         damaged: the number of lines that could not be read as rows and were left out.
         state: the state of the run.
         changed: the time of the last change of `metrics.jsonl`, in seconds since 1970.
@@ -246,7 +246,7 @@ def _parsed(file: BinaryIO, end: int) -> tuple[list[Row], int]:
 
 
 def _thinned(rows: list[Row]) -> list[Row]:
-    """Leave out every second row, but keep the last row, the lowest training loss and, if there are not too many, validations."""
+    """Leave out every second row, but keep the last row, the lowest training loss and, unless there are too many, all validations."""
     lowest = min(range(len(rows)), key=lambda number: rows[number].get("loss", math.inf))
     kept = [row for number, row in enumerate(rows) if number % 2 == 0 or number in (lowest, len(rows) - 1) or "val_loss" in row]
     return kept if len(kept) < 0.75 * len(rows) else rows[::2]

@@ -128,7 +128,7 @@ def _is_pending(run: _Run) -> bool:
 
     Raises:
         InputError: the folder has a run with another config, a run that cannot be read, a run that another process is training, or a run
-            that has ended and cannot go on because it has no checkpoint.
+            that has ended without a checkpoint to continue from.
     """
     if is_training(run.path):  # the process may not have written anything yet
         raise InputError(f"sweep: another process is training in '{shown(run.path)}'; wait until it ends, or stop it")
@@ -150,8 +150,8 @@ def _is_pending(run: _Run) -> bool:
         return False
     if found.state.name == "complete" and not saved_steps(run.path):
         raise InputError(
-            f"sweep: the run in '{shown(run.path)}' has ended and has no checkpoint from which more steps could be trained; "
-            "choose another --dir, or restore train.steps and train.epochs"
+            f"sweep: the run in '{shown(run.path)}' has ended and has no checkpoint to continue from; choose another --dir, or restore "
+            "train.steps and train.epochs"
         )
     return True
 

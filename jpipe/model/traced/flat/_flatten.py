@@ -54,9 +54,9 @@ class Flat:
 
     Attributes:
         closed: the jaxpr.
-        leaves: for each of the first `len(leaves)` inputs the leaf or slice that it is; the other inputs are unchanged. All slices of a
-            leaf follow each other in C order.
-        results: for each output the output of the original jaxpr, or the slice of one, that it is, in the same order.
+        leaves: for each of the first `len(leaves)` inputs, its leaf or slice; the other inputs are unchanged. All slices of a leaf follow
+            each other in C order.
+        results: for each output, the original jaxpr's output, or the slice of one, in the same order.
     """
 
     closed: Any
@@ -100,14 +100,14 @@ def flatten(
 ) -> Flat:
     """Inline the calls of a jaxpr and unroll its scans over stacked leaves.
 
-    If a scan runs over a leaf, or if a leaf is read only by constant indices, its slices become separate inputs. If the whole leaf is read,
-    too, its slices are stacked again. Rematerialized functions, functions with custom derivatives, loops, branches, other scans and calls
+    If a scan runs over a leaf, or if a leaf is read only by constant indices, its slices become separate inputs. If the whole leaf is also
+    read, its slices are stacked again. Rematerialized functions, functions with custom derivatives, loops, branches, other scans and calls
     with a name that begins with `CUT` stay single equations.
 
     Args:
         closed: the closed jaxpr.
         num_leaves: the number of inputs, from the first, that may be split: parameters and layer state.
-        replaces: by number of an output that is the new value of a leaf, this leaf; the output is split like the leaf.
+        replaces: for the number of an output that is a leaf's new value, this leaf; the output is split like the leaf.
         axes: for some leaves the axes along which they must be split, because another trace of the same model splits them.
 
     Returns:

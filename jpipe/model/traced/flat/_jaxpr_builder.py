@@ -21,7 +21,7 @@ Fixed = frozenset[tuple[int, int]]
 
 _MOST = 4096  # the largest number of integers in an array that is evaluated
 Operation = tuple[Any, ...]
-"""A function with one result, and its first arguments, which are not arrays; all can be hashed."""
+"""A function with one result, and its first arguments that are not arrays; all can be hashed."""
 
 
 def _item(axis: int, index: int, value: Any) -> Any:
@@ -49,7 +49,7 @@ class Builder:
         self.avals = list(avals)
         self.axes = [set(axes.get(number, ())) for number in range(len(self.avals))]
         self.equations: list[Any] = []
-        self.consts: dict[int, tuple[Any, Any]] = {}  # the variable and the value, by the identity of the value
+        self.consts: dict[int, tuple[Any, Any]] = {}  # the variable and the value, by `id` of the value
         self.reads: dict[tuple[int, Fixed], Any] = {}
         self._producers: dict[Any, Any] = {}
         self._numbers: dict[Any, np.ndarray | None] = {}
@@ -178,7 +178,7 @@ class Builder:
 # Values that can be read as a whole or slice by slice; they are computed only when they are read ----------------------
 
 MOST = 512
-"""The largest number of slices of a leaf along one axis. The limit keeps a scan over words or time steps one equation."""
+"""The largest number of slices of a leaf along one axis. Because of it, a scan over words or time steps stays one equation."""
 
 
 class Lazy(ABC):
@@ -255,7 +255,7 @@ class LeafSlice(Lazy):
     def __init__(self, builder: Builder, number: int, fixed: Fixed = frozenset()):
         self.number, self.fixed = number, fixed
         axes = range(len(builder.avals[number].shape))
-        self._axes = [axis for axis in axes if axis not in dict(fixed)]  # of the leaf
+        self._axes = [axis for axis in axes if axis not in dict(fixed)]  # indices of the leaf
         super().__init__(builder, builder.slice_aval(number, fixed), True)
 
     def _make(self) -> Atom:

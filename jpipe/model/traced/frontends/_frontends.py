@@ -43,7 +43,7 @@ def open_model(model: Any, inputs: tuple[Any, ...], *, variables: Any = None) ->
     if isinstance(model, nnx.Module):
         if is_in_evaluation(model):
             _LOG.warning(
-                "from_model: the %s is in evaluation mode, so it will train without dropout and with its batch statistics as they are; "
+                "from_model: the %s is in evaluation mode, so it will train without dropout and without updating its batch statistics; "
                 "call train() on it first to train as usual",
                 type(model).__name__,
             )
@@ -72,9 +72,9 @@ def open_model(model: Any, inputs: tuple[Any, ...], *, variables: Any = None) ->
 def open_function(fn: Any, params: Tree, inputs: tuple[Any, ...], *, state: Tree | None = None) -> Whole:
     """Return a function of parameters as one layer.
 
-    A parameter of the function named `key`, `rng` or `dropout_rng` gets the random key of the microbatch, and one named `rngs` a
-    `flax.nnx.Rngs`, at any position; in evaluation only if it has no default. A parameter for the mode gets the same values as in a layer.
-    A leaf named `inference` of the parameters that is True or False becomes False in training and True in evaluation.
+    At any position, a parameter named `key`, `rng` or `dropout_rng` gets the microbatch's random key, and one named `rngs` a
+    `flax.nnx.Rngs`; in evaluation only if it has no default. A parameter for the mode gets the same values as in a layer. A leaf named
+    `inference` that is True or False becomes False in training and True in evaluation.
 
     Args:
         fn: `fn(params, *inputs) -> y`, or with a state `fn(params, state, *inputs) -> (y, new state)`.
@@ -111,7 +111,7 @@ def _open_nnx(functions: NnxFunctions) -> Whole:
         return nnx.to_pure_dict(params), nnx.to_pure_dict(state)
 
     params, state = functions.initial or specs
-    # nnx.map_state and others take only an nnx.State. nnx.Optimizer passes a state with variables to init, and one without to update.
+    # nnx.map_state and others need an nnx.State. nnx.Optimizer passes a state with variables to init, and one without to update.
     others = [jax.tree.structure(tree) for tree in (nnx.as_pure(functions.params_specs), functions.params_specs)]
     return whole(functions.layer(), params, state, functions.module, trees, others)
 
@@ -140,7 +140,7 @@ def _open_linen(module: linen.Module, inputs: tuple[Any, ...], variables: Any) -
 
 
 def _open_called(fn: Callable[..., Any], params: Tree, inputs: tuple[Any, ...], state: Tree | None) -> Whole:
-    """Return a function of parameters, which may have leaves that are not arrays, as one layer."""
+    """Return a function of parameters as one layer. The parameters may have leaves that are not arrays."""
     state_arrays = only({} if state is None else state, is_array)
     static_state = only(state, lambda leaf: not is_array(leaf))
     num_inputs, mode, randomness = len(inputs), modes(WHERE, fn, is_bound(fn), (state is not None) + 1 + len(inputs)), Randomness.of(fn)

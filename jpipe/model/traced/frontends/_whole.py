@@ -112,7 +112,7 @@ def _arrays(tree: Tree) -> Tree | None:
 
 
 def _canonical(tree: Tree) -> Tree:
-    """Return the arrays with the dtypes that they have on a device: without 64-bit types, NumPy arrays become narrower there."""
+    """Return the arrays with the dtypes that they get on a device, where JAX makes them narrower if it has no 64-bit types."""
     dtypes = jax.tree.map(lambda leaf: array_spec(leaf).dtype, tree)
     return jax.tree.map(lambda leaf, dtype: leaf if leaf.dtype == dtype else leaf.astype(dtype), tree, dtypes)
 
@@ -168,7 +168,7 @@ def only(tree: Tree, choose: Callable[[Any], bool]) -> Tree:
 
 
 def joined(*parts: Tree) -> Tree:
-    """Return the whole tree from its parts; a part has None in place of each leaf that it does not have."""
+    """Return the whole tree from its parts, each with None in place of the leaves that it lacks."""
     return jax.tree.map(
         lambda *leaves: next((leaf for leaf in leaves if leaf is not None), None), *parts, is_leaf=lambda leaf: leaf is None
     )

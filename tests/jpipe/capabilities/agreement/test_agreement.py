@@ -388,7 +388,7 @@ REFUSED = [
     (
         {"agree": {"every": 2, "mixing": 0.3}},
         {},
-        r"plan: agree: mixing: expected no value without a delay, found 0\.3; remove mixing, or set",
+        r"plan: agree: mixing: expected no value if delay is not set, found 0\.3; remove mixing, or set",
     ),
     ({"agree": {"every": 2, "outer": {"momentum": 1.0}}}, {}, r"plan: agree\.outer\.momentum: "),
     (

@@ -177,7 +177,7 @@ def test_a_program_that_updates_too_early_is_refused():
         update = instructions.pop(first(instructions, Update, 2))
         instructions.insert(first(instructions, SumSquares, 2) + 1, update)
 
-    with pytest.raises(ProgramError, match="norm of microbatch 1 used before it was there"):
+    with pytest.raises(ProgramError, match="norm of microbatch 1 used before it arrived"):
         simulate(damaged(spoil))
 
 

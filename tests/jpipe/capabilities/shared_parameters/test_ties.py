@@ -320,7 +320,7 @@ A, B, C = ("embed", "token/embedding"), ("head", "table/embedding"), ("a", "kern
         ([Tie(A, B), Tie(C, B)], r"'table/embedding' of layer 'head' is the second place of two ties"),
         (
             [Tie(("a", "b shared w"), C), Tie(("a shared b", "w"), A)],
-            r"'w' of layer 'a shared b' and 'b shared w' of layer 'a' would have one name, 'a shared b shared w'; rename a layer",
+            r"'w' of layer 'a shared b' and 'b shared w' of layer 'a' would both be named 'a shared b shared w'; rename a layer",
         ),
         ([Tie(A, A)], r"'token/embedding' of layer 'embed' is tied to itself"),
         ([(A, B)], r"expected a jpipe.Tie, found tuple; give Tie"),

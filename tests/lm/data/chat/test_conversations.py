@@ -146,7 +146,7 @@ WRONG = {
     "number": ({"messages": [{"role": "user", "content": 3}]}, r"expected text or a list of text parts in 'content', found int"),
     "image": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"expected parts such as .* found \{'type': 'image'\}"),
     "tools": ({"messages": [MESSAGE], "tools": "[]"}, r"expected a list of objects in 'tools', found '\[\]'"),
-    "surrogate": ({"messages": [MESSAGE | {"content": "\ud800"}]}, r"the chat template fails: expected characters, found half of one"),
+    "surrogate": ({"messages": [MESSAGE | {"content": "\ud800"}]}, r"the chat template fails: expected characters, found half a character"),
     "roles": ({"messages": [MESSAGE, MESSAGE]}, r"the chat template fails: Conversation roles must alternate user/assistant"),
     "json": ("{", r"line 1: expected a JSON object, found '\{"),
 }

@@ -80,7 +80,7 @@ def test_a_warm_start_reads_a_step_of_a_manager_or_the_newest(tmp_path):
 def test_invalid_parameters_are_refused(tmp_path):
     item = saved(tmp_path / "a", {"w": W})
     saved(tmp_path / "b", {"w": W})
-    with pytest.raises(InputError, match="expected one item, or one called params, found a, b; give the folder of one"):
+    with pytest.raises(InputError, match="expected a single item, or an item called params, found a, b; give the folder of an item"):
         orbax_checkpoint.source(tmp_path)
     (item / "d" / "more").symlink_to("/dev/zero")
     with pytest.raises(InputError, match="expected files and folders, found 'd/more', which is neither"):
@@ -91,7 +91,7 @@ def test_invalid_parameters_are_refused(tmp_path):
         orbax_checkpoint.source(item)
     entry = {"key_metadata": [{"key": "../b/w", "key_type": 2}], "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False}}
     (item / "_METADATA").write_text(json.dumps({"tree_metadata": {"x": entry}, "use_ocdbt": False, "use_zarr3": False}))
-    with pytest.raises(InputError, match=r"ValueError: expected names without '/' for arrays in folders of their own"):
+    with pytest.raises(InputError, match=r"ValueError: expected names without '/' for arrays in separate folders"):
         orbax_checkpoint.source(item)
     write_layers(tmp_path / "run", 4, {"layer": {"params": {"0": {"w": W}}}}, 0)
     complete(tmp_path / "run", 4, 1, {})

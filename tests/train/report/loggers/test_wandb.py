@@ -194,7 +194,7 @@ def test_a_service_that_hangs_holds_up_nothing(tmp_path, messages, hanging):
         log.write(step, {"loss": 1.0, "a metric with a long name": 2.0})
     log.close()
     assert time.monotonic() < began + 5
-    assert messages == [f"wandb: some rows could not be sent within 0.2 s; wandb sync {tmp_path / 'wandb'} sends what is kept there"]
+    assert messages == [f"wandb: some rows could not be sent within 0.2 s; wandb sync {tmp_path / 'wandb'} sends the rows kept there"]
     assert sender.some_are_late()
 
 

@@ -1,4 +1,4 @@
-"""The safetensors files of a folder in Hugging Face's layout. It may come from a stranger: no pickle and no file outside it is read."""
+"""The safetensors files of a folder in Hugging Face's layout. The folder may be untrusted: no pickle and no file outside it is read."""
 
 import hashlib
 import os
@@ -29,7 +29,7 @@ _ADAPTER_HINT = (
     "jpipe reads no pickle files: reading one runs whatever code is in it. Convert it where you trust it, with PEFT: "
     "PeftModel.from_pretrained(model, folder).save_pretrained(new_folder), which writes safetensors"
 )
-_SAMPLES, _SAMPLE = 1024, 2**12  # number of pieces of a file that its digest includes, and bytes of each
+_SAMPLES, _SAMPLE = 1024, 2**12  # number of samples of a file for its digest, and the bytes of each sample
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Folder:
         return arrays
 
     def digest(self) -> str:
-        """Hash that description, and the sizes, headers and samples of the files, which may be very large."""
+        """Hash the file `described`, all specs, and the size and samples of each file, because whole files may be very large."""
         total = hashlib.sha256(read_bytes(self.path / self.described, MOST_BYTES))
         for name, path in sorted(self.files.items()):
             size = path.stat().st_size
@@ -73,7 +73,7 @@ class Folder:
 
 
 def is_meant(path: Path) -> bool:
-    """Return whether a folder is in Hugging Face's layout, not the folder of a run."""
+    """Return whether a folder is in Hugging Face's layout rather than a run folder."""
     try:
         names = os.listdir(path)
     except OSError:
@@ -83,7 +83,7 @@ def is_meant(path: Path) -> bool:
 
 
 def reject_file(path: Path) -> None:
-    """Check by its name that a file is neither a pickle nor part of a folder in Hugging Face's layout.
+    """Check that a file is neither a pickle nor part of a folder in Hugging Face's layout; only its name is looked at.
 
     Raises:
         InputError: it is one of them.
@@ -95,19 +95,19 @@ def reject_file(path: Path) -> None:
 
 
 def reject_adapters(path: Path, where: str, instead: str) -> None:
-    """Check that a folder has more than adapters.
+    """Check that a folder holds a model, and not only adapters.
 
     Args:
         path: the path of the folder.
-        where: the key or command that names it.
-        instead: the key or option that is for such folders.
+        where: the key or command that names the folder.
+        instead: the key or option that takes adapters.
 
     Raises:
-        InputError: it is one.
+        InputError: the folder holds adapters.
     """
     if (path / ADAPTER_CONFIG).is_file():
         raise InputError(
-            f"'{shown(path)}' has an {ADAPTER_CONFIG}: it holds adapters, and not the model",
+            f"'{shown(path)}' has an {ADAPTER_CONFIG}: it holds adapters instead of a model",
             where=where,
             change=f"give the folder of the model, and this one as {instead}",
         )
@@ -117,7 +117,7 @@ def look_into(path: Path) -> Folder:
     """Return the tensors of a folder that has a `config.json`; no array is read.
 
     Raises:
-        InputError: no safetensors files, or one that is missing, cut off, or outside the folder.
+        InputError: there are no safetensors files, or one is missing, cut off, or outside the folder.
     """
     return _of_files(path, [WHOLE] if os.path.lexists(path / WHOLE) else _in_index(path))
 
@@ -126,7 +126,7 @@ def look_into_adapters(path: Path) -> Folder:
     """Return the tensors of a folder in PEFT's layout; no array is read.
 
     Raises:
-        InputError: no safetensors file, or one that is cut off or outside the folder.
+        InputError: there is no safetensors file, or it is cut off or outside the folder.
     """
     if not os.path.lexists(path / ADAPTER_WEIGHTS):
         pickles = sorted(name for name in os.listdir(path) if name.endswith(_PICKLES))

@@ -1,4 +1,4 @@
-"""The names and layouts of jpipe's parameters in Hugging Face's folders, by the table of families.
+"""The names and layouts of jpipe's parameters in Hugging Face's folders, from the table of model families.
 
 Letters in shapes: v symbols, w width, p positions, m width of the MLP.
 """
@@ -18,15 +18,15 @@ Shape = tuple[int, ...]
 
 
 class Row(NamedTuple):
-    """Parameters of jpipe and the tensors that store them; several on either side are concatenated along the last axis.
+    """Some parameters of jpipe and the tensors that store them. If either are several, they are concatenated along the last axis.
 
-    Or a parameter is stacked: its first axis has a tensor for each expert.
+    A stacked parameter has a tensor for each expert, along its first axis.
 
     Attributes:
         shapes: the shapes of the parameters by name in an export, such as "block_0/qkv/kernel".
         theirs: the shapes of the tensors, by name.
         transposed: whether the tensors are (outputs, inputs), as in PyTorch's `Linear`; jpipe's kernels are (inputs, outputs).
-        stacked: whether the tensors are the experts'.
+        stacked: whether there is a tensor for each expert.
     """
 
     shapes: Mapping[str, Shape]
@@ -35,14 +35,14 @@ class Row(NamedTuple):
     stacked: bool = False
 
     def joined(self, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the parameters in tensors."""
+        """Convert tensors to parameters."""
         parts = [tensors[name].T if self.transposed else tensors[name] for name in self.theirs]
         if self.stacked:
             return dict.fromkeys(self.shapes, np.stack(parts))
         return _divided(parts, self.shapes)
 
     def split(self, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Return the tensors for parameters."""
+        """Convert parameters to tensors."""
         if self.stacked:
             (ours,) = self.shapes
             each = zip(self.theirs, np.asarray(arrays[ours]), strict=True)
@@ -65,9 +65,9 @@ class Layout:
 
     Attributes:
         rows: the rows by layer id, in the order of the layers.
-        prefix: the start of names in the whole model that a folder of the model without its head leaves out.
-        copies: the names of tensors that are copies of others, by the name of the copy; a folder may have them.
-        optional: the starts of the names of tensors that a folder may leave out; their parameters are then initialized.
+        prefix: what names in a whole model begin with; a folder of the model without its head leaves this out.
+        copies: a mapping from a tensor that is a copy to its original; a folder may have the copy.
+        optional: what the names of optional tensors begin with. If a folder leaves them out, their parameters are initialized.
     """
 
     rows: Mapping[str, tuple[Row, ...]]
@@ -85,7 +85,7 @@ class Layout:
         return {name: shape for row in self for name, shape in row.theirs.items()}
 
     def known_as(self, name: str) -> str | None:
-        """Return the name that the table has for a tensor in a folder of any version; None for a constant that is not a weight."""
+        """Return a tensor's name in the table, for a folder of any version; None for a constant that is not a weight."""
         if name.endswith(_BUFFERS):
             return None
         for old, new in _OLD.items():
@@ -94,7 +94,7 @@ class Layout:
         return whole if whole in self.theirs else name
 
 
-# Constants that older versions saved, and their names of the parameters of norms.
+# Constants that older versions saved, and the older names of norm parameters.
 _BUFFERS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq", "embeddings.position_ids", "embeddings.token_type_ids")
 _OLD = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
@@ -129,10 +129,10 @@ class _Sizes(NamedTuple):
 
     Attributes:
         inputs: the inputs of a linear layer, or the rows of a table; None for a norm or a bias alone.
-        outputs: the last axis, divided into tensors where the family has several.
-        bias: whether there is one.
-        kernel: what jpipe calls the first parameter.
-        experts: how many experts have such a layer; 0: it is not one of experts.
+        outputs: the sizes of the tensors along the last axis.
+        bias: whether the layer has a bias.
+        kernel: jpipe's name of the first parameter.
+        experts: the number of experts with such a layer; 0 for a layer without experts.
     """
 
     inputs: int | None
@@ -191,12 +191,12 @@ def _norm(c: ModelConfig, size: int) -> _Sizes:
 
 
 def _rows(layer_id: str, ours: list[str], theirs: list[str], sizes: Mapping[str, _Sizes], transposed: bool) -> Iterator[Row]:
-    """Yield the rows of parameters that are stored together: one of kernels, and one of biases."""
+    """Yield one row for the kernels and one for the biases that are stored together."""
     first = sizes[ours[0]]
     outputs = {name: sum(sizes[name].outputs) for name in ours}
     parts = tuple(size for name in ours for size in sizes[name].outputs)
     stored = parts if len(theirs) == len(parts) else (sum(parts),)
-    if not first.kernel:  # a parameter that has no other beside it
+    if not first.kernel:  # a single parameter
         yield Row({f"{layer_id}/{ours[0]}": stored}, {theirs[0]: stored})
         return
     turned = transposed and first.kernel == "kernel"

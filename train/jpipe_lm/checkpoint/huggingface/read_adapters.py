@@ -1,4 +1,4 @@
-"""Read folders in PEFT's layout: their modules with adapters become parameters of jpipe."""
+"""Read folders in PEFT's layout, and convert their modules with adapters to parameters of jpipe."""
 
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
@@ -20,15 +20,15 @@ from jpipe_lm.config.tune_config import PARTS, is_of_adapter
 from jpipe_lm.models.lora import widths_of
 from jpipe_train.checkpoint.sources.source import FLOATS, Names, Source, Spec
 
-BEFORE = "base_model.model."  # of the names of modules, as PEFT wraps them
-_OTHER_RANK = "jpipe's adapters have one rank and alpha; take others, or merge them with PEFT"
+BEFORE = "base_model.model."  # how names begin, because PEFT wraps the model
+_OTHER_RANK = "jpipe's adapters have one rank and alpha; use other adapters, or merge these with PEFT"
 
 
 class LinearPart(NamedTuple):
-    """A part of a linear layer, which may have an adapter.
+    """A part of a linear layer that may have an adapter.
 
     Attributes:
-        adapter: the start of the names of its parameters, such as "block_0/qkv/lora/q_proj".
+        adapter: what the names of its parameters begin with, such as "block_0/qkv/lora/q_proj".
         outputs: the number of outputs of the part.
         exists: whether the part has an adapter.
     """
@@ -43,7 +43,7 @@ class Module(NamedTuple):
 
     Attributes:
         name: the name of the module, such as "model.layers.0.self_attn.q_proj".
-        parts: what it computes, side by side: one part, or several, such as queries, keys and values.
+        parts: the parts that it computes side by side, such as queries, keys and values; often only one.
         inputs: the number of inputs.
         transposed: as in `Row`.
     """
@@ -60,17 +60,17 @@ class Module(NamedTuple):
 
     @property
     def tensors(self) -> tuple[str, str]:
-        """The names of A and B in a folder."""
+        """Return the names of A and B in a folder."""
         return f"{BEFORE}{self.name}.lora_A.weight", f"{BEFORE}{self.name}.lora_B.weight"
 
     def shapes(self, rank: int) -> tuple[Shape, Shape]:
-        """Return the shapes of A and B of this rank in a folder."""
+        """Return the shapes of A and B in a folder, for adapters of this rank."""
         return (rank, self.inputs), (sum(part.outputs for part in self.parts), rank)
 
     def joined(self, arrays: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-        """Return A and B as in a folder.
+        """Return A and B as a folder stores them.
 
-        The adapters of n parts become one adapter of n times the rank, with a block of B for each part.
+        The adapters of n parts become one adapter with n times the rank, in which B has a block for each part.
 
         Args:
             arrays: the parameters of the layer, by name in an export.
@@ -88,25 +88,25 @@ class Module(NamedTuple):
         return np.ascontiguousarray(a.T), np.ascontiguousarray(b.T)
 
     def divided(self, a: np.ndarray, b: np.ndarray, rank: int, where: str) -> dict[str, np.ndarray]:
-        """Return the parameters in A and B of a folder, by name.
+        """Convert A and B of a folder to parameters, by name.
 
-        In an adapter of several parts, either the parts share A, or its rank is the sum of theirs, and B has a block for each.
+        If the module has several parts, they either share A, or the rank is the sum of their ranks and B has a block for each part.
 
         Args:
             a: the matrix A, as in the folder.
             b: the matrix B.
-            rank: the rank of the adapter of a part.
+            rank: the rank of the adapter of one part.
             where: the file, for messages.
 
         Raises:
-            InputError: B has numbers beside its blocks.
+            InputError: B has numbers outside its blocks.
         """
         columns = np.split(b.T, np.cumsum([part.outputs for part in self.parts])[:-1], axis=1)
         if len(a) == rank:
             pairs = zip(self.parts, columns, strict=True)
             return {f"{part.adapter}/{name}": array for part, column in pairs for name, array in (("a", a.T), ("b", column))}
         arrays: dict[str, np.ndarray] = {}
-        blank: list[slice] = []  # blocks of B that are zero
+        blank: list[slice] = []  # blocks of rows in which B is zero
         for start in range(0, len(a), rank):
             rows = slice(start, start + rank)
             used = [i for i, column in enumerate(columns) if column[rows].any()]
@@ -117,7 +117,7 @@ class Module(NamedTuple):
                 arrays |= {f"{name}a": a.T[:, rows], f"{name}b": columns[i][rows]}
             blank += [] if used else [rows]
         free = [i for i, part in enumerate(self.parts) if f"{part.adapter}/a" not in arrays]
-        if len(free) == len(blank):  # else it is unknown which parts these A belong to, which changes no output
+        if len(free) == len(blank):  # otherwise the parts of these blocks are unknown, but with B = 0 they change no output
             for i, rows in zip(free, blank, strict=True):
                 arrays |= {f"{self.parts[i].adapter}/a": a.T[:, rows], f"{self.parts[i].adapter}/b": columns[i][rows]}
         return arrays
@@ -159,14 +159,14 @@ def _kind(linear: str) -> str:
 
 
 def with_adapters(source: Source, path: Path, base: Description, head: str, model: Mapping[str, Spec] | None = None) -> Source:
-    """Return a source with the adapters of a folder in PEFT's layout, and the modules that it stores whole.
+    """Add to a source the adapters of a folder in PEFT's layout, and the modules that the folder stores whole.
 
     Args:
-        source: the parameters of the model that the adapters are for.
+        source: the parameters of the adapters' base model.
         path: the path of the folder.
-        base: the model that the adapters are for.
-        head: the head of the model that begins with them.
-        model: shapes and dtypes of the parameters of the model; None: those that the adapters say.
+        base: the base model.
+        head: the head of the model that is trained.
+        model: shapes and dtypes of the model's parameters; None: as the adapters have them.
 
     Raises:
         InputError: the folder cannot be read, or does not fit the model.
@@ -175,7 +175,7 @@ def with_adapters(source: Source, path: Path, base: Description, head: str, mode
     if own := next((name for name in source.specs if is_of_adapter(name)), None):
         raise InputError(f"warm_start.adapters: {source.where} has adapters of its own, '{own}'; leave out one of them")
     folder = look_into_adapters(path)
-    keys = base.keys if head == base.keys.get("head", "language") else base.keys | {"head": "regression"}  # with the names of any head
+    keys = base.keys if head == base.keys.get("head", "language") else base.keys | {"head": "regression"}  # names of any head
     names = layout(base._replace(keys=keys))
     arrays = _read(folder, names, ModelConfig(**huggingface.whole_section(keys)), described)
     for name, array in arrays.items():
@@ -201,7 +201,7 @@ def _read(folder: Folder, names: Layout, model: ModelConfig, described: Adapters
     where, left = shown(folder.path / ADAPTER_WEIGHTS), dict.fromkeys(folder.tensors)
     for name, (_, spec) in folder.tensors.items():
         if spec.dtype not in FLOATS.values():
-            raise InputError(f"{where}: expected floating-point numbers, found {short(name)}, {spec}; take others")
+            raise InputError(f"{where}: expected floating-point numbers, found {short(name)}, {spec}; use other adapters")
     wanted = {f"{linear}/lora/{part}/a" for row in names for linear, _ in _linears(row) for part in PARTS[_kind(linear)]}
     wanted = {name for name in wanted if name.split("/")[-2] in described.lora["targets"]}
     arrays: dict[str, np.ndarray] = {}
@@ -219,7 +219,7 @@ def _read(folder: Folder, names: Layout, model: ModelConfig, described: Adapters
     if left:
         raise InputError(
             f"{where}: expected adapters beside linear layers of the blocks, and modules that are stored whole, found "
-            f"{short(next(iter(left)))}; jpipe has no adapter there, or trains no such module beside adapters"
+            f"{short(next(iter(left)))}; jpipe has no adapters for this module, and does not train it beside adapters"
         )
     return {name: np.ascontiguousarray(array, np.float32) for name, array in arrays.items()}
 
@@ -238,7 +238,7 @@ def _matrices(folder: Folder, module: Module, described: Adapters, where: str) -
     for name, shape in zip(module.tensors, module.shapes(its_rank), strict=True):
         found = folder.tensors[name][1].shape if name in folder.tensors else None
         if found != shape:
-            actual = "no such tensor: jpipe has such adapters in all blocks" if found is None else f"shape {list(found)}"
+            actual = "no such tensor; in jpipe either all blocks have this adapter, or none" if found is None else f"shape {list(found)}"
             raise InputError(f"{where}: expected '{name}' of shape {list(shape)}, found {actual}; are the adapters for another model?")
     tensors = folder.read(list(module.tensors))
     a, b = (tensors[name].astype(np.float32) for name in module.tensors)
@@ -255,7 +255,9 @@ def _saved(folder: Folder, row: Row, names: Layout, described: Adapters, vocab_s
                 "the adapters with PEFT"
             )
         if not huggingface.is_saved(name.rpartition(".")[0], described.saved):
-            raise InputError(f"{where}: expected modules that modules_to_save names, found '{name}'; add it there, or remove the tensor")
+            raise InputError(
+                f"{where}: expected only whole modules that modules_to_save names, found '{name}'; add it there, or remove the tensor"
+            )
         if name in names.copies.values():
             raise InputError(f"{where}: expected embeddings as in the model, which are tied, found '{name}'; merge the adapters with PEFT")
         if len(found) != len(expected):

@@ -14,11 +14,11 @@ from jpipe_lm.checkpoint.huggingface.names import Layout, Row, layout
 from jpipe_lm.config import huggingface
 from jpipe_train.checkpoint.sources.source import FLOATS, Names, Source, Spec
 
-_SHOWN = 5  # tensors that a message names
-_LONGEST = 80  # letters of the name of one
+_SHOWN = 5  # number of tensors that a message lists
+_LONGEST = 80  # letters of each of their names
 
 
-_PARTIAL = "with warm_start.mode=partial what fits is taken"
+_PARTIAL = "with warm_start.mode=partial all matching tensors are used"
 
 
 def source(path: Path, *, head: str = "language", strict: bool = True, named_by: str = "warm_start.file", hint: str = _PARTIAL) -> Source:
@@ -26,11 +26,11 @@ def source(path: Path, *, head: str = "language", strict: bool = True, named_by:
 
     Args:
         path: the path of the folder.
-        head: the head of the model that begins with it. Another one than `language` may begin with a language model: it takes what they
-            have in common, such as the pooler, and the rest of it is optional.
-        strict: whether missing tensors, additional ones and other shapes are errors; otherwise they are left out.
+        head: the head of the new model. A head other than `language` may begin with a language model: it uses the parameters that both
+            have, such as the pooler; its other parameters are optional.
+        strict: whether missing tensors, additional tensors and other shapes are errors; otherwise such tensors are left out.
         named_by: the key of a config, or the command, that names the folder, for messages.
-        hint: what to change if tensors differ.
+        hint: what the user can change if tensors differ.
 
     Raises:
         InputError: tensors differ and `strict` is set, the folder cannot be read, or jpipe does not have its model.
@@ -44,7 +44,7 @@ def source(path: Path, *, head: str = "language", strict: bool = True, named_by:
         _check(folder, names, known, where, hint)
     starts = names.optional
     if head != "language" and "head" not in described.keys:
-        names = layout(described._replace(keys=described.keys | {"head": "regression"}))  # which has the names of any of them
+        names = layout(described._replace(keys=described.keys | {"head": "regression"}))  # its layout has the names of every head
         starts = tuple(name for row in names.rows["head"] for name in row.theirs)
     rows = {ours: row for row in names if _has_tensors(folder, known, row) for ours in row.shapes}
     specs = {
@@ -62,7 +62,7 @@ def source(path: Path, *, head: str = "language", strict: bool = True, named_by:
 
 
 def _known(folder: Folder, names: Layout) -> dict[str, str]:
-    """Return the tensors' names in the folder by their names in the table; buffers are left out."""
+    """Return a dict from names in the table to names in the folder, without constants."""
     known: dict[str, str] = {}
     for name in folder.tensors:
         if (newest := names.known_as(name)) is None:
@@ -107,7 +107,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _name(name: str) -> str:
-    """Return the name of a tensor for a message; the folder may come from a stranger."""
+    """Return the name of a tensor for a message, shortened because the folder may be untrusted."""
     return name if len(name) <= _LONGEST else short(name)
 
 
@@ -116,7 +116,7 @@ def _shape(shape: Iterable[int]) -> str:
 
 
 def _dtype(dtypes: list[str]) -> str:
-    """Return the dtype of a parameter that consists of tensors of these dtypes; a dtype that is not a float takes precedence."""
+    """Return the dtype of a parameter that is made of tensors of these dtypes; a dtype other than a float takes precedence."""
     return next((dtype for dtype in dtypes if dtype not in FLOATS.values()), dtypes[0])
 
 

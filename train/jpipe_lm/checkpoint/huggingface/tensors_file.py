@@ -15,13 +15,13 @@ _ALIGNED = 8
 
 
 def write_tensors(folder: Path, specs: Mapping[str, Spec], arrays: Iterator[tuple[str, np.ndarray]], limit: int) -> int:
-    """Write tensors into one file, or if that would exceed a limit, into several with an index.
+    """Write tensors into one file, or into several with an index if one file would exceed a limit.
 
     Args:
         folder: the folder of the files.
         specs: shapes and dtypes of the tensors, by name.
         arrays: names and tensors, in the same order.
-        limit: bytes of the tensors of a file; a larger tensor gets its own file.
+        limit: the most bytes of tensors in a file; a single larger tensor has its own file.
 
     Returns:
         The bytes of all tensors.
@@ -42,7 +42,7 @@ def write_tensors(folder: Path, specs: Mapping[str, Spec], arrays: Iterator[tupl
 
 
 def _parts(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Return the names of the tensors of each file."""
+    """Divide the tensors among files, and return the names for each file."""
     parts: list[list[str]] = [[]]
     room = limit
     for name, size in sizes.items():

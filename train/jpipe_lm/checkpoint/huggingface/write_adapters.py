@@ -1,4 +1,4 @@
-"""`jpipe export --layout peft`: the adapters of a run as a folder that the library PEFT loads beside their model."""
+"""`jpipe export --layout peft`: write the adapters of a run as a folder that PEFT loads on top of their base model."""
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,7 +27,7 @@ def write_peft(request: ExportRequest, report: Callable[[str], None]) -> None:
     """Write the adapters of a checkpoint as a folder for PEFT.
 
     Raises:
-        InputError: as `open_run`; or the checkpoint has no average, the run has no adapters, or the folder cannot be written.
+        InputError: as in `open_run`; or the checkpoint has no moving average, the run has no adapters, or the folder cannot be written.
     """
     path, model = unused(request.path, "--out"), of_run(request, report, merge=False)
     lora = tune_of(model.config).lora
@@ -60,10 +60,10 @@ def write_peft(request: ExportRequest, report: Callable[[str], None]) -> None:
 
 
 def _saved(rows: Sequence[Row], model: Model, adapted: Collection[str]) -> list[str]:
-    """Return the names of a layer's modules with trained parameters other than adapters; PEFT stores these modules whole.
+    """Return the names of a layer's modules that are trained without adapters; PEFT stores these modules whole.
 
     Raises:
-        InputError: one of them has an adapter as well, or is no module of its own in transformers.
+        InputError: a module has an adapter as well, or transformers has no separate module for it.
     """
     patterns, saved = model.config.tune.train_only, dict[str, None]()
     for row in rows:
@@ -76,7 +76,7 @@ def _saved(rows: Sequence[Row], model: Model, adapted: Collection[str]) -> list[
         }
         if trained and (problem := next((words for words, applies in problems.items() if applies), None)):
             raise InputError(
-                f"--layout: expected that tune.train_only names modules that peft can store whole, found '{trained[0]}', which {problem}; "
+                f"--layout: expected tune.train_only to name modules that peft can store whole, found '{trained[0]}', which {problem}; "
                 "give huggingface"
             )
     return list(saved)
@@ -110,12 +110,12 @@ def _described(model: Model, lora: LoraConfig, modules: Mapping[str, Module], sa
 
 
 def _ends(chosen: Collection[str], every: Collection[str], before: str) -> list[str]:
-    """Return for each chosen module the shortest end of its name that no other module has, or its whole name.
+    """Return for each chosen module the shortest ending that identifies its name, or the whole name.
 
     Args:
         chosen: the names of the chosen modules.
         every: the names of all modules.
-        before: what PEFT requires before the end of a name.
+        before: what PEFT requires before the ending.
     """
     for length in range(1, 4):
         ends = {".".join(name.split(".")[-length:]) for name in chosen}

@@ -31,7 +31,7 @@ from jpipe_train.config import config_file
 from jpipe_train.config.config import Config
 from jpipe_train.console.terminal import count
 
-LIMIT = 5 * 10**9  # bytes of the tensors of a file
+LIMIT = 5 * 10**9  # the most bytes of tensors in a file
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -40,10 +40,10 @@ class Model(NamedTuple):
 
     Attributes:
         config: the config of the run.
-        described: the content of `config.json`, except what depends on the weights.
+        described: the content of `config.json`, except the parts that depend on the weights.
         names: the names of the tensors.
         specs: shapes and dtypes of the parameters, by jpipe's names.
-        read: returns the parameters of a layer by name.
+        read: a function that returns the parameters of a layer, by name.
         origin: a description of where the parameters come from.
     """
 
@@ -56,17 +56,20 @@ class Model(NamedTuple):
 
 
 def write_huggingface(request: ExportRequest, report: Callable[[str], None]) -> None:
-    """Write the parameters of a checkpoint, or those that the run of a config begins with, as a folder in Hugging Face's layout.
+    """Write a folder in Hugging Face's layout with the parameters of a checkpoint, or of a config's run before training.
 
     Raises:
-        InputError: as `open_run`; or the checkpoint has no average, the model has no such layout, or the folder cannot be written.
+        InputError: as in `open_run`; or the checkpoint has no moving average, Hugging Face has no layout for the model, or the folder
+            cannot be written.
     """
     source, out = request.source, request.path
     path = unused(out, "--out")
     start_cpu()
     if expanded(source, "export").is_file():
         if request.step is not None or request.weights != "newest":
-            raise InputError(f"export: expected the folder of a run for --step and --weights, found the file '{source}'; leave them out")
+            raise InputError(
+                f"export: expected the folder of a run for --step and --weights, found the file '{source}'; leave out both options"
+            )
         model = _of_config(source, request.overrides)
     else:
         model = of_run(request, report)
@@ -84,10 +87,10 @@ def of_run(request: ExportRequest, report: Callable[[str], None], *, merge: bool
 
     Args:
         request, report: as in `open_run`.
-        merge: whether adapters are added to the weights; otherwise they are parameters of their own.
+        merge: whether adapters are added to the weights; otherwise they remain separate parameters.
 
     Raises:
-        InputError: as `write_huggingface`.
+        InputError: as in `write_huggingface`.
     """
     saved = open_run(request, report)
     config = config_file.load_resolved(saved.checkpoint.folder / "config.yaml")
@@ -155,27 +158,27 @@ def _dtypes(specs: Mapping[str, Spec]) -> dict[str, str]:
 
 
 def _special(config: Config, vocab_size: int) -> dict[str, Any]:
-    """Return the ids of special tokens; unknown ones are null, because the defaults of transformers may be wrong.
+    """Return the ids of special tokens; unknown ids are null, because the defaults of transformers may be wrong.
 
-    They come from the folder that the run began with, if it still exists; the end-of-text token may come from the run's data.
+    The ids come from the folder of the warm start, if it still exists; the end-of-text token may come from the run's data.
     """
     original = _original(config)
     tokens = {key: original[key] if _is_token(original.get(key), vocab_size) else None for key in _SPECIAL}
     if tokens["eos_token_id"] is None and config.model.kind == "decoder" and _is_token(end := _end_of_text(config), vocab_size):
         tokens["eos_token_id"] = end
     if tokens["pad_token_id"] is None and config.data.format == "labels" and _is_token(padding := _padding(config), vocab_size):
-        tokens["pad_token_id"] = padding  # transformers finds the last token of a row by it
+        tokens["pad_token_id"] = padding  # transformers needs it to find the last token of a row
     return tokens
 
 
 def _architecture(config: Config) -> str | None:
-    """Return the architecture named in the folder that the run began with, if it still exists: several can describe the same model."""
+    """Return the architecture that the folder of the warm start names, if the folder still exists: several can describe the same model."""
     names = _original(config).get("architectures")
     return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
 
 
 def _original(config: Config) -> dict[str, Any]:
-    """Return the content of `config.json` in the folder that the run began with, if it still exists."""
+    """Return the content of `config.json` in the folder of the warm start, if it still exists."""
     if config.warm_start.file is not None and huggingface.is_folder(config.warm_start.file):
         with contextlib.suppress(InputError):
             return huggingface.load_json(resolved(config.warm_start.file, "warm_start.file") / huggingface.CONFIG, huggingface.MOST_BYTES)
@@ -201,7 +204,7 @@ def _end_of_turn(loaded: tokenizer.Tokenizer, chosen: str | None) -> int | None:
 
 
 def _padding(config: Config) -> int | None:
-    """Return the token that fills rows, if it is known."""
+    """Return the token that pads rows, if it is known."""
     with contextlib.suppress(InputError):
         return tokenizer.load(str(data_of(config).tokenizer), "data.tokenizer").padding
     return None
@@ -213,14 +216,14 @@ def _is_token(value: Any, vocab_size: int) -> bool:
 
 
 def _copy_tokenizer(config: Config, to: Path, say: Callable[[str], None]) -> str:
-    """Copy the tokenizer of the run, and return a description for the last line."""
+    """Copy the tokenizer of the run, and return words about it for the printed line."""
     path = tokenizer.file_of(config)
     if path is None:
         return ""
     try:
         content = read_bytes(path, tokenizer.MOST_BYTES)
     except OSError as error:
-        say(f"without the tokenizer of the run, '{shown(path)}', which cannot be read: {error.strerror}")
+        say(f"without the run's tokenizer '{shown(path)}', which cannot be read: {error.strerror}")
         return ""
     write_atomically(to / tokenizer.FILE, content)
     # Otherwise transformers builds the default tokenizer of the architecture.
@@ -231,7 +234,7 @@ def _copy_tokenizer(config: Config, to: Path, say: Callable[[str], None]) -> str
         try:
             found = template.find(tokenizer.load(path, "data.tokenizer"), data.chat_template)
         except InputError as error:
-            say(f"without the chat template of the run: {error}")
+            say(f"without the run's chat template: {error}")
         else:
             settings |= found.settings
     _write_json(to / template.SETTINGS, settings)

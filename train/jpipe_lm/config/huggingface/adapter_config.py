@@ -64,7 +64,7 @@ class Adapters(NamedTuple):
         lora: the keys of `tune.lora`.
         ranks: a mapping from names of modules, or ends of names, to ranks that differ from `lora.rank`.
         alphas: a mapping from names of modules, or ends of names, to values of alpha that differ from `lora.alpha`.
-        saved: the names, or ends of names, of modules with all weights stored.
+        saved: the names, or ends of names, of modules that are stored with all weights.
     """
 
     lora: dict[str, Any]
@@ -162,7 +162,7 @@ def module_parts(names: list[str], linears: list[tuple[str, ...]]) -> list[tuple
 
 
 def _targets(wanted: list[str], excluded: list[str], base: Description, where: str) -> list[str]:
-    """Return the parts of linear layers that the names `wanted` select and the names `excluded` do not; ends of names are allowed."""
+    """Return the parts of linear layers that the names `wanted`, but not the names `excluded`, select; ends of names are allowed."""
     found: set[str] = set()
     used: set[str] = set()
     without: dict[str, str] = {}  # for each part of excluded modules, one of these modules
@@ -182,7 +182,7 @@ def _targets(wanted: list[str], excluded: list[str], base: Description, where: s
     if some := sorted(found & without.keys()):
         raise InputError(
             f"{where}: exclude_modules: expected each module excluded in all blocks or in none, found {without[some[0]]} excluded, but "
-            f"not the same module in other blocks; {_HINT}"
+            f"not the same module of other blocks; {_HINT}"
         )
     if not found:
         raise InputError(f"{where}: exclude_modules: expected it to keep some of target_modules, found all excluded; {_HINT}")

@@ -50,7 +50,7 @@ def json_of(family: Family, keys: Keys) -> dict[str, Any]:
 
 
 def canonical(keys: Keys) -> dict[str, Any]:
-    """Return keys of `model` in a normal form: defaults that depend on other keys are filled in, and equal models have equal keys."""
+    """Return keys of `model` in a normal form, with dependent defaults filled in, so that equal models have equal keys."""
     same = dict(keys)
     derived = {"kv_heads": keys["heads"], "head_size": keys["width"] // keys["heads"], "mlp_width": 4 * keys["width"]}
     same |= {key: value for key, value in derived.items() if keys[key] is None}

@@ -37,8 +37,8 @@ from jpipe_lm.config.huggingface.rope_config import rope, rope_by_layer
 class Tensors:
     """Mappings from the names of jpipe's parameters to the names of a family's tensors.
 
-    Tensors with names joined by commas are concatenated, and so are parameters: `gate,expand` are in one tensor of Phi-3. A `*` stands for
-    the number of an expert; each expert has its own tensor. Names of parameters that a block does not have are ignored.
+    Tensors are concatenated if their names are joined by commas, and so are parameters: Phi-3 has `gate,expand` in one tensor. A `*` stands
+    for the number of an expert; each expert has its own tensor. Names of parameters that a block lacks are ignored.
 
     Attributes:
         embed: the names in the layer `embed`.
@@ -111,7 +111,8 @@ IGNORED = frozenset(
         *("cache_implementation", "prefix", "transformers.js_config", "unsloth_version", "unsloth_fixed"),
     }
 )
-"""JSON keys that do not change what the model computes, whatever their values are. One difference remains: when transformers trains, the
+"""JSON keys that do not change what the model computes, whatever their values are, with one exception: when transformers trains, the
+embedding of `pad_token_id` gets no gradient from the inputs.
 
 embedding of `pad_token_id` gets no gradient from the inputs."""
 
@@ -200,7 +201,7 @@ FAMILIES: tuple[Family, ...] = (
             only("scale_attn_weights", True),
             only("scale_attn_by_inverse_layer_idx", False),
             only("reorder_and_upcast_attn", False),
-            only("n_special", 0),  # additional rows of the embedding in very old files
+            only("n_special", 0),  # very old files have additional rows of the embedding
         ),
         _GPT_2,
         Tensors(
@@ -223,7 +224,7 @@ FAMILIES: tuple[Family, ...] = (
         ),
     ),
     Family(
-        ("LlamaForCausalLM", "LLaMAForCausalLM"),  # LLaMAForCausalLM is in conversions that are older than the model in transformers
+        ("LlamaForCausalLM", "LLaMAForCausalLM"),  # conversions from before transformers had the model name it LLaMAForCausalLM
         {"classification": "LlamaForSequenceClassification"},
         "llama",
         (
@@ -423,7 +424,7 @@ FAMILIES: tuple[Family, ...] = (
         frozenset({"max_window_layers", "pretraining_tp"}),  # transformers reads layer_types and no_rope_layers
     ),
     Family(
-        ("BertForPreTraining", "BertForMaskedLM"),  # BertForMaskedLM often has the next-sentence head, too
+        ("BertForPreTraining", "BertForMaskedLM"),  # BertForMaskedLM often also has the next-sentence head
         {"classification": "BertForSequenceClassification", "multiple_choice": "BertForMultipleChoice"},
         "bert",
         (

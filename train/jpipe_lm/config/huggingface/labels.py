@@ -63,7 +63,7 @@ def json_of(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def agreed(folder: Any, config: Any) -> Any:
-    """Return the labels of a folder; if only the config names labels, and equally many, return the labels of the config."""
+    """Return the labels of a folder, or of the config if only the config names labels, and equally many."""
     counts = [len(labels) if isinstance(labels, list) else labels for labels in (folder, config)]
     return config if isinstance(config, list) and not isinstance(folder, list) and counts[0] == counts[1] else folder
 

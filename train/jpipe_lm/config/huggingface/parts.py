@@ -17,7 +17,7 @@ Size = Annotated[int, Field(ge=1, le=10**9)]
 Depth = Annotated[int, Field(ge=1, le=1000)]  # the same limit as `model.depth`, because patterns along the depth are created
 Number = Annotated[float, Field(gt=0)]
 
-# From jpipe's names to Hugging Face's; the first is written. The names for gelu all mean the tanh approximation of `gelu_new`.
+# Hugging Face's names for each of jpipe's; the first is written. The names for gelu all mean the tanh approximation of `gelu_new`.
 ACTIVATIONS = {"gelu": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_exact": ("gelu", "gelu_python"), "silu": ("silu", "swish")}
 Activation = Literal["gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu", "gelu_python", "silu", "swish"]
 
@@ -46,7 +46,7 @@ def one(theirs: str, ours: str, kind: Any, default: Any = ...) -> KeyGroup:
 
 
 def only(theirs: str, *values: Any) -> KeyGroup:
-    """Return the group of one JSON key that must have one of the equivalent `values`. The first is the default; it is not written."""
+    """Return the group of one JSON key that must have one of the equivalent `values`. The first is the default, which is not written."""
     return KeyGroup({theirs: (_one_of(*values), values[0])}, lambda *_: {}, lambda _: {})
 
 
@@ -160,7 +160,7 @@ def windows(default: int | None, layers: Layers, fields: Mapping[str, tuple[Any,
             raise ValueError(f"layer_types: expected one type for each of the {keys['depth']} layers, found {len(types)}")
         chosen = list(layers(json, keys)) if types is None else [kind == WINDOW for kind in types]
         if size is None and types is not None and any(chosen):
-            raise ValueError(f"layer_types: expected no {WINDOW} without a window (sliding_window), found some")
+            raise ValueError(f"layer_types: {WINDOW} needs a window (sliding_window), found none")
         return {"window": size, "window_layers": chosen}
 
     def to_json(keys: Keys) -> Keys:

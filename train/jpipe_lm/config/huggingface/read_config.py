@@ -126,7 +126,7 @@ def _with_router_losses(section: Mapping[str, Any], keys: dict[str, Any]) -> tup
 
 
 def _says_none(key: str) -> bool:
-    """Return whether null is a real value of a key of `model`. For some keys null means that other keys determine the value."""
+    """Return whether null is a real value of a key of `model`. For some keys it means that other keys determine the value."""
     return key not in _DERIVED and ModelConfig.model_fields[key].get_default() is None
 
 
@@ -163,7 +163,7 @@ def inside(folder: Path, name: str) -> Path:
     """Resolve the links of a file. Links may lead to the blobs of a Hugging Face download, but nowhere else outside the folder.
 
     Args:
-        folder: the folder, which may come from a stranger.
+        folder: the folder, which may be untrusted.
         name: the name of the file in the folder.
 
     Raises:
@@ -213,7 +213,7 @@ def validated(model: type[_Model], data: Any, where: str, theirs: Mapping[str, s
 
 
 def _advised(problem: Problem) -> Problem:
-    """Return a problem in a model's file with a hint what to do, as jpipe may not support the model."""
+    """Return a problem in a model's file with a hint about what to do, because jpipe may not support the model."""
     if problem.change == MISSING:
         return problem
     if problem.what.startswith("unknown key"):

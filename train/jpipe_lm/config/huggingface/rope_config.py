@@ -85,7 +85,7 @@ class Rope(BaseModel):
             return None
         if kind == "dynamic":
             raise ValueError(
-                f"{where}.rope_type: dynamic scales positions by the longest row so far, so the loss of a row would depend on other rows"
+                f"{where}.rope_type: dynamic scales positions by the longest row so far, so a row's loss would depend on other rows"
             )
         if kind not in kinds:
             raise ValueError(f"{where}.rope_type: expected {', '.join(map(repr, ('default', *kinds)))}, found {kind!r}")
@@ -102,7 +102,7 @@ class Rope(BaseModel):
         return {"kind": kind, **{key: OPTIONAL[kind].get(key) if value is None else value for key, value in values.items()}}
 
     def _attention_factor(self, kind: str, original: int) -> float | None:
-        """Return the attention factor computed from further keys; None without them, so that the default of transformers is used."""
+        """Return the attention factor computed from other keys, or None without them, so that transformers' default is used."""
         if kind == "longrope" and self.factor is not None:
             return math.sqrt(1 + math.log(self.factor) / math.log(original)) if self.factor > 1 else 1.0
         if kind == "yarn" and self.mscale and self.mscale_all_dim and self.factor and self.factor > 1:

@@ -15,7 +15,7 @@ from jpipe_lm.config.model_config import ModelConfig
 from jpipe_train.config.model_section import ModelSection
 
 _HEADS = {"classification": "classification", "regression": "classification", "multiple_choice": "multiple_choice"}  # in `Family.judges`
-_SHOWN = 3  # a message compares this many families with the model
+_SHOWN = 3  # the number of families that a message compares with the model
 
 
 def to_json_keys(model: ModelSection, preferred: str | None = None) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def to_json_keys(model: ModelSection, preferred: str | None = None) -> dict[str,
 
 
 def _differences(family: Family, keys: Keys) -> list[str]:
-    """Describe the keys of `model` that change if a model is written in the form of a family and read again."""
+    """Describe the keys of `model` that would change if a model were written in the form of a family and read again."""
     if keys["head"] != "language" and _HEADS[keys["head"]] not in family.judges:
         return [f"no model.head {keys['head']}"]
     try:
@@ -65,7 +65,7 @@ def _differences(family: Family, keys: Keys) -> list[str]:
 
 
 def _distance(different: list[str]) -> tuple[bool, int]:
-    """Return a number to sort families by: families with comparable keys come first, then families with fewer differences."""
+    """Return a key to sort families by: those with comparable keys come first, then those with fewer differences."""
     return not all(line.startswith("model.") for line in different), len(different)
 
 

@@ -15,9 +15,9 @@ class ExpertsConfig(Section):
 
     An expert is an MLP of hidden width `mlp_width`, without biases. `renormalize` divides the probabilities of the chosen experts by their
     sum. With `shared_mlp_width` a shared MLP of this hidden width also computes every token; `shared_gate` multiplies its output by a
-    learned number between 0 and 1. `layers` is a pattern that repeats along the depth and says which blocks have experts; null means all
-    blocks. The loss of a microbatch includes `balance_loss` times the load-balancing loss, and `z_loss` times the mean square of the
-    logarithm of the router's partition function.
+    learned number between 0 and 1. `layers` is a pattern of blocks with experts that repeats along the depth; null means all blocks. The
+    loss of a microbatch includes `balance_loss` times the load-balancing loss, and `z_loss` times the mean square of the logarithm of the
+    router's partition function.
     """
 
     count: Annotated[int, Field(ge=2, le=4096)]

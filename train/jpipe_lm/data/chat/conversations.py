@@ -24,7 +24,7 @@ class Conversation(NamedTuple):
 
     @property
     def key(self) -> bytes:
-        """Bytes that are equal for equal conversations, even if their keys have different orders."""
+        """Bytes that are equal for equal conversations, whatever the order of their keys."""
         return json.dumps(self, sort_keys=True).encode()
 
     @property

@@ -1,8 +1,8 @@
 """Render chat templates within limits of time and memory. `jpipe_lm.data.chat.renderer` runs this file in a separate process.
 
-A template may come from a stranger. Jinja's sandbox keeps it from Python's internals, but not from endless loops or gigabytes of text.
-Against these the process has limits. It reads a line of JSON for each request and replies with a line of JSON. It opens no files, and
-imports nothing from jpipe. A template can use the same functions as in transformers.
+A template may be untrusted. Jinja's sandbox keeps it from Python's internals; the limits of the process keep it from endless loops and
+gigabytes of text. It reads a line of JSON for each request and replies with a line of JSON. It opens no files, and imports nothing from
+jpipe. A template can use the same functions as in transformers.
 """
 
 import json
@@ -15,7 +15,7 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
-import jinja2.debug  # here and not when an error occurs: then no file can be opened
+import jinja2.debug  # imported here, because no file can be opened when an error occurs
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
@@ -94,7 +94,7 @@ class _Dict:
 
 
 class _SafeNamespace(jinja2.utils.Namespace):
-    """The function `namespace` for templates; it rejects names that Python uses internally."""
+    """The function `namespace` for templates, which rejects names that Python uses internally."""
 
     def __init__(*arguments: Any, **named: Any) -> None:  # a template may call namespace(self=...)
         self, *others = arguments
@@ -173,10 +173,10 @@ def compiled(
 def with_answers(messages: Sequence[Message], render: Render, is_marked: bool) -> list[tuple[str, list[Span]]]:
     """Render a conversation, and find the answers of the assistant.
 
-    If the template does not mark answers, the prompt for an answer (the messages before it and a generation prompt) and the conversation up
-    to the end of the answer are rendered. The answer is the text that the second adds to the first. Some templates write an answer
-    differently once messages follow it, for example without its reasoning. Then the conversation up to this answer is a text of its own. So
-    every answer is learned once, after the same text that the model gets as a prompt.
+    If the template does not mark answers, two texts are rendered: the prompt for an answer (the messages before it and a generation
+    prompt), and the conversation up to the end of the answer. The answer is what the second adds to the first. Some templates write an
+    answer differently once messages follow it, for example without its reasoning. Then the conversation up to this answer is a separate
+    text. So every answer is learned once, after the same text that the model gets as a prompt.
 
     Args:
         messages: the conversation.
@@ -246,8 +246,8 @@ def reads_only_parts(render: Render) -> bool:
 def answer(request: Mapping[str, Any], render: Render, is_marked: bool, only_parts: bool) -> dict[str, Any]:
     """Return the reply to a request: the texts, each with the spans of its answers.
 
-    The template gets the content unchanged, with two exceptions. If a template does not support parts, they are joined to one text. If it
-    supports only parts (`only_parts`), a text is converted to one part.
+    The template gets the content unchanged, with two exceptions. Parts are joined into one text if the template does not support parts. A
+    text becomes one part if the template supports only parts (`only_parts`).
     """
     messages = request["messages"]
 

@@ -17,16 +17,17 @@ from jpipe_train.console.terminal import printable
 
 _PROGRAM = Path(__file__).with_name("render_in_child.py")
 _ENVIRONMENT = "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "TZ"
-"""The environment variables that the process gets. Python needs them, and they contain no secrets."""
+"""The environment variables that the process gets: those that Python needs, without secrets."""
 _BLOCK = 2**16
 TRAINING_TIME = "2024-07-26T12:00:00"
-"""The time that `strftime_now` returns in training data, so that a run resumed on another day has the same rows. It is the default date in
+"""The time that `strftime_now` returns in training data, so that a run that resumes on another day has the same rows. It is the default
+date in Llama 3's template.
 
 Llama 3's template."""
 
 
 class Failure(Exception):
-    """A conversation cannot be rendered; the message says why."""
+    """A conversation cannot be rendered. The message says why."""
 
 
 class Ended(Failure):
@@ -107,8 +108,8 @@ class Renderer:
         """Render a whole conversation, and find the answers of the assistant.
 
         Returns:
-            Usually one text. If the template writes an answer differently once messages follow it, there are several texts: each ends with
-            an answer, and its spans mark the answers that are written in the same way as at the end of their own text.
+            Usually one text. If the template writes an answer differently once messages follow it, there are several texts. Each ends with
+            an answer, and its spans mark the answers that are written as at the end of their own text.
 
         Raises:
             Failure: the template cannot render the conversation.
@@ -158,7 +159,7 @@ class Renderer:
         """Send a request and return the reply. The reply is checked, because the template may be a stranger's."""
         try:
             line = self._reply(self._processes[source], json.dumps(request).encode() + b"\n")
-        except BaseException:  # also for Ctrl-C; otherwise a late reply would be read as the reply to the next request
+        except BaseException:  # even for Ctrl-C, because a late reply would be taken for the reply to the next request
             self._end(source)
             raise
         try:
@@ -189,7 +190,7 @@ class Renderer:
         assert process.stdout is not None
         until = (
             time.monotonic() + 60 + 10 * self._limits.seconds
-        )  # the system limits the computing time; this limit is for a process that hangs
+        )  # the system limits the computing time; this limit is for a hanging process
         most = 12 * self._limits.characters + 2**20  # a character takes at most 12 bytes of JSON
         try:
             process.stdin.write(request)

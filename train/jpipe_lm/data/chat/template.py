@@ -17,7 +17,7 @@ LEGACY = "chat_template.json"
 SETTINGS = "tokenizer_config.json"
 MOST_BYTES = 2**20  # the largest size of a template; known templates have at most a hundredth of this
 _MOST_TEMPLATES = 100
-_MOST_SETTINGS = 2**26  # bytes of a tokenizer_config.json, which may list all special tokens of a large vocabulary
+_MOST_SETTINGS = 2**26  # the most bytes of a tokenizer_config.json, which may list all special tokens of a large vocabulary
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 
 
@@ -50,8 +50,8 @@ class Template:
 def find(tokenizer: Tokenizer, chosen: str | None = None, where: str = "data.chat_template") -> Template:
     """Find the template of a tokenizer in the same places as transformers.
 
-    Template files take precedence over templates in the settings of the tokenizer. `chat_template.json`, which transformers reads only for
-    multimodal models, is the last choice.
+    Template files take precedence over templates in the tokenizer's settings. `chat_template.json`, which transformers reads only for
+    multimodal models, comes last.
 
     Args:
         tokenizer: the tokenizer, read from a file.
@@ -112,7 +112,7 @@ def _with_default(sources: dict[str, str], expected: str, otherwise: str = "") -
     """Return `sources` after checking that there is a template `default`, for conversations without tools.
 
     Raises:
-        InputError: there is no such template. If there are no templates at all, the message says that `otherwise` was found.
+        InputError: there is no such template. Without any template, the message says that `otherwise` was found.
     """
     if _DEFAULT not in sources:
         found = short(sorted(sources)) if sources else otherwise

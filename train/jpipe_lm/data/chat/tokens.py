@@ -55,7 +55,7 @@ def end_of_turn(renderer: Renderer, tokenizer: Tokenizer) -> tuple[list[int], li
     question, answer = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
     try:
         text = renderer.text([question, answer])
-    except Failure:  # the error is reported when a conversation is rendered
+    except Failure:  # rendering a conversation reports the error
         return [], []
     _, found, after = text.rpartition("answer")
     if not found or not after.strip():
@@ -83,7 +83,7 @@ def _without_spaces(answer: Range, text: str, offsets: Int64[np.ndarray, "n 2"],
 
 
 def _apart(ranges: Sequence[Range]) -> list[Range]:
-    """Return ranges without common tokens. A token with the end of an answer and the beginning of the next belongs to the first."""
+    """Return ranges without common tokens. A token that ends an answer and begins the next one belongs to the first."""
     found: list[Range] = []
     for start, stop in ranges:
         start = max(start, found[-1][1] if found else 0)

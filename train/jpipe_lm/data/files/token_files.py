@@ -30,8 +30,8 @@ INDEX = "tokens.json"
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 POSITIONS: np.dtype[Any] = np.dtype("<u8")
 _MOST_BYTES = 2**26  # the largest size of tokens.json; a hundred thousand shards take a third of it
-_SAMPLE = 4096  # the digest reads so many bytes at the beginning, in the middle and at the end of each file
-_SOME = 8  # so many ends at the beginning and at the end of each file are checked when it is opened
+_SAMPLE = 4096  # the number of bytes that the digest reads at the beginning, in the middle and at the end of each file
+_SOME = 8  # the number of ends that are checked at the beginning and at the end of each file when it is opened
 _WITH_ROWS = ".parquet", ".arrow", ".feather", ".jsonl", ".ndjson", ".gz", ".zst"  # endings of files that may have rows of tokens
 MOST_OPEN = 256  # the most files that are open at a time; each needs a file descriptor
 _Count = Annotated[int, Field(ge=0, le=2**62)]
@@ -93,7 +93,7 @@ class Index(_Part):
 def is_folder(path: str) -> bool:
     """Return whether to read a path as a folder of tokens.
 
-    This is the case if it is one, or if it is not a file, a glob or a folder that contains files with rows.
+    It is read as such a folder if it is one, or if it is no file, no glob, and no folder with files of rows.
     """
     root = expanded(path, "data.path")
     if not root.is_dir():
@@ -105,7 +105,7 @@ def read_index(path: str, where: str) -> tuple[Path, Index]:
     """Read the index of the folder at `path`, and check that every shard exists and has its size.
 
     Raises:
-        InputError: it is not a folder of tokens, a file is missing or has a wrong size, or the tokenizer is not the one of the tokens.
+        InputError: it is not a folder of tokens, a file is missing or has a wrong size, or the tokenizer did not make the tokens.
     """
     folder = expanded(path, where)
     file = folder / INDEX
@@ -214,7 +214,7 @@ def _check_size(path: Path, count: int, dtype: np.dtype[Any], where: str) -> Non
 
 
 def _check_tokenizer(path: Path, index: Index, where: str) -> None:
-    """Check that a tokenizer next to the tokens is the one that made them."""
+    """Check that the tokenizer next to the tokens has made them."""
     try:
         if index.tokenizer_sha256 is None or not path.exists():
             return

@@ -1,4 +1,4 @@
-"""Limit how much a stranger's tokenizer can lengthen a text, and how long its regular expressions may search."""
+"""Limit how much an untrusted tokenizer can lengthen a text, and how long its regular expressions may search."""
 
 import base64
 import itertools
@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-MOST_GROWTH = 2**12  # a character may become at most this many; for chains such as ALBERT's the bound is below 2,000
+MOST_GROWTH = 2**12  # a character may become at most this many characters; for chains such as ALBERT's the bound is below 2,000
 MOST_STEPS = 1000  # the most steps of a chain, and the most characters that one step may add
 LONGEST_TOKEN = 4096  # characters; the longest tokens of well-known tokenizers have a few hundred
 MOST_ADDED = 2**26  # the most characters of all added tokens together, after normalizing
@@ -26,7 +26,7 @@ _FACTORS = {"ByteLevel": 4, "Lowercase": 3, "NFC": 3, "NFD": 4, "NFKC": 18, "NFK
     ),
     1,
 )
-"""The most characters that each kind of step can make from one. Other steps count with the largest factor."""
+"""The most characters that each kind of step can make from one. Other steps count with the largest of these factors."""
 _ATOM = r"(?:\\[sSdDwW]|\\[pP]\{\w+\}|\\[^\w]|\[[^\[\]]+\]|[^\\\[\](){}*+?|^$.&])(?:\+|\{(\d+)(?:,\d*)?\})?"
 """An atom of a regular expression that matches at least one character, optionally with a number of repetitions."""
 
@@ -43,7 +43,7 @@ def check_content(content: bytes) -> set[str]:
 
     Raises:
         TooMuch: the tokenizer exceeds the limits.
-        ValueError: the content is not JSON, or has a key twice; then the library might read another value than this check.
+        ValueError: the content is not JSON, or has a key twice, for which the library might read another value than this check.
     """
     declared = json.loads(content, object_pairs_hook=_object)
     if not isinstance(declared, dict):
@@ -134,7 +134,7 @@ def _steps(declared: Any, part: str) -> list[dict[str, Any]]:
 
 
 class _Lengths:
-    """The most characters that each character can become in the last steps of a chain. `before` adds the step before them."""
+    """The most characters that each character can become in the last steps of a chain. `before` adds the step before these."""
 
     def __init__(self) -> None:
         self._of: dict[str, float] = {}

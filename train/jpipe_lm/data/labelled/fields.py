@@ -15,7 +15,7 @@ from jpipe_train.data.files.wrong_lines import WrongLine, WrongLines, text_of, v
 
 
 class Example(NamedTuple):
-    """A text or a pair of texts with a label. For multiple choice, a pair for each choice, with the number of the right choice.
+    """A text, or a pair of texts, with a label. For multiple choice: a pair for each choice, and the number of the right one.
 
     Attributes:
         rows: the texts or pairs of texts.
@@ -80,7 +80,7 @@ def _rows(record: Mapping[str, Any], config: Config) -> tuple[str | tuple[str, s
 
 
 def _numbers_of_labels(config: Config) -> dict[str, int]:
-    """Return a dict from names of labels, and from their numbers as text, to numbers. If names are numbers, only names are keys."""
+    """Return the numbers of labels by name, and by number as text unless names are numbers."""
     model = model_of(config)
     names = model.labels if isinstance(model.labels, list) else []
     by_number = {} if any(name.isdecimal() for name in names) else {str(i): i for i in range(model.label_count or 0)}

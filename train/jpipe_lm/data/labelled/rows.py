@@ -1,4 +1,4 @@
-"""Tokenized examples in memory. Each is a padded row of tokens or, for multiple choice, such a row for each choice."""
+"""Tokenized examples in memory. Each is a padded row of tokens, or one such row per choice for multiple choice."""
 
 import hashlib
 from dataclasses import dataclass

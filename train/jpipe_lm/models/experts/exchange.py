@@ -61,8 +61,8 @@ def sent(
     """Send each token once to each device that has experts which the token chose, and sum the outputs that these devices return.
 
     First the devices gather the choices of all tokens, so that each device knows which tokens every device sends to every other device.
-    No token is dropped: each device has room to receive the tokens of all devices, and to send each of its tokens to `k` devices, or to all
-    devices if there are fewer.
+    No token is dropped: each device has room to receive the tokens of all devices, and to send each token to `k` devices, or to all if
+    there are fewer.
 
     Args:
         compute, x, weights, chosen, over, rows, count: as in `gathered`.
@@ -92,7 +92,7 @@ def _rows_of(array: Any, numbers: Int[Array, " r"], otherwise: int) -> Any:
 def exchanged(over: str, rows: tuple[str, ...], most: tuple[int, int], x: Float[Array, "r w"], sizes: Int[Array, "d d"]) -> Any:
     """Exchange rows between the devices along an axis.
 
-    The gradient is the exchange with `most` reversed and `sizes` transposed. The gradients of rows that are not sent are 0.
+    The gradient is the exchange with `most` reversed and `sizes` transposed. Rows that are not sent have gradient 0.
 
     Args:
         over: the axis of the mesh.

@@ -74,7 +74,7 @@ class Kernels(nnx.Module):
 
 
 class Shared(nnx.Module):
-    """An MLP for all tokens. If the config has a `shared_gate`, its output is multiplied by a gate: a number from 0 to 1 for each token."""
+    """An MLP for all tokens. With the config's `shared_gate`, a gate from 0 to 1 for each token multiplies its output."""
 
     def __init__(self, config: ExpertsConfig, model: ModelConfig, activation: Callable[[Any], Any], into: Linear, back: Linear):
         assert config.shared_mlp_width is not None
@@ -206,7 +206,7 @@ def computed(
 
 
 def _only(valid: Bool[Array, "r 1"] | None, rows: Float[Array, "r w"]) -> Float[Array, "r w"]:
-    """Replace rows outside all groups by zeros, because a grouped product and its gradient may have any values in these rows."""
+    """Replace rows outside all groups by zeros, because a grouped product and its gradient may have any values there."""
     return rows if valid is None else jnp.where(valid, rows, jnp.zeros((), rows.dtype))
 
 

@@ -19,7 +19,7 @@ from jpipe_train.losses.cross_entropy import wider
 class Routing:
     """The choices of the routers so far, for each row, in the order of the blocks. Padding is not counted.
 
-    The numbers of each block are kept separately. If they were summed, the sums would be rounded when layers pass on bfloat16.
+    Each block's numbers are kept separately, because sums would be rounded when layers pass on bfloat16.
 
     Attributes:
         counts: (b, l, e), the number of tokens that chose each expert.
@@ -78,7 +78,7 @@ class Routing:
         return jnp.maximum(self.counts.sum(-1).astype(dtype) / self.per_token, jnp.finfo(dtype).tiny)
 
     def followed_by(self, counts: Any, probabilities: Any, squares: Any) -> "Routing":
-        """Return the routing after one more block: append the numbers of this block, and drop the first numbers, which are zeros."""
+        """Return the routing after one more block: append this block's numbers, and drop the first numbers, which are zeros."""
 
         def shifted(all_blocks: Any, new: Any) -> Any:
             return jnp.concatenate([all_blocks[:, 1:], new[:, None].astype(all_blocks.dtype)], axis=1)

@@ -1,1 +1,1 @@
-"""Sources of the parameters that a run begins with: files of weights, Orbax checkpoints, and the names of parameters in them."""
+"""Where the initial parameters of a run come from: weight files, Orbax checkpoints, and the names of parameters in them."""

@@ -1,4 +1,4 @@
-"""The names of a model's parameters in another program's file, or in the whole model from which its layers were cut."""
+"""Map the names of a model's parameters to names in another program's file, or in the whole model from which its layers were cut."""
 
 import hashlib
 import json
@@ -16,8 +16,9 @@ def name_in_file(name: str, names: Mapping[str, str]) -> str:
 
     Args:
         name: the name in the model, such as "block_0/qkv/kernel".
-        names: the start of a name in the file, by the start in the model, of whole parts between slashes. `{n}` stands for a number, the
-            same in both, and an empty start fits every name. The first entry that fits counts; other names stay.
+        names: a mapping from the start of a name in the model to its start in the file; a start consists of whole parts between slashes.
+            `{n}` stands for the same number in both, and an empty start matches every name. The first matching entry counts; names without
+            a match stay.
     """
     for start, instead in names.items():
         pattern = "".join(rf"(?P<{part}>\d+)" if i % 2 else re.escape(part) for i, part in enumerate(_NUMBER.split(start.rstrip("/"))))
@@ -28,7 +29,7 @@ def name_in_file(name: str, names: Mapping[str, str]) -> str:
 
 
 def renamed(source: Source, names: Mapping[str, str], wanted: list[str]) -> Source:
-    """Return a source with the names of the model in place of the file's.
+    """Return a source with the model's names in place of the file's names.
 
     Args:
         source: the arrays in the file.
@@ -51,23 +52,23 @@ def renamed(source: Source, names: Mapping[str, str], wanted: list[str]) -> Sour
 
 
 Places = Mapping[str, tuple[str, tuple[int, ...], tuple[int, ...]]]
-"""By name in an export: the path of an array in the whole model, and the index and axes of the slice that it is."""
+"""For each name in an export, the array's path in the whole model, and the index and axes of its slice."""
 
 
 def of_whole_model(source: Source, places: Mapping[str, Places], names: Mapping[str, str], separator: str) -> Source:
-    """Return a source with the names of the layers, from a source with the paths of the whole model that they were cut from.
+    """Convert a source with the paths of a whole model to a source with the names of the layers that were cut from it.
 
-    Layer state and integers in the file are left out: they are no parameters.
+    Layer state and integers in the file are left out, because they are no parameters.
 
     Args:
         source: the arrays in the file; a stack of layers is one array.
         places: the places of the "params" and the "state" of all layers.
-        names: as in `name_in_file`; the names of the model are its paths.
-        separator: between the parts of a name in the file; in `names` it is a slash.
+        names: as in `name_in_file`, for the paths of the whole model.
+        separator: the separator of the parts of a name in the file; `names` has slashes.
     """
     paths = {path for kind in places.values() for path, _, _ in kind.values()}
     in_file = {path: name_in_file(path, names).replace("/", separator) for path in paths}
-    counts: dict[str, tuple[int, ...]] = {}  # of the slices along each axis, by path
+    counts: dict[str, tuple[int, ...]] = {}  # the number of slices along each axis, by path
     for path, index, _ in places["params"].values():
         counts[path] = tuple(max(i + 1, count) for i, count in zip(index, counts.get(path, index), strict=True))
 
@@ -75,7 +76,7 @@ def of_whole_model(source: Source, places: Mapping[str, Places], names: Mapping[
         path, _, axes = places["params"][name]
         stored = source.specs[in_file[path]]
         if len(stored.shape) <= max(axes, default=-1) or tuple(stored.shape[axis] for axis in axes) != counts[path]:
-            return stored  # of another depth: it does not fit
+            return stored  # a model of another depth does not match
         return stored._replace(shape=tuple(size for axis, size in enumerate(stored.shape) if axis not in axes))
 
     used = set(in_file.values())
@@ -83,7 +84,7 @@ def of_whole_model(source: Source, places: Mapping[str, Places], names: Mapping[
     specs |= {name: spec_of(name) for name, (path, _, _) in places["params"].items() if in_file[path] in source.specs}
 
     def read(layers: Names) -> Iterator[dict[str, Any]]:
-        wanted: dict[str, dict[str, list[str]]] = {}  # by group that is read together, and name in the file
+        wanted: dict[str, dict[str, list[str]]] = {}  # by the group that is read together, and the name in the file
         for layer_id, inner in layers.items():
             for name in inner:
                 path, _, axes = places["params"][name]

@@ -1,4 +1,4 @@
-"""Parameters of any Orbax checkpoint, such as an `nnx.State`, Linen variables or a plain tree, for a run to begin with."""
+"""Begin a run with the parameters of any Orbax checkpoint, such as an `nnx.State`, Linen variables or a plain tree."""
 
 import hashlib
 import os
@@ -16,7 +16,7 @@ from jpipe_train.checkpoint.sources.source import Names, Source, Spec
 _TREE = "_METADATA"  # the file that makes a folder an Orbax item
 _STEP = re.compile(r"(?:.*_)?(\d+)")
 _MARKER = "checkpoint.json"
-_MOST_INDEX = 2**26  # bytes of a file that goes into the digest
+_MOST_INDEX = 2**26  # the largest file, in bytes, that goes into the digest with its content
 
 
 def is_meant(path: Path) -> bool:
@@ -31,10 +31,10 @@ def source(path: Path) -> Source:
     `value` everywhere, as in an `nnx.State`.
 
     Args:
-        path: an item, a step with one item or one that is called `params`, or a folder of steps (the newest is used).
+        path: an item; a step with a single item, or with an item `params`; or a folder of steps, where the newest is used.
 
     Raises:
-        InputError: it is not such a folder, or its metadata cannot be read.
+        InputError: the path is not such a folder, or its metadata cannot be read.
     """
     item = _find(path)
     where = f"warm_start.file: '{shown(item)}'"
@@ -66,7 +66,7 @@ def source(path: Path) -> Source:
 
 
 def _names(paths: list[str]) -> list[str | None]:
-    """Return parameter names by leaf path; None for a leaf that is not a parameter."""
+    """Return parameter names by leaf path, with None for a leaf that is not a parameter."""
     if any(path.startswith("params/") for path in paths):
         inside = [path.removeprefix("params/") if path.startswith("params/") else None for path in paths]
     else:
@@ -95,9 +95,9 @@ def _find(path: Path) -> Path:
         raise InputError(
             where="warm_start.file",
             key=f"'{shown(path)}'",
-            expected="one item, or one called params",
+            expected="a single item, or an item called params",
             found=names,
-            change="give the folder of one",
+            change="give the folder of an item",
         )
     return items["params"] if "params" in items else next(iter(items.values()))
 
@@ -110,7 +110,7 @@ def _items(path: Path) -> list[Path]:
 
 
 def _steps(path: Path) -> Mapping[int, Path]:
-    """Return the folders of steps in a folder, by their numbers."""
+    """Return the step folders in a folder, by number."""
     try:
         names = {int(match[1]): path / name for name in os.listdir(path) if (match := _STEP.fullmatch(name))}
     except OSError:
@@ -119,7 +119,7 @@ def _steps(path: Path) -> Mapping[int, Path]:
 
 
 def _digest(item: Path) -> str:
-    """Return a hash of the names and sizes of the files, and of the indices, which differ for any two checkpoints."""
+    """Hash the names and sizes of the files, and the indices, which differ between any two checkpoints."""
     total = hashlib.sha256()
     for file in sorted(file for file in item.rglob("*") if file.is_file()):
         total.update(f"{file.relative_to(item)} {file.stat().st_size} ".encode())

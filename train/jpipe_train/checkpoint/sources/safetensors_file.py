@@ -1,6 +1,6 @@
 """Read safetensors files: the safetensors library checks the header, and tensors are read without a memory map.
 
-A process that reads a memory map is killed by a signal if another process truncates the file.
+If another process truncates a memory-mapped file, a signal kills its readers.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ class TensorsFile:
         """
         shape, code = self.specs[name].shape, self._codes[name]
         if code not in _DTYPES:
-            raise SafetensorError(f"'{name}' is of the type {code}, which jpipe cannot read")
+            raise SafetensorError(f"'{name}' has the type {code}, which jpipe cannot read")
         tensor = np.empty(shape, _DTYPES[code])
         content, at = tensor.reshape(-1).view(np.uint8).data, self._offsets[name]
         while content:
@@ -73,12 +73,12 @@ def tensors_file(path: Path, where: str, expected: str = "a safetensors file", h
 
     Args:
         path: a regular file, or a symbolic link to one.
-        where: its name, for messages.
-        expected: what it should be, for messages.
-        hint: what to do if it is not that.
+        where: the name of the file, for messages.
+        expected: a description of the expected file, for messages.
+        hint: what to do if it is another kind of file.
 
     Raises:
-        InputError: it is no safetensors file, cannot be read, or is cut off, also while it is read.
+        InputError: the file is not a safetensors file, cannot be read, or is cut off, perhaps while it is read.
     """
     try:
         with open_to_read(path) as file:
@@ -86,7 +86,7 @@ def tensors_file(path: Path, where: str, expected: str = "a safetensors file", h
                 tensors = TensorsFile(file, path)
             except (OSError, SafetensorError):
                 raise
-            except Exception as error:  # the file was changed after the library had checked it
+            except Exception as error:  # the file has changed since the library checked it
                 raise SafetensorError(f"the header cannot be read: {error}") from None
             yield tensors
     except (OSError, SafetensorError) as error:
@@ -99,7 +99,7 @@ def tensors_file(path: Path, where: str, expected: str = "a safetensors file", h
 
 
 def _check_size(file: BinaryIO, size: int, where: str, hint: str) -> None:
-    """Check that a file is no pointer of Git LFS and not shorter than its header says, which the library does not say in words."""
+    """Check that a file is no Git LFS pointer and as long as its header says, because the library's own errors are unclear."""
     start = file.read(8)
     if start == b"version ":
         raise InputError(

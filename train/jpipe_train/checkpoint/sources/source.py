@@ -1,4 +1,4 @@
-"""Sources of the parameters that a run begins with: their names, shapes and dtypes, and functions that read them."""
+"""Sources of a run's initial parameters: their names, shapes and dtypes, and functions that read them."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ class Spec(NamedTuple):
         return f"{self.dtype}{list(self.shape)}"
 
     def fits(self, wanted: "Spec") -> bool:
-        """Return whether an array of this spec fits `wanted`, if need be converted from another floating-point dtype."""
+        """Return whether an array of this spec can be used as `wanted`, perhaps after conversion to its floating-point dtype."""
         return self.shape == wanted.shape and (self.dtype == wanted.dtype or {self.dtype, wanted.dtype} <= set(FLOATS.values()))
 
 
@@ -36,11 +36,11 @@ class Source:
     Attributes:
         where: the file or folder, for messages.
         specs: shapes and dtypes of the arrays.
-        read: yields at least the named arrays, in parts, so that not all need be in memory at once.
-        digest: returns a hash that differs between sources.
-        converts: whether arrays of another floating-point dtype than the model's are accepted.
+        read: a function that yields at least the named arrays, in parts, so that they need not all be in memory at once.
+        digest: a function that returns a hash of the source.
+        converts: whether to accept arrays of another floating-point dtype than the model's.
         optional: the names of arrays that may be missing.
-        in_file: what the arrays are called in the file, where that is another name.
+        in_file: the names of arrays in the file, if they differ.
     """
 
     where: str
@@ -54,36 +54,36 @@ class Source:
 
 @runtime_checkable
 class Format(Protocol):
-    """A kind of files or folders of other programs that a run can begin with: a module with these functions, which a package adds."""
+    """A kind of files or folders of other programs from which a run can begin: a module with these functions, which a package adds."""
 
     def opens(self, path: Path) -> bool:
         """Return whether a file or folder is of this kind.
 
         Raises:
-            InputError: it is a part of one, and cannot be opened alone.
+            InputError: the path is a part of such a folder, and cannot be opened alone.
         """
         ...
 
     def open_source(self, path: Path, config: WarmStartConfig, model: ModelSection, specs: Mapping[str, Spec] | None) -> Source:
-        """Return the parameters in it.
+        """Return the parameters in a file or folder of this kind.
 
         Args:
-            path: of the file or folder.
+            path: the path of the file or folder.
             config: the section `warm_start`.
             model: the section `model`.
-            specs: of the parameters of the model, by name; None if they are not known yet.
+            specs: the specs of the model's parameters, by name; None if they are not known yet.
 
         Raises:
-            InputError: it cannot be read, or does not match the model.
+            InputError: the file or folder cannot be read, or does not match the model.
         """
         ...
 
     def fill_config(self, data: dict[Any, Any], where: str) -> None:
-        """Add the keys of a config that its `warm_start.file` decides, if that is of this kind.
+        """If `warm_start.file` is of this kind, add the config keys that it determines.
 
         Args:
             data: the config, as it was read.
-            where: its name, for messages.
+            where: the name of the config, for messages.
 
         Raises:
             InputError: a key contradicts the file.

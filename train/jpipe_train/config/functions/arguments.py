@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
-LARGEST = float(np.finfo(np.float32).max)  # training with a larger setting diverges anyway, and NumPy would warn about it
+LARGEST = float(np.finfo(np.float32).max)  # larger settings would diverge, and NumPy would warn
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:

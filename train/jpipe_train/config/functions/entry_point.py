@@ -1,6 +1,6 @@
 """Import and call the user's functions that a config names as `module:function`, and report their errors in one line.
 
-This module does not ask for permission: `jpipe_train.config.config_file.load` rejects such a config unless the user allows it.
+This module does not check permission: `jpipe_train.config.config_file.load` rejects such a config unless the user allows it.
 """
 
 import importlib
@@ -23,7 +23,7 @@ from jpipe_train.console import interrupt
 
 _OUR_PACKAGES = ("jpipe", "jpipe_planner", "jpipe_train", "jpipe_lm")
 IN_PYTHON = "python"
-"""In place of a module, this word names an object that exists only in a Python program."""
+"""The word in place of a module's name for an object that exists only in a Python program."""
 _FORM = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 _NOT_USER_CODE = (
     "<",  # code without a file
@@ -92,7 +92,7 @@ def load(target: str, key: str) -> Callable[..., Any]:
 
 
 def checked(target: str, key: str, arguments: Mapping[str, Any], supplied: Iterable[str]) -> Callable[..., Any]:
-    """Import the function `target` and check that it accepts the config's `arguments` and the `supplied` ones of jpipe.
+    """Import the function `target` and check that it accepts the config's `arguments` and jpipe's `supplied` arguments.
 
     Raises:
         InputError: see `load`; or the function does not accept the arguments.
@@ -120,7 +120,7 @@ def call(
         optional: arguments that jpipe supplies if the function has a parameter of that name and the config does not set it.
 
     Raises:
-        InputError: see `load`; the function does not accept the arguments; or it raises an exception. The message then has the line of
+        InputError: see `load`; the function does not accept the arguments; or it raises an exception. The message then gives the line in
             the user's code.
     """
     parameters = parameters_of(load(target, key))
@@ -142,7 +142,7 @@ def errors_about(key: str) -> Iterator[None]:
 
 @contextmanager
 def user_errors(what: str) -> Iterator[None]:
-    """Turn an exception of the user's code in this context into one line: `what`, the exception, its message, file and line."""
+    """Convert an exception of the user's code in this context into one line: `what`, the exception, its message, file and line."""
     try:
         yield
     except (InputError, KeyboardInterrupt):

@@ -17,7 +17,7 @@ RATES = ("peak_value", "init_value", "value")
 
 @cache
 def optimizers() -> dict[str, Callable[..., Any]]:
-    """Return a dict from names to optimizers: `adamw`, `lamb`, …, `contrib.muon`, …, `compensated_adamw`, ….
+    """Return a dict from names to optimizers: `adamw`, `lamb`, `contrib.muon`, `compensated_adamw` and so on.
 
     A function of optax, optax.contrib or jpipe.optimizers is included if it returns a GradientTransformation, has an argument for the
     learning rate, can be called with values that a config can express, and is not a building block (`scale_by_…`).

@@ -67,7 +67,7 @@ def array_of(record: Mapping[str, Any], key: Key, *, is_target: bool) -> np.ndar
     if not isinstance(key, str) and arrays is not None:
         for name, array in zip(names, arrays, strict=True):
             if array.ndim:
-                raise WrongLine(f"expected a number in {name!r}, one of several columns, found the shape {list(array.shape)}")
+                raise WrongLine(f"expected a number in {name!r}, because it is one of several columns, found the shape {list(array.shape)}")
     numbers = _of_cells(cells, names, is_target=is_target) if arrays is None else np.stack(arrays)
     if isinstance(key, str):
         numbers = np.asarray(numbers[0])

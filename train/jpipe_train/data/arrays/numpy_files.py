@@ -35,10 +35,10 @@ _MOST_DIMS, _MOST_NUMBERS = 32, 2**59  # the most dimensions and numbers of an a
 _HEADERS: Mapping[tuple[int, int], Callable[..., Any]] = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
-    (3, 0): np.lib.format.read_array_header_2_0,  # version 3 has names of fields in UTF-8, but arrays of numbers have no fields
+    (3, 0): np.lib.format.read_array_header_2_0,  # version 3 has UTF-8 names of fields, but arrays of numbers have no fields
 }
 _ENDINGS = ".npy", ".npz"
-_BLOCK, _MOST_CHECKED = 2**24, 2**28  # bytes that are read at once, and bytes of the largest array that is searched for its largest number
+_BLOCK, _MOST_CHECKED = 2**24, 2**28  # bytes that are read at once, and of the largest array in which the largest number is searched for
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ def find(names: Sequence[str], files: Sequence[Path], keys: Sequence[Key], where
     wanted = [key.removesuffix(".npy") for key in keys if isinstance(key, str)]
     if len(wanted) < len(keys):
         raise InputError(
-            f"'{next(iter(found.values()))}' is a NumPy file, so data.inputs_key and data.targets_key must each name one array, "
-            "found a list",
+            f"'{next(iter(found.values()))}' is a NumPy file, so data.inputs_key and data.targets_key must name one array each, found a "
+            "list",
             where=where,
             change="replace the list by a name",
         )
@@ -230,7 +230,7 @@ def _header(stream: Any, name: str, where: str, file: Path) -> tuple[tuple[int, 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # NumPy warns about headers that Python 2 wrote
             shape, is_fortran, dtype = _HEADERS[version](stream, max_header_size=_LONGEST_HEADER)
-        # NumPy accepts booleans as sizes, and sizes that are too large for any array.
+        # NumPy also accepts booleans, and numbers too large for any array, as sizes.
         if (
             len(shape) > _MOST_DIMS
             or any(type(size) is not int for size in shape)

@@ -117,8 +117,8 @@ class _Array:
         """
         if self._has_classes and dtype.kind == "f":
             raise WrongLine(
-                f"expected integers in {self._named}, because the cross-entropy needs classes, found {example()}; save the classes as "
-                "integers or, if they are other numbers, choose loss.name: squared_error"
+                f"expected integers in {self._named}, because the cross-entropy needs classes, found {example()}; save classes as "
+                "integers, or choose loss.name: squared_error for other numbers"
             )
         if self.shape is None:
             self.shape, self._dtype = shape, dtype
@@ -160,7 +160,7 @@ class _Array:
 
 
 def _of_numpy(opened: Sequence[numpy_files.FileRows], both: Sequence[_Array], part: sources.DataPath) -> list[list[_Rows]]:
-    """Return the rows of NumPy files for training and the held-out rows. The hash of a row's index decides."""
+    """Return the training rows and the held-out rows of NumPy files, chosen by the hash of a row's index."""
     for array, file in zip(both, opened, strict=True):
         try:
             dtype = result_type(file.dtype, is_target=array.is_target)
@@ -177,7 +177,7 @@ def _example(file: numpy_files.FileRows) -> str:
 
 
 def _of_rows(files: Sequence[Path], both: Sequence[_Array], part: sources.DataPath) -> list[list[_Rows]]:
-    """Read rows into memory, and return the rows for training and the held-out rows. The hash of a row's inputs decides."""
+    """Read rows into memory. Return the training rows and the held-out rows, chosen by the hash of a row's inputs."""
     wrong, memory = WrongLines(part.where), [[Memory() for _ in both] for _ in (False, True)]
     columns = {column.name: column for array in both for column in array.columns}
     for file in files:

@@ -1,7 +1,7 @@
 """Read rows of Parquet and Arrow files with pyarrow, one row group or record batch at a time.
 
-Files may come from strangers. So pyarrow checks what it reads, and if many rows may share one stored text, few rows are decoded at a time.
-No file is mapped into memory: if another process truncated it, a signal would kill this process.
+Files may be untrusted, so pyarrow checks what it reads. If many rows may share one stored text, few rows are decoded at a time. No file is
+mapped into memory: if another process truncated it, a signal would kill this process.
 """
 
 import contextlib
@@ -97,7 +97,7 @@ def _parquet(pa: Any, opened: BufferedReader, columns: Sequence[Column], check: 
         if next(file.iter_batches(1, row_groups=[group], columns=names, use_threads=False), None) is None:
             continue
         facts = file.metadata.row_group(group)
-        # For a damaged chunk `column` crashes the process. Reading a row of it, as above, raises an error instead.
+        # For a damaged chunk `column` crashes the process. Reading one of its rows, as above, raises an error instead.
         chunks = [(facts.column(i), file.schema.column(i)) for i in leaves]
         unpacked = max(sum(chunk.total_uncompressed_size for chunk, _ in chunks), 1)
         least, most = _SHARED
@@ -145,7 +145,7 @@ def _options(pa: Any, schema: Any, columns: Sequence[Column], check: Check) -> A
 
 
 def _valid(batch: Any) -> Any:
-    batch.validate(full=True)  # offsets in a stranger's file could point anywhere
+    batch.validate(full=True)  # offsets in an untrusted file could point anywhere
     return batch
 
 
@@ -287,7 +287,7 @@ def _name(value: Any, names: Sequence[str]) -> Any:
 
 
 def _class_names(schema: Any, name: str) -> list[str]:
-    """Return the names of the classes of a column; [] if there are none. Hugging Face's datasets stores them in the schema's metadata."""
+    """Return the names of a column's classes, or [] if there are none. Hugging Face's datasets stores them in the schema's metadata."""
     try:
         names = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][name]["names"]
     except (KeyError, TypeError, ValueError, RecursionError):

@@ -15,8 +15,8 @@ from jpipe.files import open_to_read
 from jpipe_train.data.files import streams
 
 JSON_LINES, NPY, NPZ = "JSON lines", "a NumPy file", "a NumPy archive (.npz)"
-_HEAD = 2**16  # so many bytes at the beginning of a file are examined
-_SAMPLE = 50  # so many lines of them are examined
+_HEAD = 2**16  # the number of bytes at the beginning of a file that are examined
+_SAMPLE = 50  # the number of lines among them that are examined
 _FEW_ROWS = 3  # the least number of lines in a table, including the header
 _MORE_ROWS = 5  # the least number of lines in a table without a header
 
@@ -81,7 +81,7 @@ def content_of(path: Path, key: str | None = None) -> Kind | None:
         key: see `kind_of`.
 
     Raises:
-        OSError: the file cannot be read, is not a regular file, or is a compressed file with content that is only read uncompressed.
+        OSError: the file cannot be read, is not a regular file, or is compressed and of a kind that can only be read uncompressed.
         InputError: the file is compressed with zstd, and pyarrow is not installed.
     """
     with open_to_read(path) as file:
@@ -100,7 +100,7 @@ def content_of(path: Path, key: str | None = None) -> Kind | None:
 
 
 def kind_by_name(path: Path, delimiter: str | None = None) -> Kind | None:
-    """Return the kind of rows that the name of a file suggests, or None. A file may have too few lines to recognize its kind."""
+    """Return the kind of rows that the name of a file suggests, or None. It helps if a file has too few lines to recognize its kind."""
     ending = Path(path.name.lower().removesuffix(".gz").removesuffix(".zst")).suffix
     if ending in _DELIMITER_BY_NAME:
         delimiter = delimiter or _DELIMITER_BY_NAME[ending]
@@ -251,7 +251,7 @@ def _json_lines(lines: Sequence[str], text: str, key: str | None, *, is_whole: b
         return Kind(JSON_LINES, _ROWS, reader="json lines")
     keys: dict[str, None] = {}
     for line in lines:
-        if not _OBJECT.match(line):  # cheaper than to parse, and few texts pass it
+        if not _OBJECT.match(line):  # cheaper than parsing, and few texts pass it
             return None
         try:
             value = json.loads(line)

@@ -20,7 +20,7 @@ _Value = TypeVar("_Value")
 _Read = tuple[Place, Mapping[str, Any] | WrongLine, int, int]
 """The place of a row, its values by column or the error in them, and the number of bytes read and decompressed so far."""
 _Rows = Iterator[_Read]
-_MOST_ROWS, _MOST_BYTES = 1024, 2**18  # the most rows of a block, and the most bytes read for it after decompression
+_MOST_ROWS, _MOST_BYTES = 1024, 2**18  # the most rows of a block, and the most decompressed bytes read for it
 
 
 @dataclass(slots=True)  # frozen dataclasses take twice as long to create
@@ -58,7 +58,7 @@ def records(
         convert: converts the values of a row, a mapping from columns to values, or raises WrongLine.
         key: returns bytes for a converted row; their hash decides whether the row is held out.
         share: the share of the rows to hold out.
-        convert_all: converts many rows at once, or returns None if they must be converted one by one. With it, rows are read in blocks.
+        convert_all: converts a block of rows, or returns None if they must be converted one by one. None: rows are not read in blocks.
 
     Raises:
         InputError: a column is missing or has another type; pyarrow is needed but not installed; or no row after a wrong row can be read.

@@ -40,7 +40,7 @@ def files(folder: Path, where: str) -> list[Path] | None:
     """Return the Arrow files of a dataset in the order of its rows, or None if this folder is not a dataset.
 
     Raises:
-        InputError: the dataset is damaged, or another file chooses its rows; old versions of datasets wrote such files.
+        InputError: the dataset is damaged, or it has a file with row indices, which old versions of datasets wrote.
     """
     if not is_saved(folder):
         return None
@@ -62,7 +62,7 @@ def files(folder: Path, where: str) -> list[Path] | None:
 
 
 def _names(names: Any, file: Path, what: str, where: str) -> Sequence[str]:
-    """Return `names` after checking that they are names of entries in a folder; a name must not lead out of the folder.
+    """Return `names` after checking that they are names of entries in a folder and lead out of no folder.
 
     Raises:
         InputError: `names` is not a list of such names.

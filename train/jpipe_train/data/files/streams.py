@@ -16,7 +16,7 @@ GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 """The first bytes of compressed files."""
 _BLOCK = 2**20  # bytes that are read at once
 _PACKED = {GZIP: "gzip", ZSTD: "zstd"}
-_FREE, _MOST_TIMES = 2**28, 200  # any file may unpack to so many bytes; a large file to so many times its own bytes
+_FREE, _MOST_TIMES = 2**28, 200  # a file may unpack to this many bytes, or to this many times its own size
 
 
 def pyarrow(file: Path, what: str) -> Any:
@@ -53,9 +53,7 @@ def check_unpacked(count: int, packed: int, file: Path) -> None:
         OSError: `count` is too large.
     """
     if count > max(_FREE, most := _MOST_TIMES * packed):
-        words = (
-            f"it has {packed:,} bytes and unpacks to more than {max(_FREE, most):,}, which no usual data file does; save it uncompressed"
-        )
+        words = f"it has {packed:,} bytes and unpacks to more than {max(_FREE, most):,}, which is unusual for data; save it uncompressed"
         raise OSError(errno.EFBIG, words, str(file))
 
 

@@ -51,7 +51,7 @@ def rows(
         if twice := [name for name, number in Counter(names).items() if number > 1]:
             yield (
                 place,
-                WrongLine(f"expected each column once, found the name {short(twice[0])} twice in the first line, which has the names"),
+                WrongLine(f"expected each column once, found {short(twice[0])} twice in the first line, which names the columns"),
             )
             return
         check(names)

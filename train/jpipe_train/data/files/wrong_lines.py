@@ -33,7 +33,7 @@ class WrongLine(Exception):
 
     Args:
         message: what was expected and what was found.
-        change: what to change, if no later line can be read; None if later lines can be read.
+        change: what to change, if later lines cannot be read; None if they can.
     """
 
     def __init__(self, message: str, change: str | None = None) -> None:
@@ -46,7 +46,7 @@ class WrongLines:
 
     Attributes:
         where: the config key or option that names the files, for messages.
-        hint: the end of the message: what else the user can do.
+        hint: the end of the message, with what else the user can do.
         number: the number of wrong lines.
     """
 
@@ -119,4 +119,4 @@ def check_characters(text: str, where: str = "") -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise WrongLine(f"expected characters{where}, found half of one (a lone surrogate)") from None
+        raise WrongLine(f"expected characters{where}, found half a character (a lone surrogate)") from None

@@ -22,7 +22,7 @@ def proportions(weights: Sequence[float]) -> tuple[int, ...]:
 def source_of(index: int, shares: Sequence[int], totals: Sequence[int] | None = None) -> tuple[int, int]:
     """Return the source of a row of the mixture, and the index of the row in this source.
 
-    Among the first k rows, the last source has its share of k, rounded. The other sources divide the remaining rows in the same way. So any
+    Of the first k rows, the last source has its share, rounded. The other sources divide the remaining rows in the same way. So any
     `sum(shares)` consecutive rows have exactly `shares[i]` rows of source i. Grain's `MapDataset.mix` uses the same rule, but rounds the
     shares.
 
@@ -87,5 +87,5 @@ class Joined:
         raise IndexError(index)
 
     def with_remainder(self, microbatch: int) -> "Joined":
-        """Return the same batches; after the batches of each source, its remaining rows follow in smaller batches."""
+        """Return the same batches; the remaining rows of each source follow its batches in smaller batches."""
         return Joined(tuple(part.with_remainder(microbatch) if isinstance(part, Divisible) else part for part in self.parts))

@@ -1,7 +1,7 @@
-"""Start processes that end with the one that starts them, even if that is killed; only Linux has this.
+"""Start processes that end together with their parent, even if the parent is killed. This works on Linux only.
 
 `python -m jpipe_train.launch.local.child PID COMMAND …` replaces itself by the command. A program with threads, such as JAX's,
-starts processes in this way: a `preexec_fn` would run in a copy of the program without its threads, and may wait for locks that they hold.
+starts processes in this way. A `preexec_fn` would run in a copy of the program without its threads, and could deadlock on their locks.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def end_with(parent: int) -> None:
-    """Tie this process to its parent, the process with the id `parent`: both end together."""
+    """Make the kernel end this process when the process `parent` ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent was killed just before
@@ -22,7 +22,7 @@ def end_with(parent: int) -> None:
 
 
 def command(words: Sequence[str]) -> list[str]:
-    """Return a command that runs the command `words` (a program's path and its arguments), and ends it with this process."""
+    """Return a command that runs `words` (a program's path and its arguments), and ends together with this process."""
     return [sys.executable, "-P", "-m", __name__, str(os.getpid()), *words]
 
 

@@ -1,7 +1,7 @@
-"""`jpipe launch --elastic MIN:MAX`: when processes are lost, continue training with the others; when they return, with more.
+"""`jpipe launch --elastic MIN:MAX`: continue training with fewer processes when some are lost, and with more when they return.
 
-The processes of a run cannot change while it trains, so a job is a sequence of runs that resume from each other's checkpoints. Each has new
-processes, a new port and a plan for their number (`jpipe train --elastic`). Which processes are started, and when, is in `slots`.
+The processes of a run cannot change while it trains, so a job is a sequence of runs, and each resumes from the last checkpoint. Each has
+new processes, a new port and a plan for their number (`jpipe train --elastic`). `slots` decides when which processes start.
 """
 
 import os
@@ -20,9 +20,9 @@ _GPUS = "CUDA_VISIBLE_DEVICES"
 def main(request: Request, *, program: Sequence[str] = launch.JPIPE, grace: float = launch.GRACE, pause: float = launch.PAUSE) -> int:
     """Train with `request.maximum` processes, or with the remaining ones, until the run is complete.
 
-    When a process fails, all end, and new ones start: all again, or without those that have failed `max_failures` times in a row. One that
-    was left out is tried again after `retry_after` seconds: once the smaller run has written a checkpoint, it is asked to save and end, and
-    a larger one resumes there. Signals are handled as in `launch.main`; after one, and after bad input, nothing starts.
+    When a process fails, all end and start again, except those that have failed `max_failures` times in a row. Such a process is tried
+    again after `retry_after` seconds: once the smaller run has written a checkpoint, it is asked to save and end, and a larger run resumes
+    there. Signals are handled as in `launch.main`. Nothing starts again after a signal or bad input.
 
     The arguments are as for `launch.main`. The pause before a restart is doubled each time until there is a new checkpoint.
 
@@ -42,7 +42,7 @@ def main(request: Request, *, program: Sequence[str] = launch.JPIPE, grace: floa
 
 
 def _only_gpu(slot: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable by which a single process uses the GPU of its slot: only several processes read `JAX_LOCAL_DEVICE_IDS`."""
+    """Return the variable that gives a single process the GPU of its slot, because it ignores `JAX_LOCAL_DEVICE_IDS`."""
     if "JAX_LOCAL_DEVICE_IDS" in environment:  # the user's choice for all
         return {}
     visible = [name for name in environment.get(_GPUS, "").split(",") if name]
@@ -54,11 +54,11 @@ def _named(slots: Sequence[int]) -> str:
 
 
 class _Job:
-    """The processes of an elastic job, one run after the other."""
+    """The successive processes of an elastic job."""
 
     def __init__(self, request: Request, processes: launch.Job) -> None:
         self._limits, self._processes, self._slots = request, processes, Slots(request)
-        self._members: list[int] = []  # the slots of the next run; process i is in slot `members[i]`
+        self._members: list[int] = []  # the slots of the next run: process i runs in slot `members[i]`
 
     @property
     def progress(self) -> Progress | None:
@@ -66,15 +66,15 @@ class _Job:
         return reported_progress.read(self._processes.progress)
 
     def is_unfinished(self, before: Progress | None) -> bool:
-        """Return whether a run that has succeeded was only saved; `before` is the progress when it began."""
+        """Return whether a successful run has only been saved; `before` is the progress when it began."""
         now = self.progress
         return now is not None and now != before and not now.is_complete
 
     def wait_for_members(self, pause: float) -> bool:
-        """Wait until enough processes can be started, then pause; return whether to start them."""
+        """Wait until enough processes can be started, then pause. Return whether to start them."""
         most = self._limits.maximum
         while (seconds := self._slots.wait(time.monotonic())) != 0:
-            short = f"{len(self._slots.startable(time.monotonic()))} of at least {self._limits.minimum} processes can be started"
+            short = f"{len(self._slots.startable(time.monotonic()))} of the required {self._limits.minimum} processes can be started"
             if seconds is None:
                 words = reported_progress.how_it_goes_on(self._processes.progress)
                 resumes = f"; {words}" if words else ""
@@ -109,7 +109,7 @@ class _Job:
         return code
 
     def _should_grow(self, before: Progress | None) -> bool:
-        """Return whether to end the running processes so that more can start: only once they have written a checkpoint."""
+        """Return whether to end the running processes so that more can start. They must have written a checkpoint."""
         back = [slot for slot in self._slots.startable(time.monotonic()) if slot not in self._members]
         if not back or not self.is_unfinished(before):
             return False

@@ -21,21 +21,21 @@ from jpipe_train.launch.local import reported_progress
 from jpipe_train.launch.local.launch_request import Request
 from jpipe_train.launch.local.process_group import BAD_INPUT, ProcessGroup, say
 
-GRACE = 30.0  # seconds from the signal that asks the processes to end, at which they save, to the one that kills them
+GRACE = 30.0  # seconds from SIGTERM, at which the processes save and end, to SIGKILL
 PAUSE = 1.0  # seconds before a failed job is restarted
 JOB = "JPIPE_JOB"  # the variable that identifies a job; it is the same for all its attempts
 JPIPE = (sys.executable, "-P", "-m", "jpipe_train.cli")  # -P: no module of the current folder replaces a library
-_LONGEST_PAUSE = 60.0  # limits the load of a job that always fails immediately
-_TICK = 0.05  # seconds between two looks at the signals
+_LONGEST_PAUSE = 60.0  # the longest pause; it limits the load of a job that always fails at once
+_TICK = 0.05  # seconds between two checks for signals
 
 
 def main(request: Request, *, program: Sequence[str] = JPIPE, grace: float = GRACE, pause: float = PAUSE) -> int:
-    """Start the processes, forward their output, and wait for all; if one fails, restart all, up to `max_restarts` times.
+    """Start the processes, forward their output, and wait for all. If one fails, restart all, up to `max_restarts` times.
 
     If one fails, all other processes are ended, by SIGTERM and `grace` seconds later by SIGKILL. The same happens if this process gets
     SIGINT (Ctrl-C), SIGTERM or SIGHUP; a second signal kills all processes. A run that writes checkpoints saves at these signals
     (`jpipe_train.console.preemption`). After a signal, or after bad input, the job is not restarted. On Linux the processes also end if
-    this one is killed. All attempts have the same `JPIPE_JOB`, by which they find their run folder (`jpipe_train.checkpoint.run_folder`).
+    this one is killed. All attempts have the same `JPIPE_JOB`, which identifies the run folder (`jpipe_train.checkpoint.run_folder`).
 
     Args:
         request: the valid arguments of the command.
@@ -60,7 +60,7 @@ def main(request: Request, *, program: Sequence[str] = JPIPE, grace: float = GRA
             if code in (0, BAD_INPUT) or not again:
                 words = "" if code in (0, BAD_INPUT) or job.signals else reported_progress.how_it_goes_on(job.progress)
                 if words:
-                    say(words + ("; dmesg says whether memory ran out" if code == 128 + signal.SIGKILL else ""))
+                    say(words + ("; see dmesg whether memory ran out" if code == 128 + signal.SIGKILL else ""))
                 return code
             if job.is_stopped_within(seconds):
                 return 128 + job.signals[0]
@@ -73,7 +73,7 @@ def pause_after(failures: int, first: float) -> float:
 
 
 class Job:
-    """The processes of one command, which are started again and again, each time with a new port.
+    """The processes of one command. They can be restarted, each time with a new port.
 
     Attributes:
         progress: the file in which the processes report their progress.
@@ -94,7 +94,7 @@ class Job:
         again: str = "",
         stop: Callable[[], bool] | None = None,
     ) -> tuple[int, list[int]]:
-        """Start a process in each slot, wait until all have ended, and return the exit code and the slots that were the first to fail.
+        """Start a process in each slot, wait until all have ended, and return the exit code and the slots that failed first.
 
         A slot is a GPU and, if processes are pinned, in turn a CPU core. `again` and `stop` are as in `ProcessGroup.watch`.
         """
@@ -108,7 +108,7 @@ class Job:
             return code, [slots[number] for number in group.to_blame]
 
     def is_stopped_within(self, seconds: float) -> bool:
-        """Wait for some seconds. If a signal arrives, print this and return True at once; `time.sleep` would continue after a signal."""
+        """Wait for some seconds. If a signal arrives, print it and return True at once; `time.sleep` would go on sleeping."""
         end = time.monotonic() + seconds
         while not self.signals and (remaining := end - time.monotonic()) > 0:
             time.sleep(min(remaining, _TICK))
@@ -119,6 +119,6 @@ class Job:
 
 @contextlib.contextmanager
 def started(request: Request, program: Sequence[str], grace: float) -> Iterator[Job]:
-    """Yield a job in a context in which signals are recorded."""
+    """Yield a job while recording signals to this process."""
     with interrupt.recorded() as signals, tempfile.TemporaryDirectory(prefix="jpipe-") as folder:
         yield Job([*program, *request.command], request.pin, grace, Path(folder) / "progress", signals)

@@ -12,7 +12,7 @@ from jpipe import InputError
 from jpipe_train.console.options import Count, Flag, OptionalCount, Seconds
 
 LAUNCHED = "-- train CONFIG [--KEY …] | -- plan CONFIG … | -- evaluate RUN … | -- generate RUN … | -- doctor"
-_MOST_PROCESSES = 256  # more is a typo: JAX needs some hundred megabytes in each
+_MOST_PROCESSES = 256  # more must be a typo: each process needs hundreds of megabytes for JAX
 _SEVERAL = ("train", "plan", "evaluate", "generate", "doctor")  # commands that run in several processes
 _RESERVED = ("--coordinator", "--num-processes", "--process-id")
 _EXAMPLE = "such as jpipe launch -n 2 -- train CONFIG"
@@ -28,7 +28,7 @@ class Request:
         pin: Give each process a CPU core of its own, if there are enough cores. For measurements.
         max_restarts: How often to restart all processes after one fails. They resume from the newest checkpoint of their run folder.
         elastic: In place of -n: train with MAX processes. If some are lost, the remaining processes go on, as long as there are MIN.
-        max_failures: With --elastic: a process that fails so many times in a row, without a new checkpoint, is left out.
+        max_failures: With --elastic: a process that fails this many times in a row, without a new checkpoint, is left out.
         retry_after: With --elastic: a process that was left out is tried again at a checkpoint after this time. The time doubles with each
             further failure.
         shortage_limit: With --elastic: how long to wait while fewer than MIN processes can be started.
@@ -64,7 +64,7 @@ class Request:
         else:
             self._check_elastic(self.elastic)
         if self.max_restarts is not None and self.max_restarts < 0:
-            raise InputError(f"launch --max-restarts: expected 0 or more, found {self.max_restarts}; 0 starts nothing again")
+            raise InputError(f"launch --max-restarts: expected 0 or more, found {self.max_restarts}; 0 means no restart")
         if not self.command:
             raise InputError(f"launch: expected a command after --, found none; {_EXAMPLE}")
         if self.command[0] not in _SEVERAL:
@@ -72,9 +72,9 @@ class Request:
             raise InputError(f"launch: expected `train CONFIG …` after --, found '{self.command[0]}'; {some}")
         for argument in self.command:
             if (name := argument.partition("=")[0].replace("_", "-")) in _RESERVED or (self.elastic and name == "--elastic"):
-                raise InputError(f"launch: {name} after -- is given to each process by launch; leave it out there")
+                raise InputError(f"launch: {name} after -- has no effect, because launch sets it for each process; leave it out")
         if self.pin and not hasattr(os, "sched_setaffinity"):
-            raise InputError(f"launch --pin: {sys.platform} has no way to give a process a core; leave it out")
+            raise InputError(f"launch --pin: {sys.platform} cannot bind a process to a core; leave it out")
 
     def _check_number(self) -> None:
         if self.num_processes is None:

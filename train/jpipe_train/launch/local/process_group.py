@@ -19,36 +19,36 @@ from jpipe_train.launch.local.child import end_with
 BAD_INPUT = 2  # the exit code of a job that would fail again
 _REPORT_LIMIT = 3.0  # seconds from the first failure to the signal that ends the other processes
 _SAVE_LIMIT = 600.0  # seconds that a run may take to save and end when there is no hurry
-_TICK = 0.05  # seconds between two looks at the processes
+_TICK = 0.05  # seconds between two checks of the processes
 _LONGEST_LINE = 1 << 16
-_GLOO = b"[Gloo] Rank "  # gloo prints it for every connection, and it cannot be turned off
+_GLOO = b"[Gloo] Rank "  # gloo always prints this for every connection
 
 
 class ProcessGroup:
     """The processes, from the start of the first to the end of the last.
 
-    `grace` is the number of seconds from the signal that asks them to end to the one that kills them.
+    `grace` is the number of seconds from the signal that asks them to end to the signal that kills them.
     """
 
     def __init__(self, grace: float, variables: dict[str, str]) -> None:
         self._grace, self._variables = grace, variables
         self._processes: list[subprocess.Popen[bytes]] = []
         self._outputs = selectors.DefaultSelector()
-        self._deadline = math.inf  # time at which processes that were asked to end are killed
+        self._deadline = math.inf  # time at which processes that have not ended are killed
         self._first: int | None = None  # the number of the process that failed first
         self._killed: set[int] = set()  # numbers of the processes that did not end when they were asked to
 
     def start(self, arguments: Sequence[str], number: int, core: int | None, slot: int) -> None:
         """Start process `number`, on CPU core `core` unless it is None, and on GPU `slot`."""
         outputs = [None if number == 0 and target.isatty() else subprocess.PIPE for target in (sys.stdout, sys.stderr)]
-        piped = number == 0 and sys.stdin is not None and not sys.stdin.isatty()  # a terminal is not its session's
+        piped = number == 0 and sys.stdin is not None and not sys.stdin.isatty()  # the terminal belongs to another session
         process = subprocess.Popen(  # noqa: S603, the command is the user's own
             arguments,
             stdin=None if piped else subprocess.DEVNULL,
             stdout=outputs[0],
             stderr=outputs[1],
             env=_environment(slot, one_thread=core is not None) | self._variables,
-            start_new_session=True,  # only the launcher gets Ctrl-C; and processes that it starts are ended with it
+            start_new_session=True,  # only the launcher gets Ctrl-C; a process and its children are ended together
             preexec_fn=functools.partial(_prepare, os.getpid(), core),  # safe: no thread runs here that could hold a lock
         )
         self._processes.append(process)
@@ -57,18 +57,17 @@ class ProcessGroup:
                 self._outputs.register(stream, selectors.EVENT_READ, _Output(stream, f"[{number}] " if number else "", target))
 
     def watch(self, signals: Sequence[int], again: str = "", stop: Callable[[], bool] | None = None) -> int:
-        """Copy their output until all have ended; if one fails, report it and end the other processes.
+        """Copy the output until all processes have ended. If one fails, report it and end the others.
 
-        Of the signals to this process, which arrive meanwhile, the first one is forwarded and the second kills all processes. `again`
-        announces what follows a failure, except after `BAD_INPUT`. Once `stop` returns True, the processes are to save and end, and no exit
-        code counts as a failure.
+        The first signal to this process is forwarded, and the second kills all processes. Messages about a failure announce what follows
+        by `again`, except after `BAD_INPUT`. Once `stop` returns True, the processes must save and end, and no exit code is a failure.
 
         Returns:
-            The exit code: 0 if all have ended with it, for any reason; the code of the process that failed first; or 128 plus the number of
-            the signal that ended it or this process.
+            The exit code: 0 if all processes have ended with 0; the code of the process that failed first; or 128 plus the number of
+            the signal that ended that process or this one.
         """
         code: int | None = None
-        report_until = math.inf  # then the others, which may report a failure until then, are asked to end
+        report_until = math.inf  # until then the other processes may report the failure; then they are asked to end
         living, was_stopped = True, False
         while living:
             for process in self._processes:
@@ -97,7 +96,7 @@ class ProcessGroup:
             if len(signals) > 1 or now > self._deadline:
                 self._end(signal.SIGKILL)
         end = time.monotonic() + self._grace
-        while self._copy(_TICK) and time.monotonic() < end:  # output left in the pipes; processes that left the group may continue to print
+        while self._copy(_TICK) and time.monotonic() < end:  # output left in the pipes; processes outside the group may still print
             pass
         if sys.stdout.isatty():
             _print("\x1b[?25h", sys.stdout)  # an interrupted progress bar has hidden the cursor
@@ -105,10 +104,10 @@ class ProcessGroup:
 
     @property
     def to_blame(self) -> list[int]:
-        """After `watch`, the numbers of the processes that failed first, and not because of other processes; empty if none failed.
+        """After `watch`, return the numbers of the processes that caused the failure; empty if none failed.
 
-        When a process is lost, the others end with an error, and may be seen to end earlier: a killed process closes its connections before
-        it has ended. If a process hangs, the others fail first, and this process must be killed.
+        When a process is lost, the others end with an error, perhaps even earlier: a killed process closes its connections before it has
+        ended. If a process hangs, the others fail first, and the hanging process must be killed.
         """
         if self._first is None:
             return []
@@ -127,12 +126,12 @@ class ProcessGroup:
         self._outputs.close()
 
     def _failed(self) -> int | None:
-        """Return the number of a failed process. A process that a signal ended is preferred, because others may fail as a consequence."""
+        """Return the number of a failed process, preferably one that a signal ended, because others may fail as a consequence."""
         failed = [(process.returncode > 0, number) for number, process in enumerate(self._processes) if process.returncode]
         return min(failed)[1] if failed else None
 
     def _end(self, number: int, limit: float = math.inf) -> None:
-        """Send the signal to the live processes; if they have not ended after `limit` seconds, `watch` kills them."""
+        """Send the signal to the live processes; `watch` kills those that have not ended after `limit` seconds."""
         alive = {n for n, process in enumerate(self._processes) if process.returncode is None}
         if number == signal.SIGKILL:
             self._killed |= alive
@@ -141,7 +140,7 @@ class ProcessGroup:
         self._deadline = time.monotonic() + limit
 
     def _copy(self, seconds: float) -> bool:
-        """Wait for output, copy it, and return whether there was any."""
+        """Wait for output and copy it. Return whether there was any."""
         ready = self._outputs.select(seconds)
         for key, _ in ready:
             if data := os.read(key.fd, 1 << 16):
@@ -155,7 +154,7 @@ class ProcessGroup:
 
 @dataclass
 class _Output:
-    """One output stream of a process: whole lines go from `source` to `target`, each after `prefix`."""
+    """One output stream of a process. Whole lines are copied from `source` to `target` after `prefix`."""
 
     source: IO[bytes]
     prefix: str
@@ -200,7 +199,7 @@ def _environment(slot: int, *, one_thread: bool) -> dict[str, str]:
 
 
 def _prepare(parent: int, core: int | None) -> None:
-    """End with the parent, and run on a core; a child calls this before its command."""
+    """In a child, before its command runs: tie it to its parent, and bind it to a core."""
     end_with(parent)
     if core is not None:
         os.sched_setaffinity(0, {core})

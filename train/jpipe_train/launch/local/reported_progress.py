@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from jpipe.files import write_atomically
 
 VARIABLE = "JPIPE_PROGRESS"
-"""The variable with the path of the file."""
+"""The environment variable with the path of the file."""
 
 
 class Progress(NamedTuple):
@@ -29,23 +29,23 @@ class Progress(NamedTuple):
 
 
 def begin(folder: str, step: int | None, *, saves: bool) -> None:
-    """Report that a run begins, if a launcher wants to know; the arguments are as for `goes_on`."""
+    """If a launcher listens, report that a run begins. The arguments are as in `goes_on`."""
     _write(run=[folder, step, saves])
 
 
 def report(step: int, steps: int) -> None:
-    """Report a complete checkpoint, if a launcher wants to know; failures are ignored."""
+    """If a launcher listens, report a complete checkpoint. Failures are ignored."""
     _write(checkpoint=[step, steps])
 
 
 def read(file: Path) -> Progress | None:
-    """Return the last checkpoint that the processes have reported; None without one."""
+    """Return the last checkpoint that the processes have reported, or None if there is none."""
     checkpoint = _read(file).get("checkpoint")
     return None if checkpoint is None else Progress(*checkpoint)
 
 
 def how_it_goes_on(file: Path) -> str:
-    """Describe what is saved of the run that process 0 has reported to this file, and how to continue; "" if no run has begun."""
+    """Describe from this file what is saved of a run and how to continue it; "" if no run has begun."""
     if (run := _read(file).get("run")) is None:
         return ""
     (folder, step, saves), newest = run, read(file)
@@ -63,9 +63,9 @@ def goes_on(folder: str, step: int | None, *, saves: bool = True, in_python: boo
     """
     again = "the same call of fit" if in_python else f"the same command with --set run.dir={shlex.quote(folder)}"
     if step is None and not saves:
-        return "the run writes no checkpoints (checkpoint.every) from which it could go on"
+        return "the run writes no checkpoints to resume from (checkpoint.every)"
     if step is None:
-        return f"no checkpoint is written, so {again} begins anew"
+        return f"there is no checkpoint, so {again} begins anew"
     return f"the checkpoint of step {step} is written, and {again} resumes there"
 
 

@@ -1,10 +1,10 @@
-"""The slots of an elastic job: which processes are started, and when the job waits or gives up."""
+"""The slots of an elastic job. They decide which processes start, and when the job waits or gives up."""
 
 from collections.abc import Collection
 
 from jpipe_train.launch.local.launch_request import Request
 
-_MOST_DOUBLINGS = 10  # of the time for which a slot is left out
+_MOST_DOUBLINGS = 10  # how often the time for which a slot is left out can double
 
 
 class Slots:
@@ -17,12 +17,12 @@ class Slots:
     def __init__(self, limits: Request) -> None:
         self._limits = limits
         self.failures = [0] * limits.maximum
-        self._left_out = [0] * limits.maximum  # how often each was left out in a row
-        self._back_at = [0.0] * limits.maximum  # the time from which a process can be started in it
-        self._short_since: float | None = None  # since when fewer than the minimum can be started
+        self._left_out = [0] * limits.maximum  # how often each slot was left out in a row
+        self._back_at = [0.0] * limits.maximum  # the time from which a process can be started in each slot
+        self._short_since: float | None = None  # when the present shortage of processes began
 
     def fail(self, slot: int, now: float) -> float:
-        """Count a failure of a slot, and return the seconds for which it is left out: 0 if it may be tried at once."""
+        """Count a failure of a slot. Return the seconds for which it is left out; 0 if it may be tried at once."""
         self.failures[slot] += 1
         if self.failures[slot] < self._limits.max_failures:
             return 0.0

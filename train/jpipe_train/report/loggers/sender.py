@@ -16,8 +16,8 @@ from jpipe import InputError
 from jpipe.files import make_folder, read_bytes, shown, write_atomically
 from jpipe_train.report.loggers.services import SERVICES, About, first_line
 
-_ID = "id.txt"  # the file with the run's id in the service; with this id a resumed run continues the same run there
-_KEPT = {"wandb": "wandb sync {folder} sends what is kept there"}
+_ID = "id.txt"  # the file with the run's id in the service, with which a resumed run continues there
+_KEPT = {"wandb": "wandb sync {folder} sends the rows kept there"}
 _MOST_QUEUED = 100_000  # rows that are not sent yet
 _LIMIT, _SHORT = 30.0, 5.0  # seconds that the end of a run waits for the service, usually and after a signal
 _late: list[str] = []  # services that did not end in time

@@ -39,7 +39,7 @@ def begin_wandb(about: About, tell: Callable[[str], None]) -> Any:
     import wandb
 
     limits: dict[str, Any] = {} if "WANDB_INIT_TIMEOUT" in os.environ else {"init_timeout": CONNECT}
-    if "finish_timeout" in wandb.Settings.model_fields:  # in newer versions of wandb; its exit handler respects this limit, too
+    if "finish_timeout" in wandb.Settings.model_fields:  # newer versions of wandb have it; their exit handler also respects this limit
         limits["finish_timeout"] = about.limit
     options: dict[str, Any] = {"id": about.id, "name": os.environ.get("WANDB_NAME", about.name), "config": about.config}
     options |= {"project": os.environ.get("WANDB_PROJECT", "jpipe"), "dir": os.environ.get("WANDB_DIR", str(about.folder))}

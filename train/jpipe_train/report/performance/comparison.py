@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jpipe
 
 WITHOUT_TEMPORARIES = "held memory"
-_MUCH_SLOWER = 1.5  # from this ratio to the prediction on, the report explains why steps take longer
+_MUCH_SLOWER = 1.5  # from this ratio of measured to predicted time, the report explains why steps take longer
 _SHORT = 2e-3  # seconds of a computation that is short compared with starting it
 _MOST_RANKS = 8  # the temporaries of at most this many ranks are listed
 
@@ -118,8 +118,8 @@ def why_slower(predicted: jpipe.programs.Window | None, measured: jpipe.programs
         )
     if processes > 1:
         return (
-            "Steps take longer than predicted: the prediction ignores transfers between processes, and that processes on one machine "
-            "share its cores; with plan.extra_in_flight=1 one more microbatch is in flight, which hides transfers between stages."
+            "Steps take longer than predicted: the prediction ignores transfers between processes, and the sharing of cores by processes "
+            "on one machine; plan.extra_in_flight=1 keeps one more microbatch in flight, which hides transfers between stages."
         )
     return "Steps take longer than predicted: other programs used the cores at the same time."
 

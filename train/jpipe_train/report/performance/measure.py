@@ -15,7 +15,7 @@ class Measure:
 
     A window of at most `batches` batches is traced when the pipeline is full, after each evaluation, and when a window is requested. It
     contains no evaluation. The batches directly before and after it are traced as well. The prediction simulates the schedule with the
-    median times of the window's own computations. So it shows the effect of the order of computations, not the speed of the devices.
+    median times of the window's computations, so it shows the effect of their order, not the speed of the devices.
 
     Args:
         pipe: the compiled pipeline.
@@ -29,7 +29,7 @@ class Measure:
 
     Attributes:
         measured: the last window; None before the first window.
-        data_waits: for each process, the mean seconds per step that it waited for data during the last trace. Empty before the first trace,
+        data_waits: for each process, the mean seconds per step of waiting for data during the last trace. Empty before the first trace,
             and in a run of one process.
     """
 
@@ -111,7 +111,7 @@ class Measure:
 
     @cached_property
     def predicted(self) -> jpipe.programs.Window | None:
-        """The prediction of the measured window. Its first access computes it, which takes some time; None if it would take minutes."""
+        """The prediction of the measured window, or None if it would take minutes. The first access computes it, which takes some time."""
         plan = self._pipe.plan
         forwards = plan.depth * plan.microbatches * (2 * self._full + self._window[1] + 1)
         if self.measured is None or forwards > MOST_FORWARDS:

@@ -1,8 +1,8 @@
 """Model FLOPs utilization (MFU): the share of the devices' peak FLOP/s that a run uses for the model itself.
 
-The convention is the one of PaLM (Chowdhery et al. 2022, appendix B). The FLOPs of a step are three times the FLOPs of the matrix products
-in a forward: one time for the forward and two times for the backward. Recomputation does not count. MFU is the FLOPs of a step, divided by
-the seconds of a step and by the sum of the peak FLOP/s of all devices. Attention counts in full, even if it is causal.
+The convention is PaLM's (Chowdhery et al. 2022, appendix B). The FLOPs of a step are three times the FLOPs of a forward's matrix products:
+once for the forward and twice for the backward. Recomputation does not count. MFU is the FLOPs of a step, divided by the seconds of a step
+and by the sum of the peak FLOP/s of all devices. Attention counts in full, even if it is causal.
 """
 
 import os
@@ -33,7 +33,7 @@ def _tpu(peak: float) -> dict[str, float]:
 
 PEAKS: Sequence[tuple[str, Mapping[str, float]]] = (
     # TFLOP/s per JAX device, without sparsity. The first pattern that matches the `device_kind` counts.
-    # The numbers are from NVIDIA's data sheets. For Hopper and Ada these give twice the numbers, "with sparsity".
+    # The numbers are from NVIDIA's data sheets. For Hopper and Ada the sheets give twice these numbers, "with sparsity".
     (r"GB200", _gpu(2500, 1250, 80)),  # GB200 NVL72: 360, 180 and 5.76 PFLOP/s of 72, the first two with sparsity
     (r"B200", _gpu(2250, 1125, 75)),  # HGX B200: 36, 18 and 0.6 PFLOP/s of eight, the first two with sparsity
     (r"GH200|H200(?! NVL)", _gpu(989.4, 494.7, 66.9)),  # as H100 SXM
@@ -109,7 +109,7 @@ def find(pipe: jpipe.Pipeline, batch: Any) -> Utilization | None:
 
 
 def forward_flops(pipe: jpipe.Pipeline, batch: Any) -> dict[str, float]:
-    """Return the FLOPs of the matrix products and convolutions in the forward and the loss of a batch; the keys are dtypes of factors."""
+    """Return the FLOPs of the matrix products and convolutions in the forward and the loss of a batch, by dtype of the factors."""
     microbatches = pipe.plan.microbatches
     specs = layer_specs(pipe.stack, pipe.plan, batch)
     flops_by_spec: dict[int, dict[str, float]] = {}  # the keys are ids of specs; equal layers share a spec

@@ -60,7 +60,7 @@ SHORT = 2e-3
 
 
 def slow_ranks(plan: jpipe.Plan, window: jpipe.programs.Window) -> dict[int, float]:
-    """Return a dict from ranks that take longer than the others for the same work to the factor by which they take longer.
+    """Return the ranks that take longer than others for the same work, each with the factor by which they take longer.
 
     The plan's prediction says how much work a stage is. Without a prediction only the replicas of a stage are compared. Ranks that take
     less than `SHORT` for a microbatch are left out.
@@ -96,8 +96,8 @@ def microbatch_seconds(plan: jpipe.Plan, window: jpipe.programs.Window) -> list[
 def _microbatch_seconds(spans: Sequence[jpipe.programs.Span], end: float) -> float:
     """Return the seconds that a stage computes for a microbatch, from the medians of its computations; 0 means not measured.
 
-    The window ends at second `end`. Computations that are cut off by the window count only if there are no others. A short window may have
-    different numbers of forwards and backwards. So ops are weighted only by their shares among the ops that do the same part of the work.
+    The window ends at second `end`. Computations that it cuts off count only if there are no others. A short window may have different
+    numbers of forwards and backwards, so ops are weighted only by their shares among the ops that do the same part of the work.
     """
     whole, cut = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
     for span in jpipe.programs.whole_spans(spans):

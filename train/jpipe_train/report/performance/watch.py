@@ -26,7 +26,7 @@ MINUTE = 60.0
 """Steps must be slow for this many seconds before a report. Two traces to find the cause are at least this many seconds apart."""
 PAUSE = 600.0
 """The least number of seconds between two reports."""
-_FEWEST = 3  # however long steps are, at least this many are judged
+_FEWEST = 3  # at least this many steps are judged, however long they are
 _JOINED = 0.1  # short steps are joined into entries of at most this many seconds; a minute has at most about 1,200 entries
 
 
@@ -121,10 +121,10 @@ def judge(
 ) -> Verdict | None:
     """Return which part makes steps slower than expected; None if steps are not slower.
 
-    The longest step is ignored, because a single pause does not mean that steps are slow. For each part, the seconds are computed by which
-    it makes a step longer. For data, these are the seconds that a process waits for its rows beyond the seconds that a whole step should
-    take. For a stage, they are the seconds that its computations take longer than expected. For a link, they are the seconds that a rank
-    waits for it longer than expected. If no part explains half of the excess, the host is named.
+    The longest step is ignored, because a single pause does not mean that steps are slow. The part that lengthens a step most is named.
+    Data count with the seconds that a process waits for its rows, beyond the expected seconds of a whole step. A stage counts with the
+    seconds by which its computations exceed the expected time, and a link with the seconds by which a rank's wait for it does. If no part
+    explains half of the excess, the host is named.
 
     Args:
         plan: the plan of the run.
@@ -148,7 +148,9 @@ def judge(
     most = max(blames, key=lambda blame: blame.excess)
     if most.excess < (seconds - expected.seconds) / 2:
         most = _Blame(
-            "the host", 0.0, "no computation, message or batch explains it, so what remains is Python's dispatch between instructions"
+            "the host",
+            0.0,
+            "no computation, message or batch explains it, so the remaining cause is Python's dispatch between instructions",
         )
         if window is None:
             most = _Blame("an unknown part", 0.0, "no step was traced (train.trace_batches is 0, or train.eval_every below 3)")
@@ -160,7 +162,7 @@ def judge(
 
 
 def stragglers(plan: jpipe.Plan, expected: Expected, window: jpipe.programs.Window) -> dict[int, float]:
-    """Return a dict from ranks that compute at least a quarter longer than they should to the factor by which they take longer.
+    """Return the ranks that compute at least a quarter longer than they should, each with the factor by which they take longer.
 
     A replica of a stage should take as long as the median of the replicas. A stage without replicas should take as long as expected.
     """
@@ -212,7 +214,7 @@ def _data_of(process: int, seconds: float, expected: Expected) -> _Blame:
 
 
 def _stages(plan: jpipe.Plan, expected: Expected, window: jpipe.programs.Window, processes: Sequence[int]) -> list[_Blame]:
-    """Return for each measured stage and rank how much longer a step takes because the stage is slower than expected or than replicas."""
+    """For each measured stage and rank, return how much it lengthens a step by being slower than expected or than its replicas."""
     rows, blames = microbatch_seconds(plan, window), []
     others = _replicas(rows)
     for rank, (workers, row) in enumerate(zip(plan.rank_workers, rows, strict=True)):
@@ -294,7 +296,7 @@ class Watch:
         self._expected = find_expected(pipe.plan, None)
         self._steps = deque[Step]()  # the steps of the last minute
         self._seconds, self._count = 0.0, 0  # the total seconds and the number of the steps of the last minute
-        self._exceeds = False  # whether these steps were slow when the last entry began, or were too few to tell
+        self._exceeds = False  # whether these steps were slow, or too few to tell, when the last entry began
         self._slow = 0.0  # seconds for which the steps have been slow
         self._window: jpipe.programs.Window | None = None  # the last window
         self._first: jpipe.programs.Window | None = None  # the window with which the steps are compared
@@ -372,8 +374,8 @@ class Watch:
     def _add(self, step: Step, limit: float) -> None:
         """Add a step to the steps of the last minute, and count the seconds for which their mean has been above `limit`.
 
-        The first minute of a run counts, too, so a run that is slow from its start is reported after one minute. A minute may have very
-        many short steps. So these share entries, and all entries are read only when a new entry begins.
+        The first minute of a run counts as well, so a run that is slow from its start is reported after one minute. A minute may have very
+        many short steps, so they share entries, and all entries are read only when a new one begins.
         """
         steps = self._steps
         self._seconds, self._count = self._seconds + step.seconds, self._count + step.number
