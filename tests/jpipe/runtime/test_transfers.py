@@ -58,6 +58,6 @@ def test_connections_that_cannot_be_made_hint_at_strangers(monkeypatch):
     transport._places, transport._used = (), {0: types.SimpleNamespace(connect=None)}
     monkeypatch.setattr(_transport.Transport, "_call", fail)
     with pytest.raises(
-        jax.errors.JaxRuntimeError, match=r"^the processes cannot be connected: UNKNOWN: .* by peer; gloo and .* scanners do; "
+        jax.errors.JaxRuntimeError, match=r"^the processes cannot be connected: UNKNOWN: .* by peer; gloo and .* a port scanner, .*; "
     ):
         transport.connect("pipeline 0")
