@@ -127,7 +127,7 @@ def test_old_folders_that_hold_something_else_are_kept(tmp_path):
     (tmp_path / "checkpoints" / "2" / "default" / "photo.jpg").write_text("mine")
     jpipe.checkpoints.prune(tmp_path, keep=1)
     assert jpipe.checkpoints.steps(tmp_path) == [1, 2, 3]
-    with pytest.raises(InputError, match=r"2: in the way .* it holds 'default/photo.jpg', which jpipe has not written"):
+    with pytest.raises(InputError, match=r"2: it is in the way .* it holds 'default/photo.jpg', which jpipe has not written"):
         jpipe.checkpoints.folders.begin(tmp_path, 1)
     (tmp_path / "checkpoints" / "2" / "default" / "photo.jpg").unlink()
     jpipe.checkpoints.prune(tmp_path, keep=1)

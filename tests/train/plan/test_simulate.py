@@ -262,7 +262,7 @@ def test_a_grid_wider_than_the_terminal_is_cut_between_ticks(simulated, plan_fil
     [
         ("plan.json", ["--set", "train.steps=1"], r"--set train.steps=1: expected a config, found the plan '.*plan.json'; edit the plan"),
         ("plan.json", ["--batches", "0"], r"--batches: expected 1 or more, found 0"),
-        ("plan.json", ["--batches", "1000000"], r"at most 500,000 forwards, found 4 stages × 4 microbatches × 1000000 batches; use"),
+        ("plan.json", ["--batches", "1000000"], r"at most 500,000 forwards, found 4 stages × 4 microbatches × 1000000 batches; lower"),
         ("plan.json", ["--png", "plan.jpg"], r"--png: expected a name that ends in .png, found 'plan.jpg'"),
         ("plan.json", ["--png", "/nowhere/plan.png"], r"--png: cannot write '/nowhere/plan.png': No such file or directory; choose"),
         ("plan.json", ["--png", "folder.png"], r"--png: expected a file to write, found the folder 'folder.png'; choose another name"),
