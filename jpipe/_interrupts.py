@@ -97,7 +97,7 @@ class Outcome:
 
 @contextlib.contextmanager
 def consuming(before: State, current: State, observe: Observer | None) -> Iterator[tuple[Outcome, Observer | None]]:
-    """Run a body that consumes a state to its end in spite of interrupts. The state keeps the outcome.
+    """Run a body to its end in spite of interrupts. It consumes the state, which keeps the outcome.
 
     The body sets `Outcome.result`. The caller sets `Outcome.result` to None when it returns the result.
 

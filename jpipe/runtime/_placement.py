@@ -36,7 +36,7 @@ def place(plan: Plan, devices: Sequence[jax.Device] | None = None) -> tuple[Plac
 
 
 def place_on(devices: jax.Device | Sequence[jax.Device], mesh: FrozenMapping[int]) -> Place:
-    """Return a place to compile for: a mesh on the first of these devices, or on the first local devices of one device's kind.
+    """Return a place to compile for: a mesh on the first of these devices, or, given one device, on local devices of its kind.
 
     Raises:
         InputError: there are too few devices.

@@ -34,7 +34,7 @@ class Agreed(NamedTuple):
 
 
 def like_agreed(outer: OuterOptimizer, params: Tree) -> Agreed:
-    """Return an `Agreed` with `params` as parameters and as momentum; without momentum the latter is empty."""
+    """Return an `Agreed` with `params` as parameters and as momentum; the momentum is empty if there is none."""
     return Agreed(params, params if outer.momentum else {})
 
 

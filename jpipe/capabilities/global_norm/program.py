@@ -106,7 +106,7 @@ def _summed(plan: Plan, batch: int, workers: Sequence[int]) -> list[Instruction]
 
 
 def _alone(plan: Plan, batch: int, workers: Sequence[int]) -> list[Instruction]:
-    """Return separate messages that bring to the workers of one of several parallel pipelines the norm of this pipeline."""
+    """Return separate messages that bring the norm of one of several parallel pipelines to its workers."""
     written = _summed(plan, batch, workers)
     for source, to in pairwise(workers):
         written += transfer(source, to, last_microbatch(plan, batch), "norm")

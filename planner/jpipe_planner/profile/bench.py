@@ -107,7 +107,7 @@ class Bench:
                     self._seconds[ids, name].append(run.seconds(name))
 
     def medians(self) -> tuple[dict[tuple[str, ...], ByProgram], float]:
-        """Return the median times of each stage's programs, minus the time of the empty stage, and the time of the empty stage."""
+        """Return the median times of each stage's programs, less the time of the empty stage; and that time."""
         dispatch = statistics.median(self._seconds[_EMPTY, "forward"] + self._seconds[_EMPTY, "backward"])
         medians = {key: max(statistics.median(times) - dispatch, 0.0) for key, times in self._seconds.items()}
         return {ids: {name: medians[ids, name] for name in PROGRAMS} for ids in self._runs if ids != _EMPTY}, dispatch

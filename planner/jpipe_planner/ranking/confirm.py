@@ -98,7 +98,7 @@ class _Confirm:
                 self._try(self._simulated(full))
 
     def offloading(self) -> None:
-        """Compile the plans that lack least, with as much in host memory as they lack and as their estimates may be wrong."""
+        """Compile the plans that lack least. They keep in host memory what they lack, plus the possible error of their estimates."""
         nearest = sorted(self.attempts, key=lambda attempt: attempt.compiled.lacking or 0)
         for attempt in [one for one in nearest if one.ranked.candidate.offload is None][:MOST_LEAN]:
             candidate, true = attempt.ranked.candidate, attempt.compiled.ranked.memory

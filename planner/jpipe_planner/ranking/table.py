@@ -84,7 +84,7 @@ def legend(choice: Choice, most: int, known_by: str) -> str:
 
 
 def no_pipeline(choice: Choice) -> str:
-    """Return a line that no pipeline pays if the best plan has one stage; "" otherwise."""
+    """If the best plan has one stage, return a line that pipelines do not pay off here; otherwise ""."""
     best = choice.ranked[0]
     if best.candidate.depth > 1:
         return ""

@@ -37,7 +37,7 @@ class Finding(NamedTuple):
 
 
 def judge(everyone: Sequence[Facts], problems: Sequence[Finding] = ()) -> list[Finding]:
-    """Return the findings from the facts of each process, in the order of the table, after the problems while they were gathered.
+    """Return the problems of gathering facts, and then the findings from the facts of each process in the order of the table.
 
     With several processes the facts also have `sees folder`, and in process 0 `links`.
     """

@@ -112,7 +112,7 @@ class Team:
         return (None, message) if message else (cast(T, done), "")
 
     def from_first(self, what: str, work: Callable[[], str], limit: float = _LONG_WORK) -> str:
-        """Return the text of `work`, which runs in process 0 only, in all processes; they wait for it, `limit` seconds at most.
+        """Run `work` in process 0, and return its text in all processes. They wait for it, `limit` seconds at most.
 
         Raises:
             jpipe.InputError: `work` raises it; process 0 reports it.

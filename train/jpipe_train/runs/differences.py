@@ -21,7 +21,7 @@ def keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def table(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Return a dict from each key with values that differ to its value in each config."""
+    """Return for each key with differing values its value in each config."""
     texts = [flat(config) for config in configs]
     every = dict.fromkeys(key for text in texts for key in text)
     rows = {key: [text.get(key, MISSING) for text in texts] for key in every}
@@ -29,7 +29,7 @@ def table(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
 
 
 def without_missing_plans(rows: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    """Remove the plan keys that differ only because runs with a plan file do not have them; the file contains them."""
+    """Remove the plan keys that differ only because a run with a plan file has them in that file."""
     if {*rows.get("plan.file", ())} <= {MISSING, "null"}:  # no run has a plan file
         return dict(rows)
     return {key: values for key, values in rows.items() if not key.startswith("plan.") or len({*values} - {MISSING}) > 1}

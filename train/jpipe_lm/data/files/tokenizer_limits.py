@@ -145,7 +145,7 @@ class _Lengths:
         return sum(self._of.get(character, self._other) for character in text)
 
     def before(self, step: Mapping[str, Any], chain: str) -> None:
-        """Add `step`, the step before the steps that were added already.
+        """Add `step`, which precedes the steps that are already added.
 
         Raises:
             TooMuch: a character can become more characters than the limit.
