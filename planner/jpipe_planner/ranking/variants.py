@@ -153,7 +153,7 @@ class _Variants:
             yield from self.with_policies(base, base.with_options(max_in_flight=limit, extra_in_flight=0))
 
     def with_policies(self, base: Candidate, saving: Candidate) -> Iterator[Candidate]:
-        """Yield the plan `saving`, which saves memory, with the fastest policy; if `base` does not fit, also with the policies of `base`."""
+        """Yield the plan `saving`, which saves memory, with the fastest policy; if `base` does not fit, also with its policies."""
         fastest = (self._choice.profile.cheapest_policy(self._choice.topology),) * base.depth
         for policies in dict.fromkeys((fastest, base.policies) if base.over else (fastest,)):
             yield dataclasses.replace(saving, policies=policies)
