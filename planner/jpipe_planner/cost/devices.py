@@ -18,7 +18,7 @@ from jpipe_planner.machine.topology import Topology
 
 __all__ = ["DeviceRanges", "Kind"]
 
-_TIMES = ("forward", "backward", "backward_input", "backward_weight", "update")
+TIMES = ("forward", "backward", "backward_input", "backward_weight", "update")  # the fields of a stage's costs that are seconds
 
 
 class Kind(NamedTuple):
@@ -100,11 +100,9 @@ def _of_ranks(plan: jpipe.Plan) -> list[list[int]]:
 
 def slowness_of(plan: jpipe.Plan, topology: Topology) -> tuple[float, ...]:
     """Return for each stage of a plan the time of its slowest device, divided by the time in the profile."""
-    slowness, of_stages = topology.slowness, [1.0] * plan.depth
-    for stages, devices in zip(plan.pipeline_ranks, _of_ranks(plan), strict=True):
-        for s in stages:
-            of_stages[s] = float(slowness[devices].max())
-    return tuple(of_stages)
+    slowness, of_ranks = topology.slowness, zip(plan.pipeline_ranks, _of_ranks(plan), strict=True)
+    of_stages = {s: float(slowness[devices].max()) for stages, devices in of_ranks for s in stages}
+    return tuple(of_stages[s] for s in range(plan.depth))
 
 
 def slowed(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology) -> Sequence[jpipe.programs.StageCost]:
@@ -118,7 +116,7 @@ def slowed(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology
     if not topology.differing:
         return costs
     factors = slowness_of(plan, topology)
-    times = [{name: factor * getattr(cost, name) for name in _TIMES} for factor, cost in zip(factors, costs, strict=True)]
+    times = [{name: factor * getattr(cost, name) for name in TIMES} for factor, cost in zip(factors, costs, strict=True)]
     return [dataclasses.replace(cost, **seconds) for cost, seconds in zip(costs, times, strict=True)]
 
 
@@ -130,8 +128,6 @@ def host_limits_of(plan: jpipe.Plan, topology: Topology) -> tuple[float, ...]:
 
 def limits_of(plan: jpipe.Plan, topology: Topology) -> tuple[float, ...]:
     """Return for each pipeline rank the bytes that it may use on each of its devices; infinity: not limited."""
-    if not topology.differing:
-        return (math.inf if topology.device.limit is None else topology.device.limit,) * len(plan.pipeline_ranks)
     limits = topology.limits
     return tuple(float(limits[devices].min()) for devices in _of_ranks(plan))
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -46,7 +45,6 @@ class StageLinks(NamedTuple):
         return float((microbatches * self.messages @ sizes + self.sums @ summed).max(initial=0.0))
 
 
-@lru_cache(maxsize=4096)
 def ring_share(replicas: int) -> float:
     """Return the bytes that each replica sends in a ring sum, divided by the bytes that are summed.
 

@@ -35,7 +35,7 @@ class Device(Data):
     memory: Annotated[float, in_unit("bytes"), Positive, Possible] | None = None
     reserved: dict[str, Annotated[float, in_unit("bytes"), Field(ge=0, le=1e15)]] = Field(default_factory=dict)
     flops: Rates = Field(default_factory=dict)
-    efficiency: Annotated[float, Field(gt=0, le=1), Share] = 0.5
+    efficiency: Annotated[float, Share] = 0.5
     memory_bandwidth: Annotated[float, in_unit("bytes per second"), Positive, Possible] | None = None
     overlap: jpipe.programs.Overlap = "transfers and sums"
     host: Host = Host()

@@ -10,13 +10,13 @@ import jax
 import numpy as np
 
 import jpipe
-from jpipe_planner.machine.overlap import overlap_of, overlap_words
 from jpipe_planner.machine.targets import Host
 from jpipe_planner.machine.topology import Topology
 
-__all__ = ["host_memory", "local_topology", "usable_cores"]
+__all__ = ["assumed_words", "host_memory", "local_topology", "usable_cores"]
 
 SMALL, LARGE, LARGE_OF_ACCELERATORS = 1, 2**20, 2**23  # numbers of float32 elements to move: 4 bytes, 4 MB, 34 MB
+ENOUGH = 0.5  # a transfer or sum overlaps if more than this share of it, or of the computation if that is shorter, is hidden
 _SHARE_FOR_PLANS = 0.5  # share of a machine's memory that plans may use; the rest is for data and other programs
 _HOST_KIND = "pinned_host"  # the kind of host memory from which devices copy without waiting for the host
 _LARGE_MOVE = 2**22  # elements of float32: 17 MB
@@ -87,6 +87,24 @@ def _link(ends: int, most: int, small: _Seconds, large: _Seconds) -> dict[str, f
         seconds = max(large[name] - small[name], _SHORTEST)
         bandwidths.append(hops / shares * 4 * (most - SMALL) / seconds)
     return {"bandwidth": min(bandwidths), "latency": max(small.values()) / hops}
+
+
+def overlap_of(times: Mapping[jpipe.runtime.Moved, jpipe.runtime.OverlapTimes]) -> jpipe.programs.Overlap:
+    """Return what overlaps with computations according to these times; "none" also if only sums overlap."""
+    if times["transfer"].hidden <= ENOUGH:
+        return "none"
+    return "transfers and sums" if times["sum"].hidden > ENOUGH else "transfers"
+
+
+def overlap_words(times: Mapping[jpipe.runtime.Moved, jpipe.runtime.OverlapTimes]) -> str:
+    """Return one line that describes the measured overlap."""
+    shares = " and ".join(f"{each.hidden:.0%} of a {name}" for name, each in times.items())
+    return f"overlap: a computation hides {shares}, measured between devices; plans assume: {overlap_of(times)}"
+
+
+def assumed_words(overlap: jpipe.programs.Overlap) -> str:
+    """Return one line that describes an assumed overlap."""
+    return f"overlap: not measured; plans assume: {overlap}"
 
 
 def host_memory() -> float:

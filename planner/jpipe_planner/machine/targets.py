@@ -132,7 +132,7 @@ class Target(Data):
     memory: Annotated[float, in_unit("bytes"), Positive, Possible]
     reserved: dict[str, Annotated[float, in_unit("bytes"), Field(ge=0, le=1e15)]] = Field(default_factory=dict)
     flops: Rates
-    efficiency: Annotated[float, Field(gt=0, le=1), Share] = 0.5
+    efficiency: Annotated[float, Share] = 0.5
     memory_bandwidth: Annotated[float, in_unit("bytes per second"), Positive, Possible]
     host: Host = Host()
     compiler: dict[str, Any]
@@ -287,12 +287,11 @@ def read_targets(text: str, where: str) -> dict[str, Target]:
     return targets
 
 
-def find_target(name: str, folder: Path | None = None) -> Target:
+def find_target(name: str) -> Target:
     """Return a target of the table, or the target in a file.
 
     Args:
         name: a name, such as `h100-80gb`, or a file that ends in `.yaml`.
-        folder: the folder of a relative file name; by default the current folder.
 
     Raises:
         InputError: there is no such target or file, or the file has several targets.
@@ -303,7 +302,7 @@ def find_target(name: str, folder: Path | None = None) -> Target:
         longer = " or ".join(repr(known) for known in known_targets() if name and known.startswith(name))
         nearest = f"did you mean {longer}?" if longer else jpipe.errors.nearest(name, known_targets())
         raise InputError(f"target: unknown target '{name}'; {nearest} (the name of your own file must end in .yaml)")
-    path = Path(folder or "") / files.expanded(name, "target")
+    path = files.expanded(name, "target")
     other = f"target: expected text in UTF-8 in '{name}', found other bytes"
     targets = read_targets(
         files.read_text(path, MOST_BYTES, f"target: cannot read '{path}'", "name a file that is there", other), str(path)
@@ -448,11 +447,8 @@ def _ptxas() -> str | None:
     """Return the ptxas that XLA will call: from CUDA_ROOT, NVIDIA's packages, the PATH or a CUDA toolkit; None if there is none."""
     root = os.environ.get("CUDA_ROOT")
     preferred = [Path(root)] if root else [*_folders("nvidia.cu13"), *_folders("nvidia.cuda_nvcc")]
-    first, last = (
-        [str(file) for folder in folders if (file := folder / "bin" / "ptxas").is_file()]
-        for folders in (preferred, [Path("/usr/local/cuda"), Path("/opt/cuda")])
-    )
-    return next(iter([*first, *filter(None, [shutil.which("ptxas")]), *last]), None)
+    folders = [*(str(folder / "bin") for folder in preferred), os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin", "/opt/cuda/bin"]
+    return shutil.which("ptxas", path=os.pathsep.join(folders))
 
 
 @functools.cache

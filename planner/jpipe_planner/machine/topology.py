@@ -159,16 +159,6 @@ class Topology(Data):
                     ports[[number // inside for number in one.devices]] = bandwidth
         return ports
 
-    def with_memory(self, factor: float) -> "Topology":
-        """Return the topology with `factor` times as many bytes that a plan may use on each device."""
-
-        def more(limit: float | None) -> float | None:
-            return None if limit is None else factor * limit
-
-        device = self.device.model_copy(update={"memory": more(self.device.limit), "reserved": {}})
-        differing = [one.model_copy(update={"memory": more(one.device(self.device).limit), "reserved": 0.0}) for one in self.differing]
-        return self.model_copy(update={"device": device, "differing": tuple(differing)})
-
     def orders(self) -> list[tuple[int, ...]]:
         """Return orders of the devices to try in plans: as numbered, and in each component the fastest first or the fastest last.
 

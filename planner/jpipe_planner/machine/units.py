@@ -10,8 +10,6 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 import jpipe
 
-__all__ = ["DTYPES", "Data", "Positive", "Possible", "Share", "in_unit", "seconds"]
-
 DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 _PREFIXES = {
@@ -76,12 +74,6 @@ def _possible(value: float) -> float:
     return value
 
 
-def _share(value: float) -> float:
-    if value < 1e-6:
-        raise ValueError(f"expected a share of at least 1e-06, found {value:g}; is it a typo?")
-    return value
-
-
 def _of_known_dtypes(rates: dict[str, float]) -> dict[str, float]:
     for name in rates:
         if name not in DTYPES:
@@ -91,7 +83,7 @@ def _of_known_dtypes(rates: dict[str, float]) -> dict[str, float]:
 
 Positive = Field(gt=0, allow_inf_nan=False)
 Possible = AfterValidator(_possible)
-Share = AfterValidator(_share)
+Share = Field(ge=1e-6, le=1)
 Rates = Annotated[dict[str, Annotated[float, in_unit("FLOP/s"), Positive, Possible]], AfterValidator(_of_known_dtypes)]  # by dtype
 
 

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -25,7 +25,7 @@ def count_flops(traced: jax.stages.Traced, lowered: jax.stages.Lowered) -> float
         The FLOPs, or 0 if the backend does not report them.
     """
     # Only the iterations that XLA has not counted are added. It has counted the first iteration of every loop.
-    further = sum(product.iterations * product.flops - _counted_by_xla(product) for product in _products(traced.jaxpr.jaxpr))
+    further = sum(times * flops - _counted_by_xla(equation, flops) for equation, flops, times in _products(traced.jaxpr.jaxpr))
     return _analyzed(lowered) + further
 
 
@@ -38,26 +38,18 @@ def count_products(jaxpr: Any) -> dict[str, float]:
         jaxpr: the program, as in `jax.make_jaxpr(f)(x).jaxpr`.
     """
     totals: dict[str, float] = {}
-    for product in _products(jaxpr):
-        dtype = str(product.equation.invars[0].aval.dtype)
-        totals[dtype] = totals.get(dtype, 0.0) + product.iterations * product.flops
+    for equation, flops, iterations in _products(jaxpr):
+        dtype = str(equation.invars[0].aval.dtype)
+        totals[dtype] = totals.get(dtype, 0.0) + iterations * flops
     return totals
 
 
-class _Product(NamedTuple):
-    """A matrix product or convolution in a program: its FLOPs in one iteration, and how often it runs."""
-
-    equation: Any
-    flops: float
-    iterations: int
-
-
-def _counted_by_xla(product: _Product) -> float:
+def _counted_by_xla(equation: Any, flops: float) -> float:
     """Return the FLOPs that XLA counts for a product. For a product of groups of rows they depend on the platform."""
-    if product.equation.primitive.name != _RAGGED:
-        return product.flops
-    bind = functools.partial(product.equation.primitive.bind, **product.equation.params)
-    return _analyzed(jax.jit(bind).lower(*(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in product.equation.invars)))
+    if equation.primitive.name != _RAGGED:
+        return flops
+    bind = functools.partial(equation.primitive.bind, **equation.params)
+    return _analyzed(jax.jit(bind).lower(*(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in equation.invars)))
 
 
 def _analyzed(lowered: jax.stages.Lowered) -> float:
@@ -67,8 +59,11 @@ def _analyzed(lowered: jax.stages.Lowered) -> float:
     return float(analysis.get("flops", 0.0))
 
 
-def _products(jaxpr: Any, used: list[bool] | None = None, iterations: int = 1) -> Iterator[_Product]:
-    """Yield the products in a jaxpr that runs `iterations` times. As in XLA, products with unused results are left out."""
+def _products(jaxpr: Any, used: list[bool] | None = None, iterations: int = 1) -> Iterator[tuple[Any, float, int]]:
+    """Yield (equation, FLOPs of one iteration, number of iterations) of the products in a jaxpr that runs `iterations` times.
+
+    As in XLA, products with unused results are left out.
+    """
     used = [True] * len(jaxpr.outvars) if used is None else used
     needed = {var for var, is_used in zip(jaxpr.outvars, used, strict=True) if is_used and not hasattr(var, "val")}  # no constants
     for equation in reversed(jaxpr.eqns):
@@ -76,8 +71,8 @@ def _products(jaxpr: Any, used: list[bool] | None = None, iterations: int = 1) -
         if not any(used_results) and not equation.effects:
             continue
         needed.update(var for var in equation.invars if not hasattr(var, "val"))
-        if flops := _product_flops(equation):
-            yield _Product(equation, flops, iterations)
+        if flops := product_flops(equation):
+            yield equation, flops, iterations
         name, params = equation.primitive.name, equation.params
         repeats = params["length"] if name == "scan" else 1
         bodies = params["branches"] if name == "cond" else [params[key] for key in _BODIES if key in params]
@@ -93,7 +88,7 @@ _CUDNN_ATTENTION = ("dot_product_attention_fwd_wrapper", "dot_product_attention_
 _RAGGED = "ragged_dot_general"
 
 
-def _product_flops(equation: Any) -> float:
+def product_flops(equation: Any) -> float:
     """Return the FLOPs of a matrix product or a convolution; 0 for other equations."""
     params = equation.params
     if equation.primitive.name == "dot_general":

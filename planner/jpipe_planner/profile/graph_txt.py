@@ -38,26 +38,24 @@ class _Node:
     behind: set[str] = field(default_factory=set)
 
 
-def read_graph_txt(text: str, rows: int, *, optimizer_factor: float = 1.0, where: str = "graph.txt") -> Profile:
+def read_graph_txt(text: str, rows: int, *, where: str = "graph.txt") -> Profile:
     """Read a profile from PipeDream's profiler.
 
     The nodes become layers in topological order; if several nodes could come next, the node with the smallest number does. Every tensor
     that is computed before a cut and used after it crosses the cut once. An `Input` node is not a layer, because its time is spent by the
-    data loader; its tensors are the inputs of the model. A forward keeps its own output for its backward. Temporaries are unknown.
+    data loader; its tensors are the inputs of the model. A forward keeps its own output for its backward. The optimizer state has as many
+    bytes as the parameters, as with momentum. Temporaries are unknown.
 
     Args:
         text: the text of the file.
         rows: the number of rows in the profiled minibatch (in the published files 128 images for VGG-16 and ResNet-50, and 32 sentences for
             GNMT).
-        optimizer_factor: bytes of optimizer state per byte of parameters: 0 for plain SGD, 1 with momentum, 2 for Adam.
         where: the source, such as a file name, for error messages.
 
     Raises:
         InputError: a line is neither a node nor an edge, a node is duplicate or missing, a number is invalid or negative, there is a
             cycle, or there are no layers; the message names the line.
     """
-    if not (0 <= optimizer_factor < math.inf):
-        raise InputError(f"optimizer_factor: expected a number of bytes for each byte of parameters, such as 2, found {optimizer_factor}")
     nodes = _read(text, where)
     order = _in_a_line(nodes, where)
     waits_for = {name: len(node.behind) for name, node in nodes.items()}
@@ -72,7 +70,7 @@ def read_graph_txt(text: str, rows: int, *, optimizer_factor: float = 1.0, where
         if node.is_input:
             continue
         at = AtSize(forward=node.forward, backward=node.backward, outputs=crossing, residuals={"none": node.outputs})
-        layers.append(LayerProfile(id=name, weights=node.weights, optimizer=round(optimizer_factor * node.weights), at=(at,)))
+        layers.append(LayerProfile(id=name, weights=node.weights, optimizer=node.weights, at=(at,)))
     if not layers:
         raise InputError(where=where, expected="at least one node that is no input", found="none", change="is this a profile of PipeDream?")
     inputs = sum(node.outputs for node in nodes.values() if node.is_input)
@@ -94,7 +92,7 @@ def _read(text: str, where: str) -> dict[str, _Node]:
             raise InputError(f"{location}: expected at most {_LONGEST:,} characters, found {len(line):,}; is this a profile of PipeDream?")
         if line.startswith("\t"):
             if (edge := re.fullmatch(r"\t(\w+) -- (\w+)\s*", line)) is None:
-                raise InputError(where=location, expected="an edge, '<tab>nodeA -- nodeB'", found=_short(line))
+                raise InputError(where=location, expected="an edge, '<tab>nodeA -- nodeB'", found=repr(line))
             edges.append((number, edge[1], edge[2]))
         else:
             name, node = _node(line, number, location)
@@ -115,7 +113,7 @@ def _node(line: str, number: int, location: str) -> tuple[str, _Node]:
     name, values = parts[0], dict(re.findall(r"(?<!\w)(\w+)=(\[[^],]*\]|[^,]*)", parts[-1]))
     match = re.fullmatch(r"[A-Za-z_]*(\d{1,18})", name)
     if len(parts) < 3 or match is None or tuple(values) != _FIELDS:
-        raise InputError(where=location, expected=f"{_EXAMPLE}, or an edge that begins with a tab", found=_short(line))
+        raise InputError(where=location, expected=f"{_EXAMPLE}, or an edge that begins with a tab", found=repr(line))
     forward, backward, outputs, weights = (_number(values[key], key, location) for key in _FIELDS)
     is_input = " -- ".join(parts[1:-1]).startswith("Input")
     return name, _Node(number, int(match[1]), is_input, forward / 1e3, backward / 1e3, round(outputs), round(weights))
@@ -129,10 +127,10 @@ def _number(text: str, key: str, location: str) -> float:
     except ValueError:
         values = [math.nan]
     if not (all(value >= 0 for value in values) and sum(values) < math.inf):
-        raise InputError(where=location, key=key, expected="a number, 0 or above", found=_short(text))
+        raise InputError(where=location, key=key, expected="a number, 0 or above", found=repr(text))
     unit = "ms" if key.endswith("_time") else "bytes"
     if sum(values) > _MOST[unit]:
-        raise InputError(f"{location}: {key}: expected at most {_MOST[unit]:.0e} {unit}, found {_short(text)}; is the unit another one?")
+        raise InputError(f"{location}: {key}: expected at most {_MOST[unit]:.0e} {unit}, found {text!r}; is the unit another one?")
     return sum(values)
 
 
@@ -156,7 +154,3 @@ def _in_a_line(nodes: dict[str, _Node], where: str) -> list[str]:
         order.append(name)
         sorter.done(name)
     return order
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 80 else text[:77] + "...")

@@ -107,10 +107,8 @@ class ScratchPrograms:
         self._model, self._device, self._pool, self._meter = model, device, pool, meter
         self._ends, self._largest = tuple(dict.fromkeys((model.sizes[0], model.sizes[-1]))), model.sizes[-1]
         self._pairs: list[_Ids] = [*model.pairs.values()]
-        self._remade: list[_Ids] = []  # with full recomputation
-        if "full" in policies:
-            singles, triples = [(one,) for one in model.distinct], [*model.triples.values()]
-            self._remade = [*singles, *self._pairs, *triples]
+        remade: list[_Ids] = [*((one,) for one in model.distinct), *self._pairs, *model.triples.values()]
+        self._remade = remade if "full" in policies else []  # with full recomputation
         self._bytes: dict[tuple[_Ids, int, Kind, str], Future[int]] = {}
         self._by_key: dict[str, Future[int]] = {}
 

@@ -14,6 +14,8 @@ from typing import Any
 import jax
 
 import jpipe
+from jpipe_planner.profile.flops import product_flops
+from jpipe_planner.profile.model import tree_bytes
 from jpipe_planner.profile.profile import TensorProfile
 
 AXIS = "model"
@@ -117,6 +119,12 @@ class Walk:
         self.reduced += math.prod(out.aval.shape) * out.aval.dtype.itemsize
         self.reductions += 1
 
+    def multiply(self, equation: Any, *, is_divided: bool) -> None:
+        """Count the FLOPs of a product, which the devices divide or all compute."""
+        flops = product_flops(equation)
+        self.all_flops += flops
+        self.flops += flops if is_divided else 0.0
+
     def multiply_chosen(self, rows: Any) -> int:
         """Count the tokens of a product of groups of rows, each with its own kernel. Return the number of kernels for each token."""
         per_token, tokens = self._choices
@@ -141,10 +149,7 @@ def _product(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
     out += [sharded for i, sharded in enumerate(left_dims) if i not in (*left, *left_batch)]
     out += [sharded for j, sharded in enumerate(right_dims) if j not in (*right, *right_batch)]
     contracted = any(left_dims[i] for i in left) or any(right_dims[j] for j in right)
-    shape, sizes = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-    flops = 2.0 * math.prod(sizes) * math.prod(shape[i] for i in left)
-    walk.all_flops += flops
-    walk.flops += flops if contracted or any(out) else 0.0
+    walk.multiply(equation, is_divided=contracted or any(out))
     if contracted:
         walk.sum(equation.outvars[0])
         return (False,) * len(out)
@@ -157,13 +162,10 @@ def _grouped_product(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
     A partial sum is summed over the devices after the results of a token's kernels are added.
     """
     (left, right), _ = equation.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-    rows, out = equation.invars[0], equation.outvars[0]
-    left_dims, right_dims = inputs[:2]
+    out, (left_dims, right_dims) = equation.outvars[0], inputs[:2]
     contracted = left_dims[left[0]] or right_dims[right[0]]
-    flops = 2.0 * math.prod(out.aval.shape) * rows.aval.shape[left[0]]
-    walk.all_flops += flops
-    walk.flops += flops if contracted or right_dims[-1] else 0.0
-    per_token = walk.multiply_chosen(rows)
+    walk.multiply(equation, is_divided=contracted or right_dims[-1])
+    per_token = walk.multiply_chosen(equation.invars[0])
     if contracted:
         walk.reduced += math.prod(out.aval.shape) * out.aval.dtype.itemsize // per_token
         walk.reductions += 1
@@ -263,8 +265,7 @@ def sharded_params(layer_id: str, spec: jpipe.model.LayerSpec) -> Any:
     """
 
     def array(path: Any, leaf: Any) -> Array:
-        axes = spec.axes.get("/".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path), ())
-        sharded = [jpipe.plan.RULES.get(axis or "") == AXIS for axis in axes]
+        sharded = [jpipe.plan.RULES.get(axis or "") == AXIS for axis in _axes(spec, path)]
         first = sharded.index(True) if any(sharded) else -1  # an axis of a mesh shards one dim of an array
         return Array.of(leaf, tuple(n == first for n in range(len(leaf.shape))))
 
@@ -273,14 +274,15 @@ def sharded_params(layer_id: str, spec: jpipe.model.LayerSpec) -> Any:
 
 def _expert_bytes(spec: jpipe.model.LayerSpec) -> tuple[int, float]:
     """Return the number of experts of a layer, and their share of the layer's bytes, from the axes of its parameters."""
-    counts, bytes_, total = [], 0, 0
-    for path, leaf in jax.tree_util.tree_flatten_with_path(spec.params)[0]:
-        axes = spec.axes.get("/".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path), ())
-        total += leaf.size * leaf.dtype.itemsize
-        if "expert" in axes:
-            counts.append(leaf.shape[axes.index("expert")])
-            bytes_ += leaf.size * leaf.dtype.itemsize
-    return math.gcd(*counts), bytes_ / total if total else 0.0
+    leaves = [(_axes(spec, path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(spec.params)]
+    of_experts = [(leaf.shape[axes.index("expert")], leaf) for axes, leaf in leaves if "expert" in axes]
+    total, bytes_ = (tree_bytes([leaf for _, leaf in part]) for part in (leaves, of_experts))
+    return math.gcd(*(count for count, _ in of_experts)), bytes_ / total if total else 0.0
+
+
+def _axes(spec: jpipe.model.LayerSpec, path: Any) -> tuple[str | None, ...]:
+    """Return the logical axes of the parameter at a path in the parameters of a layer."""
+    return spec.axes.get(jax.tree_util.keystr(path, simple=True, separator="/"), ())
 
 
 def tensor_profile(

@@ -14,7 +14,7 @@ from jpipe_planner.cost.devices import kinds_of, lacking, limits_of, slowed
 from jpipe_planner.cost.simulated import MOST_FORWARDS, Simulated, forwards, simulate_plan
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
-from jpipe_planner.profile.sharded import NO_MESH, Degrees, Meshes
+from jpipe_planner.profile.sharded import Degrees, Meshes
 from jpipe_planner.search.candidate import Candidate, Extras
 from jpipe_planner.search.estimate import Estimates
 
@@ -136,7 +136,7 @@ class Choice:
     def lacks_in_host(self, candidate: Candidate) -> bool:
         """Return whether a plan's estimate does not fit even with the large and seldom needed parts of its state in host memory."""
         estimates = self.estimates(candidate.degrees, candidate.placed_on, candidate.extras)
-        return candidate.has_one_stage_each and estimates.lacks_in_host(dataclasses.replace(candidate, degrees=NO_MESH))
+        return candidate.has_one_stage_each and estimates.lacks_in_host(candidate)
 
     def simulate(self, candidate: Candidate) -> Ranked:
         """Return a candidate with its simulation. If the simulated plan does not fit, `Candidate.over` is set."""

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 import jpipe
-from jpipe_planner.cost.devices import lacking, limits_of
+from jpipe_planner.cost.devices import TIMES, lacking, limits_of
 from jpipe_planner.cost.shape import schedule_facts
 from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.machine.compiling import bytes_beyond_memory
@@ -22,14 +22,9 @@ from jpipe_planner.search.stages import Stages
 
 __all__ = ["compile_stages"]
 
-_TIMES = ("forward", "backward", "backward_input", "backward_weight", "update")
 SURE = 0.8  # a rank with an estimate below this share of the memory fits for sure: estimates are at most 17% too low
 _DECIDED = ("residuals", "stash", "temporary")  # costs that only the compiler determines: temporaries, and on meshes all three
 _OF_STAGES = [field.name for field in dataclasses.fields(Stages) if field.name in jpipe.programs.StageCost.__dataclass_fields__]
-
-
-Programs = dict[Any, Any]
-"""Compiled programs, as `jpipe.Pipeline.costs` keeps them."""
 
 
 def compile_stages(
@@ -38,7 +33,7 @@ def compile_stages(
     pipe: jpipe.Pipeline,
     batch: Any,
     devices: jax.Device | Sequence[jax.Device],
-    programs: Programs | None = None,
+    programs: dict[Any, Any] | None = None,
 ) -> Compiled:
     """Compile the stages of a plan without running them, and simulate the plan again with the exact memory.
 
@@ -72,7 +67,7 @@ def compile_stages(
             return _rejected_by_compiler(ranked, limits, plan, lambda s: compile(stages=[s]))
         compiled |= {s: sizes[s] for s in {like[s] for s in stages} - compiled.keys()}
         costs = [
-            dataclasses.replace(size, **_fields(estimate, _TIMES), **_fields(compiled.get(first, estimate), _DECIDED))
+            dataclasses.replace(size, **_fields(estimate, TIMES), **_fields(compiled.get(first, estimate), _DECIDED))
             for size, estimate, first in zip(sizes, estimates, like, strict=True)
         ]
         exact = dataclasses.replace(ranked, simulated=simulate_plan(plan, costs, topology, choice.global_norm))

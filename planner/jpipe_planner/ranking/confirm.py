@@ -104,8 +104,7 @@ class _Confirm:
             candidate, true = attempt.ranked.candidate, attempt.compiled.ranked.memory
             errors = [max(actual - estimate, 0) for actual, estimate in zip(true, attempt.ranked.memory, strict=True)]
             share = min(limit / (limit + error) for limit, error in zip(self._choice.limits(candidate), errors, strict=True))
-            smaller = dataclasses.replace(self._choice, topology=self._choice.topology.with_memory(share))
-            for ranked in find_offloads(smaller, [candidate]):
+            for ranked in find_offloads(self._choice, [candidate], share):
                 if not self.fitting:
                     self._try(ranked)
 

@@ -60,12 +60,6 @@ class Attempt:
     compiled: Compiled
     raised: Candidate | None
 
-    @property
-    def rank(self) -> int:
-        """The pipeline rank that lacks most memory."""
-        memory = self.compiled.ranked.memory
-        return max(range(len(memory)), key=memory.__getitem__)
-
 
 @dataclass(frozen=True)
 class Plans:
@@ -160,7 +154,6 @@ def find_plans(
     usable, excluded = list(filter(is_usable, considered)), list(itertools.filterfalse(is_usable, considered))
     candidates, tried = [one for one in usable if one.schedule in planned], dict[Candidate, Ranked]()
     choice = choose(profile, topology, candidates, global_norm=global_norm, tried=tried)
-    share_optimizer = share_optimizer and extras.agree is None
     before = len(tried)
     find_variants(choice, usable, schedules, tried, max_delay=max_delay, share_optimizer=share_optimizer)
     choice = improve(choice.with_more(tried.values(), len(tried) - before), tried, max_delay)

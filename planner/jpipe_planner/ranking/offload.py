@@ -46,7 +46,7 @@ def offload_bases(candidates: Iterable[Candidate], lacks_in_host: Callable[[Cand
     return sorted(bases, key=lacks_in_host)[:BASES]
 
 
-def find_offloads(choice: Choice, bases: Sequence[Candidate]) -> list[Ranked]:
+def find_offloads(choice: Choice, bases: Sequence[Candidate], share: float = 1.0) -> list[Ranked]:
     """Return simulated plans that fit because parts of their state wait in host memory.
 
     Each plan is tried with its recomputation, and with the policy that takes least time.
@@ -54,18 +54,19 @@ def find_offloads(choice: Choice, bases: Sequence[Candidate]) -> list[Ranked]:
     Args:
         choice: the ranking, which gives the profile, the topology and whether updates wait for a norm.
         bases: plans that do not fit, or that do not fit without recomputation.
+        share: the share of the memory of a device that plans may use.
     """
     found, spent, cheapest = list[Ranked](), 0, choice.profile.cheapest_policy(choice.topology)
     for base in bases:
         for policies in dict.fromkeys((base.policies, (cheapest,) * base.depth)):
             if spent <= MOST_IN_ALL:
-                more, forwards = _offloads_of(choice, dataclasses.replace(base, policies=policies, over=None, offload=None))
+                more, forwards = _offloads_of(choice, dataclasses.replace(base, policies=policies, over=None, offload=None), share)
                 found += more
                 spent += forwards
     return found
 
 
-def _offloads_of(choice: Choice, candidate: Candidate) -> tuple[list[Ranked], int]:
+def _offloads_of(choice: Choice, candidate: Candidate, share: float) -> tuple[list[Ranked], int]:
     """Find the fewest parts in host memory with which a plan fits. Return that plan, and the one that moves most parts of the same ranks.
 
     Returns:
@@ -73,7 +74,8 @@ def _offloads_of(choice: Choice, candidate: Candidate) -> tuple[list[Ranked], in
     """
     profile, topology = choice.meshes.of(candidate.degrees)
     plan, found, forwards, spent = candidate.plan(profile.ids), list[Ranked](), choice.forwards(candidate), 0
-    costs, limits, host_limits = profile.stage_costs(plan, candidate.rows), limits_of(plan, topology), host_limits_of(plan, topology)
+    limits, host_limits = [share * limit for limit in limits_of(plan, topology)], host_limits_of(plan, topology)
+    costs = profile.stage_costs(plan, candidate.rows)
 
     def simulated(offload: jpipe.plan.HostMemory | None) -> tuple[Ranked, tuple[int, ...]]:
         nonlocal spent
@@ -101,7 +103,7 @@ def _offloads_of(choice: Choice, candidate: Candidate) -> tuple[list[Ranked], in
     deepest = [len(LEVELS) - 1 if level else 0 for level in levels]
     for offload in dict.fromkeys(_offload(plan, costs, chosen) for chosen in (levels, deepest)):
         one, waiting = simulated(offload)
-        if one.candidate.over is None and lacking(waiting, host_limits)[1] <= 0:
+        if lacking(one.memory, limits)[1] <= 0 and lacking(waiting, host_limits)[1] <= 0:
             seconds = min(on_device.seconds, one.seconds)  # moves never save time, but times are rounded
             found.append(dataclasses.replace(one, candidate=dataclasses.replace(one.candidate, on_device=seconds)))
     return found, spent
@@ -123,14 +125,11 @@ def _offload(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], levels
 def _may_wait(plan: jpipe.Plan, s: int, cost: jpipe.programs.StageCost, what: jpipe.plan.Kept) -> bool:
     """Return whether a stage has the part `what` of the state, and the plan can move this part to host memory."""
     rules = jpipe.schedules.SCHEDULES[plan.schedule]
-    match what:
-        case "optimizer":
-            exists = cost.optimizer > 0
-        case "versions":
-            exists = rules.versions_alive(plan, s) > 1
-        case "residuals":
-            exists = cost.residuals > 0 and not rules.begins_fused(plan, s)
-        case "stash":
-            exists = cost.stash > 0 and rules.splits(plan, s)
+    exists = {
+        "optimizer": cost.optimizer > 0,
+        "versions": rules.versions_alive(plan, s) > 1,
+        "residuals": cost.residuals > 0 and not rules.begins_fused(plan, s),
+        "stash": cost.stash > 0 and rules.splits(plan, s),
+    }
     moved = jpipe.plan.HostMemory.model_validate({what: [s]})
-    return exists and not excluded(plan.model_copy(update={"offload": moved}))
+    return exists[what] and not excluded(plan.model_copy(update={"offload": moved}))

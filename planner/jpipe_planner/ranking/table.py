@@ -115,18 +115,18 @@ def recomputation(policies: Sequence[str]) -> str:
 def schedule(candidate: Candidate) -> str:
     """Return the name of the schedule with its options."""
     parts = max((len(parts) for parts in candidate.sum_parts), default=1)
-    in_parts = f"sum in {parts} parts" if parts > 1 else ""
-    waiting = f"offload {offloaded(candidate)}" if candidate.offload is not None else ""
-    agree, links, agreeing = candidate.agree, candidate.links, ""
+    in_parts = [f"sum in {parts} parts"] if parts > 1 else []
+    waiting = [f"offload {offloaded(candidate)}"] if candidate.offload is not None else []
+    agree, links, agreeing = candidate.agree, candidate.links, list[str]()
     if agree is not None:  # `agree every 50`, or `agree every 50, 5 late`
-        agreeing = f"agree every {agree.every}" + (f", {agree.delay} late" if agree.delay else "")
+        agreeing = [f"agree every {agree.every}" + (f", {agree.delay} late" if agree.delay else "")]
     if candidate.num_ranks == 1 and candidate.depth == 1:
-        return ", ".join(["one device", *filter(None, (waiting,))])
+        return ", ".join(["one device", *waiting])
     if candidate.depth == 1 and candidate.num_ranks > 1 and jpipe.schedules.SCHEDULES[candidate.schedule].data_parallel:
-        return ", ".join(["data parallel", *filter(None, (agreeing, in_parts, waiting))])
+        return ", ".join(["data parallel", *agreeing, *in_parts, *waiting])
     if candidate.is_late_data_parallel:
         late = "one update" if candidate.delay == 1 else f"{delay(candidate)} updates"
-        return f"data parallel, {late} late ({', '.join([candidate.schedule, *filter(None, (in_parts, waiting))])})"
+        return f"data parallel, {late} late ({', '.join([candidate.schedule, *in_parts, *waiting])})"
     options = ["vertical sync"] if candidate.options.vertical_sync else []
     options += ["early"] if candidate.options.split_backward == "early" else []
     options += [f"+{candidate.options.extra_in_flight}"] if candidate.options.extra_in_flight else []
@@ -134,11 +134,9 @@ def schedule(candidate: Candidate) -> str:
     options += ["shard_optimizer"] if candidate.shard_optimizer else []
     options += ["M_s = r_s"] if candidate.options.update_every == "replicas" else []
     options += ["stages together"] if candidate.keep_together == "stages" else []
-    options += [in_parts] if in_parts else []
-    options += [agreeing] if agreeing else []
+    options += in_parts + agreeing
     options += [f"links {links.activations or '–'}/{links.gradients or '–'}"] if links is not None else []  # such as int8/fp8
-    options += [waiting] if waiting else []
-    return " ".join([candidate.schedule, *options])
+    return " ".join([candidate.schedule, *options, *waiting])
 
 
 def offloaded(candidate: Candidate) -> str:
@@ -212,9 +210,9 @@ def why_rejected(choice: Choice, most: int) -> list[str]:
 
 def attempt(one: Attempt) -> str:
     """Describe a plan that does not fit after its stages are compiled: how many bytes they lack, and which plan is tried instead."""
-    candidate, rank = one.ranked.candidate, one.rank
+    candidate, memory = one.ranked.candidate, one.compiled.ranked.memory
     what = "rank" if candidate.chunks > 1 else "stage"
-    lacks = f"{what} {rank} lacks {size(one.compiled.lacking or 0)} when compiled"
+    lacks = f"{what} {memory.index(max(memory))} lacks {size(one.compiled.lacking or 0)} when compiled"
     plan = f"{name(candidate)}, {rows_of(candidate.rows)}, recompute {recomputation(candidate.policies)}"
     if one.raised is None:
         return f"{plan}: {lacks}"

@@ -1,6 +1,6 @@
 """Candidates: plans with their prices, small enough to keep thousands of them."""
 
-import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -34,11 +34,6 @@ class Extras(NamedTuple):
         if agree is not None and isinstance(agree.fragments, int) and agree.fragments > depth:
             agree = agree.model_copy(update={"fragments": depth})
         return Extras(agree, links)
-
-    @property
-    def agreed_copies(self) -> int:
-        """The number of additional copies of the weights: the agreed weights, their momentum, and changes that are applied late."""
-        return 0 if self.agree is None else 1 + bool(self.agree.outer.momentum) + bool(self.agree.delay)
 
     def message_bytes(self, sizes: Sequence[int]) -> list[float]:
         """Return the bytes of compressed messages of these sizes, the mean of activations and gradients."""
@@ -187,7 +182,7 @@ class Candidate:
         """
         lacks = self.over[1] if self.over else 0
         ties = (
-            _Staleness(self),
+            round(self.delay, 9),
             self.degrees.size,
             self.num_pipeline_ranks,
             self.chunks,
@@ -233,11 +228,8 @@ class Candidate:
 
     def most_of_replicas(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """Return for each pipeline rank the largest number of its replicas, from the numbers of all ranks."""
-        largest, first = [], 0
-        for count in self.replicas[: self.num_pipeline_ranks]:
-            largest.append(max(sizes[first : first + count]))
-            first += count
-        return tuple(largest)
+        remaining = iter(sizes)
+        return tuple(max(itertools.islice(remaining, count)) for count in self.replicas[: self.num_pipeline_ranks])
 
     def _placement(self, plan: jpipe.Plan, devices: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         """Return the first device of each replica of each pipeline rank."""
@@ -252,21 +244,3 @@ class Candidate:
             return None
         layout = jpipe.schedules.SCHEDULES[self.schedule].layout
         return jpipe.schedules.arranged("v" if layout == "any" else layout, self.depth, self.chunks)
-
-
-@functools.total_ordering
-class _Staleness:
-    """The delay of a candidate as a part of its sort key. It is computed only if candidates are equally fast."""
-
-    def __init__(self, candidate: Candidate) -> None:
-        self.candidate = candidate
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Staleness) and self.rounded == other.rounded
-
-    def __lt__(self, other: "_Staleness") -> bool:
-        return self.rounded < other.rounded
-
-    @property
-    def rounded(self) -> float:
-        return round(self.candidate.delay, 9)

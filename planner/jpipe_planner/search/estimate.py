@@ -20,8 +20,6 @@ from jpipe_planner.profile.profile import Profile
 from jpipe_planner.search.candidate import NO_EXTRAS, Candidate, Extras
 from jpipe_planner.search.stages import Layers, Stages
 
-__all__ = ["Estimates"]
-
 STAYING = 2  # the number of microbatches with residuals that stay on the device if other residuals wait in host memory
 
 
@@ -133,12 +131,14 @@ def memory_of(
         waiting: the number of inputs that wait at each stage; None computes it, if `stages` are all stages of a plan.
         gradients: the number of gradients of outputs that wait at each stage; None as for `waiting`.
     """
-    trained = stages.weights - stages.frozen
+    trained, agree = stages.weights - stages.frozen, extras.agree
+    # the agreed weights, their momentum, and changes that are applied late
+    copies = 0 if agree is None else 1 + bool(agree.outer.momentum) + bool(agree.delay)
     if waiting is None:
         waiting = waiting_inputs(facts.in_flight, replicas, np.append(0, (facts.in_flight * replicas)[:-1]))
     return stage_bytes(
         trained,
-        stages.optimizer + extras.agreed_copies * trained,
+        stages.optimizer + copies * trained,
         stages.state + stages.frozen,
         np.where(facts.fused, 0, stages.residuals),
         stages.inputs,
@@ -149,9 +149,9 @@ def memory_of(
         in_flight=facts.in_flight,
         waiting=waiting,
         accumulators=stages.accumulators,
-        replicas=replicas if extras.agree is None else 1,
+        replicas=replicas if agree is None else 1,
         gradients=waiting_gradients(replicas, np.append(replicas[1:], 0)) if gradients is None else gradients,
-        exchanged=stages.exchanged + (0 if extras.agree is None or extras.agree.delay else trained),
+        exchanged=stages.exchanged + (0 if agree is None or agree.delay else trained),
         ahead=stages.ahead,
     )
 

@@ -77,7 +77,7 @@ class Layers:
         # Arrays by size, with the sum over the layers before each layer, unless a comment says otherwise.
         self._forward, self._backward = (_sums(self._by_size(name)) for name in ("forward", "backward"))
         self._more, self._further = (_sums(self._by_size(name)) for name in ("temporary_more", "remaking_more"))
-        self._following, self._scratch = self._by_size("remaking_next"), list(map(_Most, self._by_size("temporary")))  # no sums
+        self._following, self._scratch = self._by_size("remaking_next"), self._by_size("temporary")  # no sums
         remaking = [[layer.at[n].remaking for layer in profile.layers] for n in range(len(profile.sizes))]
         self._remaking = [None if None in one else np.array(one) for one in remaking]  # no sums
         # bytes before each layer and after the last one; no sums
@@ -116,7 +116,7 @@ class Layers:
         inputs, forward = self._crossing[n, first], self._forward[n, end] - self._forward[n, first]
         residuals = self._residuals[n][:, end] - self._residuals[n][:, first] + self._shared[n][:, last]
         residuals[-1] = np.where(self._unknown_full[end] > self._unknown_full[first], inputs, residuals[-1])
-        scratch, everything = self._scratch[n](first, end) + self._more[n, last] - self._more[n, first], None
+        scratch, everything = _most(self._scratch[n], first, end) + self._more[n, last] - self._more[n, first], None
         if (remaking := self._remaking[n]) is not None:
             more = self._following[n, before] + self._further[n, before] - self._further[n, first]
             everything = remaking[last] + np.where(last > first, more, 0)
@@ -154,20 +154,10 @@ class Layers:
         return replace(stages, exchanged=exchanged, sent=sent, **sizes)
 
 
-class _Most:
-    """The maximum of values[i:j], for arrays of i < j. It is the maximum over two overlapping windows, with a power of two as length."""
-
-    def __init__(self, values: Any) -> None:
-        rows = [values]
-        while 2 ** len(rows) <= len(values):
-            half = 2 ** (len(rows) - 1)
-            rows.append(np.append(np.maximum(rows[-1][:-half], rows[-1][half:]), np.zeros(half, int)))
-        self._rows = np.stack(rows)
-        self._power = np.array([0, *(length.bit_length() - 1 for length in range(1, len(values) + 1))])
-
-    def __call__(self, i: Any, j: Any) -> Any:
-        k = self._power[j - i]
-        return np.maximum(self._rows[k, i], self._rows[k, j - 2**k])
+def _most(values: Any, i: Any, j: Any) -> Any:
+    """Return the maximum of values[i:j], for arrays of i < j."""
+    ends = np.stack([i, j], -1)
+    return np.maximum.reduceat(np.append(values, 0), ends.ravel())[::2].reshape(i.shape)  # every other one is of what lies between
 
 
 def _sums(values: Any) -> Any:

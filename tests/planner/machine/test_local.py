@@ -9,7 +9,7 @@ import pytest
 import jpipe
 from jpipe.runtime import OverlapTimes
 from jpipe_planner.cost.price import all_reduce_seconds
-from jpipe_planner.machine import local, overlap
+from jpipe_planner.machine import local
 
 
 def test_the_devices_here_and_their_links():
@@ -86,7 +86,7 @@ def test_a_process_uses_the_cores_it_is_pinned_to(monkeypatch):
 )
 def test_more_than_half_of_the_shorter_one_has_to_be_hidden(computation, moved, both, hidden):
     times = OverlapTimes(computation, moved, both, both)
-    assert overlap.overlap_of({"transfer": times, "sum": times}) == ("transfers and sums" if hidden else "none")
+    assert local.overlap_of({"transfer": times, "sum": times}) == ("transfers and sums" if hidden else "none")
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_what_was_measured_decides(monkeypatch, platform, transfer, sums, expect
     monkeypatch.setattr(local.jax, "devices", lambda: [device])
     lines = []
     assert local.local_topology(2, report=lines.append).device.overlap == expected
-    assert lines == ([] if times is None else [overlap.overlap_words(times)])
+    assert lines == ([] if times is None else [local.overlap_words(times)])
     assert all(line.startswith("overlap: a computation hides ") and line.endswith(f"assume: {expected}") for line in lines)
 
 

@@ -78,7 +78,6 @@ def test_a_file_of_the_user_is_found_from_where_it_is_named(tmp_path, monkeypatc
     )
     monkeypatch.chdir(tmp_path)
     assert find_target("sub/mine.yaml") == Target(**GPU)
-    assert find_target("mine.yaml", tmp_path / "sub") == Target(**GPU)
     topology = Topology.from_yaml((tmp_path / "sub" / "topology.yaml").read_text(), "t.yaml", tmp_path / "sub")
     assert topology.device.compiles_for == Target(**GPU)
     assert topology.device.limit == 79e9

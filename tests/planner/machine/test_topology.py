@@ -109,7 +109,7 @@ def test_a_message_costs_the_highest_level_that_it_crosses():
         ("16 GB,", "0,", "device.memory: expected greater than 0, found 0"),
         ("15.7 TFLOP/s", "15.7 TFLOP", "device.flops.float32: expected FLOP/s, such as 125 TFLOP/s, found '15.7 TFLOP'"),
         ("efficiency: 0.4", "efficiency: 40", "device.efficiency: expected less than or equal to 1, found 40"),
-        ("efficiency: 0.4", "efficiency: 0", "device.efficiency: expected greater than 0, found 0"),
+        ("efficiency: 0.4", "efficiency: 0", "device.efficiency: expected greater than or equal to 0.000001, found 0"),
         ("cores: 2", "cores: 0", "cores: expected greater than or equal to 1, found 0"),
     ],
 )
@@ -229,7 +229,6 @@ def test_devices_and_ports_may_differ():
     ordered = topology.ordered((4, 5, 7, 6, 0, 1, 2, 3))
     assert ordered.slowness.tolist() == [1, 1, 1, 1.25, 2, 2, 2, 2]
     assert [ordered.ports(k).tolist() for k in (0, 1)] == [8 * [8e9], [4e9, 1e9]]
-    assert topology.with_memory(2).limits.tolist() == 4 * [64e9] + 4 * [80e9]
     whole = Topology.from_yaml(DIFFERING.replace("  - {devices: 6, speed: 0.8}", ""))
     assert (whole.groups(2).slowness.tolist(), whole.groups(2).ports(1).tolist()) == ([2, 2, 1, 1], [0.5e9, 2e9])
     assert whole.mesh_link(8).bandwidth == 1e9 / 4

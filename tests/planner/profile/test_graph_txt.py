@@ -30,19 +30,19 @@ LINES = [
 ]
 
 
-def read(lines, **options):
-    return read_graph_txt("\n".join(lines) + "\n", rows=4, where="some.txt", **options)
+def read(lines):
+    return read_graph_txt("\n".join(lines) + "\n", rows=4, where="some.txt")
 
 
 def test_nodes_become_layers_and_a_cut_carries_each_crossing_tensor_once():
-    profile = read(LINES, optimizer_factor=2.0)
+    profile = read(LINES)
     assert profile.ids == ("node2", "node3", "node4", "node10")
     assert (profile.source, profile.sizes, profile.inputs) == ("imported", (4,), (1500,))
     # Behind node2: its output, for two users; behind node3 both; then only the LSTM's; the late input (500) crosses all of them.
     assert [layer.at[0].outputs for layer in profile.layers] == [16 + 500, 16 + 32 + 500, 70 + 500, 0]
     assert [layer.at[0].residuals for layer in profile.layers] == [{"none": size} for size in (16, 32, 70, 1)]
     assert [(layer.at[0].forward, layer.at[0].backward) for layer in profile.layers[:2]] == [(0.0015, 0.0025), (0.003, 0.004)]
-    assert [(layer.weights, layer.optimizer) for layer in profile.layers] == [(24, 48), (0, 0), (0, 0), (40, 80)]
+    assert [(layer.weights, layer.optimizer) for layer in profile.layers] == [(24, 24), (0, 0), (0, 0), (40, 40)]
 
 
 def test_the_order_of_the_lines_does_not_matter():
@@ -89,8 +89,3 @@ def test_mistakes_are_reported_with_their_line(lines, message):
         read(lines)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
-
-
-def test_a_factor_of_the_optimizer_is_a_number():
-    with pytest.raises(InputError, match="optimizer_factor: expected a number of bytes for each byte of parameters, such as 2, found -1"):
-        read(LINES, optimizer_factor=-1.0)

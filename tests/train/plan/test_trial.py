@@ -107,7 +107,7 @@ def test_ctrl_c_keeps_what_was_measured(monkeypatch, after):
 
 def test_plans_run_one_by_one_where_memory_is_short():
     choice = planning.searched(planning.TWO).choice
-    trials = [trial.Trial.of(ranked) for ranked in choice.ranked[:2]]
+    trials = [trial.Trial("", ranked.candidate.batch, ranked=ranked) for ranked in choice.ranked[:2]]
     needed = sum(max(one.ranked.memory) for one in trials)
     assert [len(group) for group in trial._groups(trials, needed)] == [2]
     assert [len(group) for group in trial._groups(trials, None)] == [2]

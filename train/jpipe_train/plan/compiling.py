@@ -17,10 +17,8 @@ from jpipe_planner.ranking.choose import Choice, Ranked
 from jpipe_planner.ranking.compiled import compile_stages
 from jpipe_planner.ranking.find import Attempt, Compiled
 from jpipe_train.console.terminal import count, first_line
-from jpipe_train.plan.inputs import read_text, read_topology
+from jpipe_train.plan.inputs import MOST_TOPOLOGY, read_text, read_topology
 from jpipe_train.plan.profiling import Parts
-
-_MOST = 2**20  # the largest size of a file in bytes
 
 
 def of_this_machine() -> Compiling:
@@ -40,7 +38,7 @@ def read_device(name: str, option: str = "--target") -> Device:
         InputError: there is no such target or file.
     """
     if name.endswith((".yaml", ".yml")):
-        data = parse(read_text(name, option, _MOST), name)
+        data = parse(read_text(name, option, MOST_TOPOLOGY), name)
         if isinstance(data, dict) and str(data.get("format")).startswith("jpipe-topology/"):
             return read_topology(name, option).device
     target = find_target(name)

@@ -19,7 +19,7 @@ from jpipe_train.config.plan_config import PlanConfig
 from jpipe_train.plan.request import LOCAL, Options
 
 ALL = "all"  # a word in place of names of schedules
-_MOST_TOPOLOGY = 2**20  # the largest size of a topology file in bytes
+MOST_TOPOLOGY = 2**20  # the largest size of the file of a topology or target in bytes
 _MOST_PROFILE = 2**25  # the largest size of a profile file in bytes: thousands of layers at a dozen sizes
 
 _EXCLUSIONS = (
@@ -87,6 +87,10 @@ class Request(Options):
         meshes = self.meshes if self.meshes or self.topology != LOCAL else ("none",)
         return tuple(dict.fromkeys(map(Degrees.read, meshes))) or None
 
+    def most_in_mesh(self, topology: Topology) -> int:
+        """Return the number of devices in the largest mesh to try on the machines of a topology."""
+        return topology.most_in_mesh if self.degrees is None else max(mesh.size for mesh in self.degrees)
+
 
 def read_topology(file: str, option: str = "--topology") -> Topology:
     """Read the topology in a YAML file.
@@ -98,7 +102,7 @@ def read_topology(file: str, option: str = "--topology") -> Topology:
     Raises:
         InputError: the file cannot be read, or is not a topology.
     """
-    return Topology.from_yaml(read_text(file, option, _MOST_TOPOLOGY), file, expanded(file, option).parent)
+    return Topology.from_yaml(read_text(file, option, MOST_TOPOLOGY), file, expanded(file, option).parent)
 
 
 def read_profile(file: str, rows: int) -> Profile:
@@ -127,8 +131,7 @@ def prepare_devices(request: Request, num_processes: int = 1) -> int | None:
         The number of devices of this machine to use; None if the topology is a file, or if several processes use all their devices.
     """
     if request.topology != LOCAL:
-        degrees = request.degrees
-        force_cpu_devices(read_topology(request.topology).most_in_mesh if degrees is None else max(mesh.size for mesh in degrees))
+        force_cpu_devices(request.most_in_mesh(read_topology(request.topology)))
         return None
     if num_processes > 1:
         if request.devices is not None:

@@ -3,7 +3,7 @@
 import math
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from jpipe.context import tracing_for
 from jpipe.files import expanded, write_atomically, writing
 from jpipe_planner import Plans, Profile, Topology, draw_choice, local_topology
 from jpipe_planner.machine.compiling import compiling_for
-from jpipe_planner.machine.overlap import assumed_words
+from jpipe_planner.machine.local import assumed_words
 from jpipe_planner.ranking import table
 from jpipe_planner.ranking.choose import Ranked
 from jpipe_planner.ranking.find import Compiled
@@ -71,24 +71,11 @@ def main(request: Request, connect_limit: float = 300.0, wait_limit: float = 45.
         parts = team.run_on_all(lambda: None if config is None else Parts.of(config, reporter))
         request = request.with_extras(None) if parts is None else parts.complete(request, team)
         found = _find(request, parts, devices, reporter, team)
-        team.run_on_all(lambda: None if found is None else _finish(request, found, parts, reporter))
+        team.run_on_all(lambda: None if found is None else _finish(request, parts, reporter, *found))
 
 
-@dataclass(frozen=True)
-class _Found:
-    """The result of a search.
-
-    Attributes:
-        plans: the plans, the best first.
-        measured: the plans that ran; None without `--measure`.
-        batch: the requested rows between two updates.
-        known_by: words about how the memory of the compiled plans was determined.
-    """
-
-    plans: Plans
-    measured: trial.Measured | None
-    batch: int
-    known_by: str = ""
+_Found = tuple[Plans, trial.Measured | None, str]
+"""The plans, the best first; the plans that ran with `--measure`; words about how the memory of the compiled plans was determined."""
 
 
 def _find(request: Request, parts: Parts | None, devices: int | None, reporter: Reporter, team: Team) -> _Found | None:
@@ -106,11 +93,11 @@ def _find(request: Request, parts: Parts | None, devices: int | None, reporter: 
         plans = searched()
         if not plans.choice.ranked:
             raise nothing_fits(plans.choice)
-        return _Found(plans, None, batch)
+        return plans, None, ""
     if request.topology == LOCAL:
         compiling = of_this_machine()
     else:
-        compiling = compiling_for(topology.device, _most_in_mesh(request, topology))
+        compiling = compiling_for(topology.device, request.most_in_mesh(topology))
     known_by, found = compiled_words(compiling), list[Plans]()
 
     def find() -> Plans:
@@ -122,20 +109,27 @@ def _find(request: Request, parts: Parts | None, devices: int | None, reporter: 
 
     if request.measure is not None:
         measured = trial.measure(find, parts, request.measure, reporter, team)
-        return None if measured is None else _Found(measured.result, measured, batch, known_by)
+        return None if measured is None else (measured.result, measured, known_by)
     team.from_first("the plan", lambda: find().choice.topology.name, trial.LONGEST)
-    return _Found(found[0], None, batch, known_by) if found else None
+    return (found[0], None, known_by) if found else None
 
 
-def _finish(request: Request, found: _Found, parts: Parts | None, reporter: Reporter) -> None:
+def _finish(
+    request: Request, parts: Parts | None, reporter: Reporter, plans: Plans, measured: trial.Measured | None, known_by: str
+) -> None:
     """Print the result of a search, and write its files."""
-    plans, choice, measured = found.plans, found.plans.choice, found.measured
-    _report(reporter, found)
+    choice = plans.choice
+    _report(request, reporter, plans, measured, known_by)
     configured = None if parts is None else parts.config.plan.agree
     if choice.ranked[0].candidate.agree is None and (request.agree is not None or configured is not None):
         reporter.say("agree has no effect: the chosen plan has only one pipeline")
     if request.explain:
-        _explain_choice(reporter, plans, measured)
+        reporter.say("why it was chosen, against the best plans of other kinds:")
+        rows = table.why_chosen(choice, SHOWN)
+        if measured is not None:
+            pairs = zip(rows, choice.ranked, strict=False)
+            rows = [(*row[:-1], trial.why(measured, ranked) or row[-1]) for row, ranked in pairs]
+        reporter.table(table.WHY_HEAD, rows, table.WORDS)
         for line in table.why_rejected(choice, EXPLAINED) or ["all kinds of plans fit"]:
             reporter.say(line)
     _write(reporter, request, plans)
@@ -200,11 +194,6 @@ def _check_by_reading(request: Request, config: Config | None, team: Team) -> No
         check_by_reading(config)
 
 
-def _most_in_mesh(request: Request, topology: Topology) -> int:
-    """Return the number of devices in the largest mesh to try on the machines in a topology file."""
-    return topology.most_in_mesh if request.degrees is None else max(mesh.size for mesh in request.degrees)
-
-
 def _profile_and_topology(
     request: Request, parts: Parts | None, batch: int, devices: int | None, reporter: Reporter, team: Team
 ) -> tuple[Profile, Topology]:
@@ -222,12 +211,12 @@ def _profile_and_topology(
         if parts is not None:
             ids, ties = parts.stack.ids, parts.stack.ties
             team.run_on_all(lambda: profile.check_layers(ids, [*ties.sharers(ids).values()]))
-    elif topology is None:
-        assert parts is not None
-        profile = profile_together(parts, batch, local, reporter, team)
     else:
         assert parts is not None
-        profile = profile_of(parts, topology, batch, topology.num_devices, reporter, _most_in_mesh(request, topology))
+        if topology is None:
+            profile = profile_together(parts, batch, local, reporter, team)
+        else:
+            profile = profile_of(parts, topology, batch, topology.num_devices, reporter, request.most_in_mesh(topology))
     if topology is None:
         assert parts is not None
         lines = list[str]()
@@ -240,8 +229,8 @@ def _profile_and_topology(
     return profile, topology
 
 
-def _report(reporter: Reporter, found: _Found) -> None:
-    plans, choice, measured = found.plans, found.plans.choice, found.measured
+def _report(request: Request, reporter: Reporter, plans: Plans, measured: trial.Measured | None, known_by: str) -> None:
+    choice = plans.choice
     profile, topology, chosen = choice.profile, choice.topology, choice.ranked[0]
     confirmed = plans.compiled[0] if plans.compiled else None
     others = {one.target for one in topology.differing if one.target not in (None, topology.device.target)}
@@ -259,7 +248,7 @@ def _report(reporter: Reporter, found: _Found) -> None:
     )
     reporter.table(table.head(choice), table.rows(choice, SHOWN), table.WORDS)
     first = "row" if len(plans.compiled) < 2 else count(len(plans.compiled), "row")
-    compiled = f"estimated except in the first {first}, {found.known_by}"
+    compiled = f"estimated except in the first {first}, {known_by}"
     reporter.say(table.legend(choice, SHOWN, "estimated" if confirmed is None else compiled))
     if words := table.no_pipeline(choice):
         reporter.say(words)
@@ -286,8 +275,8 @@ def _report(reporter: Reporter, found: _Found) -> None:
             reporter.say(f"  rank {p}: stages {', '.join(map(str, stages))}; {_memory(chosen, confirmed, p)}")
     if confirmed is None:
         reporter.say("memory is estimated from the profile; with a CONFIG the stages are compiled to know it")
-    if candidate.batch != found.batch:
-        reporter.say(f"the plan has {table.rows_of(candidate.batch)} between two updates, in place of {found.batch}")
+    if candidate.batch != request.batch:
+        reporter.say(f"the plan has {table.rows_of(candidate.batch)} between two updates, in place of {request.batch}")
 
 
 def _memory(chosen: Ranked, confirmed: Compiled | None, p: int) -> str:
@@ -297,16 +286,6 @@ def _memory(chosen: Ranked, confirmed: Compiled | None, p: int) -> str:
     if confirmed is None or p not in confirmed.ranks:
         return f"estimated peak memory {table.size(peak)}{parts}"
     return f"peak memory {table.size(peak)}{parts}, estimated {table.size(confirmed.estimated[p])} ({confirmed.errors[p]:+.1%})"
-
-
-def _explain_choice(reporter: Reporter, plans: Plans, measured: trial.Measured | None) -> None:
-    """Compare the chosen plan with the best plans of other kinds."""
-    reporter.say("why it was chosen, against the best plans of other kinds:")
-    rows = table.why_chosen(plans.choice, SHOWN)
-    if measured is not None:
-        pairs = zip(rows, plans.choice.ranked, strict=False)
-        rows = [(*row[:-1], trial.why(measured, ranked) or row[-1]) for row, ranked in pairs]
-    reporter.table(table.WHY_HEAD, rows, table.WORDS)
 
 
 def _write(reporter: Reporter, request: Request, plans: Plans) -> None:

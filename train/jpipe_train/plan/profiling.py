@@ -28,7 +28,6 @@ from jpipe_train.plan.inputs import Request
 MEASURED_SIZES, PAPER_SIZES = 4, 6
 SECONDS = 8.0  # for measurements, without compilation
 ROUNDS = 9  # measurements of devices that compute at the same time; the median counts
-_PROFILE = "the profile of process 0"
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,7 @@ def profile_together(parts: Parts, batch: int, devices: int, reporter: Reporter,
         reporter: shows progress.
         team: the processes of the run.
     """
-    text = team.from_first(_PROFILE, lambda: profile_of(parts, None, batch, devices, reporter).to_json())
+    text = team.from_first("the profile of process 0", lambda: profile_of(parts, None, batch, devices, reporter).to_json())
     return Profile.from_json(text)
 
 

@@ -73,16 +73,6 @@ class Trial(Run):
     ranked: Ranked
     compiled: Compiled | None = None
 
-    @classmethod
-    def of(cls, ranked: Ranked, compiled: Compiled | None = None) -> "Trial":
-        """Return the trial of a plan."""
-        return cls(table.name(ranked.candidate), ranked.candidate.batch, ranked=ranked, compiled=compiled)
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether the plan has been measured."""
-        return bool(self.rounds) and not self.failure
-
     @property
     def seconds(self) -> float:
         """Seconds per step: the median of the rounds."""
@@ -178,7 +168,8 @@ def _compile(plans: Plans, trials: list[Trial], parts: Parts, most: int, reporte
         if sum(not one.failure for one in trials) == most:
             break
         interrupt.check()
-        trials.append(trial := Trial.of(ranked, known.get(ranked.candidate)))
+        candidate = ranked.candidate
+        trials.append(trial := Trial(table.name(candidate), candidate.batch, ranked=ranked, compiled=known.get(candidate)))
         with _failing(trial, reporter):
             trial.pipe = parts.pipeline(plans.choice.plan(ranked))
             if trial.compiled is None:
@@ -307,7 +298,7 @@ def _compared(searched: Plans, trials: Sequence[Trial]) -> Measured:
 
     If no plan ran, the plans that failed come last.
     """
-    measured, failed = in_order([one for one in trials if one.is_measured]), [one for one in trials if one.failure]
+    measured, failed = in_order([one for one in trials if one.rounds and not one.failure]), [one for one in trials if one.failure]
     first, last = [one.ranked for one in measured], [one.ranked for one in failed]
     tried = {ranked.candidate for ranked in (*first, *last)}
     rest = [ranked for ranked in searched.choice.ranked if ranked.candidate not in tried]
