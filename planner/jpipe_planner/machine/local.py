@@ -13,7 +13,7 @@ import jpipe
 from jpipe_planner.machine.targets import Host
 from jpipe_planner.machine.topology import Topology
 
-__all__ = ["assumed_words", "host_memory", "local_topology", "usable_cores"]
+__all__ = ["host_memory", "local_topology", "usable_cores"]
 
 SMALL, LARGE, LARGE_OF_ACCELERATORS = 1, 2**20, 2**23  # numbers of float32 elements to move: 4 bytes, 4 MB, 34 MB
 ENOUGH = 0.5  # a transfer or sum overlaps if more than this share of it, or of the computation if that is shorter, is hidden
@@ -100,11 +100,6 @@ def overlap_words(times: Mapping[jpipe.runtime.Moved, jpipe.runtime.OverlapTimes
     """Return one line that describes the measured overlap."""
     shares = " and ".join(f"{each.hidden:.0%} of a {name}" for name, each in times.items())
     return f"overlap: a computation hides {shares}, measured between devices; plans assume: {overlap_of(times)}"
-
-
-def assumed_words(overlap: jpipe.programs.Overlap) -> str:
-    """Return one line that describes an assumed overlap."""
-    return f"overlap: not measured; plans assume: {overlap}"
 
 
 def host_memory() -> float:

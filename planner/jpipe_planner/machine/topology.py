@@ -177,8 +177,10 @@ class Topology(Data):
             found.append(tuple(blocks[0]))
         return list(dict.fromkeys(found))
 
-    def ordered(self, order: Sequence[int]) -> "Topology":
-        """Return the topology with the devices numbered in another order, one of `orders`."""
+    def ordered(self, order: Sequence[int] | None) -> "Topology":
+        """Return the topology with the devices numbered in another order, one of `orders`; None: as they are."""
+        if order is None:
+            return self
         places = np.argsort(order)
         differing = [one.model_copy(update={"devices": tuple(sorted(places[list(one.devices)].tolist()))}) for one in self.differing]
         return self.model_copy(update={"differing": tuple(differing)})

@@ -94,10 +94,9 @@ class Bench:
             self._runs[ids] = StageRun(stage, batch, calls, programs.device)
             self.temporary[ids] = max(map(scratch_bytes, calls.values()))
             self.flops[ids] = {name: flops for name, (_, flops) in compiled.items()}
-
-        self._seconds: dict[Any, list[float]] = {(ids, name): [] for ids in self._runs for name in PROGRAMS}
+        self._seconds = defaultdict[Any, list[float]](list)
         self.time(1)  # warms up
-        self._seconds = {key: [] for key in self._seconds}
+        self._seconds.clear()
 
     def time(self, repetitions: int) -> None:
         """Run each program `repetitions` more times, one after the other."""

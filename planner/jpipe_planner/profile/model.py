@@ -72,6 +72,8 @@ class Model:
     precision: jpipe.Precision = field(default_factory=jpipe.Precision)
     ema_decay: float | None = None
     delay_correction: str | float | None = None
+    _stages: dict[Any, jpipe.stages.StandaloneStage] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _known_specs: dict[int, dict[str, jpipe.model.LayerSpec]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stack", jpipe.model.cast_layers(self.stack, self.precision))
@@ -140,10 +142,6 @@ class Model:
             self._stages[key] = jpipe.stages.StandaloneStage(self.stack, stage, specs, labels, self.loss, self._layerwise, self.precision)
         return self._stages[key]
 
-    @cached_property
-    def _stages(self) -> dict[tuple[tuple[str, ...], int, str], jpipe.stages.StandaloneStage]:
-        return {}
-
     def gradient_bytes(self, layer_id: str) -> int:
         """Return the bytes of a layer's accumulated gradients."""
         entries = self.stack.ties.split({layer_id: self._first_specs[layer_id].params}, [layer_id])
@@ -197,6 +195,8 @@ class Model:
 
     def _specs(self, rows: int) -> dict[str, jpipe.model.LayerSpec]:
         """Return the specs of all layers at one size. Each distinct layer is traced once."""
+        if rows == self.sizes[0]:
+            return self._first_specs
         if rows not in self._known_specs:
             x = self.batches[rows][0]
             layer_specs: dict[str, jpipe.model.LayerSpec] = {}
@@ -207,10 +207,6 @@ class Model:
                 x = layer_specs[layer_id].output
             self._known_specs[rows] = layer_specs
         return self._known_specs[rows]
-
-    @cached_property
-    def _known_specs(self) -> dict[int, dict[str, jpipe.model.LayerSpec]]:
-        return {self.sizes[0]: self._first_specs}
 
     @cached_property
     def _layerwise(self) -> jpipe.model.LayerwiseOptimizer:

@@ -65,11 +65,6 @@ class Ranked:
         """The peak memory of a device of each pipeline rank, in bytes."""
         return self.candidate.memory if self.simulated is None else self.candidate.most_of_replicas(self.simulated.peak_bytes)
 
-    @property
-    def held(self) -> tuple[int, ...] | None:
-        """For each pipeline rank the bytes that a device holds between its computations; None if the plan was not simulated."""
-        return None if self.simulated is None else self.candidate.most_of_replicas(self.simulated.held_bytes)
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -129,7 +124,7 @@ class Choice:
         @lru_cache(maxsize=8)
         def of(degrees: Degrees, placed_on: tuple[int, ...] | None, extras: Extras) -> Estimates:
             profile, topology = self.meshes.of(degrees)
-            return Estimates(profile, topology if placed_on is None else topology.ordered(placed_on), extras)
+            return Estimates(profile, topology.ordered(placed_on), extras)
 
         return of
 

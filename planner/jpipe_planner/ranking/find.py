@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jpipe
-from jpipe_planner.cost.shape import is_planned, updates_early
+from jpipe_planner.cost.shape import is_planned
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.profile.sharded import NO_MESH, Degrees
@@ -130,8 +130,6 @@ def find_plans(
         extras: agreements and compressed messages that all plans must have.
     """
     schedules = tuple(jpipe.schedules.SCHEDULES) if schedules is None else tuple(schedules)
-    if global_norm or profile.shared:
-        schedules = tuple(name for name in schedules if not updates_early(name))
     planned, varies = tuple(filter(is_planned, schedules)), any(name in variant_schedules() for name in schedules)
     tries = planned if BASE in planned or not varies else (*planned, BASE)
     considered = find_candidates(

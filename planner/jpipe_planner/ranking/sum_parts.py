@@ -38,7 +38,7 @@ def with_sum_parts(candidate: Candidate, profile: Profile, topology: Topology) -
         hidden = [sum(passes[:s]) for s in stages]
     else:  # the computations with older weights hide a sum
         hidden = [passes[s] * hidden_passes(candidate.shape, s, rules.in_flight(candidate.shape, s)) for s in stages]
-    rings = find_links(candidate.in_order(topology), candidate.replicas, candidate.keep_together).rings
+    rings = find_links(topology.ordered(candidate.placed_on), candidate.replicas, candidate.keep_together).rings
     parts: list[tuple[int, ...]] = [()] * plan.depth
     for s, stage in enumerate(plan.stages):
         if stage.replicas > 1:

@@ -87,7 +87,9 @@ def find_variants(
     straight = (one for one in usable if one.schedule == BASE and one.depth > 1 and not one.options.extra_in_flight)
     kinds: list[tuple[object, ...]] | None = None
     for base in _bases(straight, BASES):
-        if _could_win(base, fastest):
+        m = base.microbatches / base.replicas[0]
+        # Would it be as fast as the fastest plan if filling and draining took no time?
+        if base.samples_per_second * (m + base.depth - 1) / m >= fastest * (1 - EQUAL):
             found = run.simulate(run.of_ranks(base, kinds))
             kinds = list(dict.fromkeys(_kind(one.candidate) for one in in_order(found)))[:FASTEST] if kinds is None else kinds
 
@@ -95,12 +97,6 @@ def find_variants(
 def lacks_memory(candidate: Candidate) -> bool:
     """Return whether a plan does not fit, or repeats forwards so that it does."""
     return candidate.over is not None or any(map(repeats_forward, candidate.policies))
-
-
-def _could_win(base: Candidate, fastest: float) -> bool:
-    """Return whether a plan that flushes would be as fast as the fastest plan if filling and draining took no time."""
-    m = base.microbatches / base.replicas[0]
-    return base.samples_per_second * (m + base.depth - 1) / m >= fastest * (1 - EQUAL)
 
 
 def _kind(candidate: Candidate) -> tuple[object, ...]:

@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple
 import jpipe
 from jpipe.schedules import PlainShape, PlanOptions
 from jpipe_planner.cost.shape import is_planned, mean_delay
-from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.sharded import NO_MESH, Degrees
 
 __all__ = ["NO_EXTRAS", "Candidate", "Extras"]
@@ -221,10 +220,6 @@ class Candidate:
             **dict(self.options),
         )
         return plan if self.placed_on is None else plan.model_copy(update={"placement": self._placement(plan, self.placed_on)})
-
-    def in_order(self, topology: Topology) -> Topology:
-        """Return the topology with its devices in the order in which the ranks get them."""
-        return topology if self.placed_on is None else topology.ordered(self.placed_on)
 
     def most_of_replicas(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """Return for each pipeline rank the largest number of its replicas, from the numbers of all ranks."""

@@ -82,7 +82,7 @@ def find_candidates(
             if one.is_within(max_delay) and (replicas or max(one.replicas) == 1)
         ]
         found += searched if degrees.size == 1 else [on_meshes(candidate, degrees) for candidate in searched]
-    useful, seen = list[Candidate](), set[object]()
+    useful = dict[object, Candidate]()
     for candidate in found:
         # With one stage all schedules that flush are equal. A schedule that does not flush applies the sum of the gradients of several
         # replicas one update late, so that the sum overlaps with the next computations.
@@ -91,10 +91,8 @@ def find_candidates(
             same = candidate.rows, candidate.microbatches, candidate.replicas, candidate.degrees, candidate.delay
         elif candidate.depth == 1 and len(schedules) > 1 and not jpipe.schedules.SCHEDULES[candidate.schedule].data_parallel:
             continue
-        if same not in seen:
-            seen.add(same)
-            useful.append(candidate)
-    return sorted(useful, key=lambda candidate: candidate.rank)
+        useful.setdefault(same, candidate)
+    return sorted(useful.values(), key=lambda candidate: candidate.rank)
 
 
 def on_meshes(candidate: Candidate, degrees: Degrees) -> Candidate:

@@ -16,7 +16,6 @@ from jpipe.context import tracing_for
 from jpipe.files import expanded, write_atomically, writing
 from jpipe_planner import Plans, Profile, Topology, draw_choice, local_topology
 from jpipe_planner.machine.compiling import compiling_for
-from jpipe_planner.machine.local import assumed_words
 from jpipe_planner.ranking import table
 from jpipe_planner.ranking.choose import Ranked
 from jpipe_planner.ranking.find import Compiled
@@ -225,7 +224,7 @@ def _profile_and_topology(
         for line in (table.links(topology), *lines):
             reporter.say(line)
     elif topology.num_devices > 1:
-        reporter.say(assumed_words(topology.device.overlap))
+        reporter.say(f"overlap: not measured; plans assume: {topology.device.overlap}")
     return profile, topology
 
 
@@ -281,8 +280,10 @@ def _report(request: Request, reporter: Reporter, plans: Plans, measured: trial.
 
 def _memory(chosen: Ranked, confirmed: Compiled | None, p: int) -> str:
     """Describe the peak memory of a rank and its parts, with the error of the estimate if the rank's stages are compiled."""
-    peak, persistent = chosen.memory[p], chosen.held
-    parts = "" if persistent is None else f" (held {table.size(persistent[p])}, temporary {table.size(peak - persistent[p])})"
+    peak, parts = chosen.memory[p], ""
+    if chosen.simulated is not None:
+        held = chosen.candidate.most_of_replicas(chosen.simulated.held_bytes)[p]
+        parts = f" (held {table.size(held)}, temporary {table.size(peak - held)})"
     if confirmed is None or p not in confirmed.ranks:
         return f"estimated peak memory {table.size(peak)}{parts}"
     return f"peak memory {table.size(peak)}{parts}, estimated {table.size(confirmed.estimated[p])} ({confirmed.errors[p]:+.1%})"
