@@ -290,7 +290,7 @@ def test_the_examples_of_files_can_be_read(tmp_path):
     assert jpipe_planner.Profile.from_json(profile).ids == ("embed", "head")
     assert jpipe_planner.Topology.from_yaml(topology).num_devices == 16
     (tmp_path / "target.yaml").write_text(target)
-    assert jpipe_planner.machine.targets.find_target("target.yaml", tmp_path).memory == 80e9
+    assert jpipe_planner.machine.targets.find_target(str(tmp_path / "target.yaml")).memory == 80e9
 
 
 def test_the_readme_and_all_pages_are_short_and_have_one_title():
