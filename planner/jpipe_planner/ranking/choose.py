@@ -228,9 +228,12 @@ class _Simulations:
             waiting = [one for one in waiting if one is not candidate and alike[_replicated(one)] < MOST_ALIKE and self._could_win(one)]
 
     def compared(self, candidates: Iterable[Candidate]) -> None:
-        """Simulate for comparison the best candidate of each kind that is not found yet, if its simulation is short."""
+        """Simulate for comparison the best candidate of each kind that is not found yet, if its simulation is short.
+
+        Estimates of plans that differ in what is in flight are often equal. The plan with most in flight is simulated.
+        """
         self._spent, kinds = 0, {one.candidate.kind for one in self.found}
-        for candidate in first_of_kinds(candidates):
+        for candidate in first_of_kinds(sorted(candidates, key=lambda one: _turn(one, ()))):
             if candidate.kind not in kinds and len(self.found) < self._most:
                 self._simulated(candidate, MOST_COMPARED)
 

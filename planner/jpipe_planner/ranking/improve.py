@@ -21,7 +21,7 @@ from jpipe_planner.search.estimate import Estimates
 __all__ = ["improve"]
 
 GAIN = 0.002  # the smallest relative gain of a step; smaller gains are not worth a simulation
-STARTS = 3  # the most plans with different stages that are improved
+STARTS = 6  # the most plans with different stages that are improved
 NEAR = 0.2  # a plan is improved only if it is slower than the fastest plan by at most this share
 MOST_AT_ONCE = 12  # the most neighbours of a plan that are simulated
 MOST_SLOWER = 0.06  # a neighbour's estimate may be slower than the plan's by at most this share
