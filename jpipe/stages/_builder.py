@@ -144,7 +144,7 @@ def stage_functions(
     Raises:
         InputError: the loss does not fit the outputs or the labels.
     """
-    stage = stage.resolved(traced_platform())
+    stage = stage.resolved(platform := traced_platform())
     first, last, exchange = stage.layers[0] == stack.ids[0], stage.layers[-1] == stack.ids[-1], exchange_of(options.get("capabilities", {}))
     draws = stack.is_stochastic(stage.layers) or (last and random_parameter(loss)) or exchange.draws
     rng = rng_spec() if draws else (None, None)
@@ -154,7 +154,7 @@ def stage_functions(
     x = layers[stage.layers[0]].x
     received = x if first else exchange.specs("activation", x)
     specs = Specs(params, state, received, labels if last else None, rng, fresh, x)
-    options = {"input_gradient": not first, "counted": stage.layers, **options}
+    options = {"input_gradient": not first, "counted": stage.layers, "platform": platform, **options}
     if last:
         check_loss(loss, "loss", f"'{stage.layers[-1]}'", layers[stage.layers[-1]].output, labels)
     return StageFunctions(stack, stage, first, last, loss, optimizer, specs, precision=precision, **options)

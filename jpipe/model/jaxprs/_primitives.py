@@ -34,3 +34,11 @@ def all_but_elementwise(primitive: Any, *_: Any, **__: Any) -> bool:
         primitive: the primitive of the operation, which `jax.checkpoint` passes to policies.
     """
     return primitive.name not in _ELEMENTWISE
+
+
+def all_but_elementwise_and_maxima(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Return the same as `all_but_elementwise`, but also leave out maxima, for GPUs.
+
+    There XLA fuses the maximum of a softmax with its readers, unless the forward saves the maximum.
+    """
+    return primitive.name != "reduce_max" and all_but_elementwise(primitive)

@@ -21,7 +21,7 @@ from jpipe.model._precision import PLAIN, LossScale, Precision
 from jpipe.model._stack import LayerStack
 from jpipe.model._subset import EVERYTHING, Subset, floats_of, is_float, with_floats
 from jpipe.model.jaxprs._dependence import passed_on
-from jpipe.model.jaxprs._primitives import all_but_elementwise
+from jpipe.model.jaxprs._primitives import all_but_elementwise, all_but_elementwise_and_maxima
 from jpipe.model.layerwise._optimizer import LayerwiseOptimizer
 from jpipe.plan import Stage, repeats_forward
 from jpipe.stages.functions._effects import describe_effects
@@ -99,6 +99,7 @@ class StageFunctions:
         input_gradient: whether the gradient of x is computed. It is not at the first stage, or if all earlier parameters are frozen.
         output_gradient: whether the gradient of y is computed. It is not if all parameters up to this stage's last layer are frozen.
             Messages without a gradient have an empty list instead.
+        platform: the platform for which the layers are traced.
     """
 
     stack: LayerStack
@@ -117,6 +118,7 @@ class StageFunctions:
     partition: Partition = ONE_DEVICE
     input_gradient: bool = True
     output_gradient: bool = True
+    platform: str = "cpu"
 
     # Computations ------------------------------------------------------------------------------------------------------
 
@@ -411,7 +413,8 @@ class StageFunctions:
             case "none":
                 recomputing = stage
             case "elementwise":
-                recomputing = jax.checkpoint(stage, policy=all_but_elementwise, prevent_cse=False)
+                saves = all_but_elementwise_and_maxima if self.platform == "gpu" else all_but_elementwise
+                recomputing = jax.checkpoint(stage, policy=saves, prevent_cse=False)
             case "full":
                 recomputing = jax.checkpoint(stage)
             case policy:

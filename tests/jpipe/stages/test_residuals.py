@@ -8,7 +8,8 @@ import pytest
 from flax import linen, nnx
 
 from jpipe import LayerStack, Pipeline, Plan
-from tests.jpipe import models
+from jpipe.context import tracing_for
+from tests.jpipe import models, running
 
 pytestmark = pytest.mark.usefixtures("lenient")
 
@@ -125,6 +126,22 @@ def test_elementwise_keeps_the_result_of_a_product_and_nothing_of_what_is_comput
         saved = jax.eval_shape(f.forward, f.specs.params, *f.specs.arguments, f.specs.rng)[2]
         counts[recompute] = sum(leaf.shape == (ROWS, WIDTH) for leaf in jax.tree.leaves(saved))
     assert counts["elementwise"] == 1 < counts["none"]
+
+
+def test_on_gpus_elementwise_does_not_keep_the_maximum_of_a_softmax(float64):
+    """The results are the same. Other platforms keep it."""
+    stack = LayerStack({"a": models.dense(WIDTH, jnp.tanh), "b": jax.nn.softmax, "c": models.dense(WIDTH)})
+    plan = models.cut(stack.ids, (2, 1), microbatches=2, schedule="gpipe", recompute="elementwise")
+    batches, counts, trained = models.masked_batches(2, 2, rows=ROWS, width=WIDTH, dtype=np.float64), {}, {}
+    for platform in ("cpu", "gpu", "tpu"):
+        with tracing_for(platform):
+            pipe = Pipeline(stack, plan, models.masked_squares, models.momentum())
+            f = pipe.stage_functions(batches[0])[0]
+            saved = jax.eval_shape(f.forward, f.specs.params, *f.specs.arguments, f.specs.rng)[2]
+            counts[platform] = sum(leaf.size == ROWS for leaf in jax.tree.leaves(saved))
+            trained[platform] = running.train(pipe, batches)
+    assert counts == {"cpu": 2, "gpu": 1, "tpu": 2}  # the sum, and the maximum
+    running.check_close(trained["gpu"], trained["cpu"])
 
 
 def test_an_array_that_several_layers_need_is_stored_once():
