@@ -78,8 +78,8 @@ def header(**changes: object) -> bytes:
 
 W = "layer.params.0.w/"
 HEADERS = {
-    "terabytes": (header(shape=[10**6, 10**7], chunks=[10**6, 10**7]), r"ValueError: it declares arrays of 80,000,000,012,800 bytes, and"),
-    "pieces": (header(shape=[10**6, 10**7], chunks=[1, 1]), r"ValueError: it declares arrays of 80,000,000,012,800 bytes, and"),
+    "terabytes": (header(shape=[10**6, 10**7], chunks=[10**6, 10**7]), r"ValueError: it declares arrays of 80,000,000,012,800 bytes, but"),
+    "pieces": (header(shape=[10**6, 10**7], chunks=[1, 1]), r"ValueError: it declares arrays of 80,000,000,012,800 bytes, but"),
     "overflow": (header(shape=[2**40] * 20, chunks=[2**40] * 20), "Product of chunk dimensions"),
     "bomb": (header(compressor={"id": "zlib", "level": 9}), r"inflate\(\) failed"),
     "filter": (header(filters=[{"id": "gzip"}]), "filters are not supported"),
