@@ -87,7 +87,11 @@ def batch_seconds(shape: PlainShape, times: Times, in_flight: Any, hidden: Any) 
         elif rules.closed_form == "fill and drain":
             passed = trip + (m - 1) * (times.forward.max() + times.backward.max())
         else:
-            passed = (before + each * compute + _waits(times, trip - before - compute, in_flight, each)).max()
+            # how long each stage waits for the first gradient and for the last one while it has nothing to compute
+            after, others = trip - before - compute, in_flight - 1
+            first, last = (np.maximum(after - others * part, 0.0) for part in (times.forward, times.backward))
+            idle = np.where(each > in_flight, first + last, np.maximum(first, last))
+            passed = (before + each * compute + idle).max()
             passed = max(passed, trip + (m - 1) * returns.max() if returns.max() > compute.max() else trip)
         passed = max(passed, times.sending)
         unlinked = m * compute.sum() if rules.closed_form == "serial" else compute.sum() + (m - 1) * compute.max()
@@ -104,17 +108,3 @@ def batch_seconds(shape: PlainShape, times: Times, in_flight: Any, hidden: Any) 
         seconds, linked = max(seconds, times.port, waits.max()), max(linked, times.port)
         parts = {cut: linked, f"sum of stage {int(waits.argmax())}": waits.max()}
     return float(seconds), slowest if computes >= _COMPUTES * seconds else max(parts, key=parts.__getitem__)
-
-
-def _waits(times: Times, after: Any, in_flight: Any, each: Any) -> Any:
-    """Return how long each stage of 1F1B with a flush idly waits for the first gradient and for the last one.
-
-    Args:
-        times: the times of the stages.
-        after: for each stage the seconds of a microbatch from this stage to the last stage and back.
-        in_flight: n_s of each stage.
-        each: for each stage the number of microbatches of a replica.
-    """
-    others = in_flight - 1
-    first, last = np.maximum(after - others * times.forward, 0.0), np.maximum(after - others * times.backward, 0.0)
-    return np.where(each > in_flight, first + last, np.maximum(first, last))

@@ -8,7 +8,7 @@ from pydantic import Field
 
 import jpipe
 from jpipe_planner.machine.targets import Host, Target, find_target
-from jpipe_planner.machine.units import Data, Positive, Possible, Rates, Share, in_unit
+from jpipe_planner.machine.units import Bandwidth, Data, Positive, Possible, Rates, Share, in_unit
 
 
 class Device(Data):
@@ -36,7 +36,7 @@ class Device(Data):
     reserved: dict[str, Annotated[float, in_unit("bytes"), Field(ge=0, le=1e15)]] = Field(default_factory=dict)
     flops: Rates = Field(default_factory=dict)
     efficiency: Annotated[float, Share] = 0.5
-    memory_bandwidth: Annotated[float, in_unit("bytes per second"), Positive, Possible] | None = None
+    memory_bandwidth: Bandwidth | None = None
     overlap: jpipe.programs.Overlap = "transfers and sums"
     host: Host = Host()
 

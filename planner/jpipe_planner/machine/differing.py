@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, field_validator
 from jpipe import InputError
 from jpipe_planner.machine.device import Device
 from jpipe_planner.machine.targets import Host, find_target
-from jpipe_planner.machine.units import Data, Positive, Possible, in_unit
+from jpipe_planner.machine.units import Bandwidth, Data, Positive, Possible, in_unit
 
 MOST = 2**14  # the most devices in an entry
 MOST_ENTRIES = 256
@@ -34,11 +34,6 @@ def _numbers(value: Any) -> Any:
     return tuple(numbers)
 
 
-def _text_keys(value: Any) -> Any:
-    """Return a dict with text keys. In YAML without quotes some keys are numbers."""
-    return {str(key) if type(key) is int else key: one for key, one in value.items()} if isinstance(value, dict) else value
-
-
 class Differing(Data):
     """Devices that differ from `Topology.device` in the given fields.
 
@@ -61,9 +56,7 @@ class Differing(Data):
     speed: Annotated[float, Field(ge=1e-3, le=1e3, allow_inf_nan=False)] | None = None
     memory: Annotated[float, in_unit("bytes"), Positive, Possible] | None = None
     reserved: Annotated[float, in_unit("bytes"), Field(ge=0, le=1e15)] | None = None
-    bandwidth: Annotated[dict[str, Annotated[float, in_unit("bytes per second"), Positive, Possible]], BeforeValidator(_text_keys)] = Field(
-        default_factory=dict
-    )
+    bandwidth: dict[Annotated[str, BeforeValidator(str)], Bandwidth] = Field(default_factory=dict)  # in YAML a key may be a number
     host: Host | None = None
 
     @field_validator("target")

@@ -24,7 +24,7 @@ from pydantic import BeforeValidator, Field
 import jpipe
 from jpipe import InputError, files
 from jpipe_planner.machine.plain_yaml import parse
-from jpipe_planner.machine.units import Data, Positive, Possible, Rates, Share, in_unit, seconds
+from jpipe_planner.machine.units import Bandwidth, Data, Positive, Possible, Rates, Share, in_unit, seconds
 
 if TYPE_CHECKING:
     import jax
@@ -91,7 +91,7 @@ class Host(Data):
         memory: bytes of host memory that a plan may use for each device; 0: nothing can be moved there. None: not limited.
     """
 
-    bandwidth: Annotated[float, in_unit("bytes per second"), Positive, Possible] = 8e9
+    bandwidth: Bandwidth = 8e9
     latency: Annotated[float, BeforeValidator(seconds), Field(ge=0, le=1e9, allow_inf_nan=False)] = 1e-5
     memory: Annotated[float, in_unit("bytes"), Field(ge=0, le=1e30)] | None = None
 
@@ -133,7 +133,7 @@ class Target(Data):
     reserved: dict[str, Annotated[float, in_unit("bytes"), Field(ge=0, le=1e15)]] = Field(default_factory=dict)
     flops: Rates
     efficiency: Annotated[float, Share] = 0.5
-    memory_bandwidth: Annotated[float, in_unit("bytes per second"), Positive, Possible]
+    memory_bandwidth: Bandwidth
     host: Host = Host()
     compiler: dict[str, Any]
     sources: tuple[str, ...] = ()

@@ -15,7 +15,7 @@ from jpipe import InputError, files
 from jpipe_planner.machine.device import Device
 from jpipe_planner.machine.differing import MOST_ENTRIES, Differing
 from jpipe_planner.machine.plain_yaml import parse
-from jpipe_planner.machine.units import Data, Positive, Possible, in_unit, seconds
+from jpipe_planner.machine.units import Bandwidth, Data, seconds
 
 FORMAT = "jpipe-topology/1"
 
@@ -32,7 +32,7 @@ class Level(Data):
     """
 
     count: Annotated[int, Field(ge=1, le=2**20, strict=True)]
-    bandwidth: Annotated[float, in_unit("bytes per second"), Positive, Possible]
+    bandwidth: Bandwidth
     latency: Annotated[float, BeforeValidator(seconds), Field(ge=0, le=1e9, allow_inf_nan=False)] = 0.0
     name: str = ""
 

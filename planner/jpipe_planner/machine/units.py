@@ -84,6 +84,7 @@ def _of_known_dtypes(rates: dict[str, float]) -> dict[str, float]:
 Positive = Field(gt=0, allow_inf_nan=False)
 Possible = AfterValidator(_possible)
 Share = Field(ge=1e-6, le=1)
+Bandwidth = Annotated[float, in_unit("bytes per second"), Positive, Possible]
 Rates = Annotated[dict[str, Annotated[float, in_unit("FLOP/s"), Positive, Possible]], AfterValidator(_of_known_dtypes)]  # by dtype
 
 

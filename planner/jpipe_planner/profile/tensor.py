@@ -46,6 +46,8 @@ class Walk:
     exchanged: int = 0
     per_token: int = 0
     chosen: set[int] = field(default_factory=set)
+    _runs: int = 1
+    """How often the equations run that the walk goes through."""
     _choices: tuple[int, int] = 1, 0
     """The number of kernels for each token, and the number of tokens with products that the walk has not reached yet."""
 
@@ -106,22 +108,19 @@ class Walk:
             [is_sliced(*pair) for pair in zip(*pairs, strict=True)]
             for pairs in ((equation.invars, body.invars), (equation.outvars, body.outvars))
         )
-        before = self.reduced, self.reductions, self.flops, self.all_flops
+        outside, self._runs = self._runs, length * self._runs
         results = self.run(body, [dims[1:] if sliced else dims for dims, sliced in zip(inputs, into, strict=True)])
-        after = self.reduced, self.reductions, self.flops, self.all_flops
-        self.reduced, self.reductions, self.flops, self.all_flops = (
-            first + length * (last - first) for first, last in zip(before, after, strict=True)
-        )
+        self._runs = outside
         return [(False, *dims) if sliced else dims for dims, sliced in zip(results, out, strict=True)]
 
-    def sum(self, out: Any) -> None:
-        """Count an array that is summed over the devices."""
-        self.reduced += math.prod(out.aval.shape) * out.aval.dtype.itemsize
-        self.reductions += 1
+    def sum(self, out: Any, shared_by: int = 1) -> None:
+        """Count an array that is summed over the devices, after groups of `shared_by` of its rows are added."""
+        self.reduced += self._runs * (math.prod(out.aval.shape) * out.aval.dtype.itemsize // shared_by)
+        self.reductions += self._runs
 
     def multiply(self, equation: Any, *, is_divided: bool) -> None:
         """Count the FLOPs of a product, which the devices divide or all compute."""
-        flops = product_flops(equation)
+        flops = self._runs * product_flops(equation)
         self.all_flops += flops
         self.flops += flops if is_divided else 0.0
 
@@ -167,8 +166,7 @@ def _grouped_product(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
     walk.multiply(equation, is_divided=contracted or right_dims[-1])
     per_token = walk.multiply_chosen(equation.invars[0])
     if contracted:
-        walk.reduced += math.prod(out.aval.shape) * out.aval.dtype.itemsize // per_token
-        walk.reductions += 1
+        walk.sum(out, per_token)
         return False, False
     return left_dims[0], right_dims[-1]
 

@@ -6,7 +6,7 @@ from rich.filesize import decimal
 
 from jpipe import InputError, files
 from jpipe_planner.machine.attached import attached_target
-from jpipe_planner.machine.targets import Target, TargetUnavailable, find_target, known_targets, target_devices, target_refusal
+from jpipe_planner.machine.targets import TargetUnavailable, find_target, known_targets, target_devices, target_refusal
 from jpipe_train.console.terminal import align
 
 _ENDINGS = ".yaml", ".yml"
@@ -18,7 +18,12 @@ def listing() -> list[str]:
     dtypes = list(dict.fromkeys(dtype for target in targets.values() for dtype in target.flops))
     refusals = {name: target_refusal(target) for name, target in targets.items()}
     head = ["target", "device", "memory", "reserved", *dtypes, "bandwidth", "compiler installed"]
-    rows = [_row(name, target, dtypes, refusals[name]) for name, target in targets.items()]
+    rows = list[list[str]]()
+    for name, target in targets.items():
+        rates = [f"{target.flops[dtype] / 1e12:g}" if dtype in target.flops else "–" for dtype in dtypes]
+        sizes = decimal(int(target.memory)), decimal(int(sum(target.reserved.values())))
+        bandwidth = f"{target.memory_bandwidth / 1e9:,.0f} GB/s"
+        rows.append([name, target.name, *sizes, *rates, bandwidth, "yes" if refusals[name] is None else "no"])
     names_by_reason: dict[str, list[str]] = {}
     for name, reason in refusals.items():
         if reason is not None:
@@ -29,13 +34,6 @@ def listing() -> list[str]:
         "reserved: bytes that a plan leaves free; by dtype: peak TFLOP/s without sparsity. jpipe target NAME shows one with its sources.",
         *(f"no compiler here: {', '.join(names)}: {reason}" for reason, names in names_by_reason.items()),
     ]
-
-
-def _row(name: str, target: Target, dtypes: list[str], refusal: str | None) -> list[str]:
-    rates = [f"{target.flops[dtype] / 1e12:g}" if dtype in target.flops else "–" for dtype in dtypes]
-    reserved = decimal(int(sum(target.reserved.values())))
-    bandwidth = f"{target.memory_bandwidth / 1e9:,.0f} GB/s"
-    return [name, target.name, decimal(int(target.memory)), reserved, *rates, bandwidth, "yes" if refusal is None else "no"]
 
 
 def description(name: str) -> list[str]:
