@@ -320,11 +320,10 @@ def price_of_flush(choice: Choice, delayed: Ranked | None = None) -> list[str]:
     Returns:
         The lines; empty if there is no plan of one of the two kinds.
     """
-    by_flush = {flushes: [one for one in choice.ranked if _flushes(one) == flushes] for flushes in (True, False)}
-    if not by_flush[True] or not (by_flush[False] or delayed):
+    by_flush = {jpipe.schedules.SCHEDULES[one.candidate.schedule].flushes: one for one in reversed(choice.ranked)}
+    flushing, other = by_flush.get(True), by_flush.get(False, delayed)
+    if flushing is None or other is None:
         return []
-    flushing, other = by_flush[True][0], next(iter(by_flush[False]), delayed)
-    assert other is not None
     ratio = other.samples_per_second / flushing.samples_per_second
     names = name(flushing.candidate), f"{name(other.candidate)} (mean delay {delay(other.candidate)})"
     if ratio <= 1 + EQUAL:
@@ -340,7 +339,3 @@ def price_of_flush(choice: Choice, delayed: Ranked | None = None) -> list[str]:
         f"the asynchronous plan pays if it reaches the same loss with fewer than {ratio:.2f} times the samples "
         "(docs/explanation/learning.md)",
     ]
-
-
-def _flushes(one: Ranked) -> bool:
-    return jpipe.schedules.SCHEDULES[one.candidate.schedule].flushes
