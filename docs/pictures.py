@@ -155,7 +155,7 @@ def draw_plans() -> None:
     profile = profile_of(parts, topology, batch, topology.num_devices, reporter)
     result = search(profile, topology, batch, Request(up_to=True, schedules=("all",)), False, reporter)
     with style.styled():
-        figure = draw_choice(result.choice, result.plans.tried.values(), result.choice.ranked[0])
+        figure = draw_choice(result.choice, result.tried.values(), result.choice.ranked[0])
         style.stack(figure, 9.5, (1.2, 1))
     style.write(figure, FOLDER / "plans.svg")
 
