@@ -145,7 +145,9 @@ def same_policy(profile: Profile, where: Topology, schedule: str, depth: int, ro
         policy: of all stages.
     """
     plans = find_candidates(profile, where, batch, schedules=(schedule,))
-    plan = next(c for c in plans if (c.depth, c.rows, c.options.extra_in_flight) == (depth, rows, 0) and c.devices == where.num_devices)
+    wanted = depth, rows, 0, "replicas"
+    alike = (c for c in plans if (c.depth, c.rows, c.options.extra_in_flight, c.keep_together) == wanted)
+    plan = next(c for c in alike if c.devices == where.num_devices)
     seconds = [(1 + repeats_forward(policy)) * cost.forward + cost.backward for cost in profile.costs(rows).values()]
     plan = dataclasses.replace(plan, policies=(policy,) * depth, starts=balance(seconds, depth))
     result = simulate_plan(plan.plan(profile.ids), profile.stage_costs(plan.plan(profile.ids), rows), where)
