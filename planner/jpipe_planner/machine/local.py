@@ -15,7 +15,7 @@ from jpipe_planner.machine.topology import Topology
 
 __all__ = ["host_memory", "local_topology", "usable_cores"]
 
-SMALL, LARGE, LARGE_OF_ACCELERATORS = 1, 2**20, 2**23  # numbers of float32 elements to move: 4 bytes, 4 MB, 34 MB
+SMALL, LARGE, LARGE_OF_ACCELERATORS = 2**6, 2**20, 2**23  # numbers of float32 elements to move: 256 bytes, 4 MB, 34 MB
 ENOUGH = 0.5  # a transfer or sum overlaps if more than this share of it, or of the computation if that is shorter, is hidden
 _SHARE_FOR_PLANS = 0.5  # share of a machine's memory that plans may use; the rest is for data and other programs
 _HOST_KIND = "pinned_host"  # the kind of host memory from which devices copy without waiting for the host
