@@ -164,7 +164,7 @@ def _restores(config: Config, times: int = 3) -> dict[str, float]:
 def _rows(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "a step without checkpoints", f"{figures['step without'] * 1e3:.0f} ms"
     yield "a step with a checkpoint every 10", f"{figures['step with'] * 1e3:.0f} ms, {figures['ratio']:.3f} times as long"
-    yield "time of the training thread for it", f"{figures['stall']:.2%} of the interval"
+    yield "time of the training thread for it", f"{figures['stall']:.2%} of the time of 10 steps"
     for schedule, of in figures["bytes"].items():
         yield f"bytes written ÷ bytes of state, `{schedule}`", f"{of['files'] / of['state']:.3f} ({of['files'] / 1e6:.1f} MB)"
     yield (

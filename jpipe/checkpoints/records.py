@@ -39,7 +39,7 @@ class Damaged(InputError):
     """
 
     def __init__(self, path: Path, what: str) -> None:
-        super().__init__(what, where=str(path), change="take another checkpoint")
+        super().__init__(what, where=str(path), change="restore another checkpoint")
         self.path = path
 
 

@@ -135,7 +135,7 @@ class Packing:
     def placeholders(self) -> list[jax.Array]:
         """The receiver's inputs. They are kept, because creating them for each message would take as much memory traffic as the message.
 
-        They are allocated at the first access, because a description of a device can hold no arrays.
+        They are allocated at the first access, because no array can be allocated on a device that is only described (no hardware).
         """
         return jax.block_until_ready([self.group.shared(self.group.zeros(array)) for array in self.arrays])
 

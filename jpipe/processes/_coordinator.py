@@ -74,7 +74,7 @@ class Coordinator:
         return None
 
     def _meet(self, sender: int, place: str, facts: dict[str, str], hint: str) -> Message | None:
-        """Record the facts of a process at a place; once all have come, return whether they agree."""
+        """Record what a process says at a place. Return None until all processes have come, then whether their facts agree."""
         present = self._meetings.setdefault(place, _Meeting(hint)).facts
         present[sender] = facts
         if not hint and (early := self._finished_early()):

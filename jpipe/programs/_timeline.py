@@ -163,6 +163,6 @@ def _tokens(cells: Iterable[Cell], ticks: int) -> list[str]:
 
 
 def cell_of(span: Span) -> str:
-    """Return the name of a span in a grid, without the `*` for an update."""
+    """Return the text of a span's cell in a text grid, such as `F3.1/2`, without the `*` that marks an update."""
     chunk, part = f"/{span.chunk}" if span.chunk else "", "" if span.part is None else f":{span.part}"
     return f"{span.op}{span.microbatch}.{span.version}{chunk}{part}"

@@ -103,12 +103,12 @@ def _place_in_order(plan: Plan, sizes: Sequence[int], everywhere: Sequence[jax.D
     processes, needed = jax.process_count(), sum(sizes)
     if processes > 1 and needed < len(everywhere):
         meshes = max(sizes) > 1
-        ranks = f"{len(sizes)} ranks on {needed} devices" if meshes else f"{len(sizes)} ranks"
+        expected = f"a plan that uses all {len(everywhere)} devices" if meshes else "at least as many ranks as devices"
         change = "stages, replicas, meshes" if meshes else "stages, replicas"
         problem = Problem(
             where="plan",
-            expected=f"at least as many ranks as devices in a run of {processes} processes",
-            found=f"{ranks} for {len(everywhere)} devices",
+            expected=f"{expected} in a run of {processes} processes",
+            found=f"a plan for {needed}" if meshes else f"{len(sizes)} ranks for {len(everywhere)} devices",
             change=f"change {change} or the number of processes, or name the devices in placement",
         )
         raise InputError(problem, *_both_grids(plan, everywhere))

@@ -214,7 +214,10 @@ class _Watcher:
         self._buffers[worker] = _Buffers.of(state)
 
     def memory(self, ends: Mapping[_Key, float]) -> tuple[MemorySample, ...]:
-        """Return the memory of the rank after each computation. A worker that has not begun counts as at its first instruction."""
+        """Return the memory of the rank after each computation.
+
+        A worker that has not begun counts with the memory that it has at its first instruction.
+        """
         samples = []
         for computation, (parts, residuals, buffers) in zip(self.computations, self._samples, strict=True):
             workers = [parts.get(w, first) for w, first in self._first_parts.items()]

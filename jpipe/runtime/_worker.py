@@ -471,7 +471,10 @@ class Worker:
         return accumulators
 
     def finish(self, update: int, loss: Tree) -> None:
-        """Keep (mean loss, weight) of an update. A batch's last update reports the losses of all its updates."""
+        """Keep (mean loss, weight) of an update.
+
+        The last update of a batch puts the losses of all updates of that batch into the results.
+        """
         rate = self.plan.updates_per_batch(self.stage)
         self.change_update(update, loss=loss)
         if (update + 1) % rate == 0:

@@ -362,7 +362,7 @@ def _lengths(where: str, entries: Mapping[str, Any], seconds: Mapping[str, float
     lengths = {name: seconds.get(name, 0.0) if isinstance(seconds, Mapping) else seconds for name in entries}
     for name, length in lengths.items():
         if not 0 < length < float("inf"):
-            raise InputError(where=where, expected=f"a length above 0 for '{name}'", found=length, change="check its spans and `seconds`")
+            raise InputError(where=where, expected=f"a duration above 0 for '{name}'", found=length, change="check its times, or `seconds`")
     return lengths
 
 

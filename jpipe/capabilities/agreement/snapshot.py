@@ -115,7 +115,7 @@ def restored(f: StageFunctions, replica: int, layers: Mapping[str, Plain], *, fr
 
 
 def restored_updates(plan: Plan, worker: int, f: StageFunctions, layers: Mapping[str, Plain], updates: int) -> dict[int, Fields]:
-    """Return the pending update of a restored worker for an agreement that was not applied: whether to mix it in."""
+    """Return the entry for an agreement still pending at the save: whether its result must still be mixed in. Empty if none was pending."""
     s, replica = plan.workers[worker]
     if (begun := agreement_under_way(plan, s, updates)) is None:
         return {}

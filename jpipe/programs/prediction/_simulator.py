@@ -276,7 +276,7 @@ class Simulator:
 
 
 def _shift(ranks: Sequence[_Rank], batch: int) -> float | None:
-    """Return the seconds after which a batch repeats the times of the previous batch; None if the times differ."""
+    """Return by how many seconds a batch is later than the previous one; None if that is not the same for all its actions."""
     pairs = [rank.batches[batch - 1 : batch + 1] for rank in ranks]
     if any(len(before) != len(after) for before, after in pairs):
         return None

@@ -279,14 +279,17 @@ def test_the_same_data_gives_the_same_file():
     [
         (lambda: jpipe.draw_timeline({}), "draw_timeline: expected at least one entry, each with at least one rank, found none; give some"),
         (lambda: jpipe.draw_timeline({"measured": ()}), r"with at least one rank, found \['measured'\]; give some"),
-        (lambda: jpipe.draw_timeline({"measured": ((), ())}), "expected a length above 0 for 'measured', found 0.0; check its spans"),
+        (
+            lambda: jpipe.draw_timeline({"measured": ((), ())}),
+            "expected a duration above 0 for 'measured', found 0.0; check its times, or `seconds`",
+        ),
         (
             lambda: jpipe.draw_timeline({"a": ((Span("F", 0, 0, 0.0, 1.0),),)}, plan=plan_of("gpipe", 2, 2)),
             "draw_timeline: plan: expected 1 rank, one for each row, found 2; give the plan that ran",
         ),
         (lambda: jpipe.draw_memory({}, seconds=1.0), "draw_memory: expected at least one entry"),
-        (lambda: jpipe.draw_memory({"a": ((),)}, seconds={"b": 1.0}), "draw_memory: expected a length above 0 for 'a', found 0.0"),
-        (lambda: jpipe.draw_memory({"a": ((),)}, seconds=float("inf")), "expected a length above 0 for 'a', found inf"),
+        (lambda: jpipe.draw_memory({"a": ((),)}, seconds={"b": 1.0}), "draw_memory: expected a duration above 0 for 'a', found 0.0"),
+        (lambda: jpipe.draw_memory({"a": ((),)}, seconds=float("inf")), "expected a duration above 0 for 'a', found inf"),
     ],
 )
 def test_nothing_to_draw_is_refused(draw, message):

@@ -262,7 +262,7 @@ def test_without_its_marker_a_checkpoint_is_unfinished(run):
     assert steps(run) == [10, 20]
     messages = []
     assert newest_step(run, lambda damaged, into=messages: into.append(str(damaged))) == 20
-    assert messages == [f"{unfinished_folder(run, 30)}: has no checkpoint.json, was not finished; take another checkpoint"]
+    assert messages == [f"{unfinished_folder(run, 30)}: has no checkpoint.json, was not finished; restore another checkpoint"]
     assert steps(run / "none") == []
     assert newest_step(run / "none", messages.append) is None
 
@@ -379,7 +379,7 @@ def forge(run: Path, files: dict) -> None:
 def test_names_do_not_lead_out_of_the_folder(run, name):
     (run / "secret").write_text("secret")
     forge(run, {name: {"size": 6, "sha256": "0"}})
-    with pytest.raises(Damaged, match=rf"/20: names a file outside its folder, '{name}'; take another checkpoint$"):
+    with pytest.raises(Damaged, match=rf"/20: names a file outside its folder, '{name}'; restore another checkpoint$"):
         Checkpoint(run, 20).read()
 
 

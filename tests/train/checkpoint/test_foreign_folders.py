@@ -169,7 +169,7 @@ def test_linked_checkpoints_and_items_are_not_read(name, tmp_path):
     newest = jpipe.checkpoints.newest(tmp_path, lambda damaged: messages.append(str(damaged)))
     assert newest is not None
     assert newest.step == 1
-    assert messages == [f"{linked}: is a symbolic link, not a folder that jpipe has written; take another checkpoint"]
+    assert messages == [f"{linked}: is a symbolic link, not a folder that jpipe has written; restore another checkpoint"]
     for read in (jpipe.checkpoints.Checkpoint.read, jpipe.checkpoints.Checkpoint.specs):
         with pytest.raises(InputError, match="is a symbolic link"):
             read(jpipe.checkpoints.Checkpoint(tmp_path, 3))

@@ -195,7 +195,9 @@ ROWS = {
 def test_rows_that_are_not_numbers_are_refused(run, place, kind):
     (place / "metrics.jsonl").write_text(f'{{"step": 0, "loss": 1.5}}\n{ROWS[kind]}\n')
     seal(place)
-    with pytest.raises(jpipe.InputError, match=r"step 20, line 2: expected a JSON object of numbers, found .*; take another checkpoint$"):
+    with pytest.raises(
+        jpipe.InputError, match=r"step 20, line 2: expected a JSON object of numbers, found .*; restore another checkpoint$"
+    ):
         Resumed(run, 20, Facts(**FACTS), (20,)).rows()
 
 

@@ -228,7 +228,7 @@ def test_a_launcher_that_gets_sigterm_exits_like_its_processes():
             process.send_signal(signal.SIGTERM)
             _, err = process.communicate(timeout=LIMIT)
             wait_for_exit(numbers)
-        assert (process.returncode, err) == (expected, "jpipe: SIGTERM received; not starting again\n" if expected else "")
+        assert (process.returncode, err) == (expected, "jpipe: SIGTERM received; the processes are not restarted\n" if expected else "")
 
 
 @pytest.mark.slow

@@ -338,7 +338,7 @@ WRONG = {
     "equal inputs": (
         lines([row | {"inputs": 1} for row in ROWS]),
         {},
-        "found .*90.* rows with equal inputs are never divided between training and validation; .* in data.validation_path",
+        r"found .*90.*; add rows with other inputs, .* in data.validation_path \(rows with equal inputs always stay together\)",
     ),
     "large": (
         json_lines({"inputs": [1e39, 0, 0], "targets": 0}),

@@ -266,7 +266,7 @@ def test_processes_ended_by_a_signal_are_not_restarted(number):
         process.send_signal(number)
         out, err = process.communicate(timeout=LIMIT / 2)
         wait_for_exit(numbers)
-    assert (process.returncode, out, err) == (128 + number, "", f"jpipe: {number.name} received; not starting again\n")
+    assert (process.returncode, out, err) == (128 + number, "", f"jpipe: {number.name} received; the processes are not restarted\n")
 
 
 def test_a_signal_ends_the_wait_before_the_next_attempt():
@@ -274,7 +274,7 @@ def test_a_signal_ends_the_wait_before_the_next_attempt():
         assert "starting all again in 60 s (1 of 5)" in process.stderr.readline()
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=LIMIT / 2)
-    assert (process.returncode, err) == (130, "jpipe: SIGINT received; not starting again\n")
+    assert (process.returncode, err) == (130, "jpipe: SIGINT received; the processes are not restarted\n")
 
 
 def test_each_wait_is_twice_as_long_and_a_minute_at_most(monkeypatch):

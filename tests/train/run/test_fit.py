@@ -286,8 +286,8 @@ def test_data_that_can_only_be_iterated_are_refused(data, found, name):
     [
         ({"data": ARRAYS}, "data: expected batches .* found arrays; also give batch_size"),
         ({"batch_size": 8}, "batch_size has no effect for data of type list"),
-        ({"data": ARRAYS, "batch_size": True}, "batch_size: expected a number from 1 to 20, the rows of data, found True"),
-        ({"data": ARRAYS, "batch_size": 21}, "batch_size: expected a number from 1 to 20, the rows of data, found 21"),
+        ({"data": ARRAYS, "batch_size": True}, r"batch_size: expected a number from 1 to 20 \(data has 20 rows\), found True"),
+        ({"data": ARRAYS, "batch_size": 21}, r"batch_size: expected a number from 1 to 20 \(data has 20 rows\), found 21"),
         (
             {"data": (X, X[:5]), "batch_size": 4},
             r"data: expected arrays with the same number of rows.* found the shapes \[20, 4\], \[5, 4\]",

@@ -33,7 +33,7 @@ Resume = Literal["auto", "must", "never"]
 """Whether to resume. `auto`: if there is a checkpoint; `must`: or raise an error; `never`: raise an error if the folder holds a run."""
 
 
-ANOTHER = "take another checkpoint"
+ANOTHER = "restore another checkpoint"
 VERSIONS = {"jpipe": jpipe.__version__, "JAX": jax.__version__}
 """The versions of libraries that a checkpoint records."""
 

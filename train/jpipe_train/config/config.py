@@ -193,8 +193,8 @@ class OptimizerConfig(Section):
     patterns; parameters with a matching path get weight decay (null: matrices, not biases and norms). With `accumulate_batches` above 1,
     each update uses the mean gradient of that many batches, and schedules count updates. Gradients are clipped by the norm of the whole
     model or of each stage, not by both. `ema_decay` is the decay of a moving average of the weights. `delay_correction` corrects the delay
-    of gradients under schedules that do not flush: `predict` moves the weights ahead by their delay, and a number by that number times
-    their delay. `per_stage` has, for each argument that differs between stages, a list with one number for each stage. For the first
+    of gradients under schedules that do not flush: `predict` moves the weights ahead by their delay, and a number f moves them by f
+    times the delay. `per_stage` has, for each argument that differs between stages, a list with one number for each stage. For the first
     `lr_delay_steps` updates the learning rate of a stage is divided by the delay of its gradients. This effect decreases with each update.
     """
 

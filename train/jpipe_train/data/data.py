@@ -374,8 +374,8 @@ def _of_examples(config: Config, read: Examples) -> Data:
         raise InputError(
             f"{expected}, found {have[0]:,} and {have[1]:,} in {read.source}",
             where="data.path",
-            change="rows with equal inputs are never divided between training and validation; give more different rows, change "
-            "data.validation_fraction, or name rows for validation in data.validation_path",
+            change="add rows with other inputs, change data.validation_fraction, or name validation rows in data.validation_path "
+            "(rows with equal inputs always stay together)",
         )
     if have[0] < need:
         raise InputError(

@@ -235,7 +235,8 @@ def _shuffled_rows(train: Any, batch_size: int, seed: int) -> BatchesOfRows:
         )
     rows = _rows(train, "data")
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or not 1 <= batch_size <= len(rows):
-        raise InputError(f"batch_size: expected a number from 1 to {len(rows):,}, the rows of data, found {batch_size}; change it")
+        expected = f"a number from 1 to {len(rows):,} (data has {len(rows):,} rows)"
+        raise InputError(f"batch_size: expected {expected}, found {batch_size}; change it")
     return BatchesOfRows(shuffled(rows, seed, epochs=True), batch_size, rows.spec)
 
 

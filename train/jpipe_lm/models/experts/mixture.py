@@ -182,7 +182,8 @@ def computed(
 ) -> Float[Array, "n w"]:
     """Return for each token the weighted sum of the outputs of the experts that it chose.
 
-    Tokens are sorted by expert, and each group of tokens is multiplied by the kernels of its expert. The sums are in the original order.
+    Tokens are sorted by expert, and each group of tokens is multiplied by the kernels of its expert. The result has the tokens in their
+    original order.
 
     Args:
         x: the tokens.
@@ -190,7 +191,8 @@ def computed(
         chosen: the numbers of the experts that each token chose.
         kernels: the kernels (e, in, out) by name.
         activation: the activation of the MLPs.
-        are_some: whether `chosen` may have experts without kernels, with numbers below 0 or from e on. Their outputs count as zero.
+        are_some: whether `chosen` may contain numbers outside 0 to e - 1. There are no kernels for these experts; their outputs count as
+            zero.
     """
     (n, k), count = chosen.shape, kernels["contract"].shape[0]
     numbers = chosen.reshape(-1)

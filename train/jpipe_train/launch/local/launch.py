@@ -113,7 +113,7 @@ class Job:
         while not self.signals and (remaining := end - time.monotonic()) > 0:
             time.sleep(min(remaining, _TICK))
         if self.signals:
-            say(f"{signal.Signals(self.signals[0]).name} received; not starting again")
+            say(f"{signal.Signals(self.signals[0]).name} received; the processes are not restarted")
         return bool(self.signals)
 
 
