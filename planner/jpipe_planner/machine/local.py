@@ -15,7 +15,7 @@ from jpipe_planner.machine.topology import Topology
 
 __all__ = ["host_memory", "local_topology", "usable_cores"]
 
-SMALL, LARGE, LARGE_OF_ACCELERATORS = 2**6, 2**20, 2**23  # numbers of float32 elements to move: 256 bytes, 4 MB, 34 MB
+SMALL, LARGE, LARGE_OF_ACCELERATORS = 1, 2**20, 2**23  # numbers of float32 elements to move: 4 bytes, 4 MB, 34 MB
 ENOUGH = 0.5  # a transfer or sum overlaps if more than this share of it, or of the computation if that is shorter, is hidden
 _SHARE_FOR_PLANS = 0.5  # share of a machine's memory that plans may use; the rest is for data and other programs
 _HOST_KIND = "pinned_host"  # the kind of host memory from which devices copy without waiting for the host
@@ -32,7 +32,7 @@ def local_topology(
     """Measure the links between all devices of this run, the link to host memory, and what overlaps with computations.
 
     All processes must call this function. The bandwidth of a link is the slower one of a transfer and a sum. What overlaps with
-    computations is timed while the first device computes. The rest is timed alone, because no device of a plan computes meanwhile.
+    computations is timed while the first device computes. The rest is timed alone, because its devices do not compute meanwhile.
 
     Args:
         count: the number of devices of the topology; by default all devices.

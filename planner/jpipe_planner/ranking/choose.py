@@ -195,7 +195,7 @@ def choose(
     rejected = of_other_kinds((candidate for candidate in by_rank if candidate.over is not None), ())
     choice = Choice(profile, topology, (), rejected, len(by_rank), global_norm)
     run = _Simulations(choice, [candidate for candidate in by_rank if candidate.over is None], tried, most)
-    run.compared(one for one in run.fitting if one.depth == 1)
+    run.compared(one for one in run.fitting if one.depth == 1 and one.degrees.size == 1)  # as a baseline
     run.fastest()
     run.compared(run.fitting)
     return choice.with_more(tried.values())

@@ -89,7 +89,7 @@ def no_pipeline(choice: Choice) -> str:
     if best.candidate.depth > 1:
         return ""
     other = next((one for one in choice.ranked if one.candidate.depth > 1), None)
-    how = "one device" if best.candidate.num_ranks == 1 else "data parallelism"
+    how = schedule(best.candidate) if best.candidate.num_ranks == 1 else "data parallelism"
     if other is None:
         return f"no pipeline pays here: {how} is as fast or faster"
     slower = best.samples_per_second / other.samples_per_second - 1
@@ -121,7 +121,7 @@ def schedule(candidate: Candidate) -> str:
     if agree is not None:  # `agree every 50`, or `agree every 50, 5 late`
         agreeing = [f"agree every {agree.every}" + (f", {agree.delay} late" if agree.delay else "")]
     if candidate.num_ranks == 1 and candidate.depth == 1:
-        return ", ".join(["one device", *waiting])
+        return ", ".join(["one device" if candidate.devices == 1 else "one mesh", *waiting])
     if candidate.depth == 1 and candidate.num_ranks > 1 and jpipe.schedules.SCHEDULES[candidate.schedule].data_parallel:
         return ", ".join(["data parallel", *agreeing, *in_parts, *waiting])
     if candidate.is_late_data_parallel:
@@ -147,9 +147,9 @@ def offloaded(candidate: Candidate) -> str:
 
 def name(candidate: Candidate) -> str:
     """Return schedule and stages as a part of a sentence."""
+    if candidate.num_ranks == 1 and candidate.depth == 1:
+        return f"one stage on {schedule(candidate)}" + (f" ({candidate.degrees})" if candidate.degrees.size > 1 else "")
     mesh = f" on meshes ({candidate.degrees})" if candidate.degrees.size > 1 else ""
-    if candidate.devices == 1:
-        return f"one stage on {schedule(candidate)}"
     return f"{schedule(candidate)} with {shape(candidate)} stage{'' if candidate.num_ranks == 1 else 's'}{mesh}"
 
 

@@ -11,7 +11,7 @@ from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.machine.differing import Differing
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
-from jpipe_planner.profile.sharded import Degrees
+from jpipe_planner.profile.sharded import NO_MESH, Degrees, possible_degrees
 from jpipe_planner.ranking import choose as choosing
 from jpipe_planner.ranking import table
 from jpipe_planner.ranking.choose import ALIKE, DOUBT, Choice, Ranked, choose
@@ -240,3 +240,32 @@ def test_an_entry_that_changes_nothing_changes_no_plan():
     plans = [find_candidates(profile, topology, 4, schedules=["pipedream_flush", "pipedream"]) for topology in (equal, same)]
     priced = [[(one, one.rank) for one in found if one.devices == 6] for found in plans]
     assert priced[0] == priced[1] != []
+
+
+def test_meshes_leave_room_for_pipelines_among_the_simulated_plans():
+    """A topology file brings meshes in, and each mesh its own plans of one stage."""
+    tensor = {"weights": 1, "compute": 1, "outputs": 0, "residuals": {"none": 0.7}, "reduced": 4e6, "reductions": 2, "divides": 64}
+
+    def at(rows):
+        return {"forward": 2e-3 * rows, "backward": 4e-3 * rows, "outputs": 4_000_000 * rows, "residuals": {"none": 60_000_000 * rows}}
+
+    layers = [
+        {"id": f"block_{n}", "weights": 200_000_000, "optimizer": 800_000_000, "tensor": tensor, "at": [at(1), at(2), at(4)]}
+        for n in range(8)
+    ]
+    profile = Profile(source="analytic", sizes=(1, 2, 4), inputs=(8, 16, 32), labels=(8, 16, 32), layers=layers)
+    links = ({"count": 8, "bandwidth": 3e11, "latency": 3e-6}, {"count": 2, "bandwidth": 3e9, "latency": 3e-5})
+    topology = Topology(levels=links, device={"memory": 80e9})
+    names = "pipedream_flush", "gpipe", "naive", "pipedream_2bw"
+    rates = [
+        choose(profile, topology, find_candidates(profile, topology, 64, schedules=names, meshes=meshes)).ranked[0].samples_per_second
+        for meshes in ((NO_MESH,), possible_degrees(profile, topology))
+    ]
+    assert rates[1] >= 0.99 * rates[0]
+
+
+def test_one_stage_on_a_mesh_is_not_called_one_device():
+    profile, topology = gpt(), Topology.flat(2, 1e9)
+    alone = next(one for one in find_candidates(profile, topology, 4, schedules=("pipedream_flush",)) if one.devices == 1)
+    assert table.name(alone) == "one stage on one device"
+    assert table.name(dataclasses.replace(alone, degrees=Degrees(model=2))) == "one stage on one mesh (model 2)"

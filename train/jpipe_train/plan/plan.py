@@ -132,7 +132,7 @@ def _finish(
         for line in table.why_rejected(choice, EXPLAINED) or ["all kinds of plans fit"]:
             reporter.say(line)
     _write(reporter, request, plans)
-    if request.out is not None and request.config is not None and parts is not None:
+    if request.out is not None and request.config is not None and parts is not None and not _other_targets(choice.topology):
         planned = choice.ranked[0].candidate.batch
         kept = [override for override in request.overrides if not override.startswith(("plan.agree", "plan.links"))]  # they are in the plan
         changes = [*kept, *([] if planned == parts.config.train.batch_size else [f"train.batch_size={planned}"])]
@@ -232,8 +232,7 @@ def _report(request: Request, reporter: Reporter, plans: Plans, measured: trial.
     choice = plans.choice
     profile, topology, chosen = choice.profile, choice.topology, choice.ranked[0]
     confirmed = plans.compiled[0] if plans.compiled else None
-    others = {one.target for one in topology.differing if one.target not in (None, topology.device.target)}
-    if others:
+    if others := _other_targets(topology):
         kinds = ", ".join(sorted({topology.device.target or topology.device.name, *map(str, others)}))
         reporter.say(
             f"these plans cannot be run: they are for devices of different kinds, {kinds}, but all devices of a run are of one kind; to "
@@ -276,6 +275,11 @@ def _report(request: Request, reporter: Reporter, plans: Plans, measured: trial.
         reporter.say("memory is estimated from the profile; with a CONFIG the stages are compiled to know it")
     if candidate.batch != request.batch:
         reporter.say(f"the plan has {table.rows_of(candidate.batch)} between two updates, in place of {request.batch}")
+
+
+def _other_targets(topology: Topology) -> set[str | None]:
+    """Return the targets of the devices that are of another kind than the usual device."""
+    return {one.target for one in topology.differing if one.target not in (None, topology.device.target)}
 
 
 def _memory(chosen: Ranked, confirmed: Compiled | None, p: int) -> str:

@@ -114,7 +114,9 @@ def _faster_with_delay(choice: Choice, batch: int, request: Request, options: di
     )
     fastest = next(usable, None)
     delayed = None if fastest is None else choice.simulate(fastest)
-    return delayed if delayed is not None and delayed.samples_per_second > (1 + _FASTER) * best.samples_per_second else None
+    if delayed is None or delayed.simulated is None or delayed.candidate.over is not None:
+        return None
+    return delayed if delayed.samples_per_second > (1 + _FASTER) * best.samples_per_second else None
 
 
 def _no_candidate(profile: Profile, topology: Topology, batch: int, request: Request, excluded: Sequence[Candidate]) -> InputError:
