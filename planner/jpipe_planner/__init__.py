@@ -3,7 +3,6 @@
 topology, profile → search (equal pipelines, PipeDream's stages) → candidates → simulation, compiled memory → the plan.
 
 Every name is imported when it is first used, so reading topologies and profiles and searching need no JAX. `__init__.pyi` lists the names.
-Two modules are public by themselves: `jpipe_planner.machine.plain_yaml` and `jpipe_planner.ranking.table`.
 """
 
 import lazy_loader

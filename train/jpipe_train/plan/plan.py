@@ -196,7 +196,7 @@ def _check_by_reading(request: Request, config: Config | None, team: Team) -> No
 def _profile_and_topology(
     request: Request, parts: Parts | None, batch: int, devices: int | None, reporter: Reporter, team: Team
 ) -> tuple[Profile, Topology]:
-    """Read or measure the profile and the topology. All processes get the same profile and topology."""
+    """Read or measure the profile and the topology. Only in process 0 does a measured topology have its links."""
     topology = read_topology(request.topology) if request.topology != LOCAL else None
     local = jax.device_count() if topology is None and devices is None else devices or 1
     if request.profile is not None:
