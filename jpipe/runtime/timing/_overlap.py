@@ -27,19 +27,17 @@ _numbers = itertools.count()
 
 
 class OverlapTimes(NamedTuple):
-    """The times of a computation, of a transfer or sum, and of both at once, in seconds; medians unless noted otherwise.
+    """The times of a computation, of a transfer or sum, and of both at once: medians, in seconds.
 
     Attributes:
         computation: the time of the computation alone.
         moved: the time of a transfer to the last device and back, or of a sum over all devices, alone.
         both: the time until both have ended, if the transfer or sum is begun right before the computation, as in a run.
-        beside: the time until the transfer or sum has arrived in this case: the shortest, because other programs can prolong it much.
     """
 
     computation: float
     moved: float
     both: float
-    beside: float
 
     @property
     def hidden(self) -> float:
@@ -97,12 +95,9 @@ def _times(move: Callable[[], Tree], device: jax.Device) -> OverlapTimes:
         alone = _seconds(lambda: work(calls)), _seconds(move)
         begin = time.perf_counter()
         moved, computed = move(), work(calls)
-        jax.block_until_ready(jax.tree.map(arrived, moved))
-        beside = time.perf_counter() - begin
-        jax.block_until_ready(computed)
-        rounds.append((*alone, time.perf_counter() - begin, beside))
-    computation, moved, both, _ = (statistics.median(times) for times in zip(*rounds, strict=True))
-    return OverlapTimes(computation, moved, both, min(times[-1] for times in rounds))
+        jax.block_until_ready((jax.tree.map(arrived, moved), computed))
+        rounds.append((*alone, time.perf_counter() - begin))
+    return OverlapTimes(*(statistics.median(times) for times in zip(*rounds, strict=True)))
 
 
 def _seconds(begin: Callable[[], Tree]) -> float:

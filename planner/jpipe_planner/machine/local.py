@@ -31,8 +31,8 @@ def local_topology(
 ) -> Topology:
     """Measure the links between all devices of this run, the link to host memory, and what overlaps with computations.
 
-    All processes must call this function. The bandwidth of a link is the slower one of a transfer and a sum. What overlaps with
-    computations is timed while the first device computes. The rest is timed alone, because its devices do not compute meanwhile.
+    All processes must call this function. The bandwidth of a link is the slower one of a transfer and a sum, each timed alone. Then both
+    are timed while the first device computes, which shows whether they overlap with computations.
 
     Args:
         count: the number of devices of the topology; by default all devices.
@@ -52,8 +52,7 @@ def local_topology(
     overlap = "none" if large is None else overlap_of(large)
     if large is not None:
         report(overlap_words(large))
-    hidden = {"transfer": overlap != "none", "sum": overlap == "transfers and sums"}
-    moves = [{name: each.beside if hidden[name] else each.moved for name, each in (times or {}).items()} for times in (small, large)]
+    moves = [{name: each.moved for name, each in (times or {}).items()} for times in (small, large)]
     memory = host_memory() / count if is_cpu else (device.memory_stats() or {}).get("bytes_limit")
     local, shared = jax.local_devices(), 0.0 if is_cpu else _SHARE_FOR_PLANS * host_memory()
     ends = max(len({each.process_index for each in devices[:count]}), 2)

@@ -29,14 +29,13 @@ def test_the_devices_here_and_their_links():
 def machine(monkeypatch, transfer, sums, ends=2, processes=1, latency=3e-5, platform="cpu", overlaps=True):
     """Replace the measurements by a machine's with these bandwidths of transfers and sums, between devices of so many processes.
 
-    If they overlap with a computation of 9 seconds, they are these beside it, otherwise alone. The other times must not count.
+    They overlap with a computation of 9 seconds, or not.
     """
 
     def time_overlap(devices, elements):
         hops, bytes_ = 2 * (ends - 1), 4 * elements
         moved = {"transfer": hops * (latency + bytes_ / transfer), "sum": hops * (latency + bytes_ / ends / sums)}
-        times = {name: (7.0, 9.0, seconds) if overlaps else (seconds, 9.0 + seconds, 7.0) for name, seconds in moved.items()}
-        return {name: OverlapTimes(9.0, *each) for name, each in times.items()}
+        return {name: OverlapTimes(9.0, seconds, 9.0 if overlaps else 9.0 + seconds) for name, seconds in moved.items()}
 
     monkeypatch.setattr(local.jpipe.runtime, "time_overlap", time_overlap)
     facts = {"platform": platform, "device_kind": platform, "memory_stats": lambda: None}
@@ -87,7 +86,7 @@ def test_a_process_uses_the_cores_it_is_pinned_to(monkeypatch):
     ],
 )
 def test_more_than_half_of_the_shorter_one_has_to_be_hidden(computation, moved, both, hidden):
-    times = OverlapTimes(computation, moved, both, both)
+    times = OverlapTimes(computation, moved, both)
     assert local.overlap_of({"transfer": times, "sum": times}) == ("transfers and sums" if hidden else "none")
 
 
@@ -107,7 +106,7 @@ def test_what_was_measured_decides(monkeypatch, platform, transfer, sums, expect
     times = (
         None
         if transfer is None
-        else {name: OverlapTimes(3.0, 1.0, both[is_hidden], 1.0) for name, is_hidden in (("transfer", transfer), ("sum", sums))}
+        else {name: OverlapTimes(3.0, 1.0, both[is_hidden]) for name, is_hidden in (("transfer", transfer), ("sum", sums))}
     )
     monkeypatch.setattr(local.jpipe.runtime, "time_overlap", lambda devices, elements: times)
     device = SimpleNamespace(platform=platform, device_kind=platform, memory_stats=lambda: None, process_index=0)
