@@ -276,7 +276,7 @@ def test_concurrent_writes_of_another_process_are_not_lost(saved, monkeypatch):
     before: list = []
     report_resumed = loop.report_resumed
     monkeypatch.setattr(loop, "report_resumed", another_trains)
-    with pytest.raises(InputError, match=rf"another process has trained in '{folder}' meanwhile, its last checkpoint is of step 6 now"):
+    with pytest.raises(InputError, match=rf"another process has trained in '{folder}' meanwhile; now its last checkpoint is of step 6;"):
         loop.main(changed(saved))
     assert files_of(folder) == before[0]
     assert loop.main(changed(saved)).steps == 7
@@ -296,7 +296,7 @@ def test_a_checkpoint_completed_while_the_previous_one_is_read_is_not_lost(saved
         return found
 
     monkeypatch.setattr(jpipe.checkpoints, "newest", slowly)
-    with pytest.raises(InputError, match=rf"another process has trained in '{folder}' meanwhile, its last checkpoint is of step 4 now"):
+    with pytest.raises(InputError, match=rf"another process has trained in '{folder}' meanwhile; now its last checkpoint is of step 4;"):
         loop.main(changed(saved))
     assert jpipe.checkpoints.steps(folder) == [2, 4]
 
