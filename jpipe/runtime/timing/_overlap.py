@@ -22,7 +22,6 @@ ROUNDS = 7
 _LONGER = 3  # the computation takes this many times as long as the transfer, because transferring threads may have to share a core
 _ELEMENTS = 2**20  # float32 elements of a message, 4 MB
 _MOST_CALLS = 1000
-_LEAVES = 16  # the most arrays of a sum: gradients are many arrays, which are joined before they are sent
 _numbers = itertools.count()
 
 
@@ -114,7 +113,7 @@ def _computation(device: jax.Device) -> tuple[Callable[[jax.Array], jax.Array], 
     return jax.jit(lambda x: x @ x * 1e-3), jax.device_put(np.ones((2048, 2048), np.float32), device)
 
 
-def _same(total: Tree) -> Tree:
+def _same(total: jax.Array) -> jax.Array:
     return total
 
 
@@ -130,21 +129,16 @@ class _Moves:
     def __init__(self, devices: Sequence[jax.Device], elements: int) -> None:
         places = [Place((device,)) for device in devices]
         self.local, self._last = [w for w, place in enumerate(places) if place.process_index == jax.process_index()], len(places) - 1
-        array, leaves = jax.ShapeDtypeStruct((elements,), np.float32), min(_LEAVES, elements)
-        summed = [jax.ShapeDtypeStruct((elements // leaves,), np.float32)] * leaves
-        specs, specs_of_sum = ([place.specs(moved) for place in places] for moved in (array, summed))
+        array = jax.ShapeDtypeStruct((elements,), np.float32)
+        specs = [place.specs(array) for place in places]
         self._transport = Transport(places, [range(len(places))], join_processes())
         there = [Sent(Send(w, 0, "activation", w + 1), 0, specs[w], specs[w + 1]) for w in range(self._last)]
         back = [Sent(Send(w + 1, 0, "gradient", w), 0, specs[w + 1], specs[w]) for w in range(self._last)]
-        self._transport.compile([*there, *back], [(0, specs_of_sum[0])], {})
+        self._transport.compile([*there, *back], [(0, specs[0])], {})
         self._transport.connect(f"overlap {next(_numbers)}")
-        self._arrays, self._gradients = (
-            {w: jax.device_put(jax.tree.map(lambda spec: np.ones(spec.shape, spec.dtype), moved), devices[w]) for w in self.local}
-            for moved in (array, summed)
-        )
+        self._arrays = {w: jax.device_put(np.ones(array.shape, array.dtype), devices[w]) for w in self.local}
         self._batches = itertools.count()
-        self._add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b))
-        self._finish = None if not self.local else jax.jit(_same).lower(specs_of_sum[self.local[0]]).compile()
+        self._add, self._finish = jax.jit(jnp.add), None if not self.local else jax.jit(_same).lower(specs[self.local[0]]).compile()
 
     def transfer(self) -> Tree:
         """Begin to send an array from the first device to the last one and back; return the result, or None without the first device."""
@@ -162,9 +156,9 @@ class _Moves:
         return self._transport.receive(Receive(to, 0, message, source), 0) if to in self.local else array
 
     def sum(self) -> Tree:
-        """Begin to sum arrays over all devices, and return the sums on this process's devices."""
+        """Begin to sum an array over all devices, and return the sums on this process's devices."""
         batch, sums = next(self._batches), dict[int, Tree]()
         assert self._finish is not None
         for w in self.local:
-            sums |= self._transport.all_reduce(AllReduce(w, batch), batch, self._gradients[w], self._add, self._finish)
+            sums |= self._transport.all_reduce(AllReduce(w, batch), batch, self._arrays[w], self._add, self._finish)
         return list(sums.values())
