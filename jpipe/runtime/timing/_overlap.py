@@ -49,8 +49,7 @@ def time_overlap(devices: Sequence[jax.Device] | None = None, elements: int = _E
     """Time a transfer and a sum between devices, alone and while the first device computes. All processes call it.
 
     The devices are the first device of each process, or two devices if there is only one process. Arrays move as between the stages and
-    replicas of a pipeline: copies from the first device to the next ones and back. On CPUs the computation runs on one core, so sharing of
-    cores is not measured.
+    replicas of a pipeline: copies from the first device to the next ones and back. On CPUs the computation runs on one core.
 
     Args:
         devices: the devices of the run; by default all.
