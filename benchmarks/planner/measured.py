@@ -1,8 +1,9 @@
 """Run ten plans of different kinds of a small GPT on this machine: predicted and measured seconds of a batch, and peak memory.
 
 `main` runs them on CPU devices of this process, and on one of each of two processes that `jpipe launch` starts. All of it is measured as
-`jpipe plan` measures it: the layers on one device, how devices slow each other down, and the links. Nothing is fitted. Each plan runs once
-in each round, so that a change of the machine's speed concerns all; the median counts.
+`jpipe plan` measures it: the layers on one device, how devices slow each other down, and the links. Nothing is fitted. The speed of a
+shared machine varies by a third within minutes. So all of it is measured before the first round and after each round, each plan runs once
+in each round, and a run is compared with the mean of the predictions before and after it; the median of the rounds counts.
 
     python -m benchmarks.planner measured
 """
@@ -53,25 +54,41 @@ class Row(NamedTuple):
 
     Attributes:
         name: of the plan.
-        predicted: by the planner.
+        plan: the plan.
+        costs: of its compiled stages, with exact bytes.
+        predictions: of the planner, before the first round and after each round.
         rounds: seconds of a batch in each round, those of the slowest process.
         peaks: bytes of each rank.
     """
 
     name: str
-    predicted: Simulated
+    plan: jpipe.Plan
+    costs: Sequence[jpipe.programs.StageCost]
+    predictions: list[Simulated]
     rounds: list[float]
     peaks: tuple[int, ...]
 
     @property
     def ratio(self) -> float:
-        """The measured seconds, the median of the rounds, divided by the predicted ones."""
-        return statistics.median(self.rounds) / self.predicted.batch_seconds
+        """The measured seconds divided by the predicted ones, the median of the rounds."""
+        return statistics.median(self.ratios)
+
+    @property
+    def ratios(self) -> list[float]:
+        """For each round the measured seconds divided by the mean of the predictions before and after it."""
+        seconds = [each.batch_seconds for each in self.predictions]
+        around = zip(self.rounds, seconds[:-1], seconds[1:], strict=True)
+        return [measured / ((before + after) / 2) for measured, before, after in around]
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """The predicted and the measured seconds, each the median over the rounds."""
+        return statistics.median(each.batch_seconds for each in self.predictions), statistics.median(self.rounds)
 
     @property
     def memory_ratio(self) -> float:
         """The measured bytes divided by the predicted ones, on the rank where they differ most."""
-        ratios = [measured / predicted for measured, predicted in zip(self.peaks, self.predicted.peak_bytes, strict=True)]
+        ratios = [measured / predicted for measured, predicted in zip(self.peaks, self.predictions[0].peak_bytes, strict=True)]
         return max(ratios, key=lambda ratio: abs(ratio - 1))
 
 
@@ -132,30 +149,42 @@ def _measured(team: Team, rounds: int) -> dict[str, Any]:
     """Measure in all processes, and print and return the figures in the first one."""
     reporter, load = Reporter(1, 1, "samples", Console(highlight=False, quiet=not team.is_first)), os.getloadavg()[0]
     parts = Parts.of(config_file.load(CONFIG, SMALLER), reporter)
-    profile, topologies = profile_together(parts, BATCH, DEVICES, reporter, team), dict[int, Topology]()
-    for count in (2, DEVICES) if team.processes is None else (2,):
-        topologies[count] = local_topology(count, cores=cores_of(parts, profile, count, team))
-        reporter.say(f"{count} devices: {table.links(topologies[count])}")
     batch, programs, running = data.load(parts.config).train[0], dict[Any, Any](), list[tuple[Row, _Traced]]()
     for name, plan in plans(parts.stack.ids, 1 if team.processes is None else team.processes.count).items():
         with reporter.phase(f"starting {name}"):
-            pipe, times = parts.pipeline(plan), profile.stage_costs(plan, BATCH // plan.microbatches)
-            exact = pipe.costs(batch, compiled_for=jax.local_devices()[0], programs=programs)
-            costs = [_with_times(size, time) for size, time in zip(exact, times, strict=True)]
-            predicted = simulate_plan(plan, costs, topologies[max(len(plan.rank_workers), 2)])
-            assert predicted is not None
+            pipe = parts.pipeline(plan)
+            costs = pipe.costs(batch, compiled_for=jax.local_devices()[0], programs=programs)
             one = _Traced(pipe, batch, team)
-            running.append((Row(name, predicted, [], one.peaks(costs)), one))
+            running.append((Row(name, plan, costs, [], [], one.peaks(costs)), one))
+    _predict([row for row, _ in running], parts, reporter, team)
     with reporter.counting(f"measuring {len(running)} plans, {rounds} rounds") as progress:
         for n in range(rounds):
             for row, one in running:
                 row.rounds.append(one.round())
+            _predict([row for row, _ in running], parts, reporter, team)
             progress(n + 1, rounds)
     rows = [row for row, _ in running]
     figures = summary(rows) | {"load before": load, "load after": os.getloadavg()[0]}
     if team.is_first:
         _print(rows, figures)
-    return figures | {"plans": [row._asdict() | {"predicted": dataclasses.asdict(row.predicted)} for row in rows]}
+    fields = "name", "rounds", "peaks"
+    return figures | {
+        "plans": [{n: getattr(row, n) for n in fields} | {"predictions": [*map(dataclasses.asdict, row.predictions)]} for row in rows]
+    }
+
+
+def _predict(rows: Sequence[Row], parts: Parts, reporter: Reporter, team: Team) -> None:
+    """Measure the layers, the links and how devices slow each other down; add a prediction to each row."""
+    profile, topologies = profile_together(parts, BATCH, DEVICES, reporter, team), dict[int, Topology]()
+    for count in (2, DEVICES) if team.processes is None else (2,):
+        topologies[count] = local_topology(count, cores=cores_of(parts, profile, count, team))
+        reporter.say(f"{count} devices: {table.links(topologies[count])}")
+    for row in rows:
+        times = profile.stage_costs(row.plan, BATCH // row.plan.microbatches)
+        costs = [_with_times(size, time) for size, time in zip(row.costs, times, strict=True)]
+        predicted = simulate_plan(row.plan, costs, topologies[max(len(row.plan.rank_workers), 2)])
+        assert predicted is not None
+        row.predictions.append(predicted)
 
 
 def _with_times(exact: jpipe.programs.StageCost, estimate: jpipe.programs.StageCost) -> jpipe.programs.StageCost:
@@ -164,10 +193,11 @@ def _with_times(exact: jpipe.programs.StageCost, estimate: jpipe.programs.StageC
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
     """Return how far the predictions are off."""
-    predicted, ratios = [row.predicted.batch_seconds for row in rows], [row.ratio for row in rows]
+    predicted, measured = zip(*(row.seconds for row in rows), strict=True)
+    ratios = [row.ratio for row in rows]
     return {
         "longest ÷ shortest prediction": max(predicted) / min(predicted),
-        "rank correlation": rank_correlation(predicted, [statistics.median(row.rounds) for row in rows]),
+        "rank correlation": rank_correlation(predicted, measured),
         "median ratio": statistics.median(ratios),
         "worst ratio": max(ratios, key=lambda ratio: abs(np.log(ratio))),
         "worst memory": max((row.memory_ratio for row in rows), key=lambda ratio: abs(ratio - 1)),
@@ -181,15 +211,12 @@ def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def _print(rows: Sequence[Row], figures: dict[str, Any]) -> None:
-    head = "plan", "predicted", "measured", "rounds", "measured ÷ predicted", "peak memory ÷ predicted"
+    head = "plan", "predicted", "measured", "measured ÷ predicted", "rounds", "peak memory ÷ predicted"
     lines = []
-    for row in sorted(rows, key=lambda row: row.predicted.batch_seconds):
-        predicted, measured, least, most = (
-            f"{1e3 * seconds:.0f}"
-            for seconds in (row.predicted.batch_seconds, statistics.median(row.rounds), min(row.rounds), max(row.rounds))
-        )
-        ratios = f"{row.ratio:.2f}", f"{row.memory_ratio:.3f}"
-        lines.append((row.name, f"{predicted} ms", f"{measured} ms", f"{least} to {most} ms", *ratios))
+    for row in sorted(rows, key=lambda row: row.seconds):
+        predicted, measured = (f"{1e3 * seconds:.0f} ms" for seconds in row.seconds)
+        spread = f"{min(row.ratios):.2f} to {max(row.ratios):.2f}"
+        lines.append((row.name, predicted, measured, f"{row.ratio:.2f}", spread, f"{row.memory_ratio:.3f}"))
     print_table(head, lines)
     for name, figure in figures.items():
         print(f"  {name}: {figure:.3g}", flush=True)
