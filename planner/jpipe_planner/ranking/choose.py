@@ -29,6 +29,7 @@ DOUBT = 1.3  # a plan that is too large to simulate counts only if its estimate 
 MOST_COMPARED = 4_000  # forwards in the simulations that are only for comparison
 ALIKE = 0.03  # relative difference up to which estimates count as equal
 EQUAL = 0.005  # relative difference up to which plans count as equally fast
+PAYS = 0.03  # how much faster than one device several devices must be, because predictions are not more exact
 
 
 @dataclass(frozen=True)
@@ -298,11 +299,13 @@ def first_of_kinds(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 
 def best_of_kinds(plans: Iterable[Ranked]) -> tuple[Ranked, ...]:
-    """Return the best plan of each kind, fastest first."""
+    """Return the best plan of each kind, fastest first. A plan for one device comes first if it is nearly as fast as the best (`PAYS`)."""
     best = dict[tuple[object, ...], Ranked]()
     for one in in_order(list(plans)):
         best.setdefault(one.candidate.kind, one)
-    return tuple(best.values())
+    ordered = list(best.values())
+    alone = [one for one in ordered if one.candidate.devices == 1 and (1 + PAYS) * one.samples_per_second >= ordered[0].samples_per_second]
+    return (*alone, *(one for one in ordered if one not in alone))
 
 
 def in_order(ranked: Sequence[Ranked]) -> list[Ranked]:

@@ -93,6 +93,9 @@ def no_pipeline(choice: Choice) -> str:
     if other is None:
         return f"no pipeline pays here: {how} is as fast or faster"
     slower = best.samples_per_second / other.samples_per_second - 1
+    if slower < -EQUAL:
+        faster = other.samples_per_second / best.samples_per_second - 1
+        return f"no pipeline pays here: the best one, {name(other.candidate)}, is only {faster:.1%} faster than {how}"
     than_it = f"{slower:.1%} slower" if slower > EQUAL else "no faster"
     return f"no pipeline pays here: {how} is as fast or faster; the best one, {name(other.candidate)}, is {than_it}"
 

@@ -107,3 +107,15 @@ def test_it_is_said_if_no_pipeline_pays():
     assert words.startswith("no pipeline pays here: one device is as fast or faster; the best one, ")
     assert words.endswith(" is 50.0% slower")
     assert table.no_pipeline(dataclasses.replace(choice, ranked=(pipeline,))) == ""
+
+
+@pytest.mark.parametrize("faster", [1.02, 1.04])
+def test_several_devices_must_be_some_percent_faster_than_one(faster):
+    choice = chosen(10, 10**3, memory=1e9)
+    one = next(one for one in choice.ranked if one.candidate.depth > 1)
+    alone = dataclasses.replace(one, candidate=dataclasses.replace(one.candidate, schedule="gpipe", starts=(0,), replicas=(1,)))
+    pipeline = dataclasses.replace(one, simulated=dataclasses.replace(one.simulated, batch_seconds=one.seconds / faster))
+    ranked = dataclasses.replace(choice, ranked=()).with_more([alone, pipeline])
+    assert ranked.ranked[0].candidate.devices == (1 if faster < 1.03 else one.candidate.devices)
+    words = table.no_pipeline(ranked)
+    assert words.endswith(" is only 2.0% faster than one device") if faster < 1.03 else words == ""
