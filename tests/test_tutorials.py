@@ -46,8 +46,8 @@ def masked(line: str) -> str:
 
 
 def is_compared(command: str, line: str) -> bool:
-    """Return whether a shown line is compared: rows of a ranking and generated text depend on the machine."""
-    return line.startswith("jpipe: ") if "generate" in command else not re.match(r"\d+  |\^C|$", line)
+    """Return whether a shown line is compared: rankings, the choice and generated text depend on the machine."""
+    return line.startswith("jpipe: ") if "generate" in command else not re.match(r"\d+  |no pipeline pays here|chosen: |\^C|$", line)
 
 
 def run(page: Path, folder: Path) -> Iterator[Done]:
