@@ -14,8 +14,6 @@ CHECKED := build/checked-docs
 
 # So compiled, all tests take half as long. What is about numbers runs once more in `make test-slow`, compiled like the programs of users.
 QUICKLY = env $$(.ci/compile-quickly $(VENV)/python)
-ON_GPU = tests/jpipe/capabilities tests/jpipe/checkpoints tests/jpipe/model tests/jpipe/runtime tests/jpipe/stages tests/jpipe/weights tests/jpipe/test_contexts.py \
-	tests/jpipe/test_pipeline.py tests/jpipe/test_predict.py tests/lm/generate/test_decoder.py tests/lm/models tests/train/losses
 NONE_IS_FINE = $(if $(PYTEST_ARGS),|| [ $$? -eq 5 ]) # where only some of the tests are asked for
 
 define on_oldest
@@ -27,7 +25,7 @@ else $(MAKE) --no-print-directory .venv-oldest/ready && \
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow test-oldest test-all test-targets test-gpu check check-types check-docs check-imports check-wheel wheel format bench bench-peers bench-hosts bench-accuracy bench-planner bench-papers bench-faults bench-learning docs docs-links pictures clean
+.PHONY: help train test test-slow test-oldest test-all test-targets check-gpu check check-types check-docs check-imports check-wheel wheel format bench bench-peers bench-hosts bench-accuracy bench-planner bench-papers bench-faults bench-learning docs docs-links pictures clean
 
 help: ## List the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 20
@@ -52,8 +50,8 @@ test-all: .venv/ready .venv-torch/ready ## Run all tests, and those marked `olde
 test-targets: .venv-targets/ready ## Compile every kind of program for GPUs and TPUs that are not here, about two minutes; nothing is run on them
 	@[ ! -e .venv-targets/ready ] || JPIPE_REQUIRE_TARGETS=1 JAX_PLATFORMS=cpu .venv-targets/bin/$(PYTEST) -m "targets and not exhaustive" tests/targets $(PYTEST_ARGS)
 
-test-gpu: .venv/ready ## Run the tests of numbers on one NVIDIA GPU, if there is one; .venv needs JAX for it (.venv/bin/pip install 'jax[cuda13]')
-	@$(VENV)/$(PYTEST) -p tests.on_gpu -m "not slow" $(ON_GPU) $(PYTEST_ARGS)
+check-gpu: .venv/ready ## Check jpipe on one NVIDIA GPU within ten minutes, over NCCL too; it says what to install (ARGS="--rehearse" without a GPU)
+	@$(VENV)/python -m benchmarks.check_gpu $(ARGS)
 
 check: .venv/ready ## Format, lint, types, directions of imports, lengths of pages, the site, and the wheel built and used in an empty folder
 	@$(VENV)/ruff format --check .

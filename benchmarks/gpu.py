@@ -2,13 +2,17 @@
 
 They run in turn. Model FLOPs utilization is the model's FLOPs per second (6 for each weight and token, plus the attention), divided by the
 peak of the GPU. With `--memory` the pipeline alone runs, and its memory is compared with what `jpipe.simulate` predicts; `--offload` lets
-parts of its state wait in host memory. `--tiny` runs the program on any device, to check that it works.
+parts of its state wait in host memory, and moves between both memories are timed. `--tiny` runs the program on any device, to check that
+it works.
 """
 
 import argparse
 import dataclasses
+import json
+import pathlib
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -51,17 +55,29 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{machine['device']}, jax {machine['jax']}: {sizes.parameters / 1e6:.1f} million parameters, {sizes.compute_dtype},")
     print(f"{options.microbatches} microbatches of {sizes.rows} sequences of {sizes.sequence} tokens, attention {sizes.attention}")
     if options.memory:
-        _print_memory(_pipeline(sizes, options, options.recompute[0]), gpt.data(sizes, options.microbatches))
-        return 0
-    rates = _rates(_programs(sizes, options), sizes, options)
+        figures = _measure_memory(_pipeline(sizes, options, options.recompute[0]), gpt.data(sizes, options.microbatches))
+        figures |= _time_moves(1 << 20 if options.tiny else 1 << 30) if options.offload else {}
+        print("\n".join(f"{name:<70} {value}" for name, value in figures.items()))
+    else:
+        figures = _measure_throughput(sizes, options, peak)
+    if options.json:
+        options.json.write_text(json.dumps({"machine": machine, "figures": figures}, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def _measure_throughput(sizes: Sizes, options: argparse.Namespace, peak: float | None) -> dict[str, dict[str, float]]:
+    """Measure and print the throughput of the programs, and return it by program and figure."""
+    rates, figures = _rates(_programs(sizes, options), sizes, options), dict[str, dict[str, float]]()
     for name, measured in rates.items():
         rate = statistics.median(measured)
         share = f"{rate * sizes.sequence_flops / peak:.1%}" if peak else "not known: give --peak, in FLOP/s"
         print(f"{name:<50} {rate:10.2f} sequences/s, model FLOPs utilization {share}")
+        figures[name] = {"sequences/s": rate} | ({"model FLOPs utilization": rate * sizes.sequence_flops / peak} if peak else {})
     for name in [name for name in rates if name != PLAIN]:
         ratio = statistics.median(a / b for a, b in zip(rates[name], rates[PLAIN], strict=True))
         print(f"{name} ÷ {PLAIN}: {ratio:.3f} (goal at least {GOAL}: {'met' if ratio >= GOAL else 'missed'})")
-    return 0
+        figures[name]["of the jitted step"] = ratio
+    return figures
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
@@ -79,6 +95,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--memory", action="store_true", help="run the pipeline alone, and compare its memory with the prediction")
     parser.add_argument("--offload", nargs="*", default=[], choices=[*_PARTS], help="what waits in host memory, of all stages")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on any device")
+    parser.add_argument("--json", type=pathlib.Path, help="the file for the figures (default: none)")
     return parser.parse_args(arguments)
 
 
@@ -119,8 +136,8 @@ def _rates(programs: dict[str, Callable[[int], dict[str, Any]]], sizes: Sizes, o
     return rates
 
 
-def _print_memory(pipe: jpipe.Pipeline, batch: Any) -> None:
-    """Run a few steps, and print the memory of the device beside the predicted memory of all ranks together."""
+def _measure_memory(pipe: jpipe.Pipeline, batch: Any) -> dict[str, float]:
+    """Run a few steps. Return the memory of the device and of the host, beside the prediction for all ranks together, and times."""
     state, most, in_host = pipe.init(jax.random.key(0), batch), 0, 0
 
     def observe(event: jpipe.runtime.Event) -> None:
@@ -135,19 +152,33 @@ def _print_memory(pipe: jpipe.Pipeline, batch: Any) -> None:
     jax.block_until_ready(pipe.drain(state, observe=observe))
     costs = pipe.costs(batch)
     predicted = jpipe.simulate(jpipe.lower(pipe.plan, 3), costs)
-    print(
-        f"arrays alive at a time: {most / 1e9:.3f} GB; the predicted peaks of all ranks add up to {sum(predicted.held_bytes) / 1e9:.3f} GB"
-    )
-    print(f"in host memory at a time: {in_host / 1e9:.3f} GB; predicted {sum(predicted.host_bytes) / 1e9:.3f} GB")
+    figures = {
+        "GB of arrays alive at a time, the most": most / 1e9,
+        "GB, predicted peaks of all ranks in sum": sum(predicted.held_bytes) / 1e9,
+        "GB in host memory at a time, the most": in_host / 1e9,
+        "GB in host memory, predicted": sum(predicted.host_bytes) / 1e9,
+    }
     if peak := (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"):
-        scratch = max(cost.temporary for cost in costs)
-        print(f"peak of the allocator: {peak / 1e9:.2f} GB; scratch memory of the largest program: {scratch / 1e9:.2f} GB")
-    losses = ", ".join(f"{float(loss):.6f}" for loss in metrics.losses.values())
+        figures["GB, peak of the allocator"] = peak / 1e9
+        figures["GB of scratch memory of the largest program"] = max(cost.temporary for cost in costs) / 1e9
+    figures["mean loss of the second batch"] = [float(loss) for loss in metrics.losses.values()][-1]
     del state, metrics
     runner = Runner(pipe, batch)
     runner(2)
-    seconds = [1 / steps_per_second([runner(4)["ends"]]) for _ in range(3)]
-    print(f"a batch: {statistics.median(seconds):.3f} s ({min(seconds):.3f} to {max(seconds):.3f}); losses of the second: {losses}")
+    figures["seconds of a batch"] = statistics.median(1 / steps_per_second([runner(4)["ends"]]) for _ in range(3))
+    return figures
+
+
+def _time_moves(size: int) -> dict[str, float]:
+    """Time moves of an array of this many bytes to host memory and back."""
+    on_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    array, seconds = jnp.zeros(size, jnp.uint8, device=on_device), {"to": list[float](), "from": list[float]()}
+    for _ in range(6):
+        for direction, target in (("to", on_device.with_memory_kind("pinned_host")), ("from", on_device)):
+            begin = time.perf_counter()
+            array = jax.block_until_ready(jax.device_put(array, target))
+            seconds[direction].append(time.perf_counter() - begin)
+    return {f"GB/s {direction} host memory": size / statistics.median(times[1:]) / 1e9 for direction, times in seconds.items()}
 
 
 if __name__ == "__main__":

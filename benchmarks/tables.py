@@ -2,7 +2,8 @@
 
 `python -m benchmarks.tables` writes them into the pages. `benchmarks/data/PAGE.json` has tables of a page with the command and the machine;
 its `source` says where the figures come from, and `hidden` lists columns that the page leaves out. If results of a benchmark are kept, in
-`benchmarks/hosts/links.json`, `benchmarks/hosts/accuracy.json` and `benchmarks/peers/*.json`, tables are made from them.
+`benchmarks/hosts/links.json`, `benchmarks/hosts/accuracy.json`, `benchmarks/peers/*.json` and `benchmarks/check_gpu/results.json`, tables
+are made from them.
 """
 
 import json
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.check_gpu import tables as check_gpu
 from benchmarks.hosts import accuracy, links
 from benchmarks.papers.document import Table, write
 from benchmarks.peers import report
@@ -37,7 +39,7 @@ def _shown(table: Mapping[str, Any]) -> Table:
 
 def from_results() -> list[Table]:
     """Return the tables that are made from results of benchmarks."""
-    tables = [links.table(links.read(links.RESULTS)), *report.tables(report.RESULTS)]
+    tables = [links.table(links.read(links.RESULTS)), *report.tables(report.RESULTS), *check_gpu.tables()]
     if accuracy.RESULTS.exists():
         tables.append(accuracy.table(json.loads(accuracy.RESULTS.read_text(encoding="utf-8"))["runs"]))
     return tables

@@ -2,7 +2,7 @@
 
 `python -m tests.jpipe.several train GROUP ADDRESS COUNT INDEX FILE` trains the cases of a group, one after the other, and writes all that
 it found to FILE; with COUNT 1 all workers are in one process. `endless` trains one case until it is killed; in `differ` the processes
-pass different things.
+pass different things. Under the plugin `tests.on_gpu` all processes share one GPU.
 """
 
 import atexit
@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -127,7 +127,6 @@ CASES: dict[str, dict[str, dict]] = {
         },
     },
     "2, more": {
-        "gpipe": {"num_stages": 2, "schedule": "gpipe", "microbatches": 3, "clip": 3.0},
         "data_parallel": {"num_stages": 1, "schedule": "pipedream_flush", "microbatches": 4, "replicas": 2, "clip": 3.0},
         "data_parallel, in parts": {"num_stages": 1, "schedule": "gpipe", "microbatches": 4, "replicas": 2, "sum_parts": 4},
         "3-1, in parts": {
@@ -141,12 +140,26 @@ CASES: dict[str, dict[str, dict]] = {
         },
         "2bw with chunks": {"num_stages": 4, "schedule": "pipedream_2bw", "microbatches": 3, "chunks_per_rank": 2, "clip": 3.0},
         "four_workers, clipped": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 6, "replicas": 2, "clip": 3.0},
-        "naive": {"num_stages": 2, "schedule": "naive", "microbatches": 2},
-        "flush": {"num_stages": 2, "schedule": "pipedream_flush", "microbatches": 3},
-        "pipedream": {"num_stages": 2, "schedule": "pipedream", "microbatches": 1},
         "float16": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 3, "params": "float16"},
         "four_workers": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 6, "replicas": 2, "placement": [[0, 1], [0, 1]]},
+    },
+    "2, schedules": {
+        "naive": {"num_stages": 2, "schedule": "naive", "microbatches": 2},
+        "gpipe": {"num_stages": 2, "schedule": "gpipe", "microbatches": 3, "clip": 3.0},
+        "flush": {"num_stages": 2, "schedule": "pipedream_flush", "microbatches": 3},
+        "pipedream": {"num_stages": 2, "schedule": "pipedream", "microbatches": 1},
         "interleaved": {"num_stages": 4, "schedule": "interleaved_1f1b", "microbatches": 3, "chunks_per_rank": 2},
+        "breadth first": {"num_stages": 4, "schedule": "looped_bfs", "microbatches": 3, "chunks_per_rank": 2},
+        "halves": {"num_stages": 2, "schedule": "zb_h1", "microbatches": 3},
+        "halves, more in flight": {"num_stages": 2, "schedule": "zb_h2", "microbatches": 3},
+        "halves, interleaved": {"num_stages": 4, "schedule": "interleaved_zero_bubble", "microbatches": 4, "chunks_per_rank": 2},
+        "halves in another V": {"num_stages": 4, "schedule": "dualpipe_v", "microbatches": 4},
+        "own order": {
+            "num_stages": 2,
+            "schedule": "auto_zero_bubble",
+            "microbatches": 2,
+            "order": ["F0.0 F0.1 I0.0 W0.0 B0.1", "F1.0 F1.1 B1.0 I1.1 W1.1"],
+        },
     },
     "2, meshes": {
         "2bw, fsdp": {
@@ -214,8 +227,15 @@ CASES: dict[str, dict[str, dict]] = {
 """Cases by group; a group's name begins with the number of its processes. Without a placement each worker has its own device."""
 INLINE = ("2bw", "round_robin", "unlike", "sums in parts", "shared optimizer", "lengths", "agree rarely", "agree late", "compressed sums")
 """Cases of two processes that run again as on GPUs: without threads, transfers called in the order of the program."""
+
 BATCHES = 5
+SHARES_GPU = "JPIPE_CHECK"  # the variable of `tests.on_gpu`
 ROOT = Path(__file__).parents[2]
+
+
+def inline(group: str) -> list[str]:
+    """Return the cases of a group that run again as on GPUs; there all cases run so."""
+    return [] if SHARES_GPU in os.environ else [case for case in INLINE if case in CASES[group]]
 
 
 def pipeline(fields: dict):
@@ -383,15 +403,22 @@ def save_copies(folder: Path) -> dict[str, np.ndarray]:
 def train_all(group: str, count: int, file: str) -> None:
     from jpipe.runtime import _executor
 
-    mine = CASES[group]
-    numbers = {f"{case}: {name}": value for case, fields in mine.items() for name, value in train(fields).items()}
+    transport, in_order = _executor.Transport, functools.partial(_executor.Transport, threads=False)
+    numbers: dict[str, np.ndarray] = {}
+
+    def train_each(cases: Iterable[str], name: str = "") -> None:
+        for case in cases:
+            print(f"case {name}{case}", flush=True)
+            numbers.update({f"{name}{case}: {key}": value for key, value in train(CASES[group][case]).items()})
+
+    _executor.Transport = in_order if SHARES_GPU in os.environ else transport
+    train_each(CASES[group])
     if count > 1:
         numbers["refused"] = np.asarray(refusal())
         numbers |= {"disagreed": np.asarray(disagreement())} if group == "2, meshes" else {}
-        numbers |= save_copies(Path(file).parent) if "tied" in mine else {}
-        inline = [case for case in INLINE if case in mine]
-        _executor.Transport = functools.partial(_executor.Transport, threads=False)
-        numbers |= {f"inline {case}: {name}": value for case in inline for name, value in train(mine[case]).items()}
+        numbers |= save_copies(Path(file).parent) if "tied" in CASES[group] else {}
+        _executor.Transport = in_order
+        train_each(inline(group), "inline ")
     np.savez(file, **numbers)
 
 
@@ -435,18 +462,24 @@ def train_endlessly(file: str) -> None:
 
 
 def main(what: str, group: str, address: str, count: int, index: int, file: str) -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[index % len(cores)]})  # with other numbers of threads, XLA's sums may differ in the last bit
+    shares_gpu, cores = SHARES_GPU in os.environ, sorted(os.sched_getaffinity(0))
+    if not shares_gpu:
+        os.sched_setaffinity(0, {cores[index % len(cores)]})  # with other numbers of threads, XLA's sums may differ in the last bit
     if (count, index) == (2, 1):
         atexit.register(time.sleep, 1.0)  # the last one called: all others are gone by then
     import jax
 
-    jax.config.update("jax_disable_most_optimizations", True)  # it compiles twice as fast
+    if os.environ.get(SHARES_GPU) != "gpu":
+        jax.config.update("jax_disable_most_optimizations", True)  # it compiles twice as fast
+    if shares_gpu and count == 1:
+        from tests import on_gpu
+
+        on_gpu.share_device()
     # The cases and the tests have much in common. Only process 0 of a run writes into its cache.
     cache = os.environ.get("XDG_CACHE_HOME", str(Path(file).parent))
     jax.config.update("jax_compilation_cache_dir", f"{cache}/several {count}.{index}")
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    devices = 8 if "meshes" in group else 1 if count > 1 else 4
+    devices = 8 if "meshes" in group else 1 if count > 1 or shares_gpu else 4
     jax.config.update("jax_num_cpu_devices", devices // count if "meshes" in group else devices)
     if count > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -475,7 +508,8 @@ def started(what: str, group: str, count: int, folder: Path) -> Iterator[list[su
         for index in range(count):
             with open(folder / f"{count}.{index}.txt", "w") as log:
                 command = [*program, str(index), str(folder / f"{count}.{index}.npz")]
-                processes.append(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=traced))
+                environment = traced | {"NCCL_HOSTID": str(index)}  # NCCL connects processes on one GPU only if their hosts differ
+                processes.append(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=environment))
         yield processes
     finally:
         for process in processes:

@@ -326,6 +326,17 @@ def test_pinned_processes_have_one_core_by_turns():
     assert lines == [f"{i} {{{cores[i % len(cores)]}}} {flags} {i}" for i in range(3)]
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_processes_that_share_a_gpu_are_hosts_of_their_own_for_nccl(shared, monkeypatch):
+    for name in "JAX_LOCAL_DEVICE_IDS", "NCCL_HOSTID":
+        monkeypatch.delenv(name, raising=False)
+    if shared:
+        monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "0")
+    with launched(2, "print(os.environ['JAX_LOCAL_DEVICE_IDS'], os.environ.get('NCCL_HOSTID'))") as process:
+        out, _ = process.communicate(timeout=LIMIT)
+    assert sorted(out.splitlines()) == (["0 slot-0", "[1] 0 slot-1"] if shared else ["0 None", "[1] 1 None"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -440,8 +451,11 @@ def restarted(tmp_path_factory) -> types.SimpleNamespace:
 
 
 def run(command: list[str], folder: Path) -> subprocess.CompletedProcess:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=3 * LIMIT, check=False)
+    environment, limit = os.environ | {"PYTHONPATH": str(ROOT)}, float(os.environ.get("JPIPE_CHECK_LIMIT", 3 * LIMIT))
+    try:
+        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=limit, check=False)
+    except subprocess.TimeoutExpired as error:
+        pytest.fail(f"{error}\n{error.stdout}\n{error.stderr}")
 
 
 @pytest.mark.slow

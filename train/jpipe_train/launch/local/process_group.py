@@ -189,8 +189,10 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 def _environment(slot: int, *, one_thread: bool) -> dict[str, str]:
-    # One GPU each, as NCCL requires, listening at a loopback address; and no warning that recoverability is experimental.
+    # One GPU each, listening at a loopback address; and no warning that recoverability is experimental.
     defaults = {"JAX_LOCAL_DEVICE_IDS": str(slot), "NCCL_SOCKET_IFNAME": "lo", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    if "JAX_LOCAL_DEVICE_IDS" in os.environ:  # the user's choice for all: processes on one GPU must be different hosts for NCCL
+        defaults["NCCL_HOSTID"] = f"slot-{slot}"
     # The same import path as here, and unbuffered lines.
     fixed = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1", interrupt.LAUNCHER: str(os.getpid())}
     if one_thread:

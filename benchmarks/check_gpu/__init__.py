@@ -1,0 +1,1 @@
+"""Check jpipe on one NVIDIA GPU: `make check-gpu`."""
