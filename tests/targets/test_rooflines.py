@@ -37,7 +37,8 @@ def promotion():
 
 def pipeline(*cuts):
     sizes = {name: getattr(SIZES, name) for name in ("width", "heads", "compute_dtype")}
-    stack = layers(ModelConfig(depth=SIZES.layers, seq_len=SIZES.sequence, vocab_size=SIZES.vocabulary, **sizes))
+    keys = {"depth": SIZES.layers, "seq_len": SIZES.sequence, "vocab_size": SIZES.vocabulary, "attention": "xla", **sizes}
+    stack = layers(ModelConfig(**keys))
     plan = jpipe.Plan(schedule="gpipe", microbatches=MICROBATCHES, stages=[{"layers": stack.ids[a:b]} for a, b in itertools.pairwise(cuts)])
     return jpipe.Pipeline(stack, plan, loss, optax.adamw(1e-3))
 

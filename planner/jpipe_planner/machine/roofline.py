@@ -162,6 +162,8 @@ _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "afte
 _FREE |= {"partition-id", "replica-id", "ConcatBitcast", "AssumeGatherIndicesInBound", "AllocateBuffer"}
 _SLICES = ("dynamic-slice", "slice", "gather")
 _SAME_ELEMENTS = ("bitcast", "convert", "copy", "reshape")
+_PALLAS = "tpu_custom_call"
+_SPLASH = {"fwd": 2, "dq": 3, "dkv": 4}  # products in each kernel of splash attention
 _LIBRARIES = re.compile(r"/(?:jax|flax|optax)/")
 
 
@@ -287,7 +289,8 @@ class _Module:
         elif each.op in ("dot", "convolution") or each.op == "custom-call":
             factors = [local[name].arrays[0] for name in each.operands if name in local and local[name].arrays]
             if flops := _flops(each, factors):
-                yield flops, each.attribute(r"algorithm=dot_([a-z]+\d+)_") or factors[0].dtype
+                of = each.arrays if each.target == _PALLAS else factors
+                yield flops, each.attribute(r"algorithm=dot_([a-z]+\d+)_") or of[0].dtype
 
     # Sources -----------------------------------------------------------------------------------------------------------
 
@@ -311,14 +314,18 @@ def _numbers(text: str) -> Sequence[int]:
 
 
 def _flops(each: _Instruction, factors: Sequence[_Array]) -> float:
-    """Return the FLOPs of a dot, a convolution, or a call of cuBLAS or cuDNN's attention; 0 for other instructions."""
+    """Return the FLOPs of a dot, a convolution, a call of cuBLAS or cuDNN's attention, or splash attention; 0 for other instructions."""
     out = math.prod(each.arrays[0].shape) if each.arrays else 0
     if each.op == "convolution" or "conv" in each.target:
         return _convolution_flops(each, factors)
     if "fmha" in each.target:  # two products with a matrix of scores in a forward, five in a backward; half of each if causal
-        scores = _numbers(each.attribute(r'"intermediate_tensor_shape":\{.*?"dimensions":\[([^\]]*)\]'))
+        scores = _numbers(each.attribute(r'"intermediate_tensor_shape": ?\{.*?"dimensions": ?\[([^\]]*)\]'))
         products = (5 if "Backward" in each.target else 2) / (2 if "CAUSAL" in each.line else 1)
         return 2 * math.prod(scores) * factors[0].shape[-1] * products
+    if each.target == _PALLAS and (kernel := re.match(r"splash_mha_(fwd|dq|dkv)_", each.name)):  # as if causal; a window has fewer
+        length, size = each.arrays[0].shape[-2:]
+        queries = max(math.prod(factor.shape) for factor in factors if factor.shape[-2:] == (length, size))
+        return float(queries * length * _SPLASH[kernel[1]])
     if each.op == "dot" or "cublas" in each.target:
         contracted = each.attribute(r"lhs_contracting_dim(?:ension)?s\"?[=:][{\[]([^}\]]*)")
         return 2.0 * out * math.prod(factors[0].shape[axis] for axis in _numbers(contracted))

@@ -32,14 +32,15 @@ def count_flops(traced: jax.stages.Traced, lowered: jax.stages.Lowered) -> float
 def count_products(jaxpr: Any) -> dict[str, float]:
     """Return the FLOPs of the matrix products and convolutions in a traced program, by the dtype of the factors.
 
-    All iterations of a `scan`, one iteration of a `while`, and all branches of a `cond` count. A call of cuDNN's attention counts in full.
+    All iterations of a `scan`, one iteration of a `while`, and all branches of a `cond` count. A call of cuDNN's attention or of splash
+    attention counts in full, other kernels of Pallas not at all.
 
     Args:
         jaxpr: the program, as in `jax.make_jaxpr(f)(x).jaxpr`.
     """
     totals: dict[str, float] = {}
     for equation, flops, iterations in _products(jaxpr):
-        dtype = str(equation.invars[0].aval.dtype)
+        dtype = str((equation.outvars if equation.primitive.name == _KERNEL else equation.invars)[0].aval.dtype)
         totals[dtype] = totals.get(dtype, 0.0) + iterations * flops
     return totals
 
@@ -71,9 +72,11 @@ def _products(jaxpr: Any, used: list[bool] | None = None, iterations: int = 1) -
         if not any(used_results) and not equation.effects:
             continue
         needed.update(var for var in equation.invars if not hasattr(var, "val"))
+        name, params = equation.primitive.name, equation.params
         if flops := product_flops(equation):
             yield equation, flops, iterations
-        name, params = equation.primitive.name, equation.params
+        if name == _KERNEL:
+            continue
         repeats = params["length"] if name == "scan" else 1
         bodies = params["branches"] if name == "cond" else [params[key] for key in _BODIES if key in params]
         for body in bodies:
@@ -85,7 +88,7 @@ def _products(jaxpr: Any, used: list[bool] | None = None, iterations: int = 1) -
 
 _BODIES = ("jaxpr", "call_jaxpr", "body_jaxpr", "fun_jaxpr")
 _CUDNN_ATTENTION = ("dot_product_attention_fwd_wrapper", "dot_product_attention_fwd")
-_RAGGED = "ragged_dot_general"
+_RAGGED, _KERNEL = "ragged_dot_general", "pallas_call"
 
 
 def product_flops(equation: Any) -> float:
@@ -105,4 +108,7 @@ def product_flops(equation: Any) -> float:
     if equation.primitive.name in _CUDNN_ATTENTION:
         query, key = (equation.invars[number].aval.shape for number in (0, 1))
         return 4.0 * math.prod(query) * key[1 if params["layout"] == 0 else 2]  # keys (b, s, heads, h) or (b, heads, s, h)
+    if equation.primitive.name == _KERNEL and str(params["name"]).startswith("splash_mha_fwd"):
+        out = equation.outvars[0].aval.shape  # (b, heads, s, h), for as many keys as queries
+        return 4.0 * math.prod(out) * out[-2]
     return 0.0

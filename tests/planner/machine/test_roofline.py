@@ -141,6 +141,30 @@ def test_products_of_libraries_count_by_their_shapes():
     assert found["gradient"].flops == 2 * scores * 8 * 5 / 2
 
 
+SPLASH = """
+ENTRY %main (q: bf16[2,4,256,64], k: bf16[2,2,256,64], i: s32[2,256,128]) -> bf16[2,4,256,64] {
+  %q = bf16[2,4,256,64]{3,2,1,0} parameter(0)
+  %k = bf16[2,2,256,64]{3,2,1,0} parameter(1)
+  %i = s32[2,256,128]{2,1,0} parameter(2)
+  %splash_mha_fwd_segmented_residuals.1 = (bf16[2,4,256,64]{3,2,1,0}, f32[2,4,256,128]{3,2,1,0}) custom-call(%i, %q, %k, %k), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"xprof_metadata":{}}}
+  %splash_mha_dkv_segmented_no_residuals.1 = (bf16[2,2,256,64]{3,2,1,0}, bf16[2,2,256,64]{3,2,1,0}) custom-call(%i, %q, %k, %k), custom_call_target="tpu_custom_call"
+  %splash_mha_dq_segmented_no_residuals.1 = bf16[2,4,256,64]{3,2,1,0} custom-call(%i, %q, %k, %k), custom_call_target="tpu_custom_call"
+  ROOT %other = bf16[2,4,256,64]{3,2,1,0} custom-call(%q), custom_call_target="tpu_custom_call"
+}
+"""  # noqa: E501
+
+
+def test_splash_attention_counts_as_causal_and_in_the_dtype_of_its_results():
+    found = kernels(SPLASH)
+    pairs = 2 * 4 * 256 * 256 // 2
+    names = ("fwd_segmented", "dq_segmented_no", "dkv_segmented_no")
+    assert [found[f"splash_mha_{name}_residuals.1"].flops for name in names] == [2 * pairs * 64 * products for products in (2, 3, 4)]
+    assert found["other"].flops == 0
+    of_fwd = found["splash_mha_fwd_segmented_residuals.1"]
+    assert of_fwd.bytes == 2 * (2 * 4 + 2 * 2 + 2 * 4) * 256 * 64 + 4 * (2 * 256 * 128 + 2 * 4 * 256 * 128)
+
+
 OF_A_TPU = """
 ENTRY %main (a: bf16[4,16,100,64], b: bf16[4,16,64,100], c: f32[3,100]) -> f32[4,16,100,100] {
   %a = bf16[4,16,100,64]{3,2,1,0:T(8,128)(2,1)} parameter(0)

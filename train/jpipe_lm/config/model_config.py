@@ -84,7 +84,7 @@ class ModelConfig(ModelSection):
     tied: bool = False
     logits_soft_cap: Scale | None = None
     init: Literal["scaled", "normal"] = "scaled"
-    attention: Literal["xla", "blockwise", "cudnn"] = "xla"
+    attention: Literal["auto", "xla", "blockwise", "cudnn", "splash"] = "auto"
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
 

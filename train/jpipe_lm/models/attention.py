@@ -3,6 +3,7 @@
 Letters in shapes: b rows, s positions, h query heads, k key and value heads, d numbers per head.
 """
 
+import contextlib
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jpipe import InputError
 from jpipe.context import traced_platform
 from jpipe_lm.config.model_config import ModelConfig
+from jpipe_lm.models import kernels
 from jpipe_lm.models.blockwise import LONG, Masked, attend_in_blocks
 from jpipe_train.losses.cross_entropy import soft_capped, wider
 
@@ -27,26 +29,67 @@ def attend(
     """Compute attention: causal attention for a decoder, attention to all positions for BERT. Segments do not attend to each other.
 
     Raises:
-        InputError: the config selects cuDNN's attention, but cuDNN is not available or does not support these shapes.
+        InputError: the config selects a kernel that this platform does not have, or that does not support these shapes.
     """
-    is_causal, window = config.kind == "decoder", config.window
-    masked = Masked(is_causal, window)
-    if config.attention == "blockwise" or (config.attention == "xla" and q.shape[1] >= LONG):
+    masked = Masked(config.kind == "decoder", config.window)
+    platform, kernel = traced_platform(), config.attention
+    if kernel == "splash" or (kernel == "auto" and platform == "tpu" and kernels.fits_splash(q.shape[1])):
+        return _by_splash(q, k, v, segments, masked, config)
+    if kernel == "cudnn":
+        return _by_cudnn(q, k, v, segments, masked, config)
+    is_long = q.shape[1] >= LONG
+    if kernel == "auto" and platform == "gpu" and _suits_cudnn(q, config) and (segments is None or not is_long):
+        with contextlib.suppress(InputError):  # cuDNN is not installed, or does not support these shapes
+            return _by_cudnn(q, k, v, segments, masked, config)
+    if kernel == "blockwise" or is_long:
         return attend_in_blocks(partial(_masked, config), q, k, v, segments, masked)
     mask = None if segments is None else same_segment(segments, segments)
     if config.attention_soft_cap is not None:
         at = jnp.arange(q.shape[1])
         seen = masked.pairs(at, at)[None, None]
         return _capped(q, k, v, seen if mask is None else seen & mask, config)
-    options: dict[str, Any] = {"mask": mask, "is_causal": is_causal, "scale": config.attention_scale}
-    options["local_window_size"] = None if window is None else (window - 1, 0)
-    if config.attention == "xla":
-        return _of_xla(q, k, v, **options)
+    return _of_xla(q, k, v, mask=mask, **_options(masked, config))
+
+
+def _options(masked: Masked, config: ModelConfig) -> dict[str, Any]:
+    """Return the arguments of JAX's attention."""
+    window = None if masked.window is None else (masked.window - 1, 0)
+    return {"is_causal": masked.is_causal, "scale": config.attention_scale, "local_window_size": window}
+
+
+def _scale(q: Any, config: ModelConfig) -> float:
+    return float(q.shape[-1] ** -0.5 if config.attention_scale is None else config.attention_scale)
+
+
+def _by_splash(q: Any, k: Any, v: Any, segments: Any, masked: Masked, config: ModelConfig) -> Any:
+    change, positions = "set model.attention to auto", kernels.BLOCKS[-1]
+    if (platform := traced_platform()) != "tpu":
+        raise InputError(f"model.attention: splash needs TPUs, found {'CPUs' if platform == 'cpu' else 'GPUs'}; {change}")
+    if not kernels.fits_splash(q.shape[1]):
+        raise InputError(
+            f"model.attention: splash needs rows of a multiple of {positions} positions, found {q.shape[1]}; change them, or {change}"
+        )
+    wide = wider(q.dtype) if q.dtype == jnp.float16 else q.dtype  # TPUs have no float16
+    scale, dtype = _scale(q, config), q.dtype
+    q, k, v = (x.astype(wide) for x in (q, k, v))
+    return kernels.splash(q, k, v, segments, masked, scale=scale, soft_cap=config.attention_soft_cap).astype(dtype)
+
+
+def _suits_cudnn(q: Any, config: ModelConfig) -> bool:
+    """Return whether this machine has a GPU with cuDNN's attention, and cuDNN computes in this dtype without a soft cap."""
+    return q.dtype in (jnp.bfloat16, jnp.float16) and config.attention_soft_cap is None and kernels.is_gpu_with("8.0")
+
+
+def _by_cudnn(q: Any, k: Any, v: Any, segments: Any, masked: Masked, config: ModelConfig) -> Any:
     where = "model.attention: cudnn needs an NVIDIA GPU with cuDNN"
     if traced_platform() == "cpu":
         raise InputError(f"{where}, found CPUs; set model.attention to xla")
     try:
-        return jax.nn.dot_product_attention(q, k, v, implementation="cudnn", **options)
+        if segments is not None and config.attention == "cudnn" and kernels.packs_documents(q, k):
+            in_blocks = partial(attend_in_blocks, partial(_masked, config), masked=masked)
+            return kernels.packed(in_blocks, q, k, v, segments, masked, _scale(q, config))
+        mask = None if segments is None else same_segment(segments, segments)
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="cudnn", **_options(masked, config))
     except (RuntimeError, NotImplementedError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(f"{where} that supports this attention; JAX reports: {reason}; set model.attention to xla") from error
@@ -128,8 +171,7 @@ def _capped(
     (b, s, heads, size), kv_heads, wide = q.shape, k.shape[2], wider(q.dtype)
     grouped = q.reshape(b, s, kv_heads, heads // kv_heads, size)
     scores = jnp.einsum("bskgd,btkd->bkgst", grouped, k, preferred_element_type=wide)
-    scale = size**-0.5 if config.attention_scale is None else config.attention_scale
-    capped = soft_capped(scores * jnp.asarray(scale, wide), config.attention_soft_cap)
+    capped = soft_capped(scores * jnp.asarray(_scale(q, config), wide), config.attention_soft_cap)
     lowest = jnp.asarray(jnp.finfo(wide).min, wide)
     weights = jax.nn.softmax(jnp.where(mask[:, :, None], capped, lowest), axis=-1)
     return jnp.einsum("bkgst,btkd->bskgd", weights.astype(v.dtype), v).reshape(b, s, heads, size)

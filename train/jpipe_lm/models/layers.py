@@ -36,4 +36,5 @@ def layers(config: ModelConfig, chunk: int | None = None, tune: TuneConfig | Non
     head = partial(kind.Head, config, chunk) if is_language else partial(heads.Head, config)
     all_layers: dict[str, Callable[..., nnx.Module]] = {"embed": partial(kind.Embed, config), **blocks, "head": head}
     ties = [tie] if config.tied and is_language else ()
-    return jpipe.LayerStack(tuned(all_layers, config, tune or TuneConfig()), ties, mixes_rows=config.experts is not None)
+    mixes_rows = config.experts is not None or config.attention == "cudnn"  # the number of documents of all rows chooses cuDNN's layout
+    return jpipe.LayerStack(tuned(all_layers, config, tune or TuneConfig()), ties, mixes_rows=mixes_rows)

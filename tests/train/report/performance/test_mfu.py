@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
+from jpipe_lm.models import kernels
+from jpipe_lm.models.blockwise import Masked
 from jpipe_planner.profile.flops import count_products
 from jpipe_train.assemble.build import build
 from jpipe_train.console.progress import Reporter
@@ -57,7 +59,7 @@ def test_flops_are_of_the_dtype_that_is_multiplied(tiny):
         assert flops_of(changed(tiny, precision={"compute": "bfloat16"})) == {"bfloat16": plain["float32"]}
 
 
-def test_products_in_loops_and_attention_of_cudnn_count(monkeypatch):
+def test_products_in_loops_and_fused_attention_count(monkeypatch):
     x, matrix = jnp.ones((4, 8)), jnp.ones((8, 8))
     looped = jax.make_jaxpr(lambda x: jax.lax.scan(jax.checkpoint(lambda x, _: (jax.nn.relu(x @ matrix), None)), x, length=5)[0])(x)
     assert count_products(looped.jaxpr) == {"float32": 5 * 2 * 4 * 8 * 8}
@@ -68,6 +70,9 @@ def test_products_in_loops_and_attention_of_cudnn_count(monkeypatch):
         with jax.numpy_dtype_promotion("standard"):
             attention = jax.make_jaxpr(lambda q, k, i=implementation: jax.nn.dot_product_attention(q, k, k, implementation=i))(query, key)
         assert count_products(attention.jaxpr) == {"bfloat16": 4 * 2 * 4 * 128 * 256 * 64}
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        splash = jax.make_jaxpr(lambda q, k: kernels.splash(q, k, k, None, Masked(True), scale=1.0))(query, query)
+    assert count_products(splash.jaxpr) == {"bfloat16": 4 * 2 * 4 * 128 * 128 * 64}
 
 
 @pytest.mark.parametrize(
