@@ -1,4 +1,4 @@
-"""Stages compile with the kernels of their target: splash attention, and cuDNN's packed documents."""
+"""Stages compile with the kernels of their target: splash attention, cuDNN's packed documents, and products in float8."""
 
 import importlib.util
 import re
@@ -16,7 +16,7 @@ from jpipe_planner.machine.roofline import Rates, read_kernels
 from jpipe_planner.machine.targets import find_target
 from jpipe_train.losses import cross_entropy
 from tests.lm.models.running import LLAMA
-from tests.targets.compiled import compile_pipeline, programs_of, text_of
+from tests.targets.compiled import compile_pipeline, matrix_products, programs_of, text_of
 from tests.targets.conftest import devices_of
 
 pytestmark = pytest.mark.targets
@@ -82,3 +82,14 @@ def test_gpus_compute_packed_documents_by_cudnn(monkeypatch):
         assert calls, name
         assert all(re.search(r'"mask_type": ?"PADDING_CAUSAL".*"max_seg_per_batch": ?32', line) for line in calls)
         assert not any(re.search(rf"\[(?:\d+,)*{LENGTH},{LENGTH}\]", line.partition("backend_config")[0]) for line in calls)
+
+
+def test_gpus_multiply_in_float8():
+    """The four linear layers with their gradients; attention stays in bfloat16."""
+    pytest.importorskip("qwix")
+    found = programs(devices_of(find_target("h100-80gb")), TOKENS, products="float8", kv_heads=4, gated_mlp=False)
+    forward, backward = ([product for program in found[name] for product in matrix_products(program)] for name in ("forward", "backward"))
+    assert forward.count(("f8e4m3fn", "f8e4m3fn")) == 4
+    in_float8 = [product for product in backward if {*product} == {"f8e4m3fn", "f8e5m2"}]
+    assert len(in_float8) == 2 * 4
+    assert {*forward, *backward} <= {("f8e4m3fn", "f8e4m3fn"), ("f8e4m3fn", "f8e5m2"), ("f8e5m2", "f8e4m3fn"), ("bf16", "bf16")}

@@ -80,6 +80,7 @@ LONG = "kind: longrope, original_positions: 8, short_factors: [1, 2], long_facto
         ("kind: bert, preset: llama-tiny", "found rope of preset llama-tiny; set another preset, or set kind to decoder"),
         ("preset: llama-tiny, heads: 3, width: 18", "model: heads 3 is not divisible by kv_heads 2; change one of them"),
         ("attention: cudnn", "model.attention cudnn computes in bfloat16 or float16, found float32; set model.compute_dtype to bfloat16"),
+        ("products: int8", "model.products: expected 'float8', found 'int8'"),
         ("vocab_size: 100", "model.vocab_size 100 is less than the 256 bytes of a text; raise or remove it"),
         ("vocabulary: 100", "unknown key 'model.vocabulary'; did you mean 'model.vocab_size'?"),
         ("target: 'a:b', preset: gpt2-tiny", "model: preset has no effect with 'a:b'; remove it, or"),
@@ -88,6 +89,12 @@ LONG = "kind: longrope, original_positions: 8, short_factors: [1, 2], long_facto
 def test_a_model_that_contradicts_itself_is_refused(tmp_path, text, message):
     (tmp_path / "config.yaml").write_text(f"model: {{{text}}}")
     with pytest.raises(InputError, match=re.escape(message)):
+        config_file.load(tmp_path / "config.yaml")
+
+
+def test_products_beside_adapters_are_refused(tmp_path):
+    (tmp_path / "config.yaml").write_text("model: {products: float8}\ntune: {lora: {}}")
+    with pytest.raises(InputError, match=r"model\.products float8 has no effect beside tune\.lora; remove one of them"):
         config_file.load(tmp_path / "config.yaml")
 
 

@@ -35,7 +35,7 @@ _OF_WINDOWS = ("window_layers", "window_rope_base")
 _OF_ROPE = ("rope_base", "rope_share", "rope_scaling", "rope_layers", "window_rope_base")
 
 # Keys that do not depend on the preset.
-OF_THE_RUN = frozenset({"target", "arguments", "head", "labels", "dropout", "compute_dtype", "attention"})
+OF_THE_RUN = frozenset({"target", "arguments", "head", "labels", "dropout", "compute_dtype", "attention", "products"})
 
 Pattern = Annotated[list[bool], Field(min_length=1, max_length=1000)]
 Scale = Annotated[float, Field(gt=0, le=10**6)]
@@ -85,6 +85,7 @@ class ModelConfig(ModelSection):
     logits_soft_cap: Scale | None = None
     init: Literal["scaled", "normal"] = "scaled"
     attention: Literal["auto", "xla", "blockwise", "cudnn", "splash"] = "auto"
+    products: Literal["float8"] | None = None
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
 
@@ -170,6 +171,8 @@ class ModelConfig(ModelSection):
             raise ValueError(f"model.compute_dtype is {self.compute_dtype} and precision.compute {computes}; remove model.compute_dtype")
         if self.attention == "cudnn" and config.computes == "float32":
             raise ValueError("model.attention cudnn computes in bfloat16 or float16, found float32; set model.compute_dtype to bfloat16")
+        if self.products is not None and isinstance(config.tune, TuneConfig) and config.tune.lora is not None:
+            raise ValueError(f"model.products {self.products} has no effect beside tune.lora; remove one of them")
         if config.data.format == "arrays":
             raise ValueError(
                 "data.format arrays needs a model of your own, found a built-in model; set model.target, or read texts with another format"

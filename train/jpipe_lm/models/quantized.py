@@ -37,8 +37,8 @@ def quantize(kernel: Float[Array, "i o"], kind: Kind) -> tuple[Integer[Array, "j
         raise InputError(
             f"tune.quantize: nf4 needs kernels with an even number of inputs, found {inputs}; use int8, or remove tune.quantize"
         )
-    with _promotion():
-        array = _qwix().quantize(kernel, kind, channelwise_axes=(1,), tiled_axes={0: math.gcd(inputs, _BLOCK)})
+    with promotion():
+        array = import_qwix("tune.quantize").quantize(kernel, kind, channelwise_axes=(1,), tiled_axes={0: math.gcd(inputs, _BLOCK)})
     if kind == "int8":
         return array.qvalue, array.scale
     codes = array.qvalue.astype(jnp.uint8)
@@ -55,8 +55,9 @@ def dequantize(codes: Integer[Array, "j o"], scale: Float[Array, "k o"], kind: K
     if kind == "nf4":
         pairs = jnp.stack([codes & jnp.uint8(15), codes >> jnp.uint8(4)], axis=1)
         values = pairs.reshape(2 * codes.shape[0], codes.shape[1]).astype(jnp.uint4)
-    with _promotion():
-        return _qwix().dequantize(_qwix().QArray(values, scale, None, kind))
+    with promotion():
+        library = import_qwix("tune.quantize")
+        return library.dequantize(library.QArray(values, scale, None, kind))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -94,15 +95,20 @@ def _dequantized_after(x: Any, codes: Any, scale: Any, kind: Kind) -> Any:
 
 
 @contextlib.contextmanager
-def _promotion() -> Iterator[None]:
+def promotion() -> Iterator[None]:
     """Allow implicit promotion of dtypes and ranks, because qwix relies on it."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 
-def _qwix() -> Any:
+def import_qwix(key: str) -> Any:
+    """Import qwix, for a key of the config.
+
+    Raises:
+        InputError: qwix is not installed.
+    """
     try:
         import qwix
     except ImportError:
-        raise InputError("tune.quantize: qwix is not installed; install it with pip install qwix, or remove tune.quantize") from None
+        raise InputError(f"{key}: qwix is not installed; install it with pip install qwix, or remove {key}") from None
     return qwix

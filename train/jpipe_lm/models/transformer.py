@@ -18,6 +18,7 @@ from jpipe import InputError
 from jpipe_lm.config.model_config import ModelConfig, has_bias
 from jpipe_lm.models.attention import attend, attend_cached
 from jpipe_lm.models.experts import Experts, Routing, no_routing
+from jpipe_lm.models.float8 import float8_product
 from jpipe_lm.models.metadata import named
 from jpipe_lm.models.rope import lengths_of, positions_of, rotated
 from jpipe_train.losses.cross_entropy import Unprojected, wider
@@ -70,6 +71,8 @@ class Block(nnx.Module):
         self.config = config
         width, inner, size = config.width, config.mlp_width_used, config.head_size_used
         into = linear(config, rngs, has_bias(config.bias, "mlp"))
+        if config.products == "float8":
+            into = partial(into, dot_general=float8_product)
         # The two projections into the residual stream have smaller initial values, so that its variance does not grow with depth (GPT-2).
         scaled = nnx.initializers.variance_scaling(0.5 / config.depth, "fan_in", "normal")
         smaller = scaled if config.init == "scaled" else nnx.initializers.normal(STD / (2 * config.depth) ** 0.5)
