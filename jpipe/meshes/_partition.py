@@ -66,6 +66,18 @@ class Partition:
             entry: _map_paths(lambda path, _, entry=entry: self._spec(self.params, entry, path), tree) for entry, tree in params.items()
         }
 
+    def sums_late(self, params: Tree) -> Tree:
+        """Return for each parameter, by entry, whether its gradients are added up over the devices of the rows once per update.
+
+        They are not if these devices have different parts of the parameter, as with `fsdp`: each backward scatters the sums to them.
+        """
+
+        def is_late(spec: PartitionSpec) -> bool:
+            over = {axis for axes in spec for axis in (axes if isinstance(axes, tuple) else (axes,))}
+            return bool(self.batch) and over.isdisjoint(self.batch)
+
+        return jax.tree.map(is_late, self.of_params(params), is_leaf=lambda spec: isinstance(spec, PartitionSpec))
+
     def of_optimizer(self, optimizer: Tree, params: Tree) -> Tree:
         """Return a `PartitionSpec` for each array of the optimizer state, by entry, from the parameter with the same name and shape."""
         return {entry: self._like_params(entry, optimizer[entry], params[entry]) for entry in optimizer}

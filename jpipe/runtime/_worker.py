@@ -175,6 +175,7 @@ class Worker:
         transport: the transport to and from other workers.
         added: the additions of capabilities.
         frozen: the frozen parameters, which all versions share.
+        completes_sums: whether something is done with complete accumulators before the update.
         has_rng, has_buckets: whether the stage draws random numbers, and whether there are several buckets.
         state: the state, which instructions change.
         data: the rows that the workers of this process load.
@@ -220,6 +221,7 @@ class Worker:
         self.has_rng, self.has_buckets = self.functions.specs.rng[1] is not None, len(stages) > 1
         self.done: jax.Array | None = None
         self.runs_serially = worker in transport.crowded
+        self.completes_sums = self.separates_sums or "sum_devices" in self.calls
 
     def bucket(self, k: int) -> int:
         """Return the bucket of a microbatch."""
@@ -325,7 +327,7 @@ class Worker:
         self.used_microbatch(k)
         if op.finishes:
             state.accumulators = left["accumulators"]
-            if self.separates_sums:
+            if self.completes_sums:
                 self.after_backward(k)
 
     def run(self, i: Compute, op: Op, stage: CompiledStage, reads: tuple[Any, ...], sums: tuple[Tree, ...]) -> dict[Leaves, Tree]:
@@ -359,13 +361,24 @@ class Worker:
         return self.calls["zero_accumulators"](self.state.weights.read(i.version + self.version_shift))
 
     def after_backward(self, k: int) -> None:
-        """If the accumulators are complete, set them aside for the update."""
+        """If the accumulators are complete, add them up over the devices of a mesh, and set them aside if the update comes later."""
         every = self.plan.microbatches_per_update(self.stage)
         if (k + self.replicas) // every > k // every:
+            self.state.accumulators = self.sum_devices(self.state.accumulators)
+            if not self.separates_sums:
+                return
             if self.functions.last and not self.sums:
                 self.finish(k // every, self.calls["mean_loss"](self.state.accumulators))
             self.change_update(k // every, sums=self.state.accumulators)
             self.state.accumulators = None
+
+    def sum_devices(self, accumulators: Tree, piece: str = "") -> Tree:
+        """Add up complete accumulators over the devices of a mesh, if its backwards do not."""
+        call = self.calls.get(f"sum_devices{piece}")
+        summed = accumulators if call is None else call(accumulators)
+        if self.runs_serially:
+            jax.block_until_ready(summed)
+        return summed
 
     def all_reduce(self, i: AllReduce) -> None:
         """Contribute this replica's part to a sum. After the last replica of this process, all its replicas get the sum."""

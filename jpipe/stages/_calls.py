@@ -92,6 +92,7 @@ def call_of(a: Arrays, name: str) -> Call:
         "init_optimizer": lambda: Call(f.init_optimizer, (), (a.updated(a.fresh),), a.optimizer),
         "first_version": lambda: Call(f.first_version, (), (a.fresh,), a.params),
         "zero_accumulators": lambda: Call(f.zero_accumulators, (), (a.params,), a.accumulators),
+        "sum_devices": lambda: sum_devices(a, a.accumulators),
         "add_state": lambda: Call(add, (), (a.averaged, a.averaged), a.averaged),
         "mean_state": lambda: Call(partial(mean_state, f), (), (a.averaged,), a.averaged),
         "evaluate": lambda: Call(
@@ -131,6 +132,11 @@ def _result_of_op(a: Arrays, op: Op, kind: Leaves) -> Any:
         return a.outputs, *(([a.saved[i] for i in a.functions.halves.late_saved], stash) if is_chosen else (None, None))
     results = {"output": a.outputs, "state": a.changed, "gradient": a.gradient, "accumulators": a.accumulators}
     return results[kind]
+
+
+def sum_devices(a: Arrays, accumulators: Tree) -> Call:
+    """Return the call that adds up accumulators over the devices of the rows."""
+    return Call(a.functions.sum_devices, (0,), (accumulators,), accumulators)
 
 
 def _calls_for_sums(a: Arrays) -> dict[str, Call]:

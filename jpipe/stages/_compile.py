@@ -191,13 +191,13 @@ def count_calls(program: Program, functions: Sequence[StageFunctions]) -> list[C
 
 def _calls(instruction: Instruction, program: Program, f: StageFunctions) -> Iterator[str]:
     """Yield the calls that an instruction needs at a stage."""
-    yield from _calls_of_core(instruction, program)
+    yield from _calls_of_core(instruction, program, f)
     for hooks in runtimes_of(program.plan, f.capabilities):
         if (calls := hooks.used_calls.get(type(instruction))) is not None:
             yield from calls(f, instruction)
 
 
-def _calls_of_core(instruction: Instruction, program: Program) -> tuple[str, ...]:
+def _calls_of_core(instruction: Instruction, program: Program, f: StageFunctions) -> tuple[str, ...]:
     stage = program.plan.workers[instruction.worker][0]
     match instruction:
         case Compute():
@@ -208,7 +208,8 @@ def _calls_of_core(instruction: Instruction, program: Program) -> tuple[str, ...
             return tuple(f"{name}{piece}" for name in names)
         case Update():
             aside = ("zero_accumulators", "mean_loss") if stage == program.plan.depth - 1 else ("zero_accumulators",)
-            return (update_kind(instruction), *(aside if program.separates_sums[stage] else ()))
+            late = () if f.late_sums is None or f.stage.sum_parts else ("sum_devices",)
+            return (update_kind(instruction), *late, *(aside if program.separates_sums[stage] else ()))
     return ()
 
 

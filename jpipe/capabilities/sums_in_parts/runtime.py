@@ -12,7 +12,7 @@ from jpipe.runtime._transport import arrived
 from jpipe.runtime._worker import Worker
 from jpipe.stages._arrays import Arrays
 from jpipe.stages._bytes import nbytes
-from jpipe.stages._calls import Call
+from jpipe.stages._calls import Call, sum_devices
 from jpipe.stages.functions._stage_functions import StageFunctions
 
 Tree = Any
@@ -30,8 +30,11 @@ def ops(f: StageFunctions) -> dict[str, Op]:
 
 def calls(a: Arrays) -> dict[str, Any]:
     """Return, by name, functions that return the calls of these ops."""
-    whole = [op for op in OPS.values() if op.trains and op.finishes]
-    return {f"{op.function} {n}": partial(_call, a, op, n) for op in whole for n in range(len(a.functions.stage.sum_parts))}
+    whole, parts = [op for op in OPS.values() if op.trains and op.finishes], range(len(a.functions.stage.sum_parts))
+    found: dict[str, Any] = {f"{op.function} {n}": partial(_call, a, op, n) for op in whole for n in parts}
+    if a.functions.late_sums is not None:
+        found |= {f"sum_devices {n}": sum_devices(a, StageInParts.of(a.functions).accumulators(a.accumulators, n)) for n in parts}
+    return found
 
 
 def _call(a: Arrays, whole: Op, number: int) -> Call:
@@ -89,7 +92,7 @@ def compute_part(worker: Worker, i: ComputePart) -> None:
     if not i.following:
         worker.state.accumulators = None
     update, name = k // worker.plan.microbatches_per_update(worker.stage), f"sums{i.piece}" if i.following else "sums"
-    worker.change_update(update, **{name: left["accumulators"]})
+    worker.change_update(update, **{name: worker.sum_devices(left["accumulators"], f" {i.part}")})
 
 
 def _donated(worker: Worker, i: ComputePart) -> Tree:
@@ -120,6 +123,7 @@ def _joined(parts: Sequence[tuple[Tree, list[Any], Any]]) -> tuple[Tree, list[An
 RUNTIME = RuntimeHooks(
     handlers={ComputePart: compute_part, SumPart: Worker.all_reduce},
     calls=calls,
+    used_calls={ComputePart: lambda f, i: [] if f.late_sums is None else [f"sum_devices {i.part}"]},
     ops=ops,
     pieces=pieces,
     costs=costs,

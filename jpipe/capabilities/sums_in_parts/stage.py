@@ -11,7 +11,6 @@ import jax
 from jpipe.capabilities.sums_in_parts.option import layers_by_part
 from jpipe.model.jaxprs._split import Halves, NotSplittable, split, undivided
 from jpipe.ops import Op
-from jpipe.stages.functions._loss import accumulate
 from jpipe.stages.functions._stage_functions import StageFunctions
 
 Tree = Any
@@ -159,7 +158,7 @@ class BackwardInParts:
         first, found, message = jax.tree.map(lambda _: next(leaves), trees)
         numbers, changed = first or ((), None)
         entries = [(entry, tree) for (entry, _), tree in zip(wanted, found, strict=True)]
-        added = accumulate(sums, entries, numbers, self._functions.scale_of(scale))
+        added = self._functions.accumulate(sums, entries, numbers, scale)
         results = {"state": changed, "gradient": message, "accumulators": added, "stash": stash}
         left = tuple(results[kind] for kind in op.leaves)
         return left if len(left) > 1 else left[0]
@@ -181,7 +180,7 @@ class BackwardInParts:
         return self._with_gradients(self._functions.restored_vjp(params, forward_arrays, saved, rng), message, None, rng, scale)
 
     def _of_forward_backward(self, params: Tree, reads: Tree, rng: Tree, scale: Any) -> Any:
-        (y, new_state), vjp = self._functions.linearize(params, reads, rng)
+        (y, new_state), vjp = self._functions.linearized(params, reads, rng)
         return self._with_gradients(vjp, y, self._functions.changed.part(new_state), rng, scale)
 
     def _of_backward_weight(self, params: Tree, reads: Tree, rng: Tree, scale: Any) -> Any:

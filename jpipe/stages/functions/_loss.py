@@ -1,6 +1,6 @@
 """Calls of losses and metrics with checks of their results, and the sums of losses, weights and gradients over a batch."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -86,7 +86,11 @@ def zero_accumulators(trained: Mapping[str, Tree], precision: Precision, *, last
 
 
 def accumulate(
-    accumulators: Mapping[str, Any], gradients: Iterable[tuple[str, Tree]], numbers: tuple[Any, ...], scale: Any
+    accumulators: Mapping[str, Any],
+    gradients: Iterable[tuple[str, Tree]],
+    numbers: tuple[Any, ...],
+    scale: Any,
+    add: Callable[[str, Tree, Tree], Tree],
 ) -> dict[str, Any]:
     """Add one microbatch to the accumulators.
 
@@ -95,15 +99,22 @@ def accumulate(
         gradients: pairs (entry, gradient), multiplied by the loss scale. An entry occurs twice if two layers share a parameter.
         numbers: (weight,), at the last stage (loss, weight); empty if the accumulators have neither.
         scale: the loss scale, or None.
+        add: `(entry, sums, gradients) -> sums`.
 
     Returns:
         The new accumulators.
     """
     sums = dict(accumulators["gradients"])
     for entry, part in gradients:
-        sums[entry] = jax.tree.map(lambda total, g: total + _unscaled(g, total.dtype, scale), sums[entry], part)
+        unscaled = jax.tree.map(lambda total, g: _unscaled(g, total.dtype, scale), sums[entry], part)
+        sums[entry] = add(entry, sums[entry], unscaled)
     added = {name: accumulators[name] + number for name, number in zip(("weight", "loss"), reversed(numbers), strict=False)}
     return {"gradients": sums, **added}
+
+
+def add_entry(entry: str, sums: Tree, gradients: Tree) -> Tree:
+    """Add the gradients of a microbatch to the sums of an entry."""
+    return jax.tree.map(jnp.add, sums, gradients)
 
 
 def mean_loss(accumulators: Tree) -> tuple[jax.Array, jax.Array]:

@@ -54,9 +54,14 @@ class Residuals:
 
         The model is not traced again: JAX caches the VJPs of jitted functions, so that another trace may find other leaves.
         """
+        outputs, vjp = self.linearize(params, arguments, rng)
+        return outputs, self.saved(jax.tree.leaves(vjp))
+
+    def linearize(self, params: Tree, arguments: Tree, rng: Tree) -> tuple[Tree, Any]:
+        """Run the traced forward: return (y, new state), and the VJP."""
         results = jex.jaxpr_as_fun(self.forward)(*jax.tree.leaves((params, arguments, rng)))
         outputs, vjp = jax.tree.unflatten(jax.tree.structure(self.results), results)
-        return outputs, self.saved(jax.tree.leaves(vjp))
+        return outputs, vjp
 
     def saved(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
         """Select the leaves of the VJP that the forward must return: each array once, in order of first use."""

@@ -14,18 +14,21 @@ from jpipe.capabilities.protocol import Exchange, SumHooks
 from jpipe.capabilities.registry import exchange_of, runtimes_for
 from jpipe.context import tracing_on
 from jpipe.errors import callers_code, cause
+from jpipe.meshes._partial_sums import PartialSums
 from jpipe.meshes._partition import ONE_DEVICE, Partition
 from jpipe.model._function_arguments import Loss, random_parameter
 from jpipe.model._layer import LayerSpec, key_spec
 from jpipe.model._precision import PLAIN, LossScale, Precision
 from jpipe.model._stack import LayerStack
 from jpipe.model._subset import EVERYTHING, Subset, floats_of, is_float, with_floats
-from jpipe.model.jaxprs._dependence import passed_on
+from jpipe.model.jaxprs._dependence import is_literal, passed_on
 from jpipe.model.jaxprs._primitives import all_but_elementwise, all_but_elementwise_and_maxima
+from jpipe.model.jaxprs._row_dims import row_dims
 from jpipe.model.layerwise._optimizer import LayerwiseOptimizer
 from jpipe.plan import Stage, repeats_forward
 from jpipe.stages.functions._effects import describe_effects
-from jpipe.stages.functions._loss import accumulate, call_loss, loss_dtype, zero_accumulators
+from jpipe.stages.functions._late_sums import LateSums, row_dims_of
+from jpipe.stages.functions._loss import accumulate, add_entry, call_loss, loss_dtype, zero_accumulators
 from jpipe.stages.functions._residuals import Residuals, find_residuals
 from jpipe.stages.functions._split_backward import LateInputs, SplitBackward
 
@@ -141,7 +144,7 @@ class StageFunctions:
         Returns:
             The gradient message for the previous stage; the accumulators with this microbatch added; the changed part of the state.
         """
-        (y, new_state), vjp = self.linearize(params, (state, x, labels), rng)
+        (y, new_state), vjp = self.linearized(params, (state, x, labels), rng)
         message, accumulators = self._pull_back(vjp, y, accumulators, rng, scale)
         return message, accumulators, self.changed.part(new_state)
 
@@ -179,6 +182,11 @@ class StageFunctions:
     def zero_accumulators(self, params: Tree) -> Tree:
         """Return the accumulators at the start of a batch."""
         return zero_accumulators(self.trained.part(params), self.precision, last=self.last)
+
+    def sum_devices(self, accumulators: Tree) -> Tree:
+        """Add up the complete accumulators, or some of their entries, over the devices of the rows."""
+        assert self.late_sums is not None
+        return {**accumulators, "gradients": self.late_sums.total(accumulators["gradients"])}
 
     def first_version(self, fresh: Tree) -> Tree:
         """Return the first weight version from initialized parameters; it shares no array with them."""
@@ -248,6 +256,25 @@ class StageFunctions:
         microbatch, key = rng
         with tracing_on(self.partition.traced):
             return self.stack.apply(self.stage.layers, params, state, x, key=key, microbatch=microbatch, train=train)
+
+    @cached_property
+    def late_sums(self) -> LateSums | None:
+        """The gradients that the devices of the rows add up once per update; None if there are none."""
+        late = self.partition.sums_late(self.specs.params)
+        if not any(jax.tree.leaves(late)):
+            return None
+        by_layer = self._trained_in_layers.part({layer_id: self.stack.ties.whole(layer_id, late) for layer_id in self.stage.layers})
+        partial = PartialSums(self.partition.mesh, self.partition.batch)
+        return LateSums(partial, self.trained.part(late), by_layer, lambda: self._vjp_dims, self.partition.rows)
+
+    @cached_property
+    def _vjp_dims(self) -> list[int | None]:
+        """The dim of the rows of each leaf of the VJP, or None."""
+        jaxpr, (state, *flow), rows = self.residuals.forward.jaxpr, self.specs.arguments, self.partition.rows
+        none = [[None] * len(jax.tree.leaves(part)) for part in (self.specs.params, state, self.specs.rng)]
+        dims = row_dims(jaxpr, [*none[0], *none[1], *row_dims_of(flow, rows), *none[2]])
+        leaves = jaxpr.outvars[len(jaxpr.outvars) - len(self.residuals.sources) :]
+        return [None if is_literal(var) else dims.get(var) for var in leaves]
 
     @cached_property
     def exchange(self) -> Exchange:
@@ -427,6 +454,10 @@ class StageFunctions:
             _, vjp, (y, new_state) = jax.vjp(stage, trained, floats, has_aux=True)
         return (self.sent(y, rng), new_state), vjp
 
+    def linearized(self, params: Tree, arguments: tuple[Tree, Tree, Tree], rng: tuple[Any, Any]) -> tuple[tuple[Tree, Tree], Any]:
+        """Return the same as `linearize`; if gradients are added up late, from the trace that `residuals` has examined."""
+        return (self.linearize if self.late_sums is None else self.residuals.linearize)(params, arguments, rng)
+
     @cached_property
     def _trained_in_layers(self) -> Subset:
         """The parameters that updates change, by layer id."""
@@ -452,12 +483,17 @@ class StageFunctions:
             gradient = [jnp.full_like(gradient, 1.0 if scale is None else scale)]
         else:
             gradient = self.exchange.decode("gradient", gradient, floats_of(self.last_layer.output))
-        gradients, x_gradient = vjp(gradient)
+        gradients, x_gradient = vjp(gradient) if self.late_sums is None else self.late_sums.pull_back(vjp, gradient)
         return gradients, x_gradient
 
     def _accumulated(self, gradients: Tree, numbers: tuple[Any, ...], accumulators: Tree, scale: Any) -> Tree:
         """Add one microbatch to the accumulators: the gradients, and the numbers (weight,), or at the last stage (loss, weight)."""
-        return accumulate(accumulators, self.stack.ties.by_place(gradients), numbers, self.scale_of(scale))
+        return self.accumulate(accumulators, self.stack.ties.by_place(gradients), numbers, scale)
+
+    def accumulate(self, accumulators: Tree, gradients: Iterable[tuple[str, Tree]], numbers: tuple[Any, ...], scale: Any) -> Tree:
+        """Add one microbatch to the accumulators, or to some of their entries. The arguments are as in `_loss.accumulate`."""
+        add = add_entry if self.late_sums is None else self.late_sums.add
+        return accumulate(accumulators, gradients, numbers, self.scale_of(scale), add)
 
     def scale_of(self, scale: Any) -> Any:
         """Return the loss scale of a microbatch, which is the same in all stages; None if there is none."""

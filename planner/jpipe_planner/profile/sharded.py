@@ -136,8 +136,9 @@ def shard_profile(profile: Profile, degrees: Degrees, topology: Topology) -> Pro
     """Return the profile of one device of a mesh, without the microbatch sizes that cannot be sharded.
 
     The seconds include the device's share of the work, and the sums and gathers inside the mesh, which overlap with nothing. A forward sums
-    the partial sums of each layer. A backward sums as many bytes, and also the gradients of a microbatch over `data`. With FSDP both gather
-    the weights, and gradients are reduce-scattered. If experts are sharded, both exchange tokens.
+    the partial sums of each layer. A backward sums as many bytes. An update sums the gradients over `data`. With FSDP forward and backward
+    gather the weights, and each backward reduce-scatters the gradients. If experts are sharded, both exchange tokens, and a backward sums
+    the gradients of experts.
 
     Args:
         profile: the profile of the layers on one device; `mesh_refusal` returns "" for it.
@@ -148,7 +149,8 @@ def shard_profile(profile: Profile, degrees: Degrees, topology: Topology) -> Pro
     gathers, layers = profile.is_of_cpus(topology), []  # on CPUs tokens are gathered
     for layer in profile.layers:
         seconds = {n: collective_seconds(layer, profile.sizes[n], degrees, topology, gathers=gathers) for n in size_indices}
-        layers.append(_layer(layer, degrees, seconds))
+        once = 0.0 if degrees.fsdp else _gradient_seconds(layer, degrees, topology)[0]
+        layers.append(_layer(layer, degrees, seconds, once))
     tensors = {layer.id: layer.tensor or TensorProfile() for layer in profile.layers}
     shared = []
     for parameter in profile.shared:
@@ -176,19 +178,30 @@ def collective_seconds(layer: LayerProfile, rows: int, degrees: Degrees, topolog
         topology: the devices; the first of them form the mesh.
         gathers: whether the devices gather all tokens of a mixture. Otherwise they send each token only to devices with its experts.
     """
-    for_model, for_experts, for_data = (topology.mesh_link(n) for n in (degrees.model, degrees.model * degrees.expert, degrees.size))
+    for_model, for_experts = (topology.mesh_link(n) for n in (degrees.model, degrees.model * degrees.expert))
     tensor, of_rows = layer.tensor or TensorProfile(), rows / degrees.rows
     partial = _ring(2, tensor.reduced * of_rows, tensor.reductions, degrees.model, for_model)
     sent = 1.0 if gathers else _share_of_tokens(tensor, degrees)
     partial += 2 * _ring(1, tensor.exchanged * sent * rows / degrees.data, 1, degrees.expert, for_experts)
-    share = _share_of_weights(tensor, degrees)
-    gather, scatter = (_ring(1, size * share, 1, degrees.data, for_data) for size in (layer.weights, layer.accumulators))
-    # If experts are sharded over devices, only the other parameters have copies on these devices.
-    copied = layer.accumulators * _share_of_device(tensor.weights, degrees.model) * (1 - tensor.of_experts) / _over_data(degrees)
-    of_copies = _ring(2, copied, 1, degrees.expert, for_experts)
+    summed, of_experts = _gradient_seconds(layer, degrees, topology)
     if degrees.fsdp:
-        return partial + gather, partial + gather + scatter + of_copies
-    return partial, partial + 2 * scatter + of_copies
+        gather = _ring(1, layer.weights * _share_of_weights(tensor, degrees), 1, degrees.data, topology.mesh_link(degrees.size))
+        return partial + gather, partial + gather + summed + of_experts
+    return partial, partial + of_experts
+
+
+def _gradient_seconds(layer: LayerProfile, degrees: Degrees, topology: Topology) -> tuple[float, float]:
+    """Return the seconds for which the devices of the rows sum a layer's gradients: of most parameters, and of sharded experts.
+
+    With FSDP they only scatter the sums. If experts are sharded over devices, only the other parameters have copies on these devices.
+    """
+    tensor = layer.tensor or TensorProfile()
+    size, times = layer.accumulators * _share_of_device(tensor.weights, degrees.model), 1 if degrees.fsdp else 2
+    for_experts, for_data = topology.mesh_link(degrees.model * degrees.expert), topology.mesh_link(degrees.size)
+    experts = tensor.of_experts if degrees.expert > 1 else 0.0
+    of_copies = _ring(2, size * (1 - tensor.of_experts) / _over_data(degrees), 1, degrees.expert, for_experts)
+    over_data = (_ring(times, size * share, 1, degrees.data, for_data) for share in (1 - experts, experts / degrees.expert))
+    return next(over_data) + of_copies, next(over_data)
 
 
 def _ring(times: int, size: float, count: int, devices: int, link: jpipe.Link) -> float:
@@ -227,8 +240,15 @@ def _over_data(degrees: Degrees) -> int:
     return degrees.data if degrees.fsdp else 1
 
 
-def _layer(layer: LayerProfile, degrees: Degrees, seconds: Mapping[int, tuple[float, float]]) -> LayerProfile:
-    """Return the costs of a layer on one device of a mesh, from the seconds inside the mesh in a forward and a backward, by size."""
+def _layer(layer: LayerProfile, degrees: Degrees, seconds: Mapping[int, tuple[float, float]], once: float) -> LayerProfile:
+    """Return the costs of a layer on one device of a mesh.
+
+    Args:
+        layer: the layer on one device.
+        degrees: the degrees of the mesh.
+        seconds: the seconds inside the mesh in a forward and a backward, by size.
+        once: the seconds inside the mesh in an update.
+    """
     tensor, weight_shards = layer.tensor or TensorProfile(), _over_data(degrees)
     share = _share_of_weights(tensor, degrees)
     at = []
@@ -237,7 +257,7 @@ def _layer(layer: LayerProfile, degrees: Degrees, seconds: Mapping[int, tuple[fl
         whole = (layer.weights + layer.accumulators) * share * (1 - 1 / weight_shards)
         at.append(_at(layer.at[n], tensor, degrees, forward, backward, math.ceil(whole)))
     bytes_ = {name: math.ceil(getattr(layer, name) * share / weight_shards) for name in SHARED}
-    return layer.model_copy(update={**bytes_, "update": layer.update * share / weight_shards, "at": tuple(at)})
+    return layer.model_copy(update={**bytes_, "update": layer.update * share / weight_shards + once, "at": tuple(at)})
 
 
 def _at(at: AtSize, tensor: TensorProfile, degrees: Degrees, forward: float, backward: float, whole: int) -> AtSize:
