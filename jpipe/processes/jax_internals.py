@@ -3,6 +3,7 @@
 JAX is imported inside functions, because the channel between the processes does not need JAX.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ __all__ = [
     "detect_cluster",
     "distributed_state",
     "keep_gloo_at",
+    "keep_programs_of_all",
 ]
 
 
@@ -59,3 +61,27 @@ def keep_gloo_at(host: str) -> None:
         return make_cpu_client(collectives=collectives)
 
     backend.register_backend_factory("cpu", client, priority=0, fail_quietly=False)
+
+
+def keep_programs_of_all() -> None:
+    """Let every process write to JAX's persistent compilation cache, because each process of a pipeline compiles other stages.
+
+    JAX writes the programs of process 0 only, so the other processes would compile at every start. If JAX's private names differ, this
+    function has no effect.
+    """
+    import jax
+    from jax._src import compilation_cache, compiler
+
+    try:
+        write_in_first, write = compiler._cache_write, compilation_cache.put_executable_and_time
+    except AttributeError:
+        return
+
+    def write_in_all(cache_key: str, compile_time_secs: float, module_name: str, backend: Any, executable: Any) -> None:
+        if distributed_state().process_id == 0:
+            write_in_first(cache_key, compile_time_secs, module_name, backend, executable)
+        elif compile_time_secs >= jax.config.values["jax_persistent_cache_min_compile_time_secs"]:
+            with contextlib.suppress(OSError):  # then the program is compiled at the next start, too
+                write(cache_key, module_name, executable, backend, int(compile_time_secs))
+
+    compiler._cache_write = write_in_all

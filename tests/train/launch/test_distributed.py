@@ -345,6 +345,40 @@ def test_jax_runs_across_processes_and_survives_one(address):
     assert outputs == [(f"{lost}\nleft\n", ""), ("", ""), (f"later than process 0\n{lost}\nleft\n", "")]
 
 
+CACHED = """
+import sys
+import jax, jax.numpy as jnp
+from jpipe_train.assemble.compile_cache import CacheCount, use
+from jpipe_train.console.options import Process
+from jpipe_train.launch import distributed
+me = int(sys.argv[2])
+distributed.start(Process(sys.argv[1], 2, me, 60.0))
+use(sys.argv[3])
+count = CacheCount()
+jax.jit(lambda x: x * (2 + me))(jnp.ones(3)).block_until_ready()
+distributed.stop()
+print(f"count:{count}", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.oldest
+def test_every_process_keeps_its_programs_for_the_next_start(tmp_path):
+    counts = []
+    for _ in range(2):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        command = [sys.executable, "-c", CACHED, address]
+        with contextlib.ExitStack() as stack:
+            pipes = {"cwd": ROOT, "stdout": subprocess.PIPE, "text": True}
+            processes = [stack.enter_context(subprocess.Popen([*command, str(i), str(tmp_path / "kept")], **pipes)) for i in range(2)]
+            for process in processes:
+                stack.callback(process.kill)
+            outputs = [process.communicate(timeout=LIMIT)[0] for process in processes]
+        counts.append([line for output in outputs for line in output.splitlines() if line.startswith("count:")])
+    assert counts == [["count:", "count:"], ["count: (from the cache)", "count: (from the cache)"]]
+
+
 @pytest.mark.parametrize("waits", [loop.main, Process, join_processes])
 def test_processes_wait_for_each_other_as_long_as_jax_does(waits):
     parameters = inspect.signature(waits).parameters

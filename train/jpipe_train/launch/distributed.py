@@ -122,6 +122,7 @@ def _start_jax(member: Membership, listen: Address | None, limit: float) -> None
     except jax.errors.JaxRuntimeError as error:
         change = "try again, or with another port, or without the variables of a proxy"
         raise NotConnected(f"{member.coordinator}: JAX cannot connect the processes: {error}; {change}") from None
+    jax_internals.keep_programs_of_all()
     if member.coordinator.loopback is not None:
         jax_internals.keep_gloo_at(private_loopback())
 
