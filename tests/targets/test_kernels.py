@@ -58,7 +58,7 @@ def joined(found):
 def test_tpus_compute_splash_attention(inputs, mesh, keys):
     """Without an array for all pairs of positions."""
     target = find_target("v5e")
-    found = programs(devices_of(target), inputs, mesh, **keys)
+    found = programs(devices_of(target), inputs, mesh, attention="splash", **keys)
     rates = Rates.of(Device(target="v5e"))
     for name, kernels in (("forward", {"fwd"}), ("backward", {"dq", "dkv"})):
         text = joined(found[name])

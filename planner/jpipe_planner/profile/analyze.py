@@ -115,7 +115,7 @@ def _lower(stage: jpipe.stages.StandaloneStage, layer_id: str, name: Name) -> tu
     traced = stage.trace(name, jax.local_devices()[0])
     try:
         return traced, traced.lower()
-    except NotImplementedError as error:
+    except (NotImplementedError, ValueError) as error:  # the latter for kernels of Pallas
         raise InputError(
             f"layer '{layer_id}': its operations cannot be counted, because JAX does not compile it for CPUs: {error}; profile it with "
             "another implementation, such as model.attention: xla"

@@ -111,6 +111,7 @@ def test_packed_documents_equal_documents_behind_a_mask(monkeypatch, masked, mos
 
 
 @pytest.mark.parametrize(("platform", "length", "dtype", "capability", "expected"), [
+    ("absent tpu", 128, "bfloat16", "", "xla"),
     ("cpu", 128, "bfloat16", "9.0", "xla"),
     ("tpu", 256, "float32", "", "splash"),
     ("tpu", 100, "float32", "", "xla"),
@@ -119,11 +120,12 @@ def test_packed_documents_equal_documents_behind_a_mask(monkeypatch, masked, mos
     ("gpu", 128, "bfloat16", "7.5", "xla"),
 ])  # fmt: skip
 def test_auto_takes_the_kernel_of_the_platform(monkeypatch, platform, length, dtype, capability, expected):
-    calls = []
+    calls, backend, platform = [], "cpu" if platform.startswith("absent") else platform, platform.split()[-1]
 
     def record(name):
         return lambda q, *_, **__: calls.append(name) or q
 
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
     monkeypatch.setattr(kernels, "splash", record("splash"))
     monkeypatch.setattr(kernels, "is_gpu_with", lambda least: capability >= least)
     monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, *_, implementation, **__: calls.append(implementation) or q)
@@ -134,6 +136,7 @@ def test_auto_takes_the_kernel_of_the_platform(monkeypatch, platform, length, dt
 
 
 def test_auto_falls_back_where_cudnn_is_not_installed(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(kernels, "is_gpu_with", lambda _: True)
     q, k, v = (x.astype(jnp.bfloat16) for x in inputs_of(8))
     config = ModelConfig(compute_dtype="bfloat16")

@@ -32,13 +32,14 @@ def attend(
         InputError: the config selects a kernel that this platform does not have, or that does not support these shapes.
     """
     masked = Masked(config.kind == "decoder", config.window)
-    platform, kernel = traced_platform(), config.attention
-    if kernel == "splash" or (kernel == "auto" and platform == "tpu" and kernels.fits_splash(q.shape[1])):
+    kernel, platform = config.attention, jax.default_backend()
+    is_auto = kernel == "auto" and platform == traced_platform()  # a planner lowers what it traces for an absent device for this one, too
+    if kernel == "splash" or (is_auto and platform == "tpu" and kernels.fits_splash(q.shape[1])):
         return _by_splash(q, k, v, segments, masked, config)
     if kernel == "cudnn":
         return _by_cudnn(q, k, v, segments, masked, config)
     is_long = q.shape[1] >= LONG
-    if kernel == "auto" and platform == "gpu" and _suits_cudnn(q, config) and (segments is None or not is_long):
+    if is_auto and platform == "gpu" and _suits_cudnn(q, config) and (segments is None or not is_long):
         with contextlib.suppress(InputError):  # cuDNN is not installed, or does not support these shapes
             return _by_cudnn(q, k, v, segments, masked, config)
     if kernel == "blockwise" or is_long:
