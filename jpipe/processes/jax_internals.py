@@ -66,8 +66,8 @@ def keep_gloo_at(host: str) -> None:
 def keep_programs_of_all() -> None:
     """Let every process write to JAX's persistent compilation cache, because each process of a pipeline compiles other stages.
 
-    JAX writes the programs of process 0 only, so the other processes would compile at every start. If JAX's private names differ, this
-    function has no effect.
+    JAX writes the programs of process 0 only, so the other processes would compile at every start. JAX 0.10 also passes the host callbacks
+    of a program; a program with callbacks cannot be kept. If JAX's private names differ, this function has no effect.
     """
     import jax
     from jax._src import compilation_cache, compiler
@@ -77,10 +77,10 @@ def keep_programs_of_all() -> None:
     except AttributeError:
         return
 
-    def write_in_all(cache_key: str, compile_time_secs: float, module_name: str, backend: Any, executable: Any) -> None:
+    def write_in_all(cache_key: str, compile_time_secs: float, module_name: str, backend: Any, executable: Any, *callbacks: Any) -> None:
         if distributed_state().process_id == 0:
-            write_in_first(cache_key, compile_time_secs, module_name, backend, executable)
-        elif compile_time_secs >= jax.config.values["jax_persistent_cache_min_compile_time_secs"]:
+            write_in_first(cache_key, compile_time_secs, module_name, backend, executable, *callbacks)
+        elif not any(callbacks) and compile_time_secs >= jax.config.values["jax_persistent_cache_min_compile_time_secs"]:
             with contextlib.suppress(OSError):  # then the program is compiled at the next start, too
                 write(cache_key, module_name, executable, backend, int(compile_time_secs))
 

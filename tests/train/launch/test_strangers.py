@@ -485,6 +485,21 @@ def test_gloo_listens_at_a_loopback_address(monkeypatch):
     assert (registered["cpu"](), hostnames) == ("gloo", ["127.0.0.1"])
 
 
+@pytest.mark.parametrize("process", [0, 1])
+def test_programs_without_host_callbacks_are_kept_by_all_processes(process, monkeypatch):
+    """JAX 0.10 passes the host callbacks of a program as well."""
+    from jax._src import compilation_cache, compiler
+
+    written = []
+    monkeypatch.setattr(jax_internals, "distributed_state", lambda: types.SimpleNamespace(process_id=process))
+    monkeypatch.setattr(compilation_cache, "put_executable_and_time", lambda key, *_: written.append(key))
+    monkeypatch.setattr(compiler, "_cache_write", lambda key, *_: written.append(f"by JAX: {key}"))
+    jax_internals.keep_programs_of_all()
+    for key, more in ("new", ()), ("old", ([],)), ("calls back", ([print],)):
+        compiler._cache_write(key, 9.0, "module", "backend", "executable", *more)
+    assert written == (["new", "old"] if process else ["by JAX: new", "by JAX: old", "by JAX: calls back"])
+
+
 DISTURBED = """
 import pathlib, sys
 import jax
