@@ -34,10 +34,11 @@ LAYERS = {"forward": root, "gradient": steep}
 
 
 @functools.cache
-def pipeline(kind, ids, schedule="pipedream_flush"):
+def pipeline(kind, ids, schedule="pipedream_flush", devices=1):
     dense = {"a": models.dense(activation=lambda x: x), "b": models.dense(activation=lambda x: x)}
     stack = jpipe.LayerStack({layer_id: (dense | {"bad": LAYERS[kind]})[layer_id] for layer_id in ids})
-    return jpipe.Pipeline(stack, jpipe.Plan.even(stack.ids, 2, schedule, 2), models.squares, models.momentum())
+    plan = jpipe.Plan.even(stack.ids, 2, schedule, 2, mesh={"data": devices} if devices > 1 else None)
+    return jpipe.Pipeline(stack, plan, models.squares, models.momentum())
 
 
 def bad():
@@ -71,6 +72,15 @@ CASES = {
 def test_nan_of_a_later_batch_is_reported_with_stage_and_layer(kind, ids, message):
     with pytest.raises(FloatingPointError, match=f"^{message}$"):
         second_batch(pipeline(kind, ids))
+
+
+def test_nan_in_the_rows_of_the_last_device_of_a_mesh_is_reported():
+    pipe, (inputs, labels) = pipeline("gradient", ("a", "bad", "b"), devices=2), GOOD
+    state = pipe.init(jax.random.key(0), GOOD)
+    inputs = inputs.copy()
+    inputs[models.ROWS - 1 :: models.ROWS] = 1e4  # the last row of each microbatch
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"NaN in the results of backward; .* gradients is 'a'$"):
+        pipe.step(state, (inputs, labels))
 
 
 def test_without_the_setting_no_output_is_checked():
