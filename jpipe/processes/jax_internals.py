@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 __all__ = [
+    "cudnn_attention",
     "detect_cluster",
     "distributed_state",
     "keep_gloo_at",
@@ -85,3 +86,10 @@ def keep_programs_of_all() -> None:
                 write(cache_key, module_name, executable, backend, int(compile_time_secs))
 
     compiler._cache_write = write_in_all
+
+
+def cudnn_attention() -> Any:
+    """Return the module of cuDNN's attention, whose packed layout `jax.nn.dot_product_attention` does not offer."""
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    return fused_attention_stablehlo

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from jpipe.context import traced_mesh
+from jpipe.processes.jax_internals import cudnn_attention
 from jpipe_lm.models.blockwise import Masked
 
 Attention = Callable[..., Any]
@@ -89,9 +90,7 @@ def splash(
 
 def is_gpu_with(capability: str) -> bool:
     """Return whether this machine has a GPU of at least this compute capability, such as "9.0". Of an absent GPU it is not known."""
-    from jax._src.cudnn import fused_attention_stablehlo
-
-    return fused_attention_stablehlo.check_compute_capability(capability)
+    return cudnn_attention().check_compute_capability(capability)
 
 
 def packs_documents(q: Float[Array, "b s h d"], k: Float[Array, "b s k d"]) -> bool:
@@ -147,9 +146,7 @@ _by_number.defvjp(_forward, _backward)
 
 
 def _packed(masked: Masked, scale: float, q: Any, k: Any, v: Any, segments: Any) -> Any:
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
-    lengths, starts = documents_of(segments)
+    cudnn, (lengths, starts) = cudnn_attention(), documents_of(segments)
     kind = cudnn.MaskType.PADDING_CAUSAL if masked.is_causal else cudnn.MaskType.PADDING
     places: dict[str, Any] = {"q_seqlen": lengths, "kv_seqlen": lengths, "q_offsets": starts, "kv_offsets": starts}
     return cudnn.dot_product_attention(q, k, v, **places, scale=scale, mask_type=kind, sliding_window_length=masked.window)
