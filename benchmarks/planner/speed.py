@@ -1,24 +1,23 @@
-"""Measure the time of the searches on one core, with and without a memory limit.
+"""Measure the time of `find_plans` on one core, and of its closed forms alone, with and without a memory limit.
 
 The layers are synthetic and all different: from the first to the last, weights grow and outputs shrink, as in convolutional networks.
 """
 
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from benchmarks.planner.markdown import print_table
-from jpipe_planner import Candidate, Profile, Topology
-from jpipe_planner.cost.shape import planned_schedules
+from jpipe_planner import Candidate, Profile, Topology, find_plans
 from jpipe_planner.search.candidates import find_candidates
 
 ETHERNET, NVLINK = 25e9 / 8, 30e9
 SHARE = 0.7  # of the memory that the fastest plan takes: the limit of the runs with one
 REPEATS = 3
+STAGES: dict[str, Any] = {"exact": False, "schedules": ("pipedream",), "pipedream": "replicas"}  # each stage updates by itself
 
 
 def main() -> list[dict[str, Any]]:
@@ -33,29 +32,20 @@ def main() -> list[dict[str, Any]]:
     rows = []
     for what, goal, original, layers, topology, limited_too in searches:
         profile = invented(layers, topology)
-        rows.append(_row(what, partial(search, profile, topology), goal=goal, original=original))
+        of_stages = partial(find_candidates, profile, batch=topology.num_devices**2, **STAGES)
+        rows.append(_row(what, of_stages, topology, goal, original))
         if limited_too:
-            rows.append(_row(f"{what}, memory limited", partial(search, profile, with_limit(profile, topology))))
-    gpt, cluster = blocks(96), _servers(8, 512)
-    rows.append(_row("2BW sweep, all schedules: 98 layers, 8 × 512 devices", partial(sweep, gpt, cluster), goal=1.0))
-    most = max(sweep(gpt, cluster)[0].memory)
-    small = cluster.model_copy(update={"device": cluster.device.model_copy(update={"memory": SHARE * most})})
-    rows.append(_row("the same, memory limited", partial(sweep, gpt, small)))
-    shown = [(row["what"], f"{row['seconds']:.3f} s", f"{row['goal']:g} s" if row["goal"] else "", row["original"]) for row in rows]
-    print_table(("search", "found", "goal", "the original program"), shown)
+            rows.append(_row(f"{what}, memory limited", of_stages, limited(of_stages, topology)))
+    sweep, cluster = partial(find_candidates, blocks(96), batch=16384, exact=False), _servers(8, 512)
+    rows.append(_row("all schedules: 98 layers, 8 × 512 devices", sweep, cluster, goal=10.0))
+    rows.append(_row("the same, memory limited", sweep, limited(sweep, cluster)))
+    shown = [
+        (what, f"{row['candidates']:.3f} s", f"{row['seconds']:.3f} s", f"{goal:g} s" if goal else "", row["original"])
+        for row in rows
+        for what, goal in [(row["what"], row["goal"])]
+    ]
+    print_table(("search", "candidates", "whole search", "goal", "the original program"), shown)
     return rows
-
-
-def search(profile: Profile, topology: Topology) -> list[Candidate]:
-    """Return PipeDream's plans, each stage of which updates by itself."""
-    plans = find_candidates(profile, topology, topology.num_devices**2, exact=False, schedules=("pipedream",), pipedream="replicas")
-    return [one for one in plans if one.options.update_every == "replicas"]
-
-
-def sweep(profile: Profile, topology: Topology) -> list[Candidate]:
-    """Return the plans of all schedules but PipeDream's stages."""
-    names = [name for name in planned_schedules() if name != "pipedream"]
-    return find_candidates(profile, topology, 16384, exact=False, schedules=names)
 
 
 def invented(count: int, topology: Topology) -> Profile:
@@ -80,9 +70,9 @@ def invented(count: int, topology: Topology) -> Profile:
     return Profile(source="analytic", sizes=[1], inputs=[int(outputs[0])], labels=[0], layers=layers)
 
 
-def with_limit(profile: Profile, topology: Topology) -> Topology:
-    """Return the same topology with less memory than the fastest plan takes."""
-    memory = SHARE * max(search(profile, topology)[0].memory)
+def limited(listed: partial[list[Candidate]], topology: Topology) -> Topology:
+    """Return the same topology with less memory than the candidate with the best estimate takes."""
+    memory = SHARE * max(listed(topology=topology)[0].memory)
     return topology.model_copy(update={"device": topology.device.model_copy(update={"memory": memory})})
 
 
@@ -117,12 +107,17 @@ def _servers(*counts: int) -> Topology:
     return Topology(levels=[{"count": count, "bandwidth": bandwidth} for count, bandwidth in zip(counts, bandwidths, strict=True)])
 
 
-def _row(what: str, find: Callable[[], Any], goal: float | None = None, original: str = "") -> dict[str, Any]:
-    """Measure the shortest of some runs, to exclude the effect of other programs."""
+def _row(what: str, listed: partial[list[Candidate]], topology: Topology, goal: float | None = None, original: str = "") -> dict[str, Any]:
+    """Measure the CPU seconds to list candidates with their estimates, and those to find plans: the shortest of some runs.
+
+    `listed` is `find_candidates` with its arguments except the topology.
+    """
     print(f"… {what}", file=sys.stderr, flush=True)
-    times = []
+    found = partial(find_plans, *listed.args, **listed.keywords)
+    times: dict[str, list[float]] = {"candidates": [], "seconds": []}
     for _ in range(REPEATS):
-        start = time.perf_counter()
-        find()
-        times.append(time.perf_counter() - start)
-    return {"what": what, "seconds": min(times), "goal": goal, "original": original}
+        for key, run in (("candidates", listed), ("seconds", found)):
+            start = time.process_time()
+            run(topology=topology)
+            times[key].append(time.process_time() - start)
+    return {"what": what, **{key: min(each) for key, each in times.items()}, "goal": goal, "original": original}

@@ -3,12 +3,12 @@
 from jpipe.programs._costs import HostLink, LayerCost, Network, Overlap, SharedCost, StageCost, sum_layer_costs, unit_costs, uses_by_costs
 from jpipe.programs._execution_order import ProgramError
 from jpipe.programs._instructions import Program
-from jpipe.programs._simulate import has_equal_batches, simulate_batches
+from jpipe.programs._simulate import has_repeated_batches, simulate_batches
 from jpipe.programs._steps import Steps
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline, format_grid, to_ticks, whole_spans
 from jpipe.programs._transfers import Transfer
 from jpipe.programs._window import Window, extract_window, predict_window
-from jpipe.programs.lowering import batches_until_full
+from jpipe.programs.lowering import batches_until_full, lower_repeated
 from jpipe.programs.prediction import Prediction
 
 __all__ = [
@@ -31,7 +31,8 @@ __all__ = [
     "batches_until_full",
     "extract_window",
     "format_grid",
-    "has_equal_batches",
+    "has_repeated_batches",
+    "lower_repeated",
     "predict_window",
     "simulate_batches",
     "sum_layer_costs",

@@ -7,7 +7,8 @@ and rank.
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Self
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 from jpipe._frozen import FrozenMapping
 from jpipe.capabilities.protocol import ProgramHooks
@@ -137,6 +138,20 @@ def shifted(instruction: Instruction, plan: Plan, batches: int) -> Instruction:
     return instruction.later(batches * plan.microbatches, batches * plan.updates_per_batch(plan.workers[instruction.worker][0]))
 
 
+class Repeated(NamedTuple):
+    """The part of a program that later batches repeat, with shifted numbers.
+
+    Attributes:
+        start: the index of its first instruction.
+        stop: one past the index of its last instruction.
+        batches: the number of batches in it.
+    """
+
+    start: int
+    stop: int
+    batches: int
+
+
 @dataclass(frozen=True)
 class Program:
     """The instructions of all workers, or of some, in one total order that extends data order and the order of each rank.
@@ -156,6 +171,7 @@ class Program:
         instructions: the total order of loads, forwards, backwards, sends, receives, sums, updates, agreements and releases. The program of
             a rank has the instructions of its workers, in the same order.
         workers: the workers with instructions in the program; None: all.
+        repeated: the part that later batches repeat, if `lower_repeated` has lowered the program.
         verified: not empty after the instructions have been verified; then simulations do not verify them again.
         prepared: data that simulations have computed from the instructions, for reuse by later simulations.
     """
@@ -172,6 +188,7 @@ class Program:
     updated: tuple[range, ...]
     instructions: tuple[Instruction, ...]
     workers: frozenset[int] | None = None
+    repeated: Repeated | None = None
     verified: set[bool] = field(default_factory=set, init=False, compare=False, repr=False)
     prepared: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
@@ -198,3 +215,17 @@ class Program:
     def worker(self, worker: int) -> Iterator[Instruction]:
         """Yield the instructions of one worker in order; workers are counted from 0."""
         return (i for i in self.instructions if i.worker == worker)
+
+
+def joined(parts: list[Program]) -> Program:
+    """Return one program that runs several programs one after the other."""
+    first, last = parts[0], parts[-1]
+    return replace(
+        last,
+        start=first.start,
+        begin=first.begin,
+        drained=True,
+        ended=range(first.ended.start, last.ended.stop),
+        updated=tuple(range(before.start, after.stop) for before, after in zip(first.updated, last.updated, strict=True)),
+        instructions=tuple(chain.from_iterable(part.instructions for part in parts)),
+    )

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jpipe.capabilities.registry import programs_of
+from jpipe.capabilities.registry import programs_of, uses_of
 from jpipe.errors import InputError, short
 from jpipe.plan import Plan
 from jpipe.programs._costs import OVERLAPS, HostLink, Link, Network, Overlap, StageCost, check_costs, unit_costs
@@ -75,55 +75,62 @@ def simulate(
     return simulator.prediction()
 
 
-def has_equal_batches(plan: Plan) -> bool:
-    """Return whether all batches of a plan have the same program, as `simulate_batches` requires.
+def has_repeated_batches(plan: Plan, **uses: Any) -> bool:
+    """Return whether all batches of a plan have the same program once the pipeline is full, as `lower_repeated` requires.
 
-    This is so if the schedule flushes and no capability carries anything from one batch to later ones.
+    This is so if no capability carries anything from one batch to later ones, and without a flush no update waits for other stages.
+
+    Args:
+        plan: the plan.
+        uses: as in `lower`.
     """
-    return SCHEDULES[plan.schedule].flushes and not any(hooks.carries_over for hooks in programs_of(plan))
+    flushes = SCHEDULES[plan.schedule].flushes
+    return not any(hooks.carries_over or (hooks.waits is not None and not flushes) for hooks in programs_of(plan, uses_of(**uses)))
 
 
 def simulate_batches(
     program: Program,
+    first: int,
     batches: int,
     costs: Sequence[StageCost],
     link: Link | Network | None = None,
     overlap: Overlap = "transfers and sums",
     *,
     until_periodic: bool = True,
-) -> tuple[Prediction, float | None]:
-    """Predict several batches, and the first computations of the batch after them, from the program of one batch.
+) -> tuple[Prediction, float]:
+    """Predict the seconds of a batch in steady state, from a program with batches that later ones repeat.
 
-    The program is not verified. The prediction has no memory over time and no transfers; otherwise it equals the result of `simulate` for
-    the program of all batches.
+    The program is not verified. The prediction has no memory over time and no transfers, and its timeline may have more batches than the
+    program; otherwise it equals the result of `simulate` for the program of all batches.
 
     Args:
-        program: the program of the first batch, from `lower`; its plan must have equal batches, see `has_equal_batches`.
-        batches: the largest number of batches to predict.
+        program: a program from `lower_repeated`.
+        first: the first batch that counts.
+        batches: the number of batches that count.
         costs: the cost of each stage.
         link: as in `simulate`.
         overlap: as in `simulate`.
-        until_periodic: whether to stop after the first batch that repeats the previous one with all times shifted by the same seconds,
-            because all later batches would repeat it as well.
+        until_periodic: whether to stop as soon as batches repeat earlier ones with all times shifted by the same seconds, because all later
+            batches would repeat them as well. Then the prediction has no timeline, and its bubble is 0.
 
     Returns:
-        The prediction, and the seconds from a repeated batch to the next (None if no batch has repeated). The timeline ends after the
-        repeated batch, or with each rank's first computation after the last batch. Seconds and bubble are for this timeline, and moved
-        bytes are for one batch.
+        The prediction, and the seconds of a batch: those by which batches are shifted, or otherwise the mean over the batches that count.
+        Seconds and bubble of the prediction are for its timeline, and moved bytes are for the batches of the program.
 
     Raises:
         ProgramError: the ranks deadlock.
-        InputError: as in `simulate`; or it is not the program of the first batch of a plan with equal batches.
+        InputError: as in `simulate`; or the program is not from `lower_repeated`.
     """
     _check(program, costs, link, overlap, None)
-    if not has_equal_batches(program.plan) or (program.begin, program.end) != (0, 1):
+    if program.repeated is None:
         raise InputError(
-            "simulate_batches: expected the program of the first batch of a plan with equal batches, as has_equal_batches says, found one "
-            f"of the batches {program.begin} to {program.end - 1} with the schedule '{program.plan.schedule}'; use jpipe.simulate"
+            where="simulate_batches", expected="a program from lower_repeated", found="one from lower", change="use jpipe.simulate"
         )
     simulator = Simulator(program, costs, _link_of("", link), _link_of("host: ", None), overlap, brief=True)
-    period = simulator.run_batches(batches, until_periodic)
-    return simulator.prediction(), period
+    each = program.repeated.batches
+    start = max(-(-(first - program.end + each) // each), 0)
+    seconds = simulator.run_repeated(start, start + -(-batches // each), until_periodic)
+    return simulator.prediction(with_times=not until_periodic), seconds / each
 
 
 def _link_of(name: str, link: Link | Callable[..., Link] | None) -> Callable[..., Link]:

@@ -3,14 +3,13 @@
 from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 from jpipe._frozen import NOTHING, FrozenMapping
 from jpipe.capabilities.protocol import hooks
 from jpipe.capabilities.registry import programs_of
 from jpipe.plan import Plan
-from jpipe.programs._instructions import Instruction, Program
+from jpipe.programs._instructions import Instruction, Program, joined
 from jpipe.programs._simulate import verify
 from jpipe.programs.lowering import Run, batches_until_full
 from jpipe.schedules import SCHEDULES
@@ -78,7 +77,7 @@ class Steps:
                 parts.append(self._part(start, self._distinct(start), True))
             if start == first == 1:
                 parts = [self._part(0, 0, False), *parts]
-            verify(run := _joined(parts))
+            verify(run := joined(parts))
             runs.append(self._of_workers(run))
         return tuple(runs)
 
@@ -180,17 +179,3 @@ class Steps:
 
     def _of_workers(self, program: Program) -> Program:
         return program if self._workers == program.workers else program.of(self._workers or ())
-
-
-def _joined(parts: list[Program]) -> Program:
-    """Return one program that runs several programs one after the other."""
-    first, last = parts[0], parts[-1]
-    return replace(
-        last,
-        start=first.start,
-        begin=first.begin,
-        drained=True,
-        ended=range(first.ended.start, last.ended.stop),
-        updated=tuple(range(before.start, after.stop) for before, after in zip(first.updated, last.updated, strict=True)),
-        instructions=tuple(chain.from_iterable(part.instructions for part in parts)),
-    )

@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -237,7 +237,7 @@ class PlainShape:
         """The number of stages."""
         return len(self.replicas)
 
-    @property
+    @cached_property
     def pipeline_ranks(self) -> Ranks:
         """The stages of each pipeline rank."""
         return tuple((s,) for s in range(self.depth)) if self.ranks is None else self.ranks

@@ -1,6 +1,7 @@
 """Lower a plan: insert loads, transfers, sums, updates and releases into the schedule's order of computations."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -9,7 +10,7 @@ from jpipe._numbers import is_int
 from jpipe.capabilities.registry import known_beside, uses_of
 from jpipe.errors import InputError, Problem, nearest, short
 from jpipe.plan import Plan, excluded
-from jpipe.programs._instructions import Compute, Instruction, Load, Program
+from jpipe.programs._instructions import Compute, Instruction, Load, Program, Repeated, joined
 from jpipe.programs._route import transfer
 from jpipe.programs.lowering._run import Run
 from jpipe.schedules import SCHEDULES
@@ -67,6 +68,28 @@ def lower(
     return run.program(batches, drain)
 
 
+def lower_repeated(plan: Plan, *, workers: Collection[int] | None = None, **uses: Any) -> Program:
+    """Write the program of as few batches as `simulate_batches` needs to predict any number of batches.
+
+    Under a schedule that flushes this is the first batch. Otherwise these are the batches until the pipeline is full, then the batches that
+    all later ones repeat, and a drain. In as many batches as are repeated, no worker begins more microbatches than it has in flight.
+
+    Args:
+        plan: the plan to run; `repeats` must hold.
+        workers: as in `lower`.
+        uses: as in `lower`.
+    """
+    rules, first, count = SCHEDULES[plan.schedule], 0, 1
+    if not rules.flushes:
+        period, in_flight, m = rules.period(plan), _in_flight(plan), plan.microbatches
+        first = max(batches_until_full(plan), plan.flush_first + -(-2 * in_flight // m))  # all in flight follow a full pipeline
+        count = -(-in_flight // (m * period)) * period
+    run = Run(plan, 0, first + count, uses_of(**uses), workers)
+    parts = [run.program(first, False), run.program(first + count, False), run.program(first + count, True)]
+    before = len(parts[0].instructions)
+    return replace(joined(parts), repeated=Repeated(before, before + len(parts[1].instructions), count))
+
+
 def _refusal(plan: Plan, name: str, value: Any) -> Problem | None:
     """Return why a program cannot do something in addition to its plan, or None."""
     if (option := known_beside().get(name)) is None:
@@ -83,8 +106,12 @@ def batches_until_full(plan: Plan) -> int:
 
     Then n_s r_s microbatches are in flight at each stage s, and the first update is made or pending, like later updates after a step.
     """
-    in_flight = max(SCHEDULES[plan.schedule].in_flight(plan, s) * replicas for s, replicas in enumerate(plan.replicas))
-    return plan.flush_first + -(-(in_flight - 1) // plan.microbatches) + 1
+    return plan.flush_first + -(-(_in_flight(plan) - 1) // plan.microbatches) + 1
+
+
+def _in_flight(plan: Plan) -> int:
+    """Return the largest number of microbatches that the replicas of a stage have in flight."""
+    return max(SCHEDULES[plan.schedule].in_flight(plan, s) * replicas for s, replicas in enumerate(plan.replicas))
 
 
 def lower_evaluation(

@@ -1,13 +1,13 @@
 """Programs as actions: a program is converted to actions once, for many simulations with different costs.
 
-All times are in one list; an action waits for the time at a place of this list. Everything that depends on costs is a price (`_prices`)
-with its arguments. The bytes of a rank change in the order of its instructions, independently of the times, so these changes are a separate
-list.
+All times are in one list; an action waits for the time at a place of this list. If later batches repeat a part of the program, their arrays
+use the same places again. Everything that depends on costs is a price (`_prices`) with its arguments. The bytes of a rank change in the
+order of its instructions, independently of the times, so these changes are a separate list.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from itertools import count
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, count, cycle
 from typing import Any
 
 import numpy as np
@@ -77,6 +77,8 @@ class RankActions:
             route, number in a `Transfer`, place of the moved array).
         works: the computation or update of each WORK.
         computations: the number of computations in `works`.
+        repeated: the numbers of actions, works and computations before the part of the program that later batches repeat, at its end, and
+            in all.
         changes: the numbers of the changes of the rank's bytes, in order; an array when all are written.
         first: the number of changes for the bytes held at the beginning, and the versions held then.
         versions: the versions that the rank holds after the actions so far.
@@ -88,9 +90,19 @@ class RankActions:
         self.queue: list[tuple[int, Any, int, int]] = []
         self.works: list[Work] = []
         self.computations = 0
+        self.repeated: list[tuple[int, int, int]] = []
         self.changes: Any = []
         self.first: tuple[int, Versions] = 0, ()
         self.versions: Versions = ()
+
+    def note_place(self) -> None:
+        """Note that the repeated part of the program begins or ends here."""
+        self.repeated.append((len(self.queue), len(self.works), self.computations))
+
+    def works_of_run(self) -> Iterator[Work]:
+        """Return the works of a run of any length: those up to the end of the repeated part, and then this part again and again."""
+        (_, begin, _), (_, end, _), _ = self.repeated
+        return chain(self.works[:begin], cycle(self.works[begin:end]))
 
     def note_versions(self) -> None:
         """Note which versions the workers of the rank have on the device from now on."""
@@ -102,6 +114,34 @@ class RankActions:
 
 Numbers = defaultdict[Any, int]
 """Numbers for keys, in the order in which the keys first occur."""
+
+
+class _Places(dict[int, int]):
+    """The places of the arrays of one kind at a worker, by microbatch or batch; each place is used again after `after` of them."""
+
+    def __init__(self, next_place: Callable[[], int], after: int) -> None:
+        self._places, self._after = Numbers(next_place), after
+
+    def __missing__(self, number: int) -> int:
+        place = self[number] = self._places[number % self._after]
+        return place
+
+
+class _PlacesOfKinds(dict[tuple[Any, ...], dict[int, int]]):
+    """The places of all kinds of arrays by worker and kind, and then by microbatch or batch."""
+
+    def __init__(self, program: Program) -> None:
+        self._program, self.next_place = program, count().__next__
+
+    def __missing__(self, key: tuple[Any, ...]) -> dict[int, int]:
+        program, (worker, what, *_) = self._program, key
+        places: dict[int, int] = Numbers(self.next_place)
+        if program.repeated is not None:  # the batches of sums count the updates of a stage
+            stage, _ = program.plan.workers[worker]
+            each = program.updates_per_batch[stage] if what in ("sum", "part") else program.plan.microbatches
+            places = _Places(self.next_place, program.repeated.batches * each)
+        self[key] = places
+        return places
 
 
 class Actions:
@@ -131,8 +171,8 @@ class Actions:
         self.transfers_block, self.sums_block = overlap == "none", overlap != "transfers and sums"
         self.flushes = SCHEDULES[plan.schedule].flushes
         self.averages_state = plan.sync_state and self.flushes and not plan.has_parallel_pipelines
-        next_place, (self.seconds, self.changes, self.routes) = count().__next__, (Numbers(count().__next__) for _ in range(3))
-        self.places: dict[tuple[Any, ...], Numbers] = defaultdict(lambda: Numbers(next_place))
+        self.seconds, self.changes, self.routes = (Numbers(count().__next__) for _ in range(3))
+        self.places = _PlacesOfKinds(program)
         used = program.hooks
         self.messages: dict[str, MessageHooks] = merged("messages", used)
         self.begin, self.before_compute, self.before_update = (hooks(name, used) for name in ("begin", "before_compute", "before_update"))
@@ -145,13 +185,17 @@ class Actions:
         for rank in self.ranks:
             rank.note_versions()
             rank.first = len(rank.changes), rank.versions
-        for i in program.instructions:
-            writers[type(i)](self.workers[i.worker], i)
+        begin, end, _ = program.repeated or (0, len(program.instructions), program.end)
+        for part in (program.instructions[:begin], program.instructions[begin:end], program.instructions[end:]):
+            for i in part:
+                writers[type(i)](self.workers[i.worker], i)
+            for rank in self.ranks:
+                rank.note_place()
         for rank in self.ranks:
             rank.changes = np.array(rank.changes, int)
-        self.num_places = next_place()
-        for numbers in self.places.values():
-            numbers.clear()  # frees thousands of keys
+        self.num_places = self.places.next_place()
+        for places in self.places.values():
+            places.clear()  # frees thousands of keys
         self.events.clear()
 
 
@@ -183,7 +227,7 @@ class Worker:
         self.away = set[tuple[str, int]]()
         self.separates_sums = of_program.separates_sums[s]
         self.computed: dict[int, str] = {}
-        self._effects: dict[str, tuple[Op, int, Numbers | None, list[Numbers]]] = {}
+        self._effects: dict[str, tuple[Op, int, dict[int, int] | None, list[dict[int, int]]]] = {}
         self._changes: dict[tuple[str, tuple[Any, ...]], int] = {}
         self.rank.workers.append(self)
         for begin in of_program.begin:
@@ -194,7 +238,7 @@ class Worker:
         """Return the place for the time of an array, which is given by a name and numbers."""
         return self.all.places[self.number, *what[:-1]][what[-1]]
 
-    def effect(self, name: str) -> tuple[Op, int, Numbers | None, list[Numbers]]:
+    def effect(self, name: str) -> tuple[Op, int, dict[int, int] | None, list[dict[int, int]]]:
         """Return an op, the number of its price, the places of messages that it waits for, if any, and the places of its results."""
         if name not in self._effects:
             op, w, s, last, places = OPS[name], self.number, self.stage, self.all.depth - 1, self.all.places
@@ -250,7 +294,7 @@ class Worker:
         Sums over the same replicas end in order. So if pieces follow, workers wait only for the last piece.
         """
         program, s = self.all, self.stage
-        place = (what, batch, piece) if following else (what, batch)
+        place = (what, piece, batch) if following else (what, batch)
         waiting = ((w, *place) for w in program.summing[s] if program.sums_block or not following)
         route = what, program.plan.stage_workers[s], s, piece
         self.begin((1, s, what, piece, batch), len(program.summing[s]), route, waiting, NOWHERE if program.sums_block else sent)

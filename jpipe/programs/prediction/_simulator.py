@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
-from itertools import accumulate, cycle
+from itertools import accumulate
 from operator import add
 from typing import Any
 
@@ -35,20 +35,26 @@ class _Rank:
         actions: the actions of the rank.
         clock: the end of the last action before the rank began to wait, or of its last action.
         starts: the times at which its computations and updates began.
-        arrivals: the arrival times of arrays that actions of the current batch wait for.
-        batches: for each finished batch, its `starts` and `arrivals`.
+        arrivals: the arrival times of arrays that actions of the current repetition wait for.
+        begins: the index in `starts` at which each repetition of the repeated part of the program begins.
+        repetitions: for each finished repetition, its `starts` and `arrivals`.
     """
 
     def __init__(self, actions: RankActions) -> None:
         self.actions, self.clock = actions, 0.0
         self.starts: list[float] = []
         self.arrivals: list[float] = []
-        self.batches: list[list[float]] = []
+        self.begins: list[int] = []
+        self.repetitions: list[list[float]] = []
 
-    def end_batch(self) -> None:
-        """Finish a batch; the following actions belong to the next of several equal batches."""
-        self.batches.append(self.starts[len(self.batches) * len(self.actions.works) :] + self.arrivals)
+    def begin(self) -> None:
+        """Begin the next repetition."""
+        self.begins.append(len(self.starts))
         self.arrivals.clear()
+
+    def end(self) -> None:
+        """Finish a repetition."""
+        self.repetitions.append(self.starts[self.begins[-1] :] + self.arrivals)
 
 
 class Simulator:
@@ -86,11 +92,11 @@ class Simulator:
         for place in self._actions.there:
             self._times[place] = 0.0
         self._host_free: dict[tuple[int, ...], float] = {}  # by rank and direction, the time when the link to the host is free
-        self._begun: dict[tuple[Any, ...], list[float]] = {}  # by the order of an event, the times at which ranks have reached it
+        self._begun: dict[tuple[Any, ...], dict[int, list[float]]] = {}  # by order of an event and rank, when the rank has reached it
         self._ranks = [_Rank(rank) for rank in self._actions.ranks]
         self._now, self._requests = 0.0, list[tuple[float, Event, float]]()
         self._transfers: list[Transfer] = []
-        self._behind = len(self._ranks)  # the number of ranks that have not begun the batch after the last one; at 0 it ends
+        self._behind = len(self._ranks)  # the number of ranks that have not begun the repetition after the last one; at 0 it ends
         self._period: float | None = None
 
     def _route(self, what: Any, workers: tuple[int, ...], *summed: Any) -> _Route:
@@ -114,17 +120,18 @@ class Simulator:
         self._go_on(running)
         self._check_done([rank for rank, actions in enumerate(running) if next(actions, "done") != "done"])
 
-    def run_batches(self, most: int, until_periodic: bool) -> float | None:
-        """Execute the program of a flushed batch several times, until all ranks have begun the batch after the last one.
+    def run_repeated(self, first: int, most: int, until_periodic: bool) -> float:
+        """Execute the repeated part of the program several times, until all ranks have begun the repetition after the last one.
 
-        A batch depends only on the previous one. So if it repeats that one with all times shifted, all later batches do so as well.
+        A repetition depends only on the previous one. So if it repeats that one with all times shifted, all later ones do so as well.
 
         Args:
-            most: the largest number of batches.
-            until_periodic: whether to stop after a batch that repeats the batch before.
+            first: the first repetition that counts.
+            most: the largest number of repetitions.
+            until_periodic: whether to stop after a repetition that is equal to the previous one with all times shifted.
 
         Returns:
-            The seconds by which a repeated batch is shifted; None if no batch has repeated.
+            The seconds of a repetition: those by which it is shifted, or otherwise the mean over the ranks and the repetitions that count.
 
         Raises:
             ProgramError: the ranks deadlock.
@@ -133,21 +140,29 @@ class Simulator:
         self._behind, unfinished = len(active), [len(active)] * most
 
         def repeat(rank: _Rank) -> Iterator[None]:
-            for batch in range(most):
-                yield from self._execute(rank, rank.actions.queue)
-                rank.end_batch()
-                unfinished[batch] -= 1
-                if until_periodic and batch and not unfinished[batch] and (period := _shift(active, batch)) is not None:
+            (begin, *_), (end, *_), _ = rank.actions.repeated
+            repeated = rank.actions.queue[begin:end]
+            yield from self._execute(rank, rank.actions.queue[:begin])
+            for n in range(most):
+                rank.begin()
+                yield from self._execute(rank, repeated)
+                rank.end()
+                unfinished[n] -= 1
+                if until_periodic and n and not unfinished[n] and (period := _shift(active, n)) is not None:
                     self._period, self._behind = period, 0
                     return
-            begins = next(n for n, action in enumerate(rank.actions.queue) if action[0] == WORK) + 1
-            yield from self._execute(rank, rank.actions.queue[:begins])
+            rank.begin()
+            begun = next(n for n, action in enumerate(repeated) if action[0] == WORK) + 1
+            yield from self._execute(rank, repeated[:begun])
             self._behind -= 1
-            yield from self._execute(rank, rank.actions.queue[begins:])
+            yield from self._execute(rank, repeated[begun:])
 
         self._go_on([repeat(rank) if rank.actions.queue else iter(()) for rank in self._ranks])
-        self._check_done([rank.actions.number for rank in active if self._behind and len(rank.batches) < most])
-        return self._period
+        self._check_done([rank.actions.number for rank in active if self._behind and len(rank.repetitions) < most])
+        if self._period is not None:
+            return self._period
+        seconds = [rank.starts[rank.begins[most]] - rank.starts[rank.begins[first]] for rank in active]
+        return sum(seconds) / len(active) / (most - first)
 
     def _check_done(self, stuck: Sequence[int]) -> None:
         """Raise an error if ranks still wait although nothing more can happen."""
@@ -156,7 +171,7 @@ class Simulator:
             raise ProgramError(f"{self._plan.schedule}: deadlock, ranks {[*stuck]} wait for each other\n{grid}")
 
     def _go_on(self, running: Sequence[Iterator[None]]) -> None:
-        """Execute actions of all ranks until no rank can continue, or all ranks have begun the batch after the last one."""
+        """Execute actions of all ranks until no rank can continue, or all ranks have begun the last repetition."""
         for actions in running:
             next(actions, None)
         requests, times, routes, occupy = self._requests, self._times, self._routes, self._traffic.occupy
@@ -208,17 +223,20 @@ class Simulator:
                 elif what[1] == 1:  # one participant
                     heappush(requests, (max(time, self._now), what, time))
                 else:
-                    self._meet(what, time)
+                    self._meet(rank, what, time)
         rank.clock = clock
 
-    def _meet(self, event: Event, ready: float) -> None:
-        """Record that a rank has reached an event. When all participants have, the event is queued by the time at which it can begin."""
+    def _meet(self, rank: _Rank, event: Event, ready: float) -> None:
+        """Record that a rank has reached an event. When all participants have, the event is queued by the time at which it can begin.
+
+        A rank may reach the event of a later repetition before another rank has reached this one.
+        """
         order, participants, *_ = event
-        begun = self._begun.setdefault(order, [])
-        begun.append(ready)
+        begun = self._begun.setdefault(order, {})
+        begun.setdefault(rank.actions.number, []).append(ready)
         if len(begun) == participants:
-            ready = max(begun)
-            begun.clear()
+            ready = max(times.pop(0) for times in begun.values())
+            self._begun[order] = {number: times for number, times in begun.items() if times}
             heappush(self._requests, (max(ready, self._now), event, ready))
 
     def _move(self, route: int, number: int, place: int, clock: float) -> None:
@@ -235,37 +253,42 @@ class Simulator:
         return tuple(tuple(self._spans(rank)) for rank in self._ranks)
 
     def _spans(self, rank: _Rank) -> list[Span]:
-        works, spans, program = rank.actions.works, list[Span](), self._actions.program
-        for n, (work, start) in enumerate(zip(cycle(works), rank.starts, strict=False)):
+        spans, program = list[Span](), self._actions.program
+        (_, begin, computed), (_, end, computed_then), _ = rank.actions.repeated
+        for n, (work, start) in enumerate(zip(rank.actions.works_of_run(), rank.starts, strict=False)):
             number, s, chunk, op, k, version, part, follows, _, _ = work
-            seconds, batch = self._seconds[number], n // len(works)
-            if batch:
-                k, version = k + batch * self._plan.microbatches, version + batch * program.updates_per_batch[s]
+            seconds, repetition = self._seconds[number], (n - begin) // (end - begin)
+            if repetition > 0 and program.repeated is not None:
+                batches = repetition * program.repeated.batches
+                k, version = k + batches * self._plan.microbatches, version + batches * program.updates_per_batch[s]
+                follows += 0 if follows == NOWHERE else repetition * (computed_then - computed)
             if follows == NOWHERE:
                 spans.append(Span._make((op, k, version, start, start + seconds, False, 0.0, 0.0, chunk, part)))
             else:
-                last = batch * rank.actions.computations + follows
-                op, k, version, begin, end, _, _, _, chunk, part = spans[last]
-                spans[last] = Span(op, k, version, begin, end, True, seconds, start + seconds - seconds - end, chunk, part)
+                op, k, version, began, ended, _, _, _, chunk, part = spans[follows]
+                spans[follows] = Span(op, k, version, began, ended, True, seconds, start + seconds - seconds - ended, chunk, part)
         return spans
 
-    def prediction(self) -> Prediction:
-        """Return the prediction from all actions so far. Its bytes are for one execution of the program."""
+    def prediction(self, with_times: bool = True) -> Prediction:
+        """Return the prediction from all actions so far. Its bytes are for one execution of the program.
+
+        Without times, the timeline is empty and the bubble is 0.
+        """
         ranks, workers, memory = self._actions.ranks, self._actions.workers, Memory(self._actions, self._prices)
         seconds = max(rank.clock for rank in self._ranks)
         busy, samples = list[float](), list[tuple[MemorySample, ...]]()
-        for rank in self._ranks:
-            each = [self._seconds[seconds] for (seconds, *_), _ in zip(cycle(rank.actions.works), rank.starts, strict=False)]
+        for rank in self._ranks if with_times else ():
+            each = [self._seconds[seconds] for (seconds, *_), _ in zip(rank.actions.works_of_run(), rank.starts, strict=False)]
             busy.append([0.0, *accumulate(each)][-1])
             ends = map(add, rank.starts, each)
             samples.append(() if self._is_brief else memory.samples(rank.actions, ends))
         held, peak, sent, in_host, moved = zip(*map(memory.most, ranks), strict=True)
         return Prediction(
-            timeline=self.timeline(),
+            timeline=self.timeline() if with_times else (),
             transfers=tuple(self._transfers),
             memory=tuple(samples),
             seconds=seconds,
-            bubble=1 - sum(busy) / (seconds * sum(bool(rank.workers) for rank in ranks)) if seconds else 0.0,
+            bubble=1 - sum(busy) / (seconds * sum(bool(rank.workers) for rank in ranks)) if seconds and busy else 0.0,
             held_bytes=held,
             peak_bytes=peak,
             moved_bytes=sent,
@@ -275,9 +298,9 @@ class Simulator:
         )
 
 
-def _shift(ranks: Sequence[_Rank], batch: int) -> float | None:
-    """Return by how many seconds a batch is later than the previous one; None if that is not the same for all its actions."""
-    pairs = [rank.batches[batch - 1 : batch + 1] for rank in ranks]
+def _shift(ranks: Sequence[_Rank], n: int) -> float | None:
+    """Return by how many seconds repetition n is later than the previous one; None if that is not the same for all its actions."""
+    pairs = [rank.repetitions[n - 1 : n + 1] for rank in ranks]
     if any(len(before) != len(after) for before, after in pairs):
         return None
     later = [[b - a for a, b in zip(before, after, strict=True)] for before, after in pairs]

@@ -5,7 +5,6 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
@@ -16,7 +15,6 @@ from jpipe_planner.machine.topology import Topology
 __all__ = ["Simulated", "simulate_plan"]
 
 MOST_FORWARDS = 100_000  # the most forwards in a simulation, for some seconds
-_MOST_KEPT = 10_000  # the most forwards in a simulation if its program is kept for other plans
 BATCHES = 4  # the fewest batches in a window, if the schedule does not flush
 _NEVER = 10**9  # updates between agreements that are too many for a simulation to reach an agreement
 # the fewest microbatches of a worker in a window, because with shared links the pattern repeats only after several batches
@@ -77,26 +75,25 @@ def simulate_plan(
     """
     if plan.agree is not None and _round_batches(plan) < plan.agree.every < _NEVER:
         return _between_agreements(plan, costs, topology, global_norm)
-    costs, shared = slowed(plan, costs, topology), jpipe.programs.uses_by_costs(costs).get("shared_parameters", ())
-    workers = None if global_norm or shared else _first_pipeline(plan, topology)
+    costs, uses = slowed(plan, costs, topology), {"global_norm": global_norm, **jpipe.programs.uses_by_costs(costs)}
+    workers = None if any(uses.values()) else _first_pipeline(plan, topology)
     if forwards(plan, topology) > MOST_FORWARDS:
         return None
     link, overlap = network(plan, topology), topology.device.overlap
-    lowered = _lowered if forwards(plan, topology) <= _MOST_KEPT else _lowered.__wrapped__
-    if jpipe.programs.has_equal_batches(plan):
-        program, counted = lowered(_without_layers(plan), 1, global_norm, shared, workers), 1
-        most, is_short = sum(window(plan)), topology.cores is None  # if ranks share cores, the whole window is needed
-        prediction, period = jpipe.programs.simulate_batches(program, most, costs, link, overlap, until_periodic=is_short)
+    if jpipe.programs.has_repeated_batches(plan, **uses):
+        program, is_short = jpipe.programs.lower_repeated(plan, workers=workers, **uses), topology.cores is None
+        # if ranks share cores, the whole window is needed
+        prediction, seconds = jpipe.programs.simulate_batches(program, *window(plan), costs, link, overlap, until_periodic=is_short)
     else:
-        counted, period = sum(window(plan)) + 1, None
+        counted = sum(window(plan)) + 1
         if overlap != "transfers and sums":
             # If ranks wait for transfers or sums of other ranks, the last batches are faster: earlier ranks have nothing left to send.
             counted += jpipe.programs.batches_until_full(plan)
         counted += -counted % _round_batches(plan)
-        program = lowered(_without_layers(plan), counted, global_norm, shared, workers)
+        program = jpipe.lower(plan, counted, workers=workers, **uses)
         # a plan is verified before it runs
         prediction = jpipe.simulate(program, costs, link, overlap, host=hosts(plan, topology), brief=True)
-    seconds = _measured(plan, prediction.timeline) if period is None else period
+        seconds = _measured(plan, prediction.timeline)
     if topology.cores is not None:
         first, batches = window(plan)
         cut = jpipe.programs.extract_window(prediction.timeline, ((),) * len(prediction.timeline), plan.microbatches, first, batches)
@@ -111,7 +108,7 @@ def simulate_plan(
         bubble=1 - computing / (len(plan.rank_workers) * seconds),
         held_bytes=tuple(map(prediction.held_bytes.__getitem__, ranks)),
         peak_bytes=tuple(map(prediction.peak_bytes.__getitem__, ranks)),
-        sent_bytes=tuple(prediction.moved_bytes[rank] / counted for rank in ranks),
+        sent_bytes=tuple(prediction.moved_bytes[rank] / program.end for rank in ranks),
         host_bytes=tuple(map(prediction.host_bytes.__getitem__, ranks)),
     )
 
@@ -159,31 +156,16 @@ def _round_batches(plan: jpipe.Plan) -> int:
     return min(plan.agree.every, fragments * (plan.agree.delay + settles))
 
 
-@lru_cache(maxsize=8)
-def _lowered(
-    plan: jpipe.Plan, batches: int, global_norm: bool, shared: tuple[tuple[int, ...], ...], workers: frozenset[int] | None
-) -> jpipe.programs.Program:
-    """Return the program of a plan. Plans that differ only in their cuts have the same program."""
-    return jpipe.lower(plan, batches, global_norm=global_norm, shared_parameters=shared, workers=workers)
-
-
-def _without_layers(plan: jpipe.Plan) -> jpipe.Plan:
-    """Return the plan with one layer in each stage, because its program does not depend on the layers.
-
-    Stages that sum their gradients in parts keep their layers.
-    """
-    stages = [stage if stage.sum_parts else stage.model_copy(update={"layers": (f"stage {s}",)}) for s, stage in enumerate(plan.stages)]
-    return plan.model_copy(update={"stages": tuple(stages), "predicted": None})
-
-
 def forwards(plan: jpipe.Plan, topology: Topology) -> int:
     """Return the number of forwards in a simulation of a plan, which determines how long the simulation takes.
 
-    If all batches are equal, two batches are counted: one batch is lowered and some are simulated, which takes about as long.
+    If batches repeat, few of them are lowered, and simulating a batch takes about as long as lowering it.
     """
     pipelines = plan.replicas[0] if _first_pipeline(plan, topology) is not None else 1
-    batches = 2 if jpipe.programs.has_equal_batches(plan) else sum(window(plan)) + 1
-    return plan.depth * plan.microbatches * batches // pipelines
+    lowered = simulated = sum(window(plan)) + 1
+    if jpipe.programs.has_repeated_batches(plan):
+        lowered = 1 + (0 if jpipe.schedules.SCHEDULES[plan.schedule].flushes else jpipe.programs.batches_until_full(plan))
+    return plan.depth * plan.microbatches * (lowered + simulated) // 2 // pipelines
 
 
 def hosts(plan: jpipe.Plan, topology: Topology) -> jpipe.programs.HostLink | None:

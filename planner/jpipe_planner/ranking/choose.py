@@ -22,11 +22,11 @@ __all__ = ["Choice", "Ranked", "choose"]
 
 MOST_SIMULATED = 20  # the most candidates that are simulated
 MOST_ALIKE = 3  # the most simulated candidates with the same schedule, replicas and mesh
-MOST_IN_ALL = 24_000  # forwards, for some seconds, after which a step of the search begins no further simulation
+MOST_IN_ALL = 12_000  # forwards, for some seconds, after which a step of the search begins no further simulation
 FIRST = 2  # the candidates that are simulated even beyond this number of forwards, each with at most `LONGEST`
 LONGEST = 70_000
 DOUBT = 1.3  # a plan that is too large to simulate counts only if its estimate is this many times as fast
-MOST_COMPARED = 4_000  # forwards in the simulations that are only for comparison
+MOST_COMPARED = 1_000  # forwards in the simulations that are only for comparison
 ALIKE = 0.03  # relative difference up to which estimates count as equal
 EQUAL = 0.005  # relative difference up to which plans count as equally fast
 PAYS = 0.03  # how much faster than one device several devices must be, because predictions are not more exact

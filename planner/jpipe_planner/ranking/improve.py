@@ -21,11 +21,10 @@ from jpipe_planner.search.estimate import Estimates
 __all__ = ["improve"]
 
 GAIN = 0.002  # the smallest relative gain of a step; smaller gains are not worth a simulation
-STARTS = 6  # the most plans with different stages that are improved
+STARTS = 4  # the most plans with different stages that are improved
 NEAR = 0.2  # a plan is improved only if it is slower than the fastest plan by at most this share
-MOST_AT_ONCE = 12  # the most neighbours of a plan that are simulated
+MOST_AT_ONCE = 8  # the most neighbours of a plan that are simulated
 MOST_SLOWER = 0.06  # a neighbour's estimate may be slower than the plan's by at most this share
-SAME_PROGRAM = 2  # how many times faster a simulation is if it reuses another plan's program
 MOST_EXTRA = 4  # the most additional microbatches in flight
 
 
@@ -46,13 +45,13 @@ def improve(choice: Choice, tried: dict[Candidate, Ranked], max_delay: float | N
             near.setdefault((one.candidate.starts, one.candidate.replicas), one)
     for one in list(near.values())[:STARTS]:
         best, is_better = one, True
-        while is_better and spent + choice.forwards(best.candidate) // SAME_PROGRAM <= MOST_IN_ALL:  # neighbours take about as long
+        while is_better and spent + choice.forwards(best.candidate) <= MOST_IN_ALL:  # neighbours take about as long
             now, others = _near(choice, best, max_delay)
             is_better, simulated, count = False, 0, count + len(others)
             for step in _steps(choice, best, now, others):
                 if simulated == MOST_AT_ONCE or is_better:
                     break
-                effort = 0 if step in tried else choice.forwards(step) // (SAME_PROGRAM if step.replicas == now.replicas else 1)
+                effort = 0 if step in tried else choice.forwards(step)
                 if step not in tried and spent + effort <= MOST_IN_ALL:
                     simulated, spent = simulated + 1, spent + effort
                     tried[step] = choice.simulate(step)

@@ -17,18 +17,19 @@ from jpipe import InputError
 from jpipe.plan import excluded, repeats_forward
 from jpipe_planner.cost.devices import slowed, slowness_of
 from jpipe_planner.cost.shape import is_planned, needs_vertical_sync
-from jpipe_planner.ranking.choose import EQUAL, MOST_IN_ALL, Choice, Ranked, in_order
+from jpipe_planner.ranking.choose import EQUAL, Choice, Ranked, in_order
 from jpipe_planner.ranking.sum_parts import with_sum_parts
 from jpipe_planner.search.balance import balance
 from jpipe_planner.search.candidate import Candidate
 
 BASE = "pipedream_flush"
-BASES = 4  # the most plans for which variants are made
+BASES = 3  # the most plans for which variants are made
 FASTEST = 4  # the number of fastest kinds of variants of the first plan that are tried for the other plans
 EARLY = 2  # the most plans of each schedule that are tried with `split_backward` "early"
 SAVING = 3  # the most plans of each schedule that are tried with fewer microbatches in flight, or with a shared optimizer
-IN_PARTS = 8  # the most plans that are tried with sums in parts
+IN_PARTS = 6  # the most plans that are tried with sums in parts
 MOST_CHUNKS = 3
+MOST_IN_ALL = 6_000  # forwards, after which no further variant is simulated
 MOST_MICROBATCHES = 1024  # the most microbatches of a plan for which variants are made
 NEAR = 0.3  # variants are made for plans that are slower than the fastest plan by at most this share
 

@@ -6,7 +6,7 @@ import pytest
 
 import jpipe
 from jpipe_planner.cost.devices import device_numbers, network
-from jpipe_planner.cost.simulated import _lowered, simulate_plan
+from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.machine.topology import Topology
 from tests.planner.invented import invented_profile
 
@@ -92,25 +92,6 @@ def test_the_window_ends_before_the_pipeline_drains(overlap):
     topology = Topology(levels=({"count": 6, "bandwidth": 1.0, "latency": 0.5},), device={"overlap": overlap})
     ends = [jpipe.simulate(jpipe.lower(plan, batches), costs, network(plan, topology), overlap).seconds for batches in (20, 40)]
     assert simulate_plan(plan, costs, topology).batch_seconds == pytest.approx((ends[1] - ends[0]) / 20, rel=5e-3)
-
-
-@pytest.mark.parametrize("schedule", ["pipedream_2bw", "pipedream_flush", "zb_h1"])
-def test_a_program_of_another_cut_and_other_policies_gives_the_numbers_of_ones_own(schedule):
-    topology, results = Topology.flat(4, 300.0, latency=0.2), []
-    stages = [[{"layers": "abc", "replicas": 2}, {"layers": "d", "replicas": 2, "recompute": policy}] for policy in ("full", "none")]
-    stages.append([{"layers": "ab", "replicas": 2}, {"layers": "cd", "replicas": 2}])
-    for is_kept in (True, False):
-        for each in stages:
-            if not is_kept:
-                _lowered.cache_clear()
-            plan = jpipe.Plan(schedule=schedule, microbatches=8, stages=[{**stage, "layers": tuple(stage["layers"])} for stage in each])
-            costs = [
-                jpipe.programs.StageCost(len(stage.layers), 2.0 * len(stage.layers), outputs=60, inputs=60, message=60, gradient=60)
-                for stage in plan.stages
-            ]
-            results.append(simulate_plan(plan, costs, topology))
-    assert results[:3] == results[3:]
-    assert len({result.batch_seconds for result in results}) > 1
 
 
 def check_long_run(plan, topology, rel):
