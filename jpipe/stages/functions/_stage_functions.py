@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -455,8 +455,15 @@ class StageFunctions:
         return (self.sent(y, rng), new_state), vjp
 
     def linearized(self, params: Tree, arguments: tuple[Tree, Tree, Tree], rng: tuple[Any, Any]) -> tuple[tuple[Tree, Tree], Any]:
-        """Return the same as `linearize`; if gradients are added up late, from the trace that `residuals` has examined."""
-        return (self.linearize if self.late_sums is None else self.residuals.linearize)(params, arguments, rng)
+        """Return the same as `linearize`, for a program that also runs the backward.
+
+        If gradients are added up late, it is from the trace that `residuals` has examined. Otherwise no elementwise operation is
+        recomputed: it would save nothing, because XLA chooses what to keep in one program, and on TPUs it takes longer.
+        """
+        if self.late_sums is not None:
+            return self.residuals.linearize(params, arguments, rng)
+        at_once = self.stage.model_copy(update={"recompute": "none"}) if self.stage.recompute == "elementwise" else self.stage
+        return replace(self, stage=at_once).linearize(params, arguments, rng)
 
     @cached_property
     def _trained_in_layers(self) -> Subset:

@@ -70,3 +70,10 @@ def test_the_devices_of_a_pipeline_decide_before_the_platform_of_the_process(mon
     plan = Plan.even(STACK.ids, 1, "gpipe", 2)
     pipes = [Pipeline(STACK, plan, models.masked_squares, models.momentum(), devices) for devices in (None, jax.devices()[:1])]
     assert [pipe.plan.stages[0].recompute for pipe in pipes] == ["elementwise", "none"]
+
+
+def test_one_program_for_forward_and_backward_repeats_no_elementwise_operation():
+    batch = models.masked_batches(1, M)[0]
+    last = [pipeline(recompute, "gpipe").stage_functions(batch)[-1] for recompute in ("none", "elementwise")]
+    texts = [str(jax.make_jaxpr(f.forward_backward)(f.specs.params, *f.specs.arguments, f.accumulators_spec, f.specs.rng)) for f in last]
+    assert texts[0] == texts[1]
