@@ -89,7 +89,7 @@ def keep_programs_of_all() -> None:
 
 
 def cudnn_attention() -> Any:
-    """Return the module of cuDNN's attention, whose packed layout `jax.nn.dot_product_attention` does not offer."""
+    """Return the module of cuDNN's attention. `jax.nn.dot_product_attention` does not offer its packed layout."""
     from jax._src.cudnn import fused_attention_stablehlo
 
     return fused_attention_stablehlo
