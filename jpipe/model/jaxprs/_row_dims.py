@@ -71,13 +71,13 @@ def _result(name: str, params: Any, number: int, dim: int, shape: Sequence[int],
         before = math.prod(shape[:dim])
         return next((e for e, size in enumerate(result) if size > 1 and math.prod(result[:e]) == before), None)
     if name == "squeeze":
-        return dim - sum(each < dim for each in params["dimensions"])
+        return dim - sum(bool(each < dim) for each in params["dimensions"])
     if name == "stack":
-        return dim + (params["axis"] <= dim)
+        return dim + bool(params["axis"] <= dim)
     if name == "unstack":
-        return None if dim == params["axis"] else dim - (params["axis"] < dim)
+        return None if dim == params["axis"] else dim - bool(params["axis"] < dim)
     if name.startswith(("reduce_", "arg")) and "axes" in params:
-        return None if dim in params["axes"] else dim - sum(each < dim for each in params["axes"])
+        return None if dim in params["axes"] else dim - sum(bool(each < dim) for each in params["axes"])
     if name == "dot_general":
         return _of_product(params["dimension_numbers"], number, dim, len(shape), len(result))
     if name == "conv_general_dilated":
