@@ -314,7 +314,10 @@ if me == 2:
 if me == 0:
     sys.stdin.read()
 try:
-    jpipe.join_processes().check()
+    members = jpipe.join_processes()
+    while True:  # the loss is noticed a moment later
+        members.check()
+        time.sleep(0.01)
 except jpipe.PeerLost as lost:
     print(str(lost).partition(":")[0], flush=True)
 distributed.stop()
