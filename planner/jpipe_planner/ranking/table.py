@@ -53,8 +53,10 @@ HEAD = (
 
 
 def rows(choice: Choice, most: int) -> list[tuple[str, ...]]:
-    """Return rows for the first `most` plans that fit. `head` returns the columns."""
-    return [_row(choice, n, ranked) for n, ranked in enumerate(choice.ranked[:most], start=1)]
+    """Return rows for the first `most` plans that fit, and for the best plan for one device. `head` returns the columns."""
+    alone = [n for n, ranked in enumerate(choice.ranked) if ranked.candidate.devices == 1]
+    shown = {*range(min(most, len(choice.ranked))), *alone[:1]}
+    return [_row(choice, n + 1, choice.ranked[n]) for n in sorted(shown)]
 
 
 def head(choice: Choice) -> tuple[str, ...]:

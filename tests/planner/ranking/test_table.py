@@ -97,6 +97,14 @@ def test_the_picture_has_each_schedule_once_in_its_legend_with_its_own_look():
     assert len({str(points.get_paths()[0].vertices.tolist()) for points in series}) == len(plans)
 
 
+def test_the_table_has_a_row_for_one_device_that_is_far_behind():
+    choice = chosen(10, 10**3, memory=1e9)
+    place = next(n for n, one in enumerate(choice.ranked) if one.candidate.devices == 1)
+    assert place > 0
+    assert [row[:2] for row in table.rows(choice, place)[place - 1 :]][-1] == (str(place + 1), "one device")
+    assert len(table.rows(choice, place)) == place + 1 == len(table.rows(choice, place + 1))
+
+
 def test_it_is_said_if_no_pipeline_pays():
     choice = chosen(10, 10**3, memory=1e9)
     best = choice.ranked[0]
