@@ -138,7 +138,7 @@ def test_the_plan_knows_what_is_predicted_and_the_picture_can_be_drawn(tmp_path)
     assert plan.predicted.stage_seconds == tuple(cost.forward + cost.backward for cost in costs)
     assert plan.mean_delay
     assert jpipe.Plan.from_json(plan.to_json()) == plan
-    assert len(table.rows(choice, 3)) == 3
+    assert [row[0] for row in table.rows(choice, 3)] == ["1", "2", "3", "10"], "the last one is for one device"
     assert all(len(row) == len(table.HEAD) for row in table.rows(choice, 3))
     figure = draw_choice(choice, choice.ranked, choice.ranked[0])
     figure.savefig(tmp_path / "p.png")
