@@ -75,7 +75,7 @@ def lower_repeated(plan: Plan, *, workers: Collection[int] | None = None, **uses
     all later ones repeat, and a drain. In as many batches as are repeated, no worker begins more microbatches than it has in flight.
 
     Args:
-        plan: the plan to run; `repeats` must hold.
+        plan: the plan to run, for which `has_repeated_batches` is true.
         workers: as in `lower`.
         uses: as in `lower`.
     """

@@ -29,7 +29,7 @@ EARLY = 2  # the most plans of each schedule that are tried with `split_backward
 SAVING = 3  # the most plans of each schedule that are tried with fewer microbatches in flight, or with a shared optimizer
 IN_PARTS = 6  # the most plans that are tried with sums in parts
 MOST_CHUNKS = 3
-MOST_IN_ALL = 6_000  # forwards, after which no further variant is simulated
+MOST_OF_VARIANTS = 6_000  # forwards, after which no further variant is simulated
 MOST_MICROBATCHES = 1024  # the most microbatches of a plan for which variants are made
 NEAR = 0.3  # variants are made for plans that are slower than the fastest plan by at most this share
 
@@ -127,7 +127,7 @@ class _Variants:
         """Simulate legal variants, the shortest simulations first, and return the plans that fit. `share` limits the remaining forwards."""
         ids, needs = self._choice.profile.ids, {"skip_nonfinite": self._choice.global_norm, "ties": bool(self._choice.profile.shared)}
         legal = [one for one in variants if one.is_within(self._max_delay) and not excluded(one.plan(ids), **needs)]
-        fitting, most = list[Ranked](), self._spent + share * (MOST_IN_ALL - self._spent)
+        fitting, most = list[Ranked](), self._spent + share * (MOST_OF_VARIANTS - self._spent)
         for effort, _, candidate in sorted((self._choice.forwards(one), n, one) for n, one in enumerate(legal)):
             if self._spent + effort > most:
                 break
@@ -173,7 +173,7 @@ class _Variants:
         """
         for layout, chunks in (("zb_h1", 1), ("zb_v", 2)):
             for candidate in self._chunked(base, layout, chunks):
-                if self._spent + self._choice.forwards(candidate) > MOST_IN_ALL:  # making an order takes as long as a simulation
+                if self._spent + self._choice.forwards(candidate) > MOST_OF_VARIANTS:  # making an order takes as long as a simulation
                     continue
                 profile, topology = self._choice.meshes.of(base.degrees)
                 width = base.replicas[0]
