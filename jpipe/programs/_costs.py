@@ -107,6 +107,7 @@ class LayerCost:
     Attributes:
         forward: time of a forward.
         backward: time of a backward without recomputation.
+        forward_backward: time of both as one program, as in the last stage; None: the sum of both.
         outputs: the output; its gradient has the same size.
         weights: the parameters.
         accumulators: accumulated gradients; None: as many bytes as `weights` without `frozen`.
@@ -138,6 +139,7 @@ class LayerCost:
     residuals: Mapping[str, int] = field(default_factory=dict)
     shared: Mapping[str, int] = field(default_factory=dict)
     update: float = 0.0
+    forward_backward: float | None = None
     temporary: int = 0
     accumulators: int | None = None
     frozen: int = 0
@@ -148,6 +150,11 @@ class LayerCost:
     remaking_next: int = 0
     remaking_more: int = 0
     ahead: int = 0
+
+    @property
+    def in_one_program(self) -> float:
+        """The time of a forward and a backward as one program."""
+        return self.forward + self.backward if self.forward_backward is None else self.forward_backward
 
     @property
     def for_weights(self) -> float:
@@ -297,7 +304,10 @@ def sum_layer_costs(
     costs, flows = list[StageCost](), _gradient_flows(plan, layers)
     for s, stage in enumerate(plan.stages):
         layer_costs = [layers[layer_id] for layer_id in stage.layers]
-        last, forward = s == plan.depth - 1, sum(layer.forward for layer in layer_costs)
+        last, fused = s == plan.depth - 1, SCHEDULES[plan.schedule].begins_fused(plan, s)
+        forward, backward = (sum(getattr(layer, name) for layer in layer_costs) for name in ("forward", "backward"))
+        share = sum(layer.in_one_program for layer in layer_costs) / (forward + backward) if fused and forward + backward else 1.0
+        forward *= share
         before = layers[plan.stages[s - 1].layers[-1]].outputs if s else inputs
         of_input, has_backward = s > 0 and flows[s], flows[s + 1]
         message = layer_costs[-1].outputs if has_backward and not last else 0
@@ -305,10 +315,9 @@ def sum_layer_costs(
         _check_policy(stage, layer_costs)
         known = all(stage.recompute in layer.residuals for layer in layer_costs)
         residuals = _residuals(layer_costs, stage.recompute) if known else before
-        fused = SCHEDULES[plan.schedule].begins_fused(plan, s)
         inside = _residuals(layer_costs, "none") if fused or stage.recompute != "none" else 0  # scratch memory of the backward's program
-        backward = sum(layer.backward for layer in layer_costs) + again
-        for_weights = sum(layer.for_weights for layer in layer_costs) if of_input else backward  # stage 0 has no input gradient
+        backward = share * backward + again
+        for_weights = share * sum(layer.for_weights for layer in layer_costs) if of_input else backward  # stage 0 has no input gradient
         costs.append(
             StageCost(
                 forward=forward,

@@ -56,15 +56,16 @@ class Call(NamedTuple):
     outputs: Any
 
 
-def trace_call(arrays: Arrays, name: str, *, with_effects: bool = True) -> jax.stages.Traced:
+def trace_call(arrays: Arrays, name: str, *, with_effects: bool = True, call: Call | None = None) -> jax.stages.Traced:
     """Trace the call of a `CompiledStage` that has this name.
 
     Args:
         arrays: the arrays of the stage, with its functions and its place.
         name: the name of the call.
         with_effects: whether to keep side effects, such as host callbacks, that no result needs.
+        call: another call to trace instead, with this name.
     """
-    call, place = call_of(arrays, name), arrays.place
+    call, place = call or call_of(arrays, name), arrays.place
     function, outputs = call.function, call.outputs
     if name in ops_of_stage(arrays.functions) or name in get_args(UpdateKind):
         function, outputs = _with_done(function), (outputs, place.specs(_DONE))

@@ -18,12 +18,12 @@ from jpipe.programs._costs import StageCost
 from jpipe.stages._arrays import Arrays
 from jpipe.stages._builder import stage_functions
 from jpipe.stages._bytes import measure_bytes, nbytes
-from jpipe.stages._calls import trace_call
+from jpipe.stages._calls import Call, call_of, trace_call
 from jpipe.stages._gradients import with_gradients
 from jpipe.stages.functions._stage_functions import StageFunctions
 
 Tree = Any
-Name = Literal["forward", "backward", "backward_input", "backward_weight", "update"]
+Name = Literal["forward", "backward", "forward_backward", "backward_input", "backward_weight", "update"]
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,23 @@ class StandaloneStage:
 
         Returns:
             The traced program. Its arguments are forward(params, state, x, labels, rng); backward(params, forward_arrays, saved, message,
-            accumulators, rng), which donates `accumulators`; or update(trained params, optimizer state, accumulators, {}), which donates
-            its first three arguments. The halves of a backward have the arguments of `StageFunctions`.
+            accumulators, rng), which donates `accumulators`; forward_backward(params, state, x, labels, message, accumulators, rng), which
+            donates `accumulators`, too, and is what the last stage runs; or update(trained params, optimizer state, accumulators, {}),
+            which donates its first three arguments. The halves of a backward have the arguments of `StageFunctions`.
         """
-        return trace_call(Arrays(self._functions, Place((device,))), "in_place" if name == "update" else name, with_effects=False)
+        arrays, call = Arrays(self._functions, Place((device,))), None
+        if name == "forward_backward":
+            forward, backward = (call_of(arrays, op).inputs for op in ("forward", "backward"))
+            call = Call(self._forward_backward, (5,), (*forward[:4], *backward[3:]), None)
+        return trace_call(arrays, "in_place" if name == "update" else name, with_effects=False, call=call)
+
+    def _forward_backward(
+        self, params: Tree, state: Tree, x: Tree, labels: Tree, message: Tree, accumulators: Tree, rng: tuple[Any, Any], scale: Any
+    ) -> tuple[Tree, ...]:
+        """Run a forward and its backward as one computation, also if this is not the last stage."""
+        f = self._functions
+        (y, new_state), vjp = f.linearized(params, (state, x, labels), rng)
+        return *f.pull_back(vjp, y if f.last else message, accumulators, rng, scale), f.changed.part(new_state), y
 
     def keep(self, arguments: tuple[Tree, Tree, Tree], outputs: tuple[Tree, Tree]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Return the `forward_arrays` of a backward from the arguments (state, x, labels) and outputs (y, changed state) of its forward."""

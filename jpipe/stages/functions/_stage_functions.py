@@ -134,7 +134,7 @@ class StageFunctions:
         self, params: Tree, forward_arrays: Any, saved: Tree, message: Tree, accumulators: Tree, rng: tuple[Any, Any], scale: Any = None
     ) -> tuple[Tree, Tree]:
         """Run the backward: return the gradient message for the previous stage, and the accumulators with this microbatch added."""
-        return self._pull_back(self.restored_vjp(params, forward_arrays, saved, rng), message, accumulators, rng, scale)
+        return self.pull_back(self.restored_vjp(params, forward_arrays, saved, rng), message, accumulators, rng, scale)
 
     def forward_backward(
         self, params: Tree, state: Tree, x: Tree, labels: Tree, accumulators: Tree, rng: tuple[Any, Any], scale: Any = None
@@ -145,7 +145,7 @@ class StageFunctions:
             The gradient message for the previous stage; the accumulators with this microbatch added; the changed part of the state.
         """
         (y, new_state), vjp = self.linearized(params, (state, x, labels), rng)
-        message, accumulators = self._pull_back(vjp, y, accumulators, rng, scale)
+        message, accumulators = self.pull_back(vjp, y, accumulators, rng, scale)
         return message, accumulators, self.changed.part(new_state)
 
     def backward_input(
@@ -474,7 +474,7 @@ class StageFunctions:
         """Return the VJP of a forward from its residuals, or None if no gradient is computed."""
         return self.residuals.vjp(params, rng, forward_arrays, saved) if self.output_gradient else None
 
-    def _pull_back(self, vjp: Any, message: Tree, accumulators: Tree, rng: tuple[Any, Any], scale: Any) -> tuple[Tree, Tree]:
+    def pull_back(self, vjp: Any, message: Tree, accumulators: Tree, rng: tuple[Any, Any], scale: Any) -> tuple[Tree, Tree]:
         """Apply the VJP to a gradient message, and return the message for the previous stage and the new accumulators."""
         gradients, x_gradient = self.cotangents(vjp, message, scale)
         added = self._accumulated(gradients, tuple(message) if self.last else (message[1],), accumulators, scale)

@@ -6,7 +6,6 @@ many bytes as its smallest device has. Its sums and messages take as long as ove
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -39,37 +38,25 @@ class DeviceRanges:
     """The kinds of all ranges of the devices of a topology."""
 
     def __init__(self, topology: Topology) -> None:
-        limits = topology.limits
-        self._slowness, self._equal = topology.slowness, not topology.differing
+        limits, first = topology.limits, np.arange(topology.num_devices - 1)
+        self._slowness = topology.slowness
         self._shares: Any = np.ones(len(limits)) if topology.device.limit is None else limits / topology.device.limit
-        levels = topology.levels
-        used = [[level for level in levels[: k + 1] if level.count > 1] for k in range(len(levels))]
-        self._topology = topology
-        self._links = [  # for each level, the slowest link of this level and the levels inside it
-            jpipe.Link(min((level.bandwidth for level in inside), default=math.inf), max((level.latency for level in inside), default=0.0))
-            for inside in used
-        ]
         # The slowest link of a range is the slowest link between two neighbouring devices of the range.
-        self._ports = [] if self._equal else [topology.ports(k) for k in range(len(topology.levels))]
-        pairs = [] if self._equal else [self._pair(number) for number in range(len(limits) - 1)]
-        self._bandwidths: Any = np.array([link.bandwidth for link in pairs])
-        self._latencies: Any = np.array([link.latency for link in pairs])
-
-    def _pair(self, first: int) -> jpipe.Link:
-        """Return the slowest link of all ports between a device and the next one."""
-        k = self._topology.level(first, first + 1)
-        levels = zip(self._topology.levels[: k + 1], self._ports, (1, *self._topology.sizes), strict=False)
-        slowest = [min(ports[[first // inside, (first + 1) // inside]].tolist()) for level, ports, inside in levels if level.count > 1]
-        return jpipe.Link(min(slowest), self._links[k].latency)
+        self._bandwidths: Any = np.full(len(first), np.inf)
+        self._latencies: Any = np.zeros(len(first))
+        for k, (level, inside) in enumerate(zip(topology.levels, (1, *topology.sizes), strict=False)):
+            is_crossed = first // inside != (first + 1) // inside  # this level, between a device and the next one
+            if level.count > 1:
+                ports, crossing = topology.ports(k), first[is_crossed]
+                slowest = np.minimum(ports[crossing // inside], ports[(crossing + 1) // inside])
+                self._bandwidths[is_crossed] = np.minimum(self._bandwidths[is_crossed], slowest)
+                self._latencies[is_crossed] = np.maximum(self._latencies[is_crossed], level.latency)
 
     def kind(self, first: int, last: int) -> Kind:
         """Return the kind of the range of devices first .. last."""
-        if self._equal:
-            level = self._topology.level(first, last)
-            return Kind(self._links[level]) if level >= 0 else Kind()
-        inside = slice(first, last)
-        link = jpipe.Link(float(self._bandwidths[inside].min()), float(self._latencies[inside].max())) if last > first else jpipe.Link()
-        return Kind(link, float(self._slowness[first : last + 1].max()), float(self._shares[first : last + 1].min()))
+        inside, devices = slice(first, last), slice(first, last + 1)
+        link = jpipe.Link(float(self._bandwidths[inside].min(initial=np.inf)), float(self._latencies[inside].max(initial=0.0)))
+        return Kind(link, float(self._slowness[devices].max()), float(self._shares[devices].min()))
 
 
 def device_numbers(plan: jpipe.Plan) -> tuple[int, ...]:

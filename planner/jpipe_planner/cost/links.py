@@ -98,11 +98,8 @@ def _crossed(topology: Topology, sources: Any, targets: Any) -> tuple[Any, Any, 
     levels = sum((sources // size != targets // size).astype(int) for size in topology.sizes)
     inside = np.array([1, *topology.sizes])[levels]
     components = np.stack([sources // inside, targets // inside])
-    if topology.differing:
-        bandwidths = np.empty(len(levels))
-        for k in np.unique(levels).tolist():
-            ports, at = topology.ports(k), levels == k
-            bandwidths[at] = ports[components[:, at]].min(0)
-    else:
-        bandwidths = np.array([level.bandwidth for level in topology.levels])[levels]
+    bandwidths = np.empty(len(levels))
+    for k in np.unique(levels).tolist():
+        at = levels == k
+        bandwidths[at] = topology.ports(k)[components[:, at]].min(0)
     return levels, bandwidths, 2 * (levels * topology.num_devices + components)

@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ import optax
 
 import jpipe
 from jpipe.context import without_mesh
-from jpipe_planner.profile.analyze import PROGRAMS
+from jpipe_planner.profile.analyze import PROGRAMS, Name
 from jpipe_planner.profile.flops import count_flops
 from jpipe_planner.profile.model import Meter, Model
 from jpipe_planner.profile.profile import Profile
@@ -25,6 +25,9 @@ __all__ = ["WorkAtOnce", "cores", "longest_layer"]
 
 Tree = Any
 ByProgram = Mapping[str, float]
+
+MEASURED: tuple[Name | Literal["forward_backward"], ...] = (*PROGRAMS, "forward_backward")
+"""The programs of a stage that are timed for a profile."""
 
 NOISE = np.random.default_rng(0).normal(scale=1e-2, size=4093)
 _EMPTY = ("",)  # the group without layers
@@ -49,7 +52,7 @@ class Programs:
     def begin(self, groups: Sequence[tuple[str, ...]], rows: int) -> None:
         """Start compiling the stages of these layers and the empty stage, unless they are compiled already."""
         for ids, stage in self.stages(groups, rows).items():
-            for name in PROGRAMS:
+            for name in MEASURED:
                 if self._key(ids, name, rows) not in self._compiling:
                     traced = stage.trace(name, self.device)
                     lowered = traced.lower()
@@ -62,7 +65,7 @@ class Programs:
 
     def get(self, ids: tuple[str, ...], rows: int) -> dict[str, tuple[jax.stages.Compiled, float]]:
         """Return the programs of one stage by name, with their FLOPs."""
-        compiling = {name: self._compiling[self._key(ids, name, rows)] for name in PROGRAMS}
+        compiling = {name: self._compiling[self._key(ids, name, rows)] for name in MEASURED}
         return {name: (future.result(), flops) for name, (future, flops) in compiling.items()}
 
     def _key(self, ids: tuple[str, ...], name: str, rows: int) -> tuple[Any, ...]:
@@ -92,7 +95,7 @@ class Bench:
             compiled = programs.get(ids, rows)
             calls = {name: program for name, (program, _) in compiled.items()}
             self._runs[ids] = StageRun(stage, batch, calls, programs.device)
-            self.temporary[ids] = max(map(scratch_bytes, calls.values()))
+            self.temporary[ids] = max(scratch_bytes(calls[name]) for name in PROGRAMS)
             self.flops[ids] = {name: flops for name, (_, flops) in compiled.items()}
         self._seconds = defaultdict[Any, list[float]](list)
         self.time(1)  # warms up
@@ -101,7 +104,7 @@ class Bench:
     def time(self, repetitions: int) -> None:
         """Run each program `repetitions` more times, one after the other."""
         for _ in range(repetitions):
-            for name in PROGRAMS:
+            for name in MEASURED:
                 for ids, run in self._runs.items():
                     self._seconds[ids, name].append(run.seconds(name))
 
@@ -109,7 +112,7 @@ class Bench:
         """Return the median times of each stage's programs, less the time of the empty stage; and that time."""
         dispatch = statistics.median(self._seconds[_EMPTY, "forward"] + self._seconds[_EMPTY, "backward"])
         medians = {key: max(statistics.median(times) - dispatch, 0.0) for key, times in self._seconds.items()}
-        return {ids: {name: medians[ids, name] for name in PROGRAMS} for ids in self._runs if ids != _EMPTY}, dispatch
+        return {ids: {name: medians[ids, name] for name in MEASURED} for ids in self._runs if ids != _EMPTY}, dispatch
 
 
 class StageRun:
@@ -149,8 +152,9 @@ class StageRun:
                 (y, changed, saved), done = call(self._params, *self._arguments, self._draw)
                 self._forward_arrays = self._stage.keep(self._arguments, (y, changed)), saved
                 return y, changed, saved, done
-            case "backward":
-                result, done = call(self._params, *self._forward_arrays, self._message, self._sums, self._draw, self._scale)
+            case "backward" | "forward_backward":
+                arguments = self._forward_arrays if name == "backward" else self._arguments
+                result, done = call(self._params, *arguments, self._message, self._sums, self._draw, self._scale)
                 self._sums = result[1]
                 return result, done
         result, done = call(self._stage.trained(self._params), self._optimizer, self._sums, *self._late)

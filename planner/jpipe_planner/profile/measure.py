@@ -13,8 +13,7 @@ import optax
 
 import jpipe
 from jpipe.context import without_mesh
-from jpipe_planner.profile.analyze import PROGRAMS
-from jpipe_planner.profile.bench import Bench, ByProgram, Programs
+from jpipe_planner.profile.bench import MEASURED, Bench, ByProgram, Programs
 from jpipe_planner.profile.compose import profile_of
 from jpipe_planner.profile.model import POLICIES, Batch, Costs, Meter, Model, Progress, count_bytes, parts_of_bytes
 from jpipe_planner.profile.profile import Profile
@@ -109,8 +108,8 @@ def _layer_costs(
     costs = {}
     for layer_id in model.distinct:
         times_of_layer = [seconds for other, seconds in shares if model.first_equal[other] == layer_id]
-        forward, backward, update = (statistics.fmean(seconds[name] for seconds in times_of_layer) for name in PROGRAMS)
-        costs[layer_id, rows] = Costs(forward, backward, update, flops[layer_id,]["forward"])
+        means = {name: statistics.fmean(seconds[name] for seconds in times_of_layer) for name in MEASURED}
+        costs[layer_id, rows] = Costs(**means, flops=flops[layer_id,]["forward"])
     return costs
 
 

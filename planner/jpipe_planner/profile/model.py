@@ -40,6 +40,7 @@ class Costs(NamedTuple):
     backward: float
     update: float
     flops: float
+    forward_backward: float | None = None
 
 
 @dataclass(frozen=True)

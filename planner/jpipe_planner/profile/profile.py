@@ -31,6 +31,7 @@ class AtSize(_Data):
     Attributes:
         forward: seconds of a forward.
         backward: seconds of a backward, without recomputation.
+        forward_backward: seconds of both as one program, as in the last stage of most schedules; None: the sum of both.
         backward_weight: the part of `backward` that computes the gradients of the weights; None in older profiles, which means half of it.
         outputs: bytes that cross a cut after this layer: all tensors that later layers use. Their gradients have the same size.
         residuals: bytes kept from forward to backward if the layer is a stage by itself, by recomputation policy. "none" is always present,
@@ -54,6 +55,7 @@ class AtSize(_Data):
     residuals: dict[str, Bytes]
     shared: dict[str, Bytes] = {}
     backward_weight: Seconds | None = None
+    forward_backward: Seconds | None = None
     stash: dict[str, Bytes] = {}
     temporary: Bytes = 0
     temporary_more: Bytes = 0
@@ -61,6 +63,11 @@ class AtSize(_Data):
     remaking_next: Bytes = 0
     remaking_more: Bytes = 0
     flops: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+
+    @property
+    def in_one_program(self) -> float:
+        """The seconds of a forward and a backward as one program."""
+        return self.forward + self.backward if self.forward_backward is None else self.forward_backward
 
 
 Share = Annotated[float, Field(ge=0, le=1)]

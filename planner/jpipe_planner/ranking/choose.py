@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-import numpy as np
-
 import jpipe
 from jpipe_planner.cost.devices import kinds_of, lacking, limits_of, slowed
 from jpipe_planner.cost.simulated import MOST_FORWARDS, Simulated, forwards, simulate_plan
@@ -275,7 +273,7 @@ def _turn(candidate: Candidate, taken: Sequence[float]) -> tuple[int, int, int]:
         candidate: the candidate.
         taken: the seconds in earlier simulations of its family, relative to their estimates.
     """
-    expected = _row_seconds(candidate) * float(np.mean(taken or 1))
+    expected = _row_seconds(candidate) * (sum(taken) / len(taken) if taken else 1.0)
     return round(math.log(expected) / ALIKE), -candidate.options.extra_in_flight, candidate.depth
 
 

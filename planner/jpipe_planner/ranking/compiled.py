@@ -139,5 +139,5 @@ def closed_form_bytes(candidate: Candidate, costs: Sequence[jpipe.programs.Stage
     ]
     known: dict[str, Any] = {name: np.array([getattr(cost, name) for cost in costs]) for name in _OF_STAGES}
     known["optimizer"] += np.array([cost.kept for cost in costs])
-    stages = Stages(**known, ahead=0, fused=known["temporary"], exchanged=np.array(exchanged))
+    stages = Stages(**known, ahead=0, fusing=1.0, fused=known["temporary"], exchanged=np.array(exchanged))
     return tuple(map(int, memory_of(stages, facts, np.array(candidate.replicas))))

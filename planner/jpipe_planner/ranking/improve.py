@@ -12,7 +12,7 @@ from itertools import accumulate
 import jpipe
 from jpipe.schedules import PlanOptions
 from jpipe_planner.profile.sharded import Degrees
-from jpipe_planner.ranking.choose import MOST_IN_ALL, Choice, Ranked, in_order
+from jpipe_planner.ranking.choose import Choice, Ranked, in_order
 from jpipe_planner.ranking.sum_parts import with_sum_parts
 from jpipe_planner.search.candidate import Candidate
 from jpipe_planner.search.candidates import on_meshes
@@ -25,6 +25,7 @@ STARTS = 4  # the most plans with different stages that are improved
 NEAR = 0.2  # a plan is improved only if it is slower than the fastest plan by at most this share
 MOST_AT_ONCE = 8  # the most neighbours of a plan that are simulated
 MOST_SLOWER = 0.06  # a neighbour's estimate may be slower than the plan's by at most this share
+MOST_IN_ALL = 24_000  # forwards in the simulations of all steps, for some seconds
 MOST_EXTRA = 4  # the most additional microbatches in flight
 
 

@@ -65,7 +65,7 @@ class Estimates:
         chosen, backward = (np.take_along_axis(values, policy[None], 0)[0] for values in (memory, stages.backward))
         updates = np.array([shape.microbatches / shape.microbatches_per_update(s) for s in range(shape.depth)])
         summed = stages.accumulators if extras.agree is None else (stages.weights - stages.frozen) / extras.agree.every
-        times = self._times(stages, backward, links, shape, summed, updates, extras)
+        times = self._times(stages, backward, np.where(facts.fused, stages.fusing, 1.0), links, shape, summed, updates, extras)
         seconds, bound = batch_seconds(shape, times.overlapping(self.topology.device.overlap), facts.in_flight, facts.hidden)
         computing = shape.microbatches * (times.forward + times.backward).sum() + (replicas * updates * times.update).sum()
         if (cores := self.topology.cores) is not None and computing / cores > seconds * (1 + 1e-9):  # or the difference is a rounding error
@@ -100,15 +100,15 @@ class Estimates:
         return bool((memory.min(0) > self.links(candidate.replicas, candidate.keep_together).limits).any())
 
     def _times(
-        self, stages: Stages, backward: Any, links: StageLinks, shape: PlainShape, summed: Any, updates: Any, extras: Extras
+        self, stages: Stages, backward: Any, fusing: Any, links: StageLinks, shape: PlainShape, summed: Any, updates: Any, extras: Extras
     ) -> Times:
         """Return the times of the stages on their devices. Agreements are spread evenly over all updates."""
         messages = np.array(extras.message_bytes(stages.outputs[:-1].tolist()))
         sums = zip(summed.tolist(), shape.replicas, links.rings, strict=True)
         every = 1 if extras.agree is None else extras.agree.every
         return Times(
-            forward=links.slowness * stages.forward,
-            backward=links.slowness * backward,
+            forward=links.slowness * fusing * stages.forward,
+            backward=links.slowness * fusing * backward,
             update=links.slowness * stages.update,
             all_reduce=np.array([all_reduce_seconds(every * size, replicas, ring) / every for size, replicas, ring in sums]),
             messages=messages / links.bandwidths,

@@ -32,6 +32,7 @@ MOST_CUTS = 128  # the most places for cuts; with more layers, only cuts after l
 MOST_BY_DEPTH = 4e7  # the most comparisons with which the best stages of each depth are searched
 MOST_DEPTH = 32
 LEAST_DEPTH = 2  # if `MOST_BY_DEPTH` does not allow this many stages, only the best stages over all depths are searched
+MOST_PLACES = 512  # of more devices, stages get groups of equal size, as many groups as possible up to this number
 MOST_REPLICAS = 64  # with more possible numbers of replicas, only 2**k, 3 * 2**k, and divisors of the number of devices are tried
 MARGINS = (1.0, 0.9, 0.8, 0.65)  # shares of the memory to try, because the recurrence counts too few microbatches in flight
 _INFINITE = float("inf")
@@ -77,10 +78,12 @@ def _placements(estimates: Estimates, rows: int, microbatches: int | None) -> li
     """Return the best placements that fit with a margin. If none fits, add those with the least memory and the fastest ones."""
     devices, found = estimates.topology.num_devices, list[Placement]()
     counts = [r for r in range(1, devices + 1) if microbatches is None or microbatches % r == 0]
+    group = next(size for size in range(1, devices + 1) if devices % size == 0 and devices <= MOST_PLACES * size)
+    counts = [r for r in counts if r % group == 0] or counts
     if len(counts) > MOST_REPLICAS:
         counts = [r for r in counts if devices % r == 0 or r & (r - 1) == 0 or (r % 3 == 0 and r // 3 & (r // 3 - 1) == 0)]
     places = _places(estimates, rows)
-    work = len(places) ** 2 * devices * len(counts)
+    work = len(places) ** 2 * devices // math.gcd(*counts) * len(counts)
     layers, depth = len(places) - 1, min(len(places) - 1, devices, MOST_DEPTH, int(MOST_BY_DEPTH / work))
     widths = [r for r in counts if devices % r == 0 and 1 < devices // r <= min(layers, MOST_DEPTH)] if depth < LEAST_DEPTH else []
 

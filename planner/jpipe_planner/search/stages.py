@@ -21,6 +21,7 @@ class Stages:
     Attributes:
         forward: seconds per microbatch, including dispatch.
         backward: seconds per microbatch, by policy, including recomputation and dispatch.
+        fusing: the time of forward and backward as one program, divided by the time of both.
         update: seconds of an update, including dispatch.
         weights: bytes of one weight version.
         frozen: the part of `weights` that all versions share.
@@ -40,6 +41,7 @@ class Stages:
 
     forward: Any
     backward: Any
+    fusing: Any
     update: Any
     weights: Any
     frozen: Any
@@ -75,7 +77,7 @@ class Layers:
         self._once = {name: _sums([getattr(layer, name) for layer in profile.layers]) for name in _ONCE}
         self._unknown_full = _sums([int(any("full" not in one.residuals for one in layer.at)) for layer in profile.layers])
         # Arrays by size, with the sum over the layers before each layer, unless a comment says otherwise.
-        self._forward, self._backward = (_sums(self._by_size(name)) for name in ("forward", "backward"))
+        self._forward, self._backward, self._in_one = (_sums(self._by_size(name)) for name in ("forward", "backward", "in_one_program"))
         self._more, self._further = (_sums(self._by_size(name)) for name in ("temporary_more", "remaking_more"))
         self._following, self._scratch = self._by_size("remaking_next"), self._by_size("temporary")  # no sums
         remaking = [[layer.at[n].remaking for layer in profile.layers] for n in range(len(profile.sizes))]
@@ -113,7 +115,8 @@ class Layers:
         n, dispatch, last, is_last = self._profile.sizes.index(rows), self._profile.dispatch, end - 1, end == self.count
         once = {name: sums[end] - sums[first] for name, sums in self._once.items()}
         before = np.maximum(last - 1, first)
-        inputs, forward = self._crossing[n, first], self._forward[n, end] - self._forward[n, first]
+        inputs = self._crossing[n, first]
+        forward, backward, in_one = (sums[n, end] - sums[n, first] for sums in (self._forward, self._backward, self._in_one))
         residuals = self._residuals[n][:, end] - self._residuals[n][:, first] + self._shared[n][:, last]
         residuals[-1] = np.where(self._unknown_full[end] > self._unknown_full[first], inputs, residuals[-1])
         scratch, everything = _most(self._scratch[n], first, end) + self._more[n, last] - self._more[n, first], None
@@ -122,7 +125,8 @@ class Layers:
             everything = remaking[last] + np.where(last > first, more, 0)
         return Stages(
             forward=forward + dispatch,
-            backward=self._backward[n, end] - self._backward[n, first] + np.multiply.outer(self.repeats, forward) + dispatch,
+            backward=backward + np.multiply.outer(self.repeats, forward) + dispatch,
+            fusing=np.divide(in_one, forward + backward, out=np.ones_like(forward), where=forward + backward > 0),
             inputs=inputs,
             outputs=np.where(is_last, 0, self._crossing[n, end]),
             labels=np.where(is_last, self._profile.labels[n], 0),

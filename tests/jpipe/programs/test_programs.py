@@ -471,6 +471,20 @@ def test_layer_costs_add_up_to_stage_costs():
         sum_layer_costs(Plan(schedule="gpipe", microbatches=2, stages=stages), {"a": layers["a"]})
 
 
+def test_a_last_stage_takes_the_time_of_one_program():
+    layers = {
+        i: LayerCost(1.0, 2.0, forward_backward=fused, residuals={"none": 50}) for i, fused in zip("abc", (2.1, 2.4, None), strict=True)
+    }
+    stages = [{"layers": ("a",)}, {"layers": ("b", "c"), "recompute": "full"}]
+    times = {
+        name: [(cost.forward, cost.backward) for cost in sum_layer_costs(Plan(schedule=name, microbatches=2, stages=stages), layers)]
+        for name in ("pipedream_flush", "gpipe")
+    }
+    share = (2.4 + 3) / 6  # of the time of both programs of both layers
+    assert times["pipedream_flush"] == [(1, 2), pytest.approx((2 * share, 4 * share + 2 * share))]
+    assert times["gpipe"] == [(1, 2), (2, 6)]  # all forwards come first, so the last stage has two programs
+
+
 def test_layer_costs_add_up_to_those_of_parts():
     layers = {
         i: LayerCost(1.0, time, weights=size, residuals={"none": 50})

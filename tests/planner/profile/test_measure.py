@@ -88,6 +88,7 @@ def test_a_model_is_measured():
     first, second = ([at.model_copy(update=by_what_follows) for at in profile.layers[n].at] for n in (2, 3))
     assert first == second
     assert profile.layers[2].model_copy(update={"id": "h1", "at": ()}) == profile.layers[3].model_copy(update={"at": ()})
+    assert all(at.forward_backward is not None for layer in profile.layers for at in layer.at)
     # What shapes tell is the same as without a device.
     analytic = analyze(stack, batch, loss, rule, [2, 8], Device(flops={"float32": 1e9}))
     for layer, expected in zip(profile.layers, analytic.layers, strict=True):

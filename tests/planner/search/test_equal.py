@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jpipe
+from jpipe.schedules import PlainShape
 from jpipe_planner.cost.links import find_links
 from jpipe_planner.cost.memory import stage_bytes, waiting_inputs
 from jpipe_planner.cost.shape import planned_schedules
@@ -18,6 +19,7 @@ from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.search.balance import balance
 from jpipe_planner.search.equal import EXTRA
+from jpipe_planner.search.estimate import Estimates
 from jpipe_planner.search.stages import Layers
 from tests.planner.invented import equal
 
@@ -139,6 +141,20 @@ def test_stages_cost_what_their_layers_sum_up_to():
                     assert getattr(stages, name)[p, s] == pytest.approx(getattr(cost, name))
                 one_program = stages.residuals[p, s] if s == len(starts) - 1 else 0  # of forward and backward
                 assert stages.temporary[p, s] + one_program == cost.temporary
+
+
+def test_a_last_stage_of_one_program_takes_its_time():
+    def fused(layer, share):
+        at = [one.model_copy(update={"forward_backward": share * (one.forward + one.backward)}) for one in layer.at]
+        return layer.model_copy(update={"at": tuple(at)})
+
+    plain, starts = gpt().model_copy(update={"dispatch": 0.0}), (0, 1, 5)
+    profile = plain.model_copy(update={"layers": tuple(fused(layer, 0.8 if n else 0.5) for n, layer in enumerate(plain.layers))})
+    assert Layers(profile).cut(starts, 2).fusing.tolist() == pytest.approx([0.5, 0.8, 0.8])
+    for schedule, share in (("pipedream_flush", 0.8), ("gpipe", 1.0)):  # `gpipe` has two programs there
+        before, after = (Estimates(one, TWO_LEVELS).candidate(PlainShape(schedule, 4, (2, 2, 2)), 2, starts) for one in (plain, profile))
+        assert [cost.forward for cost in profile.stage_costs(after.plan(profile.ids), 2)] == pytest.approx([0.2, 8.0, share * 1.0])
+        assert (after.bubble > before.bubble) == (share < 1)  # the same time passes, and less of it computes
 
 
 def test_every_legal_plan_is_found_and_no_other():
