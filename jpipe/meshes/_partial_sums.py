@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jpipe._frozen import FrozenMapping
-from jpipe.meshes._partition import WHOLE, without_devices
+from jpipe.meshes._partition import WHOLE, axes_in, without_devices
 from jpipe.model._subset import is_float
 from jpipe.model.jaxprs._dependence import body_of, is_call, is_literal, scan_parts
 from jpipe.model.jaxprs._row_dims import Dim, inputs_of, row_dims, scan_inputs
@@ -35,6 +35,8 @@ _LINEAR: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(("transpose", "unstack"), (0,)),
 }
 """Operations that are linear in each of these operands, by position."""
+_DEVICE_SUMS = ("psum", "psum2", "psum_invariant")
+"""Sums over devices in the body of a `shard_map`."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,8 @@ class PartialSums:
             return self.evaluate(*body_of(equation), operands, into, late)
         if any(late) and name == "scan":
             return self._scan(equation, operands, into, late)
+        if any(late) and name == "shard_map":
+            return self._shard_map(equation, list(map(self._whole, operands)), late)
         if any(late) and name == "optimization_barrier":
             kept = [value if is_late else self._whole(value) for value, is_late in zip(operands, late, strict=True)]
             return _barrier(kept)
@@ -126,9 +130,9 @@ class PartialSums:
         if any(late) and parts and name in _SUMS:
             condition = int(name == "select_n")
             numbers = [Parts(self.spread(value)) for value in operands[condition:]]
-            return _mapped(equation, [*operands[:condition], *numbers])
+            return self._each(equation, [*operands[:condition], *numbers])
         if any(late) and len(parts) == 1 and parts[0] in _linear_in(equation):
-            return _mapped(equation, operands)
+            return self._each(equation, operands)
         return bind(equation, list(map(self._whole, operands)))
 
     def _summed_dims(self, equation: Any, into: Sequence[Dim]) -> list[Dim] | None:
@@ -167,17 +171,57 @@ class PartialSums:
         stacked = [jnp.moveaxis(y, 1, 0) if is_late else y for y, is_late in zip(ys, late[carried:], strict=True)]
         return [each(value) for each, value in zip(wrap, [*carry, *stacked], strict=True)]
 
+    def _shard_map(self, equation: Any, operands: list[Any], late: Sequence[bool]) -> list[Any]:
+        """Evaluate a `shard_map`. Late results that its body adds up over the devices of the rows stay parts."""
+        (body, consts), params, inside = body_of(equation), equation.params, _OnDevice(self.mesh, self.axes)
+        late = [is_late and axes_in(spec).isdisjoint(self.axes) for is_late, spec in zip(late, params["out_specs"], strict=True)]
+        if not any(late):
+            return bind(equation, operands)
 
-def _mapped(equation: Any, operands: list[Any]) -> list[Parts]:
-    """Apply an operation to each part."""
-    arrays = {i: getattr(value, "arrays", value) for i, value in enumerate(operands) if not is_literal(equation.invars[i])}
-    axes = tuple(0 if isinstance(operands[i], Parts) else None for i in arrays)
+        def local(*arrays: Any) -> list[Any]:
+            results = inside.evaluate(body, consts, arrays, [None] * len(arrays), late)
+            return [inside.spread(value)[None] if is_late else value for value, is_late in zip(results, late, strict=True)]
 
-    def run(*values: Any) -> list[Any]:
-        of_position = dict(zip(arrays, values, strict=True))
-        return bind(equation, [of_position.get(i) for i in range(len(operands))])
+        specs = [PartitionSpec(self.axes, *spec) if is_late else spec for is_late, spec in zip(late, params["out_specs"], strict=True)]
+        manual = params.get("newly_manual_axes", params.get("manual_axes"))  # the name depends on the version of JAX
+        options = {"mesh": params["mesh"], "axis_names": {*manual}, "check_vma": params["check_vma"]}
+        results = jax.shard_map(local, in_specs=params["in_specs"], out_specs=specs, **options)(*operands)
+        return [Parts(value) if is_late else value for value, is_late in zip(results, late, strict=True)]
 
-    return list(map(Parts, jax.vmap(run, axes)(*arrays.values())))
+    def _each(self, equation: Any, operands: list[Any]) -> list[Parts]:
+        """Apply an operation to each part."""
+        arrays = {i: getattr(value, "arrays", value) for i, value in enumerate(operands) if not is_literal(equation.invars[i])}
+        axes = tuple(0 if isinstance(operands[i], Parts) else None for i in arrays)
+
+        def run(*values: Any) -> list[Any]:
+            of_position = dict(zip(arrays, values, strict=True))
+            return bind(equation, [of_position.get(i) for i in range(len(operands))])
+
+        return list(map(Parts, jax.vmap(run, axes)(*arrays.values())))
+
+
+@dataclass(frozen=True)
+class _OnDevice(PartialSums):
+    """The same in the body of a `shard_map`, where `Parts` have the part of this device, without the first dim."""
+
+    def spread(self, value: Any) -> Any:
+        if isinstance(value, Parts):
+            return value.arrays
+        return jnp.where(jax.lax.axis_index(self.axes) == 0, value, jnp.zeros_like(value))
+
+    def _whole(self, value: Any) -> Any:
+        return jax.lax.psum(value.arrays, self.axes) if isinstance(value, Parts) else value
+
+    def _results(self, equation: Any, operands: list[Any], into: Sequence[Dim], late: Sequence[bool]) -> list[Any]:
+        axes = equation.params.get("axes", ())
+        if all(late) and equation.primitive.name in _DEVICE_SUMS and {*self.axes} <= {*axes}:
+            others = tuple(axis for axis in axes if axis not in self.axes)
+            terms = list(map(self._whole, operands))
+            return list(map(Parts, jax.lax.psum(terms, others) if others else terms))
+        return super()._results(equation, operands, into, late)
+
+    def _each(self, equation: Any, operands: list[Any]) -> list[Parts]:
+        return list(map(Parts, bind(equation, [getattr(value, "arrays", value) for value in operands])))
 
 
 def _barrier(values: Sequence[Any]) -> list[Any]:

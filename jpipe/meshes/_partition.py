@@ -73,8 +73,7 @@ class Partition:
         """
 
         def is_late(spec: PartitionSpec) -> bool:
-            over = {axis for axes in spec for axis in (axes if isinstance(axes, tuple) else (axes,))}
-            return bool(self.batch) and over.isdisjoint(self.batch)
+            return bool(self.batch) and axes_in(spec).isdisjoint(self.batch)
 
         return jax.tree.map(is_late, self.of_params(params), is_leaf=lambda spec: isinstance(spec, PartitionSpec))
 
@@ -287,6 +286,11 @@ def _paths(tree: Tree) -> Iterator[tuple[str, Any]]:
 
 def _map_paths(function: Any, tree: Tree) -> Tree:
     return jax.tree_util.tree_map_with_path(lambda path, leaf: function(keystr(path, simple=True, separator="/"), leaf), tree)
+
+
+def axes_in(spec: PartitionSpec) -> set[str | None]:
+    """Return the mesh axes over which an array with this `PartitionSpec` is sharded, and perhaps None."""
+    return {axis for axes in spec for axis in (axes if isinstance(axes, tuple) else (axes,))}
 
 
 def without_devices(mesh: Mapping[str, int]) -> AbstractMesh:

@@ -16,6 +16,7 @@ from jpipe_lm.generate.sampling import Sampling, choose
 from jpipe_lm.models.layers import layers
 from jpipe_train.losses import cross_entropy
 from tests.jpipe import models
+from tests.jpipe.meshes.test_partial_sums import sums
 from tests.lm.models.running import LLAMA
 from tests.targets.compiled import check_donations, collectives, compile_pipeline, matrix_products, programs_of
 
@@ -61,6 +62,18 @@ def test_tokens_are_sent_to_the_experts_that_they_chose(devices):
     in_backward, in_forward = (collectives(programs[name][0]) for name in ("forward_backward", "evaluate"))
     assert "ragged-all-to-all" in in_backward & in_forward
     assert "reduce-scatter" not in in_forward  # which would scatter outputs for all tokens
+
+
+def test_experts_on_all_devices_of_the_rows_add_up_their_gradients_once_per_update(devices):
+    """As do all other weights: a backward adds up only some numbers of the loss and the counts of tokens."""
+    experts = {"count": 8, "per_token": 2, "mlp_width": 128}
+    stack = layers(ModelConfig(**{**GPT, **LLAMA}, experts=experts, compute_dtype="bfloat16"))
+    plan = Plan.even(stack.ids, 1, "gpipe", 1, mesh={"data": 2}, recompute="elementwise")
+    pipe = Pipeline(stack, plan, cross_entropy.loss, optax.adamw(1e-3))
+    stages = compile_pipeline(pipe, (TOKENS, TOKENS), devices)
+    programs = programs_of(stages)
+    assert sums(programs["forward_backward"][0]) <= 64
+    assert sums(programs["sum_devices"][0]) == sum(leaf.size for leaf in jax.tree.leaves(stages[0].functions.specs.params))
 
 
 class Net(nnx.Module):

@@ -191,7 +191,7 @@ def collective_seconds(layer: LayerProfile, rows: int, degrees: Degrees, topolog
 
 
 def _gradient_seconds(layer: LayerProfile, degrees: Degrees, topology: Topology) -> tuple[float, float]:
-    """Return the seconds for which the devices of the rows sum a layer's gradients: of most parameters, and of experts.
+    """Return the seconds for which the devices of the rows sum a layer's gradients: of most parameters, and of sharded experts.
 
     With FSDP they only scatter the sums. If experts are sharded over devices, only the other parameters have copies on these devices.
     """
@@ -199,9 +199,8 @@ def _gradient_seconds(layer: LayerProfile, degrees: Degrees, topology: Topology)
     size, times = layer.accumulators * _share_of_device(tensor.weights, degrees.model), 1 if degrees.fsdp else 2
     for_experts, for_data = topology.mesh_link(degrees.model * degrees.expert), topology.mesh_link(degrees.size)
     of_copies = _ring(2, size * (1 - tensor.of_experts) / _over_data(degrees), 1, degrees.expert, for_experts)
-    over_data = (
-        _ring(times, size * share, 1, degrees.data, for_data) for share in (1 - tensor.of_experts, tensor.of_experts / degrees.expert)
-    )
+    experts = tensor.of_experts if degrees.expert > 1 else 0.0
+    over_data = (_ring(times, size * share, 1, degrees.data, for_data) for share in (1 - experts, experts / degrees.expert))
     return next(over_data) + of_copies, next(over_data)
 
 

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from jpipe import Layer, LayerStack, Pipeline, Plan, Tie
+from jpipe.context import traced_mesh
 
 ROWS, LENGTH, SYMBOLS, WIDTH, BATCHES = 4, 6, 11, 4, 3
 
@@ -61,6 +62,18 @@ def factors(p, x):
     return x @ w + 0.01 * (w**2).sum()
 
 
+def mapped(p, x):
+    """Multiply each device's rows by a kernel that a `shard_map` reads twice."""
+
+    def local(w, b, x):
+        return jnp.tanh(x @ w) @ w + b[None, None, :]
+
+    if (stage := traced_mesh()) is None:
+        return local(p["w"], p["b"], x)
+    rows = jax.P(stage.rows)
+    return jax.shard_map(local, mesh=stage.mesh, in_specs=(jax.P(), jax.P(), rows), out_specs=rows)(p["w"], p["b"], x)
+
+
 LAYERS = {
     "embed": layer(lambda p, x: p["table"][x], table=(SYMBOLS, WIDTH)),
     "norm": layer(norm, scale=(WIDTH,)),
@@ -68,6 +81,7 @@ LAYERS = {
     "convolution": layer(convolution, kernel=(3, WIDTH, WIDTH)),
     "scan": layer(scanned, w=(3, WIDTH, WIDTH), b=(WIDTH,)),
     "batch norm": layer(batch_norm, scale=()),
+    "mapped": layer(mapped, w=(WIDTH, WIDTH), b=(WIDTH,)),
     "factors": layer(factors, a=(WIDTH, 2), b=(2, WIDTH)),
     "out": layer(lambda p, x: x @ p["table"].T, table=(SYMBOLS, WIDTH)),
 }

@@ -153,6 +153,8 @@ def test_a_device_has_some_experts_of_a_mixture_and_rows_of_all_for_them():
     assert at.forward == 32 / 4 + exchange
     gradients = 2 * (0.5 * 3200 * 0.75 / 2 / 1000 + 0.25)  # of experts, over data
     assert at.backward == pytest.approx(64 / 4 + exchange + gradients)
+    whole, dense = (shard_profile(profile(**{**plain, **other}), Degrees(data=2), SERVERS).layers[0] for other in ({}, {"of_experts": 0.0}))
+    assert (whole.update, whole.at[0].backward) == (dense.update, dense.at[0].backward)  # added up once per update, as other weights
     on_gpus = Topology(levels=SERVERS.levels, device={"target": "h100-80gb"})
     shares = {k: 1 - math.comb(4, k) / math.comb(8, k) for k in (1, 2, 5)} | {0: 1.0}  # of the tokens, some chosen expert is on the other
     for per_token, sent in shares.items():
