@@ -306,21 +306,23 @@ def sum_layer_costs(
         layer_costs = [layers[layer_id] for layer_id in stage.layers]
         last, fused = s == plan.depth - 1, SCHEDULES[plan.schedule].begins_fused(plan, s)
         forward, backward = (sum(getattr(layer, name) for layer in layer_costs) for name in ("forward", "backward"))
-        share = sum(layer.in_one_program for layer in layer_costs) / (forward + backward) if fused and forward + backward else 1.0
-        forward *= share
+        in_one = sum(layer.in_one_program for layer in layer_costs)
+        share = in_one / (forward + backward) if fused and forward + backward else 1.0
         before = layers[plan.stages[s - 1].layers[-1]].outputs if s else inputs
         of_input, has_backward = s > 0 and flows[s], flows[s + 1]
         message = layer_costs[-1].outputs if has_backward and not last else 0
-        again = forward if has_backward and repeats_forward(stage.recompute) else 0.0
+        again = 0.0  # what recomputation adds: a backward with a forward before it is one program of both
+        if has_backward and repeats_forward(stage.recompute):
+            again = forward if fused else in_one - backward
         _check_policy(stage, layer_costs)
         known = all(stage.recompute in layer.residuals for layer in layer_costs)
         residuals = _residuals(layer_costs, stage.recompute) if known else before
         inside = _residuals(layer_costs, "none") if fused or stage.recompute != "none" else 0  # scratch memory of the backward's program
-        backward = share * backward + again
+        backward = share * (backward + again)
         for_weights = share * sum(layer.for_weights for layer in layer_costs) if of_input else backward  # stage 0 has no input gradient
         costs.append(
             StageCost(
-                forward=forward,
+                forward=share * forward,
                 backward=backward,
                 backward_input=backward - for_weights,
                 backward_weight=for_weights,

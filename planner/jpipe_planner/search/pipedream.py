@@ -29,9 +29,8 @@ __all__ = ["Placement", "fastest_stages", "pipedream_plans"]
 SCHEDULE = "pipedream"
 
 MOST_CUTS = 128  # the most places for cuts; with more layers, only cuts after layers with small outputs are tried
-MOST_BY_DEPTH = 4e7  # the most comparisons with which the best stages of each depth are searched
+MOST_BY_DEPTH = 4e7  # the most comparisons to find the best stages of each depth; if it allows no 2 stages, only the best of all are found
 MOST_DEPTH = 32
-LEAST_DEPTH = 2  # if `MOST_BY_DEPTH` does not allow this many stages, only the best stages over all depths are searched
 MOST_PLACES = 512  # of more devices, stages get groups of equal size, as many groups as possible up to this number
 MOST_REPLICAS = 64  # with more possible numbers of replicas, only 2**k, 3 * 2**k, and divisors of the number of devices are tried
 MARGINS = (1.0, 0.9, 0.8, 0.65)  # shares of the memory to try, because the recurrence counts too few microbatches in flight
@@ -85,13 +84,10 @@ def _placements(estimates: Estimates, rows: int, microbatches: int | None) -> li
     places = _places(estimates, rows)
     work = len(places) ** 2 * devices // math.gcd(*counts) * len(counts)
     layers, depth = len(places) - 1, min(len(places) - 1, devices, MOST_DEPTH, int(MOST_BY_DEPTH / work))
-    widths = [r for r in counts if devices % r == 0 and 1 < devices // r <= min(layers, MOST_DEPTH)] if depth < LEAST_DEPTH else []
 
     def search(margin: float | None, in_host: bool = False) -> list[Placement]:
         loads = _Loads(estimates, rows, microbatches, places, margin, in_host)
-        best = fastest_stages(loads.matrix, layers, devices, counts, depth if depth >= LEAST_DEPTH else None)
-        for width in widths:  # the same number of replicas for each stage
-            best += fastest_stages(loads.matrix, layers, devices, [width], devices // width)[-1:]
+        best = fastest_stages(loads.matrix, layers, devices, counts, depth if depth > 1 else None)
         return [one._replace(starts=tuple(places[list(one.starts)].tolist())) for one in best]
 
     for margin in MARGINS:

@@ -125,7 +125,7 @@ class Layers:
             everything = remaking[last] + np.where(last > first, more, 0)
         return Stages(
             forward=forward + dispatch,
-            backward=backward + np.multiply.outer(self.repeats, forward) + dispatch,
+            backward=backward + np.multiply.outer(self.repeats, in_one - backward) + dispatch,
             fusing=np.divide(in_one, forward + backward, out=np.ones_like(forward), where=forward + backward > 0),
             inputs=inputs,
             outputs=np.where(is_last, 0, self._crossing[n, end]),
