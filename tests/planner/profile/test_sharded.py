@@ -56,6 +56,18 @@ def test_a_layer_takes_the_sums_of_its_partial_products_longer():
     ring = 2 * 3 / 4 * 1600 / 1000 + 2 * 2 * 3 * 0.25  # 800 bytes for each of two rows, in two sums
     assert summed.forward == pytest.approx(plain.forward + ring)
     assert summed.backward == pytest.approx(plain.backward + ring)
+    assert plain.in_one_program == pytest.approx(plain.forward + plain.backward)
+    assert summed.in_one_program == pytest.approx(summed.forward + summed.backward)
+
+
+def test_a_device_has_its_share_of_a_forward_and_a_backward_in_one_program():
+    at = profile().layers[0].at[0].model_copy(update={"forward_backward": 40.0})
+    layer = profile(**SUMS).layers[0]
+    measured = profile().model_copy(update={"layers": (layer.model_copy(update={"at": (at, *layer.at[1:])}), layer)})
+    sharded = shard_profile(measured, Degrees(model=4), SERVERS).layers[0].at[0]
+    sums = sharded.forward + sharded.backward - (at.forward + at.backward) * (0.5 + 0.5 / 4)
+    assert sharded.forward_backward == pytest.approx(40 * (0.5 + 0.5 / 4) + sums)
+    assert sums > 0
 
 
 def test_across_servers_sums_have_the_links_between_them():
