@@ -1,4 +1,4 @@
-"""Contexts for tracing layers: they set the platform and the mesh, and suspend the user's mesh."""
+"""Contexts for tracing layers: they set the platform, the mesh and the positions, and suspend the user's mesh."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -10,9 +10,12 @@ import jax
 from jax.sharding import AbstractMesh
 
 __all__ = [
+    "Positions",
     "StageMesh",
     "traced_mesh",
     "traced_platform",
+    "traced_positions",
+    "tracing_at",
     "tracing_for",
     "tracing_on",
     "without_mesh",
@@ -69,6 +72,60 @@ def traced_mesh() -> StageMesh | None:
     `LayerStack.specs` traces layers for one device, so their shapes and dtypes must be the same with and without a mesh.
     """
     return _mesh.get()
+
+
+@dataclass(frozen=True)
+class Positions:
+    """The positions of a slice of rows.
+
+    Attributes:
+        start: the first position.
+        stop: one past the last position.
+        length: the number of positions of the whole rows.
+    """
+
+    start: int
+    stop: int
+    length: int
+
+    @property
+    def are_first(self) -> bool:
+        """Whether no positions come before these."""
+        return self.start == 0
+
+    @property
+    def are_last(self) -> bool:
+        """Whether no positions come after these."""
+        return self.stop == self.length
+
+
+_positions: ContextVar[Positions | None] = ContextVar("_positions", default=None)
+_reads: ContextVar[list[Positions] | None] = ContextVar("_reads", default=None)
+
+
+def tracing_at(positions: Positions | None) -> contextlib.AbstractContextManager[None]:
+    """Trace layers for these positions of the rows; None means whole rows."""
+    return _set(_positions, positions)
+
+
+def traced_positions() -> Positions | None:
+    """Return the positions of the rows that layers are traced for, if a plan cuts rows into slices; None for whole rows.
+
+    A layer reads them if it computes something from the number of a position, or draws random numbers: it must draw the numbers of the
+    whole row, and use the numbers of its own positions.
+    """
+    positions, reads = _positions.get(), _reads.get()
+    if positions is not None and reads is not None:
+        reads.append(positions)
+    return positions
+
+
+@contextlib.contextmanager
+def noting_reads() -> Iterator[list[Positions]]:
+    """Yield a list to which each call of `traced_positions` for a slice appends."""
+    reads: list[Positions] = []
+    with _set(_reads, reads):
+        yield reads
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from jpipe._arguments import (
 )
 from jpipe._interrupts import Outcome, consuming, current_state, delayed_signals
 from jpipe._numbers import as_python
-from jpipe.capabilities.registry import uses_by
+from jpipe.capabilities.registry import uses_by, variants_of
 from jpipe.context import traced_platform, tracing_for
 from jpipe.errors import InputError
 from jpipe.meshes._place import Place
@@ -60,7 +60,7 @@ from jpipe.stages._batch import (
     rows_of,
 )
 from jpipe.stages._builder import StageBuilder
-from jpipe.stages._bytes import measure_stages
+from jpipe.stages._bytes import mean_costs, measure_stages
 from jpipe.stages._compile import CompiledPrograms, compile_initializers, compile_stages, count_calls
 from jpipe.stages._compiled_stage import CompiledStage
 from jpipe.stages._whole_step import trace_whole_step
@@ -585,6 +585,8 @@ class Pipeline:
     ) -> tuple[StageCost, ...]:
         """Compute from shapes the exact bytes that the stages hold and move for batches like this one, for `jpipe.simulate`.
 
+        If the plan cuts rows into slices, these are the bytes of the mean slice; later slices may hold more than earlier ones.
+
         Times are in units: a forward takes 1, a backward 2, each half of a backward 1, and recomputation 1 more. Temporaries are known only
         after `init` has compiled, or with `compiled_for`. On a mesh the bytes are for each device of the stage. Before compilation,
         residuals count as sharded only over the rows; afterwards, they count as XLA shards them.
@@ -601,14 +603,16 @@ class Pipeline:
         Raises:
             InputError: the batch or the layers do not fit; see `check`.
         """
-        compiled: Mapping[int, CompiledStage] = {}
         if compiled_for is not None:
-            functions, compiled = self._compile_for(batch, compiled_for, stages, programs)
+            parts = self._compile_for(batch, compiled_for, stages, programs)
         else:
-            functions = self.stage_functions(batch)
+            bucket = self._bucket(microbatch_spec(batch, self.plan.microbatches))
+            known: Sequence[Mapping[int, CompiledStage]] = [{} for _ in bucket.trained]
             if self._executor is not None:
-                compiled = {self.plan.workers[w][0]: stage for w, stage in self._executor.compiled_for(functions).items()}
-        return measure_stages(self.plan, functions, compiled)
+                known = self._executor.compiled_for(bucket.spec[0])
+            compiled = [{self.plan.workers[w][0]: stage for w, stage in each.items()} for each in known]
+            parts = list(zip(bucket.trained, compiled, strict=True))
+        return mean_costs([measure_stages(self.plan, *part) for part in parts])
 
     @cached_property
     def places(self) -> tuple[Place, ...]:
@@ -642,8 +646,13 @@ class Pipeline:
 
         Returns:
             For each stage its programs by name, such as `forward`, each with the number of its calls in a step of the steady state.
+
+        Raises:
+            InputError: the plan cuts rows into slices, which have their own programs.
         """
-        functions, stages = self._compile_for(batch, compiled_for, None, programs)
+        (functions, stages), *slices = self._compile_for(batch, compiled_for, None, programs)
+        if slices:
+            raise InputError("this needs the programs of whole rows, found a plan with slices; remove slices from the plan")
         counts = count_calls(self._steps_of(functions).steady, functions)
         return [{name: (stages[s].calls[name], calls) for name, calls in sorted(counts[s].items())} for s in range(self.plan.depth)]
 
@@ -660,16 +669,19 @@ class Pipeline:
         compiled_for: jax.Device | Sequence[jax.Device],
         stages: Collection[int] | None,
         programs: CompiledPrograms | None,
-    ) -> tuple[list[StageFunctions], dict[int, CompiledStage]]:
-        """Return the functions of all stages, and those stages compiled for devices as `costs` describes."""
+    ) -> list[tuple[Sequence[StageFunctions], Mapping[int, CompiledStage]]]:
+        """Return for each slice, or for whole rows, the functions of all stages, and those stages compiled as `costs` describes."""
         first = compiled_for if isinstance(compiled_for, jax.Device) else compiled_for[0]
         with tracing_for(first.platform):
-            functions = self.stage_functions(batch)
-            chosen = range(self.plan.depth) if stages is None else stages
-            arrays = {
-                s: Arrays(f := functions[s], place_on(compiled_for, f.partition.mesh), share=shares_of(self.plan, f)[0]) for s in chosen
-            }
-            return functions, compile_stages(self.plan, arrays, self._steps_of(functions).verified_runs, programs)
+            bucket = self._bucket(microbatch_spec(batch, self.plan.microbatches))
+            chosen, known = range(self.plan.depth) if stages is None else stages, {} if programs is None else programs
+            parts: list[tuple[Sequence[StageFunctions], Mapping[int, CompiledStage]]] = []
+            for functions in bucket.trained:
+                arrays = {
+                    s: Arrays(f := functions[s], place_on(compiled_for, f.partition.mesh), share=shares_of(self.plan, f)[0]) for s in chosen
+                }
+                parts.append((functions, compile_stages(self.plan, arrays, self._steps_of(functions).verified_runs, known)))
+            return parts
 
     def _compile(self, batch: Batch, other_batches: Sequence[Batch], facts: Mapping[str, str]) -> Executor:
         """Compile the stages, or reuse the compiled stages of the last run if the shapes and JAX's settings are the same.
@@ -680,7 +692,7 @@ class Pipeline:
         distinct = [spec for i, spec in enumerate(specs) if spec not in specs[:i]]
         depends_on = distinct, traced_platform(), {name: getattr(jax.config, name, None) for name in jax.config.values}
         before = self._executor if self._executor is not None and self._executor.depends_on == depends_on else None
-        buckets = before.buckets if before is not None else [Bucket(spec, self._builder.build(spec)) for spec in distinct]
+        buckets = before.buckets if before is not None else [self._bucket(spec) for spec in distinct]
         check_buckets(buckets)
         for where in filter(None, (f.repeated_effects for f in buckets[0].functions if jax.process_index() == 0)):
             _LOG.warning(
@@ -694,6 +706,11 @@ class Pipeline:
         facts = {**{name: str(getattr(self, name)) for name in options}, **facts}
         steps = self._steps_of(buckets[0].functions)
         return Executor(self.plan, steps, buckets, self.places, join_processes(), facts, depends_on, before)
+
+    def _bucket(self, spec: Batch) -> Bucket:
+        """Return the functions of all stages for microbatches of these shapes."""
+        functions = self._builder.build(spec)
+        return Bucket(spec, functions, variants_of(self.plan, spec, functions))
 
     def _steps_of(self, functions: Sequence[StageFunctions]) -> Steps:
         """Return the programs of the plan."""

@@ -69,6 +69,7 @@ class Option:
         parallel_pipelines: whether the replicas of a plan that uses the capability are parallel pipelines, each with its own updates, for
             which no gradients are summed.
         divides_updates: whether the replicas of a stage update different entries of its weights.
+        row_lengths: `(value) -> tuple`, for a capability that cuts the rows of a microbatch into slices: a length or None for each slice.
     """
 
     room: str
@@ -87,6 +88,7 @@ class Option:
     text: Hook | None = None
     parallel_pipelines: bool = False
     divides_updates: bool = False
+    row_lengths: Hook | None = None
 
     @property
     def key(self) -> str:
@@ -342,6 +344,9 @@ class RuntimeHooks:
         costs: `(Arrays) -> dict[str, Any]`, fields of `StageCost` with the bytes of a stage.
         join_sums: `(Worker, update) -> None`, joins the pieces of an update's sum before the sum is read.
         used_calls: by type of instruction, `(StageFunctions, instruction) -> names` of the `calls` that the instruction needs.
+        variants: `(plan, spec, functions) -> list of the functions of all stages`, for each slice of the rows of a microbatch with these
+            shapes; whole microbatches are only evaluated.
+        cut: `(plan, k, data) -> data`, the arrays of a batch with only the positions of the slice that microbatch k of a program is.
         shares: `(plan, StageFunctions) -> shares`, the `Share` of each replica in the updates of a stage.
         update: the changes of updates.
         apart: the entries that the capability updates with its own programs.
@@ -386,6 +391,8 @@ class RuntimeHooks:
     costs: Hook | None = None
     join_sums: Hook | None = None
     used_calls: Mapping[type, Hook] = field(default_factory=dict)
+    variants: Hook | None = None
+    cut: Hook | None = None
     shares: Hook | None = None
     update: UpdateHooks | None = None
     apart: ApartHooks | None = None

@@ -21,6 +21,8 @@ from jpipe.capabilities.protocol import Exchange, Option, ProgramHooks, RuntimeH
 from jpipe.capabilities.shared_optimizer.option import OPTION as SHARED_OPTIMIZER
 from jpipe.capabilities.shared_parameters.option import OPTION as SHARED_PARAMETERS
 from jpipe.capabilities.shared_parameters.option import SharedCosts
+from jpipe.capabilities.slices.option import OPTION as SLICES
+from jpipe.capabilities.slices.option import Slices
 from jpipe.capabilities.sums_in_parts.option import OPTION as SUMS_IN_PARTS
 from jpipe.capabilities.sums_in_parts.option import PartCosts, SumParts
 
@@ -32,6 +34,7 @@ OPTIONS: Sequence[Option] = [
     SHARED_OPTIMIZER,
     SUMS_IN_PARTS,
     COMPRESSED_MESSAGES,
+    SLICES,
 ]
 
 __all__ = [  # `jpipe.plan` exports these
@@ -56,12 +59,16 @@ class CapabilityOptions(pydantic.BaseModel):
             for each update.
         offload: the arrays that stay in host memory while no computation needs them, see `jpipe.plan.HostMemory`. None, the default: all
             arrays are on the devices.
+        slices: the number of slices into which the rows of a microbatch are cut along their positions, or a list of the lengths of the
+            slices. The slices go through the stages one after the other, which needs less memory and makes the bubble shorter. None, the
+            default: whole rows.
     """
 
     links: Links | None = None
     shard_optimizer: bool = False
     agree: Agreement | None = None
     offload: HostMemory | None = None
+    slices: Slices | None = None
 
 
 class StageOptions(
@@ -166,6 +173,17 @@ def exchange_of(values: Mapping[str, Any]) -> Exchange:
     """Return how workers exchange activations and gradients, from `values_of` a plan."""
     made = (hooks.exchange(values) for hooks in runtimes_for(values).values() if hooks.exchange is not None)
     return next(made, Exchange())
+
+
+def row_lengths_of(plan: Any) -> tuple[int | None, ...] | None:
+    """Return the length of each slice of the rows, or None in place of a length that depends on the rows; None for whole rows."""
+    cut = (option.row_lengths(option.in_plan(plan)) for option in OPTIONS if option.row_lengths is not None and option.is_set(plan))
+    return next(cut, None)
+
+
+def variants_of(plan: Any, spec: Any, functions: Any) -> list[Any]:
+    """Return for each slice of the rows of a microbatch the functions of all stages; empty for whole rows."""
+    return next((cut(plan, spec, functions) for cut in (each.variants for each in runtimes_of(plan)) if cut is not None), [])
 
 
 def has_parallel_pipelines(plan: Any) -> bool:

@@ -155,14 +155,21 @@ def linen_layer(where: str, module: linen.Module, num_inputs: int | None = None)
         return params, jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), state, after)
 
     def apply(params: Tree, state: Tree, x: Tree, key: jax.Array | None, train: bool) -> tuple[Tree, Tree]:
+        return applied(params, state, arguments_of(x, num_inputs), key, train)
+
+    def carried(params: Tree, state: Tree, x: Tree, carry: Tree, key: jax.Array | None, train: bool) -> tuple[Tree, Tree, Tree]:
+        (y, left), new_state = applied(params, state, (x, carry), key, train, method="carried")
+        return y, new_state, left
+
+    def applied(params: Tree, state: Tree, inputs: tuple[Any, ...], key: jax.Array | None, train: bool, **method: str) -> tuple[Tree, Tree]:
         rngs = {} if key is None else {"dropout": key}
         if key is not None and is_whole:  # Linen draws from "params" if a stream is missing
             rngs["params"] = jax.random.fold_in(key, 1)
-        variables, inputs = {"params": params, **state}, arguments_of(x, num_inputs)
+        variables, options = {"params": params, **state}, {**mode(train), **method}
         try:
             if not train or not state:
-                return module.apply(variables, *inputs, rngs=rngs, **mode(train)), state
-            y, new_state = module.apply(variables, *inputs, rngs=rngs, mutable=list(state), **mode(train))
+                return module.apply(variables, *inputs, rngs=rngs, **options), state
+            y, new_state = module.apply(variables, *inputs, rngs=rngs, mutable=list(state), **options)
             return y, {**state, **new_state}
         except flax.errors.InvalidRngError as error:
             when = "in training" if train else "in evaluation"
@@ -173,7 +180,8 @@ def linen_layer(where: str, module: linen.Module, num_inputs: int | None = None)
 
     # Whether Linen needs a "dropout" key is known only after tracing, so the module always gets one.
     draws = is_whole or bool(mode(True))
-    return Layer(init, apply, draws, owner=module, axes=axes, draws_in_evaluation=draws)
+    takes_carry = not is_whole and callable(getattr(type(module), "carried", None))
+    return Layer(init, apply, draws, owner=module, axes=axes, draws_in_evaluation=draws, carried=carried if takes_carry else None)
 
 
 def linen_axes(params: Tree) -> dict[str, tuple[str | None, ...]]:

@@ -28,6 +28,9 @@ class Layer:
             None. Layers made from Flax modules fill it in while `init` is traced.
         of_model: whether the layer was cut from a whole model. Then its random numbers do not depend on its id, but only on the key of the
             run (in initialization) or of the microbatch.
+        carried: for plans that cut rows into slices: `(params, state, x, carry, key, train) -> (y, state, carry)`. It applies the layer to
+            a slice of the rows. `carry` is what it returned for the slice before, any pytree of arrays, and None for the first slice. A
+            layer without it must compute each position separately.
     """
 
     init: Callable[[jax.Array, Tree], tuple[Tree, Tree]]
@@ -37,6 +40,7 @@ class Layer:
     owner: Any = None
     axes: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
     of_model: bool = field(default=False, kw_only=True)
+    carried: Callable[[Tree, Tree, Tree, Tree, jax.Array | None, bool], tuple[Tree, Tree, Tree]] | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,15 @@ def with_arrays(layer_id: str, layer: Layer) -> Layer:
         y, new_state = layer.apply(params, state, x, key, train)
         return jax.tree.map(_strong, y), _as_arrays(new_state, f"layer '{layer_id}': its state")
 
-    return replace(layer, init=init, apply=apply)
+    if (with_carry := layer.carried) is None:
+        return replace(layer, init=init, apply=apply)
+
+    def carried(params: Tree, state: Tree, x: Tree, carry: Tree, key: jax.Array | None, train: bool) -> tuple[Tree, Tree, Tree]:
+        y, new_state, left = with_carry(params, state, x, carry, key, train)
+        parts = (_as_arrays(tree, f"layer '{layer_id}': its {what}") for what, tree in (("state", new_state), ("carry", left)))
+        return jax.tree.map(_strong, y), *parts
+
+    return replace(layer, init=init, apply=apply, carried=carried)
 
 
 def reject_python_values(layer_id: str, y: Tree) -> None:

@@ -94,7 +94,8 @@ def _functions(where: str, kind: type, graphs: Any, make: Callable[[jax.Array], 
     mode = modes(where, call, lambda parameter: parameter.default is None, num_inputs)
     randomness = Randomness() if num_inputs is None else Randomness.of(call)
     params, rngs, state = specs
-    return NnxFunctions(where, make, graphs, mode, randomness, params, rngs, state, num_inputs)
+    takes_carry = callable(getattr(kind, "carried", None))
+    return NnxFunctions(where, make, graphs, mode, randomness, params, rngs, state, num_inputs, takes_carry=takes_carry)
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ class NnxFunctions:
         params_specs, rng_specs, state_specs: the specs of the arrays, as Flax splits them.
         num_inputs: the number of inputs of a whole model; None for a layer of a stack.
         arrays: the arrays of a built module, as Flax splits them; None for other modules.
+        takes_carry: whether the module has a method `carried(x, carry) -> (y, carry)`; see `Layer.carried`.
     """
 
     where: str
@@ -122,13 +124,15 @@ class NnxFunctions:
     state_specs: Any
     num_inputs: int | None = None
     arrays: Any = None
+    takes_carry: bool = False
 
     def layer(self) -> Layer:
         """Return the layer. While it is traced, it raises `InputError` if its forward changes an attribute that is not an array."""
         has_streams, asks = bool(jax.tree.leaves(self.rng_specs)), self.randomness
         draws_in_evaluation = has_streams or asks.is_needed
         draws = has_streams or asks.name is not None
-        return Layer(self.init, self.apply, draws, axes=_axes(self.params_specs), draws_in_evaluation=draws_in_evaluation)
+        carried, axes = self.carried if self.takes_carry else None, _axes(self.params_specs)
+        return Layer(self.init, self.apply, draws, axes=axes, draws_in_evaluation=draws_in_evaluation, carried=carried)
 
     @property
     def initial(self) -> tuple[Tree, Tree] | None:
@@ -140,10 +144,17 @@ class NnxFunctions:
         return nnx.to_pure_dict(params), nnx.to_pure_dict(state)
 
     def apply(self, params: Tree, state: Tree, x: Tree, key: jax.Array | None, train: bool) -> tuple[Tree, Tree]:
-        y, module = self._forward(params, state, x, key, train)
+        return self._applied(params, state, x, key, train)
+
+    def carried(self, params: Tree, state: Tree, x: Tree, carry: Tree, key: jax.Array | None, train: bool) -> tuple[Tree, Tree, Tree]:
+        (y, left), new_state = self._applied(params, state, x, key, train, carry)
+        return y, new_state, left
+
+    def _applied(self, params: Tree, state: Tree, x: Tree, key: jax.Array | None, train: bool, *carry: Tree) -> tuple[Tree, Tree]:
+        y, module = self._forward(params, state, x, key, train, *carry)
         _, new_params, _, new_state = _split(module)
         if any(new is not old for new, old in zip(jax.tree.leaves(new_params), jax.tree.leaves(params), strict=True)):
-            _reject_learning(self.where, lambda p, v: _split(self._forward(p, state, v, key, train)[1])[1], params, x)
+            _reject_learning(self.where, lambda p, v: _split(self._forward(p, state, v, key, train, *carry)[1])[1], params, x)
         return y, nnx.to_pure_dict(new_state) if train else state
 
     def module(self, params: Tree, state: Tree) -> nnx.Module:
@@ -156,11 +167,12 @@ class NnxFunctions:
         parts = (jax.tree.unflatten(jax.tree.structure(spec), values) for spec, values in zip(specs, leaves, strict=True))
         return nnx.merge(self.graphs[mode], *parts)
 
-    def _forward(self, params: Tree, state: Tree, x: Tree, key: jax.Array | None, train: bool) -> tuple[Tree, nnx.Module]:
-        """Call the module, and return its output and the module after the call."""
+    def _forward(self, params: Tree, state: Tree, x: Tree, key: jax.Array | None, train: bool, *carry: Tree) -> tuple[Tree, nnx.Module]:
+        """Call the module, or its method `carried` with a carry, and return its output and the module after the call."""
         module: Any = self._merged(train, params, self._rng_state(key), state)
         before, variables = _static_attributes(module), _variables(module)
-        y = module(*arguments_of(x, self.num_inputs), **self.mode(train), **self.randomness.arguments(key, train))
+        call = module.carried if carry else module
+        y = call(*arguments_of(x, self.num_inputs), *carry, **self.mode(train), **self.randomness.arguments(key, train))
         _reject_changed(self.where, before, _static_attributes(module))
         _reject_new(self.where, variables, _variables(module))
         return y, module

@@ -250,7 +250,14 @@ def _cast(layer: Layer, compute: Any, outputs: Any) -> Layer:
             new_state = jax.tree.map(lambda new, old: _floats_as(old.dtype, new) if old.dtype in _NARROW else new, new_state, state)
         return _floats_as(outputs, y), new_state
 
-    return replace(layer, init=init, apply=apply)
+    if (with_carry := layer.carried) is None:
+        return replace(layer, init=init, apply=apply)
+
+    def carried(params: Tree, state: Tree, x: Tree, carry: Tree, key: jax.Array | None, train: bool) -> tuple[Tree, Tree, Tree]:
+        y, new_state, left = with_carry(_floats_as(compute, params), state, _floats_as(compute, x), carry, key, train)
+        return _floats_as(outputs, y), new_state, left
+
+    return replace(layer, init=init, apply=apply, carried=carried)
 
 
 def _floats_as(dtype: Any, tree: Tree) -> Tree:

@@ -307,7 +307,16 @@ class LayerStack:
         return self.layers[layer_id].init(self.init_key(layer_id, key), x)
 
     def apply(
-        self, ids: Sequence[str], params: Tree, state: Tree, x: Tree, *, key: jax.Array | None, microbatch: Any, train: bool
+        self,
+        ids: Sequence[str],
+        params: Tree,
+        state: Tree,
+        x: Tree,
+        *,
+        key: jax.Array | None,
+        microbatch: Any,
+        train: bool,
+        carries: Mapping[str, Tree] | None = None,
     ) -> tuple[Tree, Tree]:
         """Run consecutive layers.
 
@@ -319,11 +328,12 @@ class LayerStack:
             key: the random key of the run; needed if a layer draws random numbers in this mode.
             microbatch: the number of the microbatch in the run, or in evaluation in the batch; random numbers depend on it.
             train: False in evaluation: dropout is off, and batch statistics are used unchanged.
+            carries: for a slice of the rows, what the layers returned for the slice before, by layer id; None for whole rows.
 
         Returns:
-            The output of the last layer, and the new state by layer id.
+            The output of the last layer, and the new state by layer id. For a slice, the output is a pair: the output, and the carries.
         """
-        new_state = {}
+        new_state, left = {}, {}
         for layer_id in ids:
             layer = self.layers[layer_id]
             drawn = None
@@ -331,8 +341,12 @@ class LayerStack:
                 assert key is not None
             if key is not None and (layer.stochastic if train else layer.draws_in_evaluation):
                 drawn = self.microbatch_key(key, microbatch, train) if layer.of_model else self.draw_key(key, layer_id, microbatch, train)
-            x, new_state[layer_id] = layer.apply(params[layer_id], state[layer_id], x, drawn, train)
-        return x, new_state
+            arguments = params[layer_id], state[layer_id], x
+            if carries is not None and layer.carried is not None:
+                x, new_state[layer_id], left[layer_id] = layer.carried(*arguments, carries.get(layer_id), drawn, train)
+            else:
+                x, new_state[layer_id] = layer.apply(*arguments, drawn, train)
+        return x if carries is None else (x, left), new_state
 
     def microbatch_key(self, key: jax.Array, microbatch: Any, train: bool = True) -> jax.Array:
         """Return the key with which a model that `from_model` has cut draws random numbers for one microbatch.

@@ -34,7 +34,7 @@ def check(plan: "jpipe.Plan") -> None:
     if problem := excluded(plan):
         raise InputError(problem)
     _check_microbatches(plan)
-    if reason := SCHEDULES[plan.schedule].refuses(plan):
+    if reason := SCHEDULES[plan.schedule].refuses(plan.counted):
         raise ValueError(reason)
 
 

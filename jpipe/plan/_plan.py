@@ -11,7 +11,7 @@ from pydantic import Field
 
 from jpipe._frozen import NOTHING
 from jpipe._numbers import Int
-from jpipe.capabilities.registry import CapabilityOptions, divides_updates, has_parallel_pipelines, with_options
+from jpipe.capabilities.registry import CapabilityOptions, divides_updates, has_parallel_pipelines, row_lengths_of, with_options
 from jpipe.errors import InputError, explain
 from jpipe.plan._axes import ParamAxes, Rules
 from jpipe.plan._checks import check, check_layers_of_model
@@ -80,6 +80,7 @@ class Plan(CapabilityOptions, _Layout, PlanOptions, _Pipeline):
 
     placement: Numbers | None = None
     predicted: Predicted | None = None
+    _row_slices: int = 1
 
     def __init__(self, /, **fields: Any) -> None:
         try:
@@ -98,6 +99,25 @@ class Plan(CapabilityOptions, _Layout, PlanOptions, _Pipeline):
         for name in vars(copied).keys() - Plan.model_fields.keys():
             del vars(copied)[name]
         return copied
+
+    @property
+    def counted(self) -> "Plan":
+        """The plan as its programs count: if rows are cut into S slices, each slice is a microbatch, m S in a batch; see `row_slices`."""
+        return self if self.row_slices > 1 else self._in_slices or self
+
+    @cached_property
+    def _in_slices(self) -> "Plan | None":
+        """The plan `counted` of a plan that cuts rows into slices; None for any other plan."""
+        if (lengths := row_lengths_of(self)) is None:
+            return None
+        counted = self.model_copy(update={"microbatches": self.microbatches * len(lengths)})
+        counted._row_slices = len(lengths)
+        return counted
+
+    @cached_property
+    def row_slices(self) -> int:
+        """The number of consecutive microbatches that are slices of the same rows: 1, except in `counted`."""
+        return self._row_slices
 
     def resolved(self, platform: str) -> "Plan":
         """Return the plan with the recomputation policies that "auto" is on a platform, "cpu", "gpu" or "tpu"."""
@@ -167,7 +187,7 @@ class Plan(CapabilityOptions, _Layout, PlanOptions, _Pipeline):
 
     def worker(self, s: int, k: int) -> int:
         """Return the worker of stage s that runs microbatch k."""
-        return self.stage_workers[s][k % self.replicas[s]]
+        return self.stage_workers[s][k // self.row_slices % self.replicas[s]]
 
     def microbatches_per_update(self, s: int) -> int:
         """Return M_s, the number of microbatches over all replicas in an update of stage s: m, or r_s with update_every "replicas"."""
@@ -201,12 +221,12 @@ class Plan(CapabilityOptions, _Layout, PlanOptions, _Pipeline):
             s: the stage.
             update: the number of the stage's update, counted from 0.
         """
-        return SCHEDULES[self.schedule].delay(self, s, update)
+        return SCHEDULES[self.schedule].delay(self.counted, s, update)
 
     @cached_property
     def delays(self) -> tuple[float, ...]:
         """The mean `delay` of each stage's updates once the pipeline is full, in updates; 0 with schedules that flush."""
-        return SCHEDULES[self.schedule].delays(self)
+        return SCHEDULES[self.schedule].delays(self.counted)
 
     @property
     def mean_delay(self) -> float:

@@ -127,8 +127,8 @@ CoreInstruction = Load | Compute | Send | Receive | AllReduce | Update | Release
 
 def ends_update(plan: Plan, s: int, k: int) -> bool:
     """Return whether microbatch k is the last before an update that its replica of stage s computes."""
-    replicas = plan.replicas[s]
-    return (k // replicas + 1) % (plan.microbatches_per_update(s) // replicas) == 0
+    replicas, slices = plan.replicas[s], plan.row_slices  # the backward of the first slice is the last one
+    return k % slices == 0 and (k // slices // replicas + 1) * slices % (plan.microbatches_per_update(s) // replicas) == 0
 
 
 def shifted(instruction: Instruction, plan: Plan, batches: int) -> Instruction:

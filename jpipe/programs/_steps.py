@@ -37,7 +37,7 @@ class Steps:
 
     def __init__(self, plan: Plan, uses: FrozenMapping[Any] = NOTHING, workers: Collection[int] | None = None) -> None:
         self.uses, self._given, self._flushed = uses, plan, plan.flush_first
-        used = programs_of(plan, uses)
+        plan, used = plan.counted, programs_of(plan, uses)
         for modelled in hooks("modelled", used):
             plan = modelled(plan)
         self._plan = plan.model_copy(update={"flush_first": min(plan.flush_first, 1)})

@@ -32,7 +32,7 @@ def rank_computations(program: Program) -> list[Iterator[Action]]:
 def versions_before(plan: Plan, worker: int, batch: int) -> set[int]:
     """Return the weight versions of a worker if the pipeline is empty before `batch`: from the next version to be read to the newest."""
     s, replica = plan.workers[worker]
-    oldest = SCHEDULES[plan.schedule].version(plan, s, batch * plan.microbatches + replica)
+    oldest = SCHEDULES[plan.schedule].version(plan, s, batch * plan.microbatches + replica * plan.row_slices)
     return set(range(oldest, batch * plan.updates_per_batch(s) + 1))
 
 
@@ -211,7 +211,7 @@ class Verifier:
 
     def _check_other(self, i: Send | Receive, other: int, workers: Sequence[int], step: int) -> None:
         """Check that the worker `other`, one of `workers` and `step` stages on, is the replica that runs the message's microbatch."""
-        if not workers or other != workers[i.microbatch % len(workers)]:
+        if not workers or other != workers[i.microbatch // self.plan.row_slices % len(workers)]:
             self.fail(f"{i}: worker {other} does not run microbatch {i.microbatch} at stage {self.stage + step}")
 
     def check_whole(self, version: int, where: object) -> None:

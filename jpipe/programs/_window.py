@@ -104,7 +104,7 @@ def predict_window(
     start = max(first - 2 * batches_until_full(plan), 0)  # early enough that the pipeline is in steady state when the window begins
     program = lower(plan, first + batches + 1, begin=start, start=start, **(uses_by_costs(costs) | uses))
     prediction = simulate(program, costs, link, overlap)
-    return extract_window(prediction.timeline, prediction.memory, plan.microbatches, first, batches, prediction.transfers)
+    return extract_window(prediction.timeline, prediction.memory, plan.counted.microbatches, first, batches, prediction.transfers)
 
 
 def _cut_spans(spans: Sequence[Span], begin: float, end: float, first: int) -> tuple[Span, ...]:

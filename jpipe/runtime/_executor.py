@@ -30,7 +30,6 @@ from jpipe.stages._batch import Batch, Bucket, Padded, check_outputs, describe_s
 from jpipe.stages._compile import compile_workers, with_metrics, with_outputs
 from jpipe.stages._compiled_stage import CompiledStage
 from jpipe.stages.functions._evaluation import check_evaluation
-from jpipe.stages.functions._stage_functions import StageFunctions
 from jpipe.stages.functions._update import average_params, delay_squares, newest_params
 
 Tree = Any
@@ -89,14 +88,16 @@ class Executor:
         self._added = Added.by(plan, functions[0].capabilities)
         shares = [shares_of(plan, f) for f in functions]
         arrays = [
-            [Arrays(bucket.functions[s], places[w], share=shares[s][replica]) for w, (s, replica) in enumerate(plan.workers)]
+            [Arrays(variant[s], places[w], share=shares[s][replica]) for w, (s, replica) in enumerate(plan.workers)]
             for bucket in buckets
+            for variant in bucket.variants
         ]
-        self._compiled: list[dict[int, CompiledStage]] = [] if before is None else [*before._compiled]  # by bucket
-        for of_bucket in arrays[len(self._compiled) :]:
-            local = {w: a for w, a in enumerate(of_bucket) if places[w].process_index == process}
-            like = self._compiled[0] if self._compiled else None
-            self._compiled.append(compile_workers(local, steps.verified_runs, like))
+        self._variants = len(buckets[0].variants)  # of each bucket
+        self._compiled: list[dict[int, CompiledStage]] = [] if before is None else [*before._compiled]  # by bucket and variant
+        for number, of_variant in enumerate(arrays[len(self._compiled) :], len(self._compiled)):
+            local = {w: a for w, a in enumerate(of_variant) if places[w].process_index == process}
+            like, is_trained = self._compiled[0] if self._compiled else None, self._variants == 1 or (number + 1) % self._variants
+            self._compiled.append(compile_workers(local, steps.verified_runs if is_trained else (), like))
         self.stages = self._compiled[0]
         self._by_bucket = {w: [stages[w] for stages in self._compiled] for w in self.stages}
         self._transport = Transport(places, plan.stage_workers, processes)
@@ -130,10 +131,13 @@ class Executor:
             self._transport.connect(self._exchange.name)
             self._processes.barrier(f"{self._exchange.name}: connected")
 
-    def compiled_for(self, functions: Sequence[StageFunctions]) -> dict[int, CompiledStage]:
-        """Return this process's stages, compiled for the bucket of these functions, or for the first bucket if none matches."""
-        inputs = functions[0].specs.x
-        return next((stages for stages, bucket in zip(self._compiled, self.buckets, strict=True) if bucket.spec[0] == inputs), self.stages)
+    def compiled_for(self, inputs: Tree) -> Sequence[Mapping[int, CompiledStage]]:
+        """Return this process's stages that train microbatches of these shapes, for each slice or for whole rows.
+
+        If no bucket has these shapes, they are the stages of the first one.
+        """
+        number = next((number for number, bucket in enumerate(self.buckets) if bucket.spec[0] == inputs), 0)
+        return self._compiled[number * self._variants :][: len(self.buckets[number].trained)]
 
     @property
     def transfers(self) -> str | None:
@@ -247,8 +251,9 @@ class Executor:
         rows_each, size = rows_of(self.specs[0]), rows_of(inputs)
         check_outputs(outputs, rows_each, last.stage.layers[-1])
         if bucket not in self._predicting:
-            last_stages = {w: stage for w, stage in self._compiled[bucket].items() if stage.functions.last}
-            self._predicting[bucket] = self._compiled[bucket] | with_outputs(last_stages)
+            whole = self._compiled[self._whole(bucket)]
+            last_stages = {w: stage for w, stage in whole.items() if stage.functions.last}
+            self._predicting[bucket] = whole | with_outputs(last_stages)
             if self._processes is not None:
                 self._processes.barrier(f"{self._exchange.name}: predictions of bucket {bucket} compiled")
         count = -(-size // rows_each)
@@ -281,8 +286,9 @@ class Executor:
         """Forward these microbatches of a bucket through these stages, with the weights of one version."""
         program = lower_evaluation(self._plan, len(numbers), version, first=numbers.start, labels="labels" in data, workers=self.stages)
         loads = read_data(program, data, rows_of(self.specs[0]))
-        by_bucket = {w: [*compiled[:bucket], stages[w], *compiled[bucket + 1 :]] for w, compiled in self._by_bucket.items()}
-        _, results = run(program, 0, by_bucket, lambda _: bucket, workers, self._transport, loads, consume=False)
+        n = self._whole(bucket)
+        by_bucket = {w: [*compiled[:n], stages[w], *compiled[n + 1 :]] for w, compiled in self._by_bucket.items()}
+        _, results = run(program, 0, by_bucket, lambda _: n, workers, self._transport, loads, consume=False)
         return results
 
     def params(self, state: State, weights: Weights) -> dict[str, Tree]:
@@ -373,13 +379,21 @@ class Executor:
         buckets: Callable[[int], int],
         observe: Observer | None,
     ) -> tuple[Iterable[WorkerState], RunResults]:
-        states = dict(zip(self.stages, workers, strict=True))
-        new_states, results = run(program, shift, self._by_bucket, buckets, states, self._transport, data, observe, added=self._added)
+        states, each, m = dict(zip(self.stages, workers, strict=True)), self._variants, program.plan.microbatches
+
+        def variant(k: int) -> int:
+            return each * buckets(k // m) + k % program.plan.row_slices
+
+        new_states, results = run(program, shift, self._by_bucket, variant, states, self._transport, data, observe, added=self._added)
         return new_states.values(), results
+
+    def _whole(self, bucket: int) -> int:
+        """Return the number of the compiled stages for whole rows of a bucket."""
+        return self._variants * (bucket + 1) - 1
 
     def _evaluating(self, bucket: int, metrics: Mapping[str, Loss]) -> dict[int, CompiledStage]:
         """Return the stages of this process; the evaluation of the last stage computes these metrics, and is compiled at the first use."""
-        key, stages = (bucket, tuple((name, id(metric)) for name, metric in metrics.items())), self._compiled[bucket]
+        key, stages = (bucket, tuple((name, id(metric)) for name, metric in metrics.items())), self._compiled[self._whole(bucket)]
         if key not in self._measuring:
             check_evaluation(self.buckets[bucket].functions[-1], metrics)
             last_stages = {w: stage for w, stage in stages.items() if stage.functions.last}
@@ -422,7 +436,9 @@ def _sends(plan: Plan, buckets: Sequence[Sequence[Arrays]], runs: Iterable[Progr
         if i.message in of_capabilities:
             leaving, arriving = of_capabilities[i.message].specs(source, to)
             return Sent(i, bucket, leaving, arriving, of_capabilities[i.message].copies)
-        return Sent(i, bucket, source.outputs, to.x) if i.message == "activation" else Sent(i, bucket, source.gradient, to.message)
+        if i.message == "activation":
+            return Sent(i, bucket, source.sent, to.received)
+        return Sent(i, bucket, source.sent_gradient, to.received_gradient)
 
     ordered = [i for _, i in sorted(kinds.items())]
     of_shape = [i for i in ordered if i.message in ("activation", "gradient")]
@@ -446,5 +462,5 @@ def _replica_sums(plan: Plan, arrays: Sequence[Arrays]) -> tuple[list[tuple[int,
 
 def _loads(workers: Iterable[int], arrays: Sequence[Arrays]) -> dict[tuple[int, str], Tree]:
     """Return the shardings of the arrays that the workers of this process load."""
-    specs = {(w, name): tree for w in workers for name, tree in (("inputs", arrays[w].x), ("labels", arrays[w].labels))}
+    specs = {(w, name): tree for w in workers for name, tree in (("inputs", arrays[w].received), ("labels", arrays[w].labels))}
     return {key: shardings_of(tree) for key, tree in specs.items()}

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple, cast
 
 import jax
 
+from jpipe.capabilities.protocol import hooks
+from jpipe.capabilities.registry import runtimes_of
 from jpipe.programs._instructions import (
     AllReduce,
     Compute,
@@ -64,7 +66,7 @@ def run(
         program: the program to run, with only the instructions of this process's workers.
         shift: the number of batches to add to every batch and version of the program, and m times to every microbatch.
         stages: for each worker of this process its stage for each bucket.
-        buckets: a function that returns the bucket of a batch, counted over the whole run.
+        buckets: a function that returns the number of the stage in `stages` for a microbatch, counted over the whole run.
         states: the states of this process's workers, by worker.
         transport: the transport between the workers.
         data: the data from `read_data`, which is consumed.
@@ -118,11 +120,15 @@ def read_data(program: Program, batches: Mapping[str, Tree], rows_each: int) -> 
     Raises:
         InputError: the rows of an array do not have the shape or dtype that the array states.
     """
-    data: Data = {}
+    data, plan = Data(), program.plan
+    cuts = hooks("cut", runtimes_of(plan)) if plan.row_slices > 1 else ()
     for i in program.instructions:
         if type(i) is Load:
-            row = (i.microbatch - program.begin * program.plan.microbatches) * rows_each
-            data[i.data, i.microbatch] = read_rows(batches[i.data], row, row + rows_each)
+            row = (i.microbatch // plan.row_slices - program.begin * plan.microbatches // plan.row_slices) * rows_each
+            batch = batches[i.data]
+            for cut in cuts:
+                batch = cut(plan, i.microbatch, batch)
+            data[i.data, i.microbatch] = read_rows(batch, row, row + rows_each)
     return data
 
 

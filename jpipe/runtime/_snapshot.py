@@ -70,7 +70,7 @@ class Snapshot:
 
     def __init__(self, plan: Plan, batch: int, workers: Mapping[int, CompiledStage]) -> None:
         self.batch = batch
-        self.plan = plan
+        self.plan = plan = plan.counted
         self._parts = {w: WorkerSnapshot(plan, w, batch, stage) for w, stage in workers.items()}
         self._sums = tuple(kind for used in programs_of(plan) for kind in used.sums)
         functions = [stage.functions for stage in workers.values()][:1]
@@ -154,7 +154,7 @@ class WorkerSnapshot:
         self._replicas = plan.replicas[s]
         self._first = batch * plan.microbatches
         self.newest = batch * plan.updates_per_batch(s)
-        self._oldest = SCHEDULES[plan.schedule].version(plan, s, self._first + self.replica)
+        self._oldest = SCHEDULES[plan.schedule].version(plan, s, self._first + self.replica * plan.row_slices)
         self._all, self.trained = f.specs.params.keys(), f.trained
         self._ids, self._entries = f.stage.layers, f.counted  # a parameter that several stages hold is copied only at the first one
         self.versions: dict[int, Tree] = {}
@@ -192,7 +192,7 @@ class WorkerSnapshot:
         is_last = getattr(i, "batch", None) == self.newest - 1
         if isinstance(i, Compute) and OPS[i.op].begins:
             self._has_begun |= i.microbatch >= self._first
-            if self._first - self._replicas <= i.microbatch < self._first:  # the worker's last microbatch before the batch
+            if self._first - self._replicas * self.plan.row_slices <= i.microbatch < self._first:  # the worker's last rows before the batch
                 self._state = _copied(state.layer_state)
         if type(i) is Update:
             self._open = None if self._completed_by(i.batch) is Update else i.batch + 1
@@ -303,9 +303,9 @@ def fitting(
     Raises:
         InputError: a layer is missing, or has another shape.
     """
-    s, replica = plan.workers[worker]
+    s, replica = (plan := plan.counted).workers[worker]
     newest = batch * plan.updates_per_batch(s)
-    oldest = SCHEDULES[plan.schedule].version(plan, s, batch * plan.microbatches + replica)
+    oldest = SCHEDULES[plan.schedule].version(plan, s, batch * plan.microbatches + replica * plan.row_slices)
     entries = f.stack.ties.entries(f.stage.layers)
     for layer_id in (*entries, *f.stage.layers):
         if layer_id not in layers:

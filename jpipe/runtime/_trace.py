@@ -72,7 +72,7 @@ class Tracer:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+        self._plan = plan = plan.counted
         self._seen: set[type] = set()  # the types of the observed instructions
         self._began = time.perf_counter()
         self._open = True

@@ -22,6 +22,7 @@ from jpipe.programs._instructions import (
     Release,
     Send,
     Update,
+    ends_update,
 )
 from jpipe.runtime._transport import PendingTransfer, Transport, arrived
 from jpipe.runtime.state import Fields, WeightVersions, WorkerState
@@ -225,7 +226,7 @@ class Worker:
 
     def bucket(self, k: int) -> int:
         """Return the bucket of a microbatch."""
-        return self.buckets(k // self.plan.microbatches)
+        return self.buckets(k)
 
     def stage_for(self, k: int) -> CompiledStage:
         """Return the compiled stage for the shapes of a microbatch."""
@@ -337,13 +338,13 @@ class Worker:
             The results of the op. The worker has already stored the layer state and the gradient.
         """
         state, k, version = self.state, i.microbatch + self.microbatch_shift, i.version + self.version_shift
-        rng, before = (np.uint32(k), state.key) if self.has_rng else (None, None), state.layer_state
+        rng, before = (np.uint32(k // self.plan.row_slices), state.key) if self.has_rng else (None, None), state.layer_state
         scale = () if op.parts == "F" else (state.loss_scales[version].value if state.loss_scales else None,)
         results, self.done = stage.calls[op.function](state.weights.read(version), *reads, *sums, rng, *scale)
         left = dict(zip(op.leaves, results if len(op.leaves) > 1 else (results,), strict=True))
         if "state" in left:
             self.change_layer_state(stage.functions.changed.joined(left["state"], before))
-        if "gradient" in left and not self.functions.first:
+        if "gradient" in left and (not self.functions.first or stage.functions.positions is not None):
             state.microbatches[k]["gradient"] = left["gradient"]
         return left
 
@@ -363,7 +364,7 @@ class Worker:
     def after_backward(self, k: int) -> None:
         """If the accumulators are complete, add them up over the devices of a mesh, and set them aside if the update comes later."""
         every = self.plan.microbatches_per_update(self.stage)
-        if (k + self.replicas) // every > k // every:
+        if ends_update(self.plan, self.stage, k):
             self.state.accumulators = self.sum_devices(self.state.accumulators)
             if not self.separates_sums:
                 return

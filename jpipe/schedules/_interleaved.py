@@ -3,7 +3,8 @@
 Microbatches come in groups. A rank runs the forwards of a group at its first chunk, then at its second chunk, and so on; then the next
 group follows. Backwards go from the last chunk to the first. After a warm-up of (v - 1) g + a (d - 1 - p) forwards, rank p does a forward
 and a backward in turn. Here d is the number of ranks, v the chunks of each rank, g the microbatches of a group, and a the number of
-microbatches by which a rank runs ahead of the next one.
+microbatches by which a rank runs ahead of the next one. If rows are cut into S slices, a group has whole rows, and the warm-up is longer by
+S - 1.
 
 Reference: Narayanan et al. 2021, section 2.2.
 """
@@ -11,7 +12,7 @@ Reference: Narayanan et al. 2021, section 2.2.
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from jpipe.schedules._schedule import Action, Shape, fused, pipeline_in_flight, pipeline_order, split_early
+from jpipe.schedules._schedule import Action, Shape, backward_order, fused, pipeline_in_flight, pipeline_order, split_early
 
 _AHEAD = 2
 """The value of a without a flush. Chunks make transfers more frequent; 2 microbatches ahead for each link hide their latency."""
@@ -27,8 +28,9 @@ def flushed_order(plan: Shape, p: int, microbatches: Sequence[int], ahead: int, 
         ahead: a, as in the module's docstring.
         delay: the number of backwards for inputs by which a backward for weights is delayed; None: backwards are not split.
     """
-    rounds = max(len(microbatches) // len(plan.pipeline_ranks), 1)
-    return fused(plan, _interleaved(plan, p, microbatches, -(-len(microbatches) // rounds), 0, ahead, delay))
+    rounds, slices = max(len(microbatches) // len(plan.pipeline_ranks), 1), plan.row_slices
+    group = -(-len(microbatches) // (rounds * slices)) * slices  # whole rows
+    return fused(plan, _interleaved(plan, p, microbatches, group, 0, ahead, delay))
 
 
 def endless_order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterable[Action]:
@@ -51,8 +53,8 @@ def _interleaved(
     stages, count = plan.pipeline_ranks[p], len(microbatches)
     groups = [range(first, first + group) for first in range(-begun, count, group)]
     forwards = [(s, n) for numbers in groups for s in stages for n in numbers]
-    backwards = [(s, n) for numbers in groups for s in reversed(stages) for n in numbers]
-    warm_up = (len(stages) - 1) * group + ahead * (len(plan.pipeline_ranks) - 1 - p)
+    backwards = [(s, n) for numbers in groups for s in reversed(stages) for n in backward_order(plan, numbers)]
+    warm_up = (len(stages) - 1) * group + ahead * (len(plan.pipeline_ranks) - 1 - p) + plan.row_slices - 1
     order = [("F", *visit) for visit in forwards[:warm_up]]
     for i, visit in enumerate(backwards):
         order += [("F", *forward) for forward in forwards[warm_up + i : warm_up + i + 1]]
@@ -97,6 +99,14 @@ def endless_period(plan: Shape) -> int:
         return 1
     microbatches = plan.microbatches // plan.replicas[0]
     return math.lcm(microbatches, len(plan.pipeline_ranks)) // microbatches
+
+
+def slices_in_chunks(plan: Shape) -> str:
+    """Return why several stages on each rank cannot run rows in slices without a flush, or ""."""
+    if plan.row_slices == 1 or plan.depth == len(plan.pipeline_ranks):
+        return ""
+    problem = f"the schedule '{plan.schedule}' with several stages on a rank needs whole rows"
+    return f"{problem}, found {plan.row_slices} slices; remove slices or chunks_per_rank"
 
 
 def unequal_replicas(plan: Shape) -> str:

@@ -30,6 +30,8 @@ class Shape(Protocol):
     def options(self) -> PlanOptions: ...
     @property
     def pipeline_ranks(self) -> Ranks: ...
+    @property
+    def row_slices(self) -> int: ...
     def microbatches_per_update(self, s: int) -> int: ...
     def __hash__(self) -> int: ...
 
@@ -71,6 +73,10 @@ class Schedule:
     In all functions s is a stage and k a microbatch, both counted from 0; r_s = `plan.replicas[s]`, m = `plan.microbatches`, d =
     `plan.depth`. Microbatch k runs forward and backward on replica k mod r_s of each stage.
 
+    If rows are cut into S = `plan.row_slices` slices, each slice counts as a microbatch: number k S + j is slice j of the rows k, which are
+    on replica k mod r_s. The backwards of the slices of the same rows are in reverse order (`backward_order`), and all of them read the
+    same version.
+
     The paper, its section and a timeline of each schedule are in the docstring of its module in `jpipe/schedules/`. The defaults suit a
     schedule that flushes: each batch reads the weights of the last update, no other version is alive, and every plan is legal.
     `tests/jpipe/weights/test_schedule_contract.py` checks that the functions of each schedule agree with each other.
@@ -80,7 +86,8 @@ class Schedule:
         flushes: whether the pipeline is empty after each batch.
         order: `(plan, p, microbatches) -> computations` of one replica of pipeline rank p, from an empty to an empty pipeline.
             `microbatches` has at least one microbatch, in order: the microbatches of one batch if the schedule flushes, of several batches
-            otherwise. At each stage the forwards are in the order of the microbatches, and so are the backwards, and each half of them.
+            otherwise. At each stage the forwards are in the order of the microbatches, and the backwards, and each half of them, in
+            `backward_order`.
         in_flight: `(plan, s) -> n_s`, the largest number of microbatches that a replica of stage s has begun but not finished.
         done: `(plan, s, k) -> int`, without a flush: the number of microbatches for which a replica of stage s has finished the backward
             when it begins the forward of k, counted from the first batch that is not flushed.
@@ -97,6 +104,7 @@ class Schedule:
         closed_form: the form of the batches if planners have a closed-form price for it: "serial": one microbatch after the other; "fill
             and drain": all forwards, then all backwards; or "1F1B". None: planners walk through the order, which takes longer.
         data_parallel: whether planners use this schedule for plans with one stage, for which all schedules that flush are equal.
+        takes_slices: whether its functions are right for rows that are cut into slices.
     """
 
     name: str
@@ -113,6 +121,7 @@ class Schedule:
     options: tuple[str, ...] = ()
     closed_form: Literal["serial", "fill and drain", "1F1B"] | None = None
     data_parallel: bool = False
+    takes_slices: bool = False
 
     def version(self, plan: Shape, s: int, k: int) -> int:
         """Return the weight version that forward and backward of microbatch k read at stage s; it does not decrease with k.
@@ -175,7 +184,7 @@ class Schedule:
         m, replicas = plan.microbatches, plan.replicas[plan.pipeline_ranks[p][0]]
         while start < stop:
             end = start + 1 if self.flushes_after(plan, start) else stop
-            yield from self.order(plan, p, range(start * m + replica, end * m, replicas))
+            yield from self.order(plan, p, _of_replica(plan, start * m, end * m, replica, replicas))
             start = end
 
     def first_op(self, plan: Shape, s: int) -> str:
@@ -224,6 +233,7 @@ class PlainShape:
         replicas: the number of replicas of each stage.
         options: the options of the schedule.
         ranks: the stages of each pipeline rank; None: one stage for each rank.
+        row_slices: the number of consecutive microbatches that are slices of the same rows, see `Schedule`.
     """
 
     schedule: str
@@ -231,6 +241,7 @@ class PlainShape:
     replicas: tuple[int, ...]
     options: PlanOptions = NO_OPTIONS
     ranks: Ranks | None = None
+    row_slices: int = 1
 
     @property
     def depth(self) -> int:
@@ -249,7 +260,8 @@ class PlainShape:
 
 def _ops(schedule: Schedule, plan: Shape) -> tuple[tuple[str, ...], ...]:
     """Return for each stage the ops of a batch, in the order of their first use."""
-    return _ops_of_shape(schedule, PlainShape(plan.schedule, plan.microbatches, plan.replicas, plan.options, plan.pipeline_ranks))
+    shape = PlainShape(plan.schedule, plan.microbatches, plan.replicas, plan.options, plan.pipeline_ranks, plan.row_slices)
+    return _ops_of_shape(schedule, shape)
 
 
 @lru_cache(maxsize=256)
@@ -259,6 +271,22 @@ def _ops_of_shape(schedule: Schedule, plan: PlainShape) -> tuple[tuple[str, ...]
         for entry in schedule.computations(plan, p, 0, 0, 1):
             ops[entry.stage].setdefault(entry.op)
     return tuple(map(tuple, ops))
+
+
+def _of_replica(plan: Shape, start: int, stop: int, replica: int, replicas: int) -> Sequence[int]:
+    """Return the microbatches of one of `replicas` replicas among the microbatches start .. stop - 1."""
+    n = plan.row_slices
+    if n == 1:
+        return range(start + replica, stop, replicas)
+    return [k for first in range(start + replica * n, stop, replicas * n) for k in range(first, first + n)]
+
+
+def backward_order(plan: Shape, microbatches: Sequence[int]) -> Sequence[int]:
+    """Return microbatches, whole rows only, in the order of their backwards: the slices of the same rows in reverse."""
+    n = plan.row_slices
+    if n == 1:
+        return microbatches
+    return [k for first in range(0, len(microbatches), n) for k in reversed(microbatches[first : first + n])]
 
 
 def arranged(layout: str, stages: int, chunks: int) -> Ranks:
@@ -299,7 +327,8 @@ def counted(order: Callable[[Shape, int, Sequence[int]], Iterable[Action]], **fi
 
     def in_flight(plan: Shape, s: int) -> int:
         p = next(p for p, stages in enumerate(plan.pipeline_ranks) if s in stages)
-        return most_in_flight(e for e in order(plan, p, range(0, plan.microbatches, plan.replicas[s])) if e.stage == s)
+        microbatches = _of_replica(plan, 0, plan.microbatches, 0, plan.replicas[s])
+        return most_in_flight(e for e in order(plan, p, microbatches) if e.stage == s)
 
     return Schedule(flushes=True, order=order, in_flight=in_flight, **fields)
 
@@ -356,12 +385,13 @@ def one_forward_one_backward(plan: Shape, s: int, microbatches: Sequence[int], a
     if ahead == 1 and s == plan.depth - 1:
         yield from (Action("FB", s, k) for k in microbatches)
         return
+    backwards = backward_order(plan, microbatches)
     for k in microbatches[:ahead]:
         yield Action("F", s, k)
-    for finished, k in zip(microbatches, microbatches[ahead:], strict=False):
+    for finished, k in zip(backwards, microbatches[ahead:], strict=False):
         yield Action("B", s, finished)
         yield Action("F", s, k)
-    for k in microbatches[max(len(microbatches) - ahead, 0) :]:
+    for k in backwards[max(len(microbatches) - ahead, 0) :]:
         yield Action("B", s, k)
 
 
@@ -376,9 +406,9 @@ def pipeline_in_flight(plan: Shape, s: int) -> int:
 
     Without replicas and `extra_in_flight` n_s is d - s. `max_in_flight` lowers all n_s in proportion, so that no n_s is larger than this
     option. It also keeps (n_s - 1) r_s from growing along the stages: otherwise a stage would wait for microbatches that the previous stage
-    must not begin.
+    must not begin. The first backward of rows in S slices follows the forwards of all slices, so n_s is larger by S - 1.
     """
-    return _all_in_flight(plan.replicas, plan.options.extra_in_flight, plan.options.max_in_flight)[s]
+    return _all_in_flight(plan.replicas, plan.options.extra_in_flight, plan.options.max_in_flight)[s] + plan.row_slices - 1
 
 
 @lru_cache(maxsize=64)

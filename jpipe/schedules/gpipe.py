@@ -19,4 +19,5 @@ GPIPE = Schedule(
     order=lambda plan, p, microbatches: one_forward_one_backward(plan, p, microbatches, len(microbatches)),
     in_flight=lambda plan, s: plan.microbatches // plan.replicas[s],
     closed_form="fill and drain",
+    takes_slices=True,
 )

@@ -20,4 +20,5 @@ INTERLEAVED_1F1B = counted(
     order=lambda plan, p, microbatches: flushed_order(plan, p, microbatches, 2),
     layout="looped",
     refusal=unequal_replicas,
+    takes_slices=True,
 )

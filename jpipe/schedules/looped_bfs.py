@@ -15,13 +15,13 @@ Parallelism", section 4.
 
 from collections.abc import Sequence
 
-from jpipe.schedules._schedule import Action, Schedule, Shape, fused
+from jpipe.schedules._schedule import Action, Schedule, Shape, backward_order, fused
 
 
 def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> list[Action]:
     stages = plan.pipeline_ranks[p]
     forwards = [Action("F", s, k) for s in stages for k in microbatches]
-    backwards = [Action("B", s, k) for s in reversed(stages) for k in microbatches]
+    backwards = [Action("B", s, k) for s in reversed(stages) for k in backward_order(plan, microbatches)]
     return fused(plan, [*forwards, *backwards])
 
 
@@ -31,4 +31,5 @@ LOOPED_BFS = Schedule(
     order=_order,
     in_flight=lambda plan, s: plan.microbatches // plan.replicas[s],
     layout="looped",
+    takes_slices=True,
 )

@@ -31,7 +31,14 @@ Reference: PipeDream (SOSP 2019), sections 3.2 and 3.3, figures 4, 8 and 9.
 
 from typing import Any
 
-from jpipe.schedules._interleaved import endless_done, endless_in_flight, endless_order, endless_period, unequal_replicas
+from jpipe.schedules._interleaved import (
+    endless_done,
+    endless_in_flight,
+    endless_order,
+    endless_period,
+    slices_in_chunks,
+    unequal_replicas,
+)
 from jpipe.schedules._schedule import Schedule, Shape, pipeline_in_flight
 
 
@@ -50,10 +57,10 @@ def _version(plan: Shape, s: int, k: int) -> int:
 
     It is floor(max(D(s, k) - l, 0) / (M_s / r_s)) with D(s, k) = `endless_done`, l = `_sync_delay` and M_s =
     `plan.microbatches_per_update(s)`. Without replicas and chunks it is floor(max(k - (n_s - 1), 0) / m). Under vertical sync every stage
-    reads the version of stage 0.
+    reads the version of stage 0. All slices of the same rows read the version of the first one.
     """
     leader = _leader(plan, s)
-    done = endless_done(plan, leader, k) - _sync_delay(plan, leader)
+    done = endless_done(plan, leader, k - k % plan.row_slices) - _sync_delay(plan, leader)
     return max(done, 0) * plan.replicas[leader] // plan.microbatches_per_update(leader)
 
 
@@ -81,7 +88,7 @@ def pipedream_versions(in_flight: Any, replicas: Any, delay: Any, microbatches: 
 
 
 def _refusal(plan: Shape) -> str:
-    if plan.depth > len(plan.pipeline_ranks) and (reason := _chunk_refusal(plan)):
+    if plan.depth > len(plan.pipeline_ranks) and (reason := slices_in_chunks(plan) or _chunk_refusal(plan)):
         return reason
     rates = {plan.microbatches_per_update(s) for s in range(plan.depth)}
     if plan.options.vertical_sync and len(rates) > 1:
@@ -129,4 +136,5 @@ PIPEDREAM = Schedule(
     updates_early=_updates_early,
     options=("extra_in_flight", "max_in_flight", "vertical_sync", "update_every", "flush_first", "split_backward"),
     closed_form="1F1B",
+    takes_slices=True,
 )

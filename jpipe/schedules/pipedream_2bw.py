@@ -16,7 +16,14 @@ more for odd p, and m / r >= 2 p with r > 1 replicas. Reference: PipeDream-2BW (
 
 import math
 
-from jpipe.schedules._interleaved import endless_done, endless_in_flight, endless_order, endless_period, unequal_replicas
+from jpipe.schedules._interleaved import (
+    endless_done,
+    endless_in_flight,
+    endless_order,
+    endless_period,
+    slices_in_chunks,
+    unequal_replicas,
+)
 from jpipe.schedules._schedule import Schedule, Shape, pipeline_in_flight
 
 
@@ -27,7 +34,7 @@ def _refusal(plan: Shape) -> str:
         needs = [r * (pipeline_in_flight(plan, s) - 1 + (r > 1)) for s, r in enumerate(plan.replicas)]
         common, several = math.lcm(*plan.replicas), ""
         least = -(-max(plan.depth, *needs) // common) * common
-    elif reason := unequal_replicas(plan):
+    elif reason := slices_in_chunks(plan) or unequal_replicas(plan):
         return reason
     else:  # the same condition, counted in the order: 2 (p - 1) on p ranks, one more for odd p; 2 p per replica with several replicas
         least, several = 2 * ranks * plan.replicas[0] if replicated else 2 * (ranks - 1) + ranks % 2, f" on {ranks} ranks"
@@ -35,9 +42,12 @@ def _refusal(plan: Shape) -> str:
         return ""
     extra = f" with extra_in_flight {plan.options.extra_in_flight}" if plan.options.extra_in_flight else ""
     replicas = f" with replicas {list(plan.replicas)}" if replicated else ""
+    if plan.row_slices > 1:
+        extra, least = f"{extra} and {plan.row_slices} slices", -(-least // plan.row_slices)
+    found = plan.microbatches // plan.row_slices
     return (
         f"the schedule 'pipedream_2bw' needs at least {least} microbatches for {plan.depth} stages{several}{replicas}{extra}, found "
-        f"microbatches {plan.microbatches}; raise microbatches or use fewer stages{' or replicas' if replicated else ''}"
+        f"microbatches {found}; raise microbatches or use fewer stages{' or replicas' if replicated else ''}"
     )
 
 
@@ -54,4 +64,5 @@ PIPEDREAM_2BW = Schedule(
     refusal=_refusal,
     options=("extra_in_flight", "max_in_flight", "flush_first", "split_backward"),
     closed_form="1F1B",
+    takes_slices=True,
 )

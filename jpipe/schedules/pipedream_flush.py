@@ -21,4 +21,5 @@ PIPEDREAM_FLUSH = Schedule(
     options=("extra_in_flight", "max_in_flight", "split_backward"),
     closed_form="1F1B",
     data_parallel=True,
+    takes_slices=True,
 )

@@ -10,6 +10,7 @@ import jax
 from jpipe.capabilities.protocol import hooks
 from jpipe.capabilities.registry import runtimes_for, runtimes_of, updates_for
 from jpipe.meshes._place import Place
+from jpipe.model._subset import floats_of
 from jpipe.model.layerwise._trace_optimizer import position_spec
 from jpipe.ops import Reads
 from jpipe.plan import Plan
@@ -118,6 +119,11 @@ class Arrays:
         """The stage input, as the forward gets it."""
         return self._flow(self.functions.specs.x)
 
+    @property
+    def received(self) -> Tree:
+        """The stage input, without the carries of a slice."""
+        return self._without_carries(self.x)
+
     @cached_property
     def labels(self) -> Tree:
         """The labels, at the last stage."""
@@ -143,10 +149,17 @@ class Arrays:
         """The stage output y; at the last stage (sum of the losses, weight)."""
         return self._flow(self.functions.outputs_spec)
 
+    @property
+    def sent(self) -> Tree:
+        """The stage output, without the carries of a slice."""
+        return self._without_carries(self.outputs)
+
     @cached_property
     def forward_arrays(self) -> tuple[Tree, Tree]:
         """The arguments and outputs of the forward that are kept for the backward."""
-        return self.functions.residuals.keep(self.arguments, (self.outputs, self.state))
+        f = self.functions
+        outputs = self.outputs if f.positions is None else f.with_passed(self.outputs, self.x[1])
+        return f.residuals.keep(self.arguments, (outputs, self.state))
 
     @cached_property
     def saved(self) -> tuple[Spec, ...]:
@@ -163,6 +176,18 @@ class Arrays:
         """The sent gradient message."""
         gradient, weight = self.functions.gradient_spec
         return self._flow(gradient), self.whole(weight)
+
+    @property
+    def received_gradient(self) -> Tree:
+        """The received gradient message, without the gradients of the carries of a slice."""
+        gradient, weight = self.message
+        return (gradient, weight) if self.functions.last else (gradient[: len(floats_of(self.sent))], weight)
+
+    @property
+    def sent_gradient(self) -> Tree:
+        """The sent gradient message, without the gradients of the carries of a slice."""
+        gradient, weight = self.gradient
+        return (gradient[: len(floats_of(self.received))], weight) if self.functions.input_gradient else ([], weight)
 
     @property
     def between(self) -> tuple[Any, Any, Any]:
@@ -217,6 +242,9 @@ class Arrays:
     def read_by(self, reads: Reads) -> tuple[Tree, ...]:
         """Return the specs of the arrays that an op reads."""
         return {"inputs": lambda: self.arguments, "residuals": lambda: self.between, "stash": lambda: self.stash}[reads]()
+
+    def _without_carries(self, flow: Tree) -> Tree:
+        return flow if self.functions.positions is None else flow[0]
 
     def _of_params(self, tree: Tree) -> Tree:
         return self.place.specs(tree, self.functions.partition.of_params(tree))

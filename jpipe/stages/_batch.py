@@ -73,10 +73,22 @@ class Bucket(NamedTuple):
     Attributes:
         spec: the shapes and dtypes of one microbatch.
         functions: the functions of each stage, for microbatches of these shapes.
+        slices: for each slice of the rows the functions of each stage; empty for whole rows.
     """
 
     spec: Batch
     functions: Sequence[StageFunctions]
+    slices: Sequence[Sequence[StageFunctions]] = ()
+
+    @property
+    def trained(self) -> Sequence[Sequence[StageFunctions]]:
+        """The functions that train: for each slice, or for whole rows."""
+        return self.slices or [self.functions]
+
+    @property
+    def variants(self) -> list[Sequence[StageFunctions]]:
+        """The functions that are compiled: for each slice, and for whole rows, which are only evaluated if there are slices."""
+        return [*self.slices, self.functions]
 
 
 def bucket_of(batch: Any, count: int, specs: Sequence[Batch]) -> int:

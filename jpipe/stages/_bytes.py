@@ -61,20 +61,21 @@ def measure_bytes(
     """
     f, a = functions, arrays_of(functions, chosen)
     (kept_arguments, kept_outputs), unchanged_late = _of_microbatch(a, splits)
+    carries = () if f.positions is None else a.outputs[1]  # as long as the residuals of the slice that computes them
     has_backward, has_weight_gradient = float(f.output_gradient), float(f.output_gradient and has_gradient(f.trained, f.specs.params))
     backward_input = has_backward * (2.0 if recomputes else 1.0)
     return StageCost(
         backward=backward_input + has_weight_gradient,
         backward_input=backward_input,
         backward_weight=has_weight_gradient,
-        inputs=nbytes(a.x),
+        inputs=nbytes(a.received),
         labels=nbytes(a.labels),
-        outputs=nbytes(a.outputs),
-        residuals=nbytes((a.saved, kept_arguments, kept_outputs)),
+        outputs=nbytes(a.sent),
+        residuals=nbytes((a.saved, kept_arguments, kept_outputs, carries)),
         kept_outputs=nbytes(kept_outputs),
         stash=nbytes(a.stash) - unchanged_late if splits else 0,
-        message=nbytes(a.message),
-        gradient=0 if f.first else nbytes(a.gradient),
+        message=nbytes(a.received_gradient),
+        gradient=0 if f.first else nbytes(a.sent_gradient),
         weights=nbytes((a.params, a.scale)),
         frozen=nbytes(f.trained.unchosen(a.params)),
         optimizer=nbytes(a.optimizer),
@@ -87,13 +88,18 @@ def measure_bytes(
 
 
 def _of_microbatch(a: Arrays, splits: bool) -> tuple[tuple[list[Any], list[Any]], int]:
-    """Select the arguments and outputs of one microbatch that are kept for the backward, without unchanged layer state.
+    """Select the arguments and outputs of one microbatch that are kept for the backward, without unchanged layer state and carries.
 
     Returns:
         (arguments, outputs), and the bytes of unchanged state that the second half of a backward reads, 0 without halves.
     """
     f, (arguments, outputs) = a.functions, a.forward_arrays
     unchanged = {i for i, changes in enumerate(f.changed.flags(f.specs.state)) if not changes}
+    if f.positions is not None:
+        first = len(jax.tree.leaves((f.specs.state, a.received)))
+        of_carries, flow = range(first, first + len(jax.tree.leaves(f.specs.input[1]))), len(jax.tree.leaves(a.sent))
+        arguments = [leaf for i, leaf in zip(f.residuals.arguments, arguments, strict=True) if i not in unchanged and i not in of_carries]
+        return (arguments, [leaf for i, leaf in zip(f.residuals.outputs, outputs, strict=True) if i < flow]), 0
     arguments_kept, late, begin = [], 0, len(jax.tree.leaves(a.outputs))
     for i, leaf in zip(f.residuals.arguments, arguments, strict=True):
         if i not in unchanged:
@@ -102,6 +108,18 @@ def _of_microbatch(a: Arrays, splits: bool) -> tuple[tuple[list[Any], list[Any]]
             late += nbytes(leaf)
     outputs_kept = [leaf for i, leaf in zip(f.residuals.outputs, outputs, strict=True) if i - begin not in unchanged]
     return (arguments_kept, outputs_kept), late
+
+
+def mean_costs(costs: Sequence[Sequence[StageCost]]) -> tuple[StageCost, ...]:
+    """Return the costs of the mean slice of rows, from the costs of the stages for each slice; temporaries are the largest."""
+    if len(costs) == 1:
+        return tuple(costs[0])
+    names = "inputs", "labels", "outputs", "residuals", "kept_outputs", "message", "gradient"
+    means = []
+    for of_stage in zip(*costs, strict=True):
+        sizes = {name: -(-sum(getattr(cost, name) for cost in of_stage) // len(of_stage)) for name in names}
+        means.append(replace(of_stage[0], **sizes, temporary=max(cost.temporary for cost in of_stage)))
+    return tuple(means)
 
 
 def arrays_of(functions: StageFunctions, chosen: Mapping[str, Sequence[Any]] | None = None) -> Arrays:

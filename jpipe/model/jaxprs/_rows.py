@@ -21,7 +21,7 @@ from jpipe.model.jaxprs._origins import NO_ROW, Origin, is_whole, mixed, of_seve
 
 Tree = Any
 
-_COUNTS = (3, 5, 7, 11, 13, 17, 19, 23)
+COUNTS = (3, 5, 7, 11, 13, 17, 19, 23)
 """Numbers of rows to trace with. The first that divides no dim is used, so that the dim of the rows can be recognized."""
 
 
@@ -58,8 +58,10 @@ def _warn_once(message: str) -> None:
     logging.getLogger("jpipe").warning(message)
 
 
-def rows_together(stack: LayerStack, layers: Mapping[str, LayerSpec], labels: Tree, loss: Loss) -> tuple[list[str], bool]:
+def rows_together(stack: LayerStack, layers: Mapping[str, LayerSpec], labels: Tree, loss: Loss, dim: int = 0) -> tuple[list[str], bool]:
     """Return the layers that mix rows in their training forward, and whether the loss is more than a sum over rows.
+
+    With dim 1, the positions of rows count as rows.
 
     A layer mixes rows if one row of its outputs, or its new state, depends on another row of its inputs. If a layer or the loss does not
     accept another number of rows, all are traced with the rows of a microbatch. If one then fails, the later layers and the loss are not
@@ -70,18 +72,17 @@ def rows_together(stack: LayerStack, layers: Mapping[str, LayerSpec], labels: Tr
         layers: the specs from `LayerStack.specs`.
         labels: specs of the labels of a microbatch.
         loss: the loss given to `Pipeline`.
+        dim: the dim of the rows in inputs and labels.
     """
     x = layers[stack.ids[0]].x
     known = [x, labels, [(layer.params, layer.state, layer.output) for layer in layers.values()]]
-    dims = {dim for leaf in jax.tree.leaves(known) for dim in leaf.shape if dim}
-    rows = jax.tree.leaves((x, labels))[0].shape[0]
-    count = next((count for count in _COUNTS if not any(dim % count == 0 for dim in dims)), _COUNTS[0])
+    dims = {size for leaf in jax.tree.leaves(known) for size in leaf.shape if size}
+    rows = jax.tree.leaves((x, labels))[0].shape[dim]
+    count = next((count for count in COUNTS if not any(size % count == 0 for size in dims)), COUNTS[0])
     mixing: list[str] = []
     for number in (count, rows):
         mixing.clear()
-        x, labels = (
-            jax.tree.map(lambda leaf, n=number: jax.ShapeDtypeStruct((n, *leaf.shape[1:]), leaf.dtype), part) for part in (x, labels)
-        )
+        x, labels = with_rows((x, labels), number, dim)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the first trace of the model has shown these warnings
@@ -89,6 +90,11 @@ def rows_together(stack: LayerStack, layers: Mapping[str, LayerSpec], labels: Tr
         except Exception:  # noqa: S112 - a layer or a loss fits only one number of rows, or has too many elements
             continue
     return mixing, False
+
+
+def with_rows(tree: Tree, count: int, dim: int = 0) -> Tree:
+    """Return specs with `count` rows, which are in this dim."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*leaf.shape[:dim], count, *leaf.shape[dim + 1 :]), leaf.dtype), tree)
 
 
 def _rows_together(stack: LayerStack, x: Tree, labels: Tree, loss: Loss, count: int, mixing: list[str]) -> bool:

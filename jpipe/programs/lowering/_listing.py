@@ -24,19 +24,19 @@ class Listing:
         self._written_at: defaultdict[int, list[Instruction]] = defaultdict(list)  # by time, doubled; see `take`
         self.workers = None if workers is None else frozenset(workers)
         self._written = written = range(len(plan.workers)) if self.workers is None else self.workers
-        replicas = range(plan.replicas[0] if alike else 1)
+        replicas, self._each = range(plan.replicas[0] if alike else 1), plan.row_slices
         # The replicas, counted from a worker's replica, for which its instructions are written.
         self._copies = cache(lambda worker: [j for j in replicas if worker + j in written])
 
     def load(self, time: int, worker: int, k: int, data: Data) -> None:
         """Write the load of a microbatch's inputs or labels."""
         for j in self._copies(worker):
-            self._written_at[2 * time + 1].append(Load(worker + j, k + j, data))
+            self._written_at[2 * time + 1].append(Load(worker + j, k + j * self._each, data))
 
     def compute(self, time: int, op: str, worker: int, k: int, version: int, kind: type[Compute] = Compute, *fields: int) -> None:
         """Write a computation. A capability may have its own type `kind`, with additional fields."""
         for j in self._copies(worker):
-            self._written_at[2 * time + 1].append(kind(op, worker + j, k + j, version, *fields))
+            self._written_at[2 * time + 1].append(kind(op, worker + j, k + j * self._each, version, *fields))
 
     def write(self, time: int, kind: type[Any], worker: int, *fields: int | None) -> None:
         """Write an instruction about a batch or a version; its number is the same in all replicas."""
@@ -56,7 +56,7 @@ class Listing:
         of_microbatch = message in ("activation", "gradient")  # other messages are about a batch, k is its last microbatch
         written = self._written_at[2 * time]
         for j in sent if sent == received else sorted({*sent, *received}):
-            number = k + j * of_microbatch
+            number = k + j * of_microbatch * self._each
             if j in sent:
                 written.append(Send(source + j, number, message, to + j))
             if j in received:

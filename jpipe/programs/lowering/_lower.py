@@ -79,7 +79,7 @@ def lower_repeated(plan: Plan, *, workers: Collection[int] | None = None, **uses
         workers: as in `lower`.
         uses: as in `lower`.
     """
-    rules, first, count = SCHEDULES[plan.schedule], 0, 1
+    rules, first, count, plan = SCHEDULES[plan.schedule], 0, 1, plan.counted
     if not rules.flushes:
         period, in_flight, m = rules.period(plan), _in_flight(plan), plan.microbatches
         first = max(batches_until_full(plan), plan.flush_first + -(-2 * in_flight // m))  # all in flight follow a full pipeline
@@ -106,6 +106,7 @@ def batches_until_full(plan: Plan) -> int:
 
     Then n_s r_s microbatches are in flight at each stage s, and the first update is made or pending, like later updates after a step.
     """
+    plan = plan.counted
     return plan.flush_first + -(-(_in_flight(plan) - 1) // plan.microbatches) + 1
 
 

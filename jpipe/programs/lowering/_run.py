@@ -68,7 +68,7 @@ class Run:
         *,
         alike: bool = True,
     ) -> None:
-        self.plan, self.start, self.last, self.uses = plan, start, last, uses
+        self.plan, self.start, self.last, self.uses = (plan := plan.counted), start, last, uses
         self.schedule, self.depth, self.replicas = SCHEDULES[plan.schedule], plan.depth, plan.replicas
         self.sums = [plan.sums_gradients(s) for s in range(plan.depth)]  # whether updates wait for a sum over replicas
         self.every = [plan.microbatches_per_update(s) for s in range(plan.depth)]  # microbatches before an update
@@ -85,6 +85,9 @@ class Run:
         waiting = {s for waits in hooks("waits", used) for s in waits(plan, uses)}
         self.waits = [s in waiting for s in range(plan.depth)]  # whether updates wait for other stages
         self.route = route_of(plan) if any(self.waits) and not self.schedule.flushes else None
+        if self.route is not None and plan.row_slices > 1:
+            what = "no update that waits for other stages, as for a norm of all gradients or a shared parameter"
+            raise InputError(where="plan", key="slices", expected=what, found=f"one under '{plan.schedule}'", change="use a flush")
         self.routed = [self.route is not None and wait for wait in self.waits]  # whether updates are made at the times of the route
         self.version = self.schedule.version if plan.flush_first else self.schedule.formula
         # With a route, one replica of each stage sends messages for all.
@@ -171,7 +174,8 @@ class Run:
 
     def versions(self) -> tuple[tuple[int, int], ...]:
         """Return for each worker the oldest version that a microbatch will still read, and the newest one."""
-        following = [worker.backwards * self.plan.replicas[worker.stage] + worker.replica for worker in self.workers]
+        slices, replicas = self.plan.row_slices, self.plan.replicas
+        following = [(worker.backwards // slices * replicas[worker.stage] + worker.replica) * slices for worker in self.workers]
         versions = [
             (self.schedule.version(self.plan, worker.stage, k), worker.updates) for worker, k in zip(self.workers, following, strict=True)
         ]
@@ -386,7 +390,7 @@ class Run:
         plan, w, s = self.plan, worker.number, worker.stage
         worker.backwards += 1
         worker.in_flight.popleft()
-        following = worker.in_flight[0] if worker.in_flight else self.version(plan, s, k + self.replicas[s])
+        following = worker.in_flight[0] if worker.in_flight else self.version(plan, s, k + self.replicas[s] * plan.row_slices)
         assert following - version in (0, 1), "versions advance one by one"
         dead = version if following > version else None  # all present and future microbatches read later versions
         batch = k // self.every[s] if worker.backwards % self.each[s] == 0 else None  # the batch that this backward ends

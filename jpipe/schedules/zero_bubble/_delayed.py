@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from jpipe.schedules._schedule import Action, Shape, fused, one_forward_one_backward
+from jpipe.schedules._schedule import Action, Shape, backward_order, fused, one_forward_one_backward
 
 
 def delayed_weights(plan: Shape, p: int, microbatches: Sequence[int], ahead: int, delay: int) -> list[Action]:
@@ -15,7 +15,7 @@ def delayed_weights(plan: Shape, p: int, microbatches: Sequence[int], ahead: int
         ahead: n_s, at least 1.
         delay: the delay in microbatches.
     """
-    order, weights = list[Action](), iter(microbatches)
+    order, weights = list[Action](), iter(backward_order(plan, microbatches))
     for entry in one_forward_one_backward(plan, p, microbatches, ahead):
         order += [Action("F", p, entry.microbatch)] if entry.is_forward else []
         if entry.gives_gradient:

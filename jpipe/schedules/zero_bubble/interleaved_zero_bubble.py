@@ -22,4 +22,5 @@ INTERLEAVED_ZERO_BUBBLE = counted(
     order=lambda plan, p, microbatches: flushed_order(plan, p, microbatches, 1, delay=p),
     layout="looped",
     refusal=unequal_replicas,
+    takes_slices=True,
 )

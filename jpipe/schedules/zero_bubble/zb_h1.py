@@ -20,4 +20,5 @@ from jpipe.schedules.zero_bubble._delayed import delayed_weights
 ZB_H1 = counted(
     name="zb_h1",
     order=lambda plan, p, microbatches: delayed_weights(plan, p, microbatches, pipeline_in_flight(plan, p), p),
+    takes_slices=True,
 )

@@ -20,5 +20,6 @@ from jpipe.schedules.zero_bubble._delayed import delayed_weights
 
 ZB_H2 = counted(
     name="zb_h2",
-    order=lambda plan, p, microbatches: delayed_weights(plan, p, microbatches, 2 * pipeline_in_flight(plan, p) - 1, 2 * p),
+    order=lambda plan, p, microbatches: delayed_weights(plan, p, microbatches, 2 * pipeline_in_flight(plan, p) - plan.row_slices, 2 * p),
+    takes_slices=True,
 )

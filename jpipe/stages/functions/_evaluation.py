@@ -43,7 +43,9 @@ def check_evaluation(last: StageFunctions, metrics: Mapping[str, Loss]) -> None:
 
 
 def can_evaluate(f: StageFunctions) -> bool:
-    """Return whether a stage can be evaluated. The last stage can if the loss takes the model's outputs in evaluation."""
+    """Return whether a stage can be evaluated. The last stage can if the loss takes the model's outputs in evaluation. Slices cannot."""
+    if f.positions is not None:
+        return False
     try:
         if f.last:
             check_evaluation(f, {})

@@ -30,7 +30,7 @@ class SplitBackward:
         input_count: the number of gradients of inputs.
         gradients: the specs of the gradients of the weights.
         residuals: the residuals of the stage.
-        last: whether the stage is the last stage, where messages are (loss, weight).
+        numbers_of: returns the numbers of a gradient message: (weight,), or at the last stage (loss, weight).
         describe: returns the name of the stage for a warning.
     """
 
@@ -42,7 +42,7 @@ class SplitBackward:
     input_count: int
     gradients: Tree
     residuals: Residuals
-    last: bool
+    numbers_of: Callable[[Tree], tuple[Any, ...]]
     describe: Callable[[], str]
 
     def gradients_of_input(
@@ -70,7 +70,7 @@ class SplitBackward:
             The arrays; and the numbers of the message, (weight,) or at the last stage (loss, weight).
         """
         leaves = dict(enumerate(jax.tree.leaves((self.params, forward_arrays, saved, message))))
-        return [leaves[i] for i in self._late_positions], tuple(message) if self.last else (message[1],)
+        return [leaves[i] for i in self._late_positions], self.numbers_of(message)
 
     def stash_of(self, arguments: tuple[Tree, Tree, Tree], new_state: Tree, results: Any) -> tuple[LateInputs, list[Any]]:
         """Return (late inputs, stash) after a fused forward and first half. Nothing is computed.

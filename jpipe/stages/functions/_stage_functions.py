@@ -12,7 +12,7 @@ import numpy as np
 
 from jpipe.capabilities.protocol import Exchange, SumHooks
 from jpipe.capabilities.registry import exchange_of, runtimes_for
-from jpipe.context import tracing_on
+from jpipe.context import Positions, tracing_at, tracing_on
 from jpipe.errors import callers_code, cause
 from jpipe.meshes._partial_sums import PartialSums
 from jpipe.meshes._partition import ONE_DEVICE, Partition
@@ -84,6 +84,11 @@ class StageFunctions:
     x, y and the gradients in gradient messages are in the form in which they are sent. If a capability encodes them, the receiving stage
     decodes them.
 
+    For a slice of the rows (`positions`), x is a pair: the stage input, and the carries that the stage's layers returned for the slice
+    before, by layer id. y is (the stage output, carries for the next slice); `forward` leaves out the carries that are passed on unchanged
+    (`with_passed`). Gradients are of both parts of a pair. The first part of the last stage's message is [sum of the losses, gradients of
+    the carries].
+
     Attributes:
         stack: the model.
         stage: the layers of the stage, and their recomputation.
@@ -103,6 +108,7 @@ class StageFunctions:
         output_gradient: whether the gradient of y is computed. It is not if all parameters up to this stage's last layer are frozen.
             Messages without a gradient have an empty list instead.
         platform: the platform for which the layers are traced.
+        positions: the positions of the slice of the rows that the functions compute; None for whole rows.
     """
 
     stack: LayerStack
@@ -122,13 +128,14 @@ class StageFunctions:
     input_gradient: bool = True
     output_gradient: bool = True
     platform: str = "cpu"
+    positions: Positions | None = None
 
     # Computations ------------------------------------------------------------------------------------------------------
 
     def forward(self, params: Tree, state: Tree, x: Tree, labels: Tree, rng: tuple[Any, Any]) -> tuple[Tree, Tree, tuple[jax.Array, ...]]:
         """Run the forward: return y, the changed part of the state, and the arrays saved for the backward."""
         (y, new_state), saved = self.residuals.run(params, (state, x, labels), rng)
-        return y, self.changed.part(new_state), saved
+        return self._without_passed(y), self.changed.part(new_state), saved
 
     def backward(
         self, params: Tree, forward_arrays: Any, saved: Tree, message: Tree, accumulators: Tree, rng: tuple[Any, Any], scale: Any = None
@@ -254,8 +261,14 @@ class StageFunctions:
     def apply(self, params: Tree, state: Tree, x: Tree, rng: tuple[Any, Any], *, train: bool) -> tuple[Tree, Tree]:
         """Run the layers with the parameters of whole layers, and return the output of the last layer and the new state."""
         microbatch, key = rng
-        with tracing_on(self.partition.traced):
-            return self.stack.apply(self.stage.layers, params, state, x, key=key, microbatch=microbatch, train=train)
+        x, carries = (x, None) if self.positions is None else x
+        with tracing_on(self.partition.traced), tracing_at(self.positions):
+            y, new_state = self.stack.apply(
+                self.stage.layers, params, state, x, key=key, microbatch=microbatch, train=train, carries=carries
+            )
+        if self.positions is not None and self.positions.are_last:
+            y = y[0], {}
+        return y, new_state
 
     @cached_property
     def late_sums(self) -> LateSums | None:
@@ -325,17 +338,17 @@ class StageFunctions:
             between=self.between_specs,
             rng=self.specs.rng,
             scale=None if self.scale_spec is None else self.scale_spec.value,
-            input_count=len(floats_of(self.specs.input)) if self.input_gradient else 0,
+            input_count=len(self.moving),
             gradients=self._gradients_spec,
             residuals=self.residuals,
-            last=self.last,
+            numbers_of=self._numbers_of,
             describe=lambda: self.description,
         )
 
     @property
     def description(self) -> str:
         """The layers with side effects, or the stage if there are none, as text for a message."""
-        return describe_effects(self.stack, self.stage.layers, self.specs.input)
+        return describe_effects(self.stack, self.stage.layers, self.specs.input if self.positions is None else self.specs.input[0])
 
     @property
     def repeated_effects(self) -> str:
@@ -362,24 +375,71 @@ class StageFunctions:
 
     @cached_property
     def outputs_spec(self) -> Tree:
-        """Shapes and dtypes of y."""
-        return self._forward_spec[0]
+        """Shapes and dtypes of the y that `forward` returns."""
+        return self._without_passed(self._forward_spec[0])
 
     @cached_property
     def between_specs(self) -> tuple[Any, Any, Any]:
         """The shapes and dtypes of (forward_arrays, saved, message): what a backward gets from the forward, and its gradient message."""
         y, changed, saved = self._forward_spec
         forward_arrays = self.residuals.keep(self.specs.arguments, (y, self.changed.joined(changed, self.specs.state)))
-        if self.last:
+        if self.last and self.positions is None:
             return forward_arrays, saved, y
-        gradient = self.exchange.specs("gradient", floats_of(self.last_layer.output)) if self.output_gradient else []
+        if self.last:
+            return forward_arrays, saved, ([y[0][0], *floats_of(y[1])], y[0][1])
+        gradient = self.exchange.specs("gradient", floats_of(self._layers_output)) if self.output_gradient else []
         return forward_arrays, saved, (gradient, jax.ShapeDtypeStruct((), loss_dtype()))
 
     @property
     def gradient_spec(self) -> tuple[Tree, Any]:
         """Shapes and dtypes of the gradient message for the previous stage."""
-        gradient = self.exchange.specs("gradient", floats_of(self.specs.input)) if self.input_gradient else []
+        leaves = jax.tree.leaves(self.specs.input)
+        gradient = self.exchange.specs("gradient", [leaves[i] for i in self.moving])
         return gradient, jax.ShapeDtypeStruct((), loss_dtype())
+
+    @cached_property
+    def moving(self) -> list[int]:
+        """The positions of the leaves of the input for which a gradient is computed. The first stage has gradients of carries only."""
+        leaves, first = jax.tree.leaves(self.specs.input), 0
+        if not self.input_gradient:
+            is_carry = self.positions is not None and self.output_gradient
+            first = len(jax.tree.leaves(self.specs.input[0])) if is_carry else len(leaves)
+        return [i for i in range(first, len(leaves)) if is_float(leaves[i])]
+
+    @cached_property
+    def _layers_output(self) -> Tree:
+        """Shapes and dtypes of the output of the layers; for a slice with the carries."""
+        if self.positions is None:
+            return self.last_layer.output
+
+        def output(params: Tree, state: Tree, x: Tree, microbatch: Any, key: Any) -> Tree:
+            return self.apply(self.whole(params), state, x, (microbatch, key), train=True)[0]
+
+        return jax.eval_shape(output, self.specs.params, self.specs.state, self.specs.input, *self.specs.rng)
+
+    # Carries -------------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _passed(self) -> list[int | None]:
+        """For each leaf of the carries that the forward leaves: the leaf of the received carries that it is, or None if it is new."""
+        jaxpr, (y, _) = self.residuals.forward.jaxpr, self.residuals.results[0]
+        first = len(jax.tree.leaves((self.specs.params, self.specs.state, self.specs.input[0])))
+        begin, count = (len(jax.tree.leaves(part)) for part in y)
+        received = range(first, first + len(jax.tree.leaves(self.specs.input[1])))
+        sources = passed_on(jaxpr)[begin : begin + count]
+        return [source - first if source is not None and source in received else None for source in sources]
+
+    def _without_passed(self, y: Tree) -> Tree:
+        """Leave out the carries that are passed on unchanged; y is unchanged for whole rows."""
+        if self.positions is None:
+            return y
+        return y[0], [leaf for leaf, source in zip(jax.tree.leaves(y[1]), self._passed, strict=True) if source is None]
+
+    def with_passed(self, y: Tree, carries: Tree) -> Tree:
+        """Return the result of a forward with the carries that were passed on, which are arrays of the received carries."""
+        received, new = jax.tree.leaves(carries), iter(y[1])
+        leaves = [next(new) if source is None else received[source] for source in self._passed]
+        return y[0], jax.tree.unflatten(jax.tree.structure(self._forward_spec[0][1]), leaves)
 
     @cached_property
     def last_layer(self) -> LayerSpec:
@@ -417,8 +477,7 @@ class StageFunctions:
         state, received, labels = arguments
         x = self.received(received)
         leaves, treedef = jax.tree.flatten(x)
-        moving = [i for i, leaf in enumerate(leaves) if is_float(leaf)] if self.input_gradient else []
-        whole = self.whole(params)
+        moving, whole = self.moving, self.whole(params)
 
         def stage(trained: Tree, floats: list[jax.Array]) -> tuple[Any, Any]:
             params = self._trained_in_layers.joined(trained, whole)
@@ -428,8 +487,11 @@ class StageFunctions:
             x = jax.tree.unflatten(treedef, filled)
             y, new_state = self.apply(params, state, x, rng, train=True)
             if self.last:
-                total, weight = self.loss_of(y, labels, self.draw_key(self.loss, "", rng, train=True))
-                return [total], ((total, weight), new_state)
+                outputs, *carries = (y,) if self.positions is None else y
+                with tracing_at(self.positions):
+                    total, weight = self.loss_of(outputs, labels, self.draw_key(self.loss, "", rng, train=True))
+                y = (total, weight) if self.positions is None else ((total, weight), *carries)
+                return [total, *floats_of(carries)], (y, new_state)
             return floats_of(y), (y, new_state)
 
         trained, floats = self._trained_in_layers.part(whole), [leaves[i] for i in moving]
@@ -477,8 +539,13 @@ class StageFunctions:
     def pull_back(self, vjp: Any, message: Tree, accumulators: Tree, rng: tuple[Any, Any], scale: Any) -> tuple[Tree, Tree]:
         """Apply the VJP to a gradient message, and return the message for the previous stage and the new accumulators."""
         gradients, x_gradient = self.cotangents(vjp, message, scale)
-        added = self._accumulated(gradients, tuple(message) if self.last else (message[1],), accumulators, scale)
+        added = self._accumulated(gradients, self._numbers_of(message), accumulators, scale)
         return self.sent_gradient(x_gradient, message[1], rng), added
+
+    def _numbers_of(self, message: Tree) -> tuple[Any, ...]:
+        """Return the numbers of a gradient message that are accumulated: (weight,), or at the last stage (loss, weight)."""
+        first, weight = message
+        return ((first if self.positions is None else first[0]), weight) if self.last else (weight,)
 
     def cotangents(self, vjp: Any, message: Tree, scale: Any) -> tuple[Tree, list[jax.Array]]:
         """Return the gradients of the trained parameters and of the floating-point leaves of x, times the loss scale."""
@@ -487,9 +554,10 @@ class StageFunctions:
         gradient, _ = message
         scale = self.scale_of(scale)
         if self.last:
-            gradient = [jnp.full_like(gradient, 1.0 if scale is None else scale)]
+            total, *carries = [gradient] if self.positions is None else gradient
+            gradient = [jnp.full_like(total, 1.0 if scale is None else scale), *carries]
         else:
-            gradient = self.exchange.decode("gradient", gradient, floats_of(self.last_layer.output))
+            gradient = self.exchange.decode("gradient", gradient, floats_of(self._layers_output))
         gradients, x_gradient = vjp(gradient) if self.late_sums is None else self.late_sums.pull_back(vjp, gradient)
         return gradients, x_gradient
 

@@ -23,6 +23,7 @@ NAMES = {
     "host_memory": r"offload\w*|Offload|Fetch|HostMemory|Kept|MoveWatcher",
     "shared_optimizer": r"shard_optimizer|deal|lower_weights|Share",
     "shared_parameters": r"(Take|Add)Shared|(take|add|update|un)_?shared|shared_(with|gradients|parameters)|[Ss]haring|SharedCosts",
+    "slices": r"Slices|ComputeSlice|lengths_of|positions_of|functions_of_slices|row_length",
     "sums_in_parts": r"sum_parts?|compute_part|part_(times|accumulators)|\w+(_of|_by)_part|ComputePart|SumParts?|PartCosts|\w+InParts",
 }
 """The names of each capability, as in its own files. A new capability needs a line here."""

@@ -1,0 +1,1 @@
+"""Rows that are cut into slices along their positions; see `option`."""

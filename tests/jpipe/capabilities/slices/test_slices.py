@@ -1,0 +1,285 @@
+"""Rows in slices: the numbers of whole rows, the bits of a sequential reference, and what is refused."""
+
+import itertools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen, nnx
+
+from jpipe import InputError, Layer, LayerStack, Pipeline, Plan, Precision, Tie, lower, simulate
+from jpipe.capabilities.slices.option import lengths_of
+from jpipe.programs import ProgramError
+from jpipe.schedules import SCHEDULES
+from jpipe.schedules._schedule import most_in_flight
+from jpipe.stages._batch import microbatch_spec
+from jpipe.stages.functions._update import update
+from tests.jpipe.capabilities.slices import models
+from tests.jpipe.models import cut
+from tests.jpipe.running import KEY, check_close, check_equal
+
+
+def plan_of(sizes=(2, 2, 2), m=3, schedule="pipedream_flush", **fields):
+    return cut(models.stack().ids, sizes, schedule=schedule, microbatches=m, **fields)
+
+
+def pipeline(plan, stack=None, **options):
+    return Pipeline(stack or models.stack(), plan, models.loss, optax.adam(0.05), **options)
+
+
+def trained(pipe, batches):
+    """Return the losses of the batches, the weights after them, and an evaluation."""
+    state, losses = pipe.init(jax.random.key(KEY), batches[0]), []
+    for batch in batches:
+        state, metrics = pipe.step(state, batch)
+        losses += metrics.losses.values()
+    state, metrics = pipe.drain(state, with_metrics=True)
+    losses += metrics.losses.values()
+    return losses, pipe.params(state), pipe.evaluate(state, batches[0]).loss
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize(
+    ("schedule", "slices", "sizes", "options"),
+    [
+        ("gpipe", 2, (3, 3), {}),
+        ("pipedream_flush", (1, 6, 3), (1, 3, 2), {"extra_in_flight": 1}),
+        ("pipedream_2bw", 3, (2, 2, 2), {}),
+        ("interleaved_1f1b", 2, (1, 2, 1, 2), {"ranks": ((0, 2), (1, 3))}),
+        ("zb_h1", (4, 6), (2, 2, 2), {}),
+        ("interleaved_zero_bubble", 2, (1, 2, 1, 2), {"ranks": ((0, 2), (1, 3))}),
+    ],
+)
+def test_numbers_are_those_of_whole_rows(schedule, slices, sizes, options):
+    batches = models.batches(3, 3)
+    expected = trained(pipeline(plan_of(sizes, schedule=schedule, **options)), batches)
+    check_close(trained(pipeline(plan_of(sizes, schedule=schedule, slices=slices, **options)), batches), expected, 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "m", "options"),
+    [
+        ("gpipe", 3, {}),
+        ("pipedream_flush", 3, {"recompute": "full"}),
+        ("pipedream", 1, {}),
+        ("pipedream", 2, {"vertical_sync": True}),
+        ("pipedream_2bw", 2, {"flush_first": 1}),
+    ],
+)
+def test_bits_are_those_of_the_slices_one_after_the_other(schedule, m, options):
+    plan, batches = plan_of(m=m, schedule=schedule, slices=(1, 6, 3), **options), models.batches(5, m)
+    pipe = pipeline(plan)
+    state = pipe.init(jax.random.key(KEY), batches[0])
+    of_slices = pipe._bucket(microbatch_spec(batches[0], m)).slices
+    start = jax.device_put(jax.tree.map(jnp.copy, state.workers), jax.devices()[0])
+    lengths, functions = lengths_of(plan.slices, models.LENGTH), pipe.stage_functions(batches[0])
+    expected = models.in_sequence(of_slices, models.jitted(of_slices), models.updates(functions, update), start, plan, lengths, batches)
+    losses = []
+    for batch in batches:
+        state, metrics = pipe.step(state, batch)
+        losses += metrics.losses.values()
+    state, metrics = pipe.drain(state, with_metrics=True)
+    losses += metrics.losses.values()
+    check_equal((losses, [worker.weights.read(5) for worker in state.workers]), expected)
+
+
+def test_the_bubble_is_that_of_slices():
+    for schedule in ("gpipe", "pipedream_flush"):
+        for d, m, slices in ((1, 2, 3), (3, 4, 2), (4, 2, 4)):
+            plan = Plan.even([f"layer{s}" for s in range(d)], d, schedule, m, slices=slices)
+            prediction = simulate(lower(plan, 1))
+            assert prediction.bubble == pytest.approx((d - 1) / (m * slices + d - 1))
+            assert len(prediction.timeline[0]) == 2 * m * slices
+
+
+def test_programs_of_all_schedules_are_verified_and_hold_what_their_schedule_says():
+    for schedule, chunks, m, slices in itertools.product(SCHEDULES, (1, 2, 3), (1, 3, 4, 7), (2, 3, 5)):
+        if not SCHEDULES[schedule].takes_slices or SCHEDULES[schedule].refuses_chunks(chunks):
+            continue
+        d = 3 * chunks
+        try:
+            plan = Plan.even([f"layer{s}" for s in range(d)], d, schedule, m, chunks_per_rank=chunks, slices=slices)
+        except InputError as error:
+            assert not SCHEDULES[schedule].flushes, error  # noqa: PT017
+            continue
+        prediction, counted, rules = simulate(lower(plan, 4)), plan.counted, SCHEDULES[schedule]
+        assert max(prediction.versions_alive) <= max(rules.versions_alive(counted, s) for s in range(d))
+        batches = 1 if rules.flushes else 4
+        for p, stages in enumerate(counted.pipeline_ranks):
+            for s in stages:
+                order = [entry for entry in rules.computations(counted, p, 0, 0, batches) if entry.stage == s]
+                assert most_in_flight(order) == rules.in_flight(counted, s)
+
+
+@pytest.mark.parametrize("schedule", ["pipedream_flush", "pipedream"])
+def test_a_run_goes_on_from_a_snapshot_in_flight(schedule):
+    batches, pipe = models.batches(5, 2), pipeline(plan_of(m=2, slices=(2, 8), schedule=schedule))
+    state, snapshot = pipe.init(jax.random.key(KEY), batches[0]), pipe.snapshot(2)
+    for batch in batches:
+        state, _ = pipe.step(state, batch, observe=snapshot)
+    again = pipe.restore(jax.random.key(KEY), batches[0], snapshot.layers(), 2)
+    for batch in batches[2:]:
+        again, _ = pipe.step(again, batch)
+    check_equal(pipe.params(pipe.drain(again)), pipe.params(pipe.drain(state)))
+
+
+@pytest.mark.usefixtures("float64")
+def test_shared_parameters_norms_and_loss_scales():
+    layers = {"embed": models.embed(), "attend": models.attention(), "again": models.attention(), "head": models.head()}
+    stack = LayerStack(layers, [Tie(("attend", "k"), ("again", "q"))])
+    options = {"clip_global_norm": 0.1, "precision": Precision(loss_scale=8.0)}
+    plans = [Plan.even(stack.ids, 2, "pipedream_flush", 2, slices=slices) for slices in (None, 3)]
+    whole, sliced = (trained(pipeline(plan, stack, **options), models.batches(2, 2)) for plan in plans)
+    check_close(sliced, whole, 1e-10)
+    with pytest.raises(InputError, match="expected no update that waits for other stages"):
+        pipeline(Plan.even(stack.ids, 2, "pipedream_2bw", 2, slices=3), stack).init(jax.random.key(0), models.batches(1, 2)[0])
+
+
+def test_costs_are_of_the_mean_slice():
+    batch, pipe = models.batches(1, 2)[0], pipeline(plan_of(m=2, slices=(5, 5)))
+    pipe.init(jax.random.key(KEY), batch)
+    whole, (cost, *_) = pipeline(plan_of(m=2)).costs(batch), pipe.costs(batch)
+    assert (cost.inputs, cost.outputs, cost.message) == (whole[0].inputs // 2, whole[0].outputs // 2, (whole[0].message + 4) // 2)
+    assert cost.temporary > 0
+
+
+@pytest.mark.parametrize("broken", ["lost", "twice", "early"])
+def test_a_program_with_slices_in_a_wrong_order_is_refused(broken):
+    program = lower(plan_of(slices=3), 1)
+    items = list(program.instructions)
+    first = next(n for n, i in enumerate(items) if getattr(i, "slice", None) == 1 and i.op == "F")
+    if broken == "lost":
+        items[first] = replace(items[first], slice=2)
+    elif broken == "twice":
+        items.insert(first, items[first])
+    else:
+        before = next(n for n, i in enumerate(items) if getattr(i, "slice", None) == 0 and i.op == "F" and i.worker == items[first].worker)
+        items[before], items[first] = items[first], items[before]
+    with pytest.raises(ProgramError):
+        simulate(replace(program, instructions=tuple(items)))
+
+
+def test_a_single_slice_is_no_slice():
+    assert plan_of(slices=1) == plan_of() == plan_of(slices=[10])
+    assert Plan.from_json(plan_of(slices=(1, 6, 3)).to_json()) == plan_of(slices=(1, 6, 3))
+
+
+def test_slices_are_even_or_as_long_as_the_plan_says():
+    assert lengths_of(3, 10) == (4, 3, 3)
+    assert lengths_of((1, 6, 3), 10) == (1, 6, 3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"schedule": "naive"}, "plan: slices: expected one of the schedules with an order for slices, gpipe, pipedream_flush"),
+        ({"schedule": "pipedream", "sizes": (2, 1, 2, 1), "ranks": ((0, 2), (1, 3))}, "needs whole rows, found 2 slices"),
+        ({"schedule": "pipedream", "update_every": "replicas"}, "expected no update_every"),
+        ({"schedule": "pipedream_2bw", "m": 1}, "needs at least 2 microbatches for 3 stages and 2 slices, found microbatches 1"),
+        ({"offload": {"residuals": "all"}}, "expected no offload"),
+        ({"max_in_flight": 2}, "expected no max_in_flight"),
+        ({"split_backward": "early"}, "expected no split_backward"),
+        ({"slices": 0}, "expected a number of slices"),
+        ({"slices": "2"}, "expected a number of slices"),
+    ],
+)
+def test_what_slices_cannot_be_combined_with(fields, words):
+    with pytest.raises(InputError, match="slices") as error:
+        plan_of(**{"slices": 2, **fields})
+    assert words in str(error.value)
+
+
+def test_replicas_and_meshes_are_refused():
+    for fields in ({"replicas": 3}, {"mesh": {"data": 2}}):
+        with pytest.raises(InputError, match="expected stages on one device, without replicas"):
+            Plan.even(models.stack().ids, 2, "gpipe", 3, slices=2, **fields)
+
+
+def plus_mean(x):
+    return x + x.mean(1, keepdims=True)
+
+
+def plus_number(x):
+    return x + jnp.arange(x.shape[1], dtype=x.dtype)[None, :, None]
+
+
+def noisy() -> Layer:
+    def apply(params, state, x, key, train):
+        return (x if key is None else x * jax.random.uniform(key, x.shape, x.dtype)), state
+
+    return Layer(lambda key, x: ({}, {}), apply, stochastic=True)
+
+
+def counting() -> Layer:
+    return Layer(lambda key, x: ({}, {"count": jnp.zeros((), jnp.int32)}), lambda p, s, x, k, t: (x, {"count": s["count"] + 1}))
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"),
+    [
+        (plus_mean, "layer 'layer', which mixes positions"),
+        (plus_number, "layer 'layer', which counts positions without it"),
+        (noisy(), "layer 'layer', which draws random numbers without it"),
+        (counting(), "found layer 'layer'"),
+    ],
+)
+def test_layers_that_do_not_fit_are_named(layer, words):
+    stack = LayerStack({"embed": models.embed(), "layer": layer, "head": models.head()})
+    pipe = pipeline(Plan.even(stack.ids, 2, "gpipe", 2, slices=2), stack)
+    with pytest.raises(InputError) as error:
+        pipe.init(jax.random.key(0), models.batches(1, 2)[0])
+    assert words in str(error.value)
+
+
+def test_losses_and_batches_that_do_not_fit_are_refused():
+    def of_rows(logits, labels):
+        return jnp.square(logits.sum((1, 2))).sum(), jnp.float32(1)
+
+    batch = models.batches(1, 3)[0]
+    with pytest.raises(InputError, match="expected a loss that is a sum over positions"):
+        Pipeline(models.stack(), plan_of(slices=2), of_rows, optax.sgd(0.1)).init(jax.random.key(0), batch)
+    with pytest.raises(InputError, match="expected arrays with the positions of the rows in their second dim"):
+        pipeline(plan_of(slices=2)).init(jax.random.key(0), (batch[0], {"next": batch[1]["next"], "weight": batch[1]["weight"][:, :1]}))
+    with pytest.raises(InputError, match="expected rows of at least 11 positions, found 10"):
+        pipeline(plan_of(slices=11)).init(jax.random.key(0), batch)
+    with pytest.raises(InputError, match="expected rows of 9 positions, found 10"):
+        pipeline(plan_of(slices=(4, 5))).init(jax.random.key(0), batch)
+
+
+class Sum(nnx.Module):
+    """The sum over the positions so far, times a parameter."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.w = nnx.Param(jax.random.normal(rngs.params(), (models.WIDTH,)))
+
+    def __call__(self, x):
+        return self.carried(x, None)[0]
+
+    def carried(self, x, carry):
+        total = jnp.cumsum(x, 1) + (jnp.zeros_like(x[:, :1]) if carry is None else carry)
+        return x + total * self.w[...][None, None], total[:, -1:]
+
+
+class LinenSum(linen.Module):
+    """The same in Linen."""
+
+    def setup(self):
+        self.w = self.param("w", linen.initializers.normal(), (models.WIDTH,))
+
+    def __call__(self, x):
+        return self.carried(x, None)[0]
+
+    def carried(self, x, carry):
+        total = jnp.cumsum(x, 1) + (jnp.zeros_like(x[:, :1]) if carry is None else carry)
+        return x + total * self.w[None, None], total[:, -1:]
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("layer", [lambda rngs: Sum(rngs=rngs), LinenSum()], ids=["nnx", "linen"])
+def test_modules_of_flax_have_a_method_for_the_carry(layer):
+    stack = LayerStack({"embed": models.embed(), "sum": layer, "head": models.head()})
+    plans = (Plan.even(stack.ids, 3, "pipedream_flush", 2, slices=slices) for slices in (None, 3))
+    whole, sliced = (trained(pipeline(plan, stack), models.batches(2, 2)) for plan in plans)
+    check_close(sliced, whole, 1e-10)
