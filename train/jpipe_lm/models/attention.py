@@ -4,6 +4,7 @@ Letters in shapes: b rows, s positions, h query heads, k key and value heads, d 
 """
 
 import contextlib
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from jpipe import InputError
 from jpipe.context import traced_platform
 from jpipe_lm.config.model_config import ModelConfig
 from jpipe_lm.models import kernels
-from jpipe_lm.models.blockwise import LONG, Masked, attend_in_blocks
+from jpipe_lm.models.blockwise import LONG, Masked, attend_in_blocks, queries_of_block
 from jpipe_train.losses.cross_entropy import soft_capped, wider
 
 
@@ -94,6 +95,46 @@ def _by_cudnn(q: Any, k: Any, v: Any, segments: Any, masked: Masked, config: Mod
     except (RuntimeError, NotImplementedError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(f"{where} that supports this attention; JAX reports: {reason}; set model.attention to xla") from error
+
+
+def attend_after(
+    q: Float[Array, "b s h d"], pairs: Sequence[tuple[Float[Array, "b _ k d"], Float[Array, "b _ k d"]]], config: ModelConfig
+) -> Float[Array, "b s h d"]:
+    """Compute causal attention of the last slice of rows to the keys and values of all slices.
+
+    The backward pass joins keys and values again: they are kept only once, not once for each later slice. If there are many pairs of a
+    query and a key, attention is computed in blocks of queries, and the backward pass recomputes each block.
+
+    Args:
+        q: the queries of the last slice.
+        pairs: the keys and values of each slice.
+        config: the config of the block.
+    """
+    masked = Masked(True, config.window)
+
+    def attend(q: Any, pairs: Any) -> Any:
+        k, v = (jnp.concatenate(parts, axis=1) for parts in zip(*pairs, strict=True))
+        rows, length, heads, size = q.shape
+        keys, first = jnp.arange(k.shape[1]), k.shape[1] - length
+        block = queries_of_block(rows * heads * k.shape[1])
+        if config.attention != "blockwise" and block >= length:
+            return _masked(config, q, k, v, masked.pairs(first + jnp.arange(length), keys)[None, None])
+        count = -(-length // min(block, length))
+        block = -(-length // count)
+        blocks = jnp.pad(q, ((0, 0), (0, count * block - length), (0, 0), (0, 0))).reshape(rows, count, block, heads, size).swapaxes(0, 1)
+
+        @jax.checkpoint
+        def of_block(number: Any, q: Any) -> Any:
+            return _masked(config, q, k, v, masked.pairs(first + number * block + jnp.arange(block), keys)[None, None])
+
+        outputs = jax.lax.map(lambda given: of_block(*given), (jnp.arange(count), blocks))
+        return outputs.swapaxes(0, 1).reshape(rows, count * block, heads, size)[:, :length]
+
+    return jax.checkpoint(attend, policy=_all_but_joined, prevent_cse=False)(q, tuple(pairs))
+
+
+def _all_but_joined(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive.name != "concatenate"
 
 
 def cached_positions(window: int | None, room: int) -> int:

@@ -65,7 +65,7 @@ def attend_in_blocks(
     """
     rows, length, heads, _ = q.shape
     if size is None:
-        size = max(_SHORTEST, _PAIRS // (rows * heads * length))
+        size = queries_of_block(rows * heads * length)
     count = -(-length // min(size, length))
     size = -(-length // count)
     fill = count * size - length
@@ -74,6 +74,15 @@ def attend_in_blocks(
     q, k, v = (jnp.pad(x, ((0, 0), (0, fill), (0, 0), (0, 0))) for x in (q, k, v))
     segments = jnp.pad(segments, ((0, 0), (0, fill)), constant_values=-1)
     return _in_blocks(_Blocks(core, masked, size, count), q, k, v, segments)[:, :length]
+
+
+def queries_of_block(keys: int) -> int:
+    """Return the number of queries of a block for which it needs moderate memory.
+
+    Args:
+        keys: the number of keys that a query reads, over all rows and heads.
+    """
+    return max(_SHORTEST, _PAIRS // keys)
 
 
 @dataclass(frozen=True)

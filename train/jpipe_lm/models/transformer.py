@@ -15,8 +15,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jpipe import InputError
+from jpipe.context import traced_positions
 from jpipe_lm.config.model_config import ModelConfig, has_bias
-from jpipe_lm.models.attention import attend, attend_cached
+from jpipe_lm.models.attention import attend, attend_after, attend_cached
 from jpipe_lm.models.experts import Experts, Routing, no_routing
 from jpipe_lm.models.float8 import float8_product
 from jpipe_lm.models.metadata import named
@@ -107,6 +108,28 @@ class Block(nnx.Module):
         x = self._plus_attention(x, self._attention(self.attention_norm(x), segments))
         x, routing = self._plus_mlp(x, segments, routing_of(stream))
         return joined(x, segments, routing)
+
+    def carried(self, stream: Stream, carry: tuple[Any, ...] | None) -> tuple[Stream, tuple[Any, ...]]:
+        """Apply a decoder's block to a slice of the rows, given the keys and values of the slices before (`jpipe.Layer.carried`).
+
+        Args:
+            stream: the input of the block at the positions of the slice.
+            carry: a pair of keys and values for each slice before; None for the first slice.
+
+        Raises:
+            InputError: rows of this kind of model cannot be cut into slices.
+        """
+        x, segments = split_stream(stream)
+        if self.config.kind == "bert" or self.config.experts is not None or segments is not None:
+            expected = "a decoder without experts and without several documents in a row"
+            raise InputError(where="plan", key="slices", expected=expected, found="another model", change="remove slices")
+        b, s, _ = x.shape
+        at = positions(x, None)
+        q, k, v = self._heads(self.attention_norm(x), at, jnp.full((1, 1), row_length(s), jnp.int32))
+        carry = *(carry or ()), (k, v)
+        attention = attend_after(q, carry, self.config)
+        x = self._plus_attention(x, self.project(attention.reshape(b, s, -1)))
+        return self._plus_mlp(x)[0], carry
 
     def following(
         self, x: Float[Array, "b s w"], cache: tuple[Any, Any], at: Int[Array, "b s"], lengths: Int[Array, " b"]
@@ -221,6 +244,17 @@ def linear(config: ModelConfig, rngs: nnx.Rngs, bias: bool) -> Callable[..., nnx
     return partial(nnx.Linear, use_bias=bias, dtype=jnp.dtype(dtype_of(config)), rngs=rngs, **options)
 
 
+class RowDropout(nnx.Dropout):
+    """Dropout that draws the same numbers for a slice of the rows as for the whole rows. Positions are in the second dim."""
+
+    def __call__(self, inputs: Array, **options: Any) -> Array:
+        """Apply dropout."""
+        if (at := traced_positions()) is None:
+            return super().__call__(inputs, **options)
+        around = [(0, 0), (at.start, at.length - at.stop), *[(0, 0)] * (inputs.ndim - 2)]
+        return super().__call__(jnp.pad(inputs, around), **options)[:, at.start : at.stop]
+
+
 class RMSNormPlusOne(nnx.RMSNorm):
     """RMSNorm that multiplies by 1 plus its parameter. The parameter is initialized with zeros (Gemma)."""
 
@@ -245,7 +279,7 @@ def norm(config: ModelConfig, rngs: nnx.Rngs, size: int | None = None) -> nnx.La
 
 def dropout(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Dropout:
     """Create a dropout layer. If the rate is zero, it draws no random numbers."""
-    return nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
+    return RowDropout(config.dropout, rngs=rngs if config.dropout else None)
 
 
 def normed(layer: Callable[[Any], Any], x: Float[Array, "*n"]) -> Float[Array, "*n"]:
@@ -312,7 +346,15 @@ def joined(x: Float[Array, "b s w"], segments: Int[Array, "b s"] | None, routing
 
 def positions(tokens: Any, segments: Int[Array, "b s"] | None) -> Int[Array, "#b s"]:
     """Return the position of each token, counted from 0 in its row or segment."""
-    return jnp.arange(tokens.shape[1])[None] if segments is None else positions_of(segments)
+    if segments is not None:
+        return positions_of(segments)
+    numbers = jnp.arange(tokens.shape[1])[None]
+    return numbers if (at := traced_positions()) is None else at.start + numbers
+
+
+def row_length(length: int) -> int:
+    """Return the number of positions of whole rows, given the number of those that are computed."""
+    return length if (at := traced_positions()) is None else at.length
 
 
 def waves(size: float, key: Array, shape: tuple[int, int], dtype: DTypeLike, out_sharding: object = None) -> Float[Array, "s w"]:

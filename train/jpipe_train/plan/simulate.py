@@ -79,7 +79,7 @@ def main(
     with errors_name_config_keys(source if costs is None else None):  # a custom order may deadlock
         prediction = jpipe.simulate(jpipe.lower(plan, shown, **uses), costs)
     long = jpipe.simulate(jpipe.lower(plan, steady_from + 3, **uses), costs)
-    steady = jpipe.programs.extract_window(long.timeline, long.memory, plan.microbatches, steady_from, 2)
+    steady = jpipe.programs.extract_window(long.timeline, long.memory, plan.counted.microbatches, steady_from, 2)
     long, moved = with_agreements(plan, costs, long, steady_from + 3)
     pictures = [] if png is None else draw(expanded(png, "--png"), plan, prediction, sized=costs is not None)
     ranks = [count(len(plan.rank_workers), "rank")] if len(plan.rank_workers) != plan.depth else []
@@ -239,6 +239,7 @@ def plan_and_costs(config: Config, compile: bool = True, device: Device | None =
 
 def check_effort(plan: jpipe.Plan, batches: int) -> None:
     """Check that the simulation takes seconds, not minutes."""
+    plan = plan.counted
     forwards = plan.depth * plan.microbatches * batches
     if forwards > MOST_FORWARDS:
         raise jpipe.InputError(
@@ -287,7 +288,7 @@ def table(
             s, replica = plan.workers[w]
             stage, first = plan.stages[s], w == workers[0]
             layers = stage.layers if len(stage.layers) < 4 else (stage.layers[0], "…", stage.layers[-1], f"({len(stage.layers)})")
-            in_flight = jpipe.schedules.SCHEDULES[plan.schedule].in_flight(plan, s)
+            in_flight = jpipe.schedules.SCHEDULES[plan.schedule].in_flight(plan.counted, s)
             row = [str(rank) if first else "", *([f"{s}·{replica}"] if replicated else [str(s)] if shares else [])]
             row += [" ".join(layers), stage.recompute, str(in_flight), str(prediction.versions_alive[w])]
             row += [f"{plan.delays[s]:.3g}"] if delayed else []

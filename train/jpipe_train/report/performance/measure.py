@@ -95,7 +95,7 @@ class Measure:
             trace = gathered
         self._costs = jpipe.runtime.fit_costs(self._costs, trace.timeline, self._pipe.plan)
         self.measured = jpipe.programs.extract_window(
-            trace.timeline, trace.memory, self._pipe.plan.microbatches, *self._window, trace.transfers
+            trace.timeline, trace.memory, self._pipe.plan.counted.microbatches, *self._window, trace.transfers
         )
 
     def ends_at(self, steps: int) -> None:
@@ -113,7 +113,7 @@ class Measure:
     def predicted(self) -> jpipe.programs.Window | None:
         """The prediction of the measured window, or None if it would take minutes. The first access computes it, which takes some time."""
         plan = self._pipe.plan
-        forwards = plan.depth * plan.microbatches * (2 * self._full + self._window[1] + 1)
+        forwards = plan.depth * plan.counted.microbatches * (2 * self._full + self._window[1] + 1)
         if self.measured is None or forwards > MOST_FORWARDS:
             return None
         return jpipe.programs.predict_window(plan, self._costs, *self._window, global_norm=self._pipe.uses_global_norm)
