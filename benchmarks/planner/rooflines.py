@@ -1,7 +1,8 @@
-"""Predict the least time of two stages and of one jitted step on a GPU and a TPU that are not here, by recomputation policy."""
+"""Predict the least time of two stages and of a jitted step on a GPU and a TPU that are not here, by schedule and recomputation."""
 
 import argparse
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from jpipe_train.console.progress import Reporter
 from jpipe_train.plan.profiling import Parts
 
 TARGETS = ("h100-80gb", "v5e")
+SCHEDULES = ("pipedream_flush", "pipedream_2bw")
 POLICIES = ("none", "auto")
 STAGES, MICROBATCHES = 2, 16
 LAYERS = {"gpt": 4, "llama-3-8b": 2, "experts": 2}
@@ -69,7 +71,9 @@ def main(options: argparse.Namespace) -> list[dict[str, Any]]:
         "model",
         "blocks",
         "device",
+        "schedule",
         "recompute",
+        "kept for a microbatch",
         "ms of the stages",
         "of one jitted step",
         "bytes",
@@ -85,12 +89,12 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     whole = row["whole"]
     seconds, moved = ("–", "–") if whole is None else (f"{1e3 * whole['seconds']:.1f}", decimal(int(whole["bytes"])))
     share = row["missing"] if whole is None else f"{whole['seconds'] / row['seconds']:.3f}"
-    named = tuple(str(row[name]) for name in ("model", "blocks", "device", "recompute"))
+    named = *(str(row[name]) for name in ("model", "blocks", "device", "schedule", "recompute")), decimal(row["kept"])
     return *named, f"{1e3 * row['seconds']:.1f}", seconds, decimal(int(row["bytes"])), moved, share
 
 
 def _measured(name: str, target: str, blocks: int, attention: str) -> Iterator[dict[str, Any]]:
-    """Yield a row for each recomputation policy."""
+    """Yield a row for each schedule and recomputation policy."""
     device = Device(target=target)
     compiling = compiling_for(device, 1, unlimited=True)
     if compiling.missing:
@@ -100,14 +104,16 @@ def _measured(name: str, target: str, blocks: int, attention: str) -> Iterator[d
         model = _gpt(blocks, attention) if name == "gpt" else _built_in(name, blocks)
         whole, missing = _whole(model, device, compiling)
         programs: dict[Any, Any] = {}
-        for policy in POLICIES:
-            plan = jpipe.Plan.even(model.ids, STAGES, "pipedream_flush", MICROBATCHES, recompute=policy)
+        for schedule, policy in itertools.product(SCHEDULES, POLICIES):
+            plan = jpipe.Plan.even(model.ids, STAGES, schedule, MICROBATCHES, recompute=policy)
             pipe = model.pipeline(plan)
             found = find_programs(pipe, model.batch, device, compiling, programs)
+            kept = pipe.stage_functions(model.batch)[0].between_specs[:2]
             shown = f"{pipe.plan.stages[0].recompute} (default)" if policy == "auto" else policy
-            row = {"model": name, "blocks": blocks, "device": target, "recompute": shown, "missing": missing, "whole": whole}
-            row |= _totals(found)
-            print(f"… {name}, {target}, {shown}: {1e3 * row['seconds']:.1f} ms", flush=True)
+            row = {"model": name, "blocks": blocks, "device": target, "schedule": schedule, "recompute": shown}
+            row |= {"missing": missing, "whole": whole, **_totals(found)}
+            row["kept"] = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))  # residuals of the first stage
+            print(f"… {name}, {target}, {schedule}, {shown}: {1e3 * row['seconds']:.1f} ms", flush=True)
             yield row | {"programs": [{"stage": one.stage, "op": one.op, **_totals([one])} for one in found]}
 
 

@@ -86,7 +86,7 @@ class StandaloneStage:
         self, params: Tree, state: Tree, x: Tree, labels: Tree, message: Tree, accumulators: Tree, rng: tuple[Any, Any], scale: Any
     ) -> tuple[Tree, ...]:
         """Run a forward and its backward as one computation, also if this is not the last stage."""
-        f = self._functions
+        f = self._functions.at_once
         (y, new_state), vjp = f.linearized(params, (state, x, labels), rng)
         return *f.pull_back(vjp, y if f.last else message, accumulators, rng, scale), f.changed.part(new_state), y
 

@@ -177,19 +177,21 @@ class BackwardInParts:
 
     def _of_backward(self, params: Tree, reads: Tree, rng: Tree, scale: Any) -> Any:
         forward_arrays, saved, message = reads
-        return self._with_gradients(self._functions.restored_vjp(params, forward_arrays, saved, rng), message, None, rng, scale)
+        f = self._functions
+        return self._with_gradients(f, f.restored_vjp(params, forward_arrays, saved, rng), message, None, rng, scale)
 
     def _of_forward_backward(self, params: Tree, reads: Tree, rng: Tree, scale: Any) -> Any:
-        (y, new_state), vjp = self._functions.linearized(params, reads, rng)
-        return self._with_gradients(vjp, y, self._functions.changed.part(new_state), rng, scale)
+        f = self._functions.at_once
+        (y, new_state), vjp = f.linearized(params, reads, rng)
+        return self._with_gradients(f, vjp, y, f.changed.part(new_state), rng, scale)
 
     def _of_backward_weight(self, params: Tree, reads: Tree, rng: Tree, scale: Any) -> Any:
         f, ((arrays, numbers), stash) = self._functions, reads
         gradients = f.halves.gradients_of_weights(params, arrays, stash, rng, scale)
         return (numbers, None), list(f.stack.ties.by_place(gradients)), None
 
-    def _with_gradients(self, vjp: Any, message: Tree, changed: Tree, rng: tuple[Any, Any], scale: Any) -> Any:
-        f = self._functions
+    @staticmethod
+    def _with_gradients(f: StageFunctions, vjp: Any, message: Tree, changed: Tree, rng: tuple[Any, Any], scale: Any) -> Any:
         gradients, x_gradient = f.cotangents(vjp, message, scale)
         numbers = tuple(message) if f.last else (message[1],)
         return (numbers, changed), list(f.stack.ties.by_place(gradients)), f.sent_gradient(x_gradient, message[1], rng)

@@ -1,4 +1,4 @@
-"""Names of primitives by kind, and a policy of `jax.checkpoint` that saves all results except from elementwise operations."""
+"""Names of primitives by kind, and policies of `jax.checkpoint` that save all results except from elementwise operations."""
 
 from typing import Any
 
@@ -36,9 +36,13 @@ def all_but_elementwise(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name not in _ELEMENTWISE
 
 
-def all_but_elementwise_and_maxima(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Return the same as `all_but_elementwise`, but also leave out maxima, for GPUs.
+def all_but_elementwise_on_gpu(primitive: Any, *operands: Any, **params: Any) -> bool:
+    """Return the same as `all_but_elementwise` for GPUs, but with casts to smaller dtypes, and without maxima and sums over the last dim.
 
-    There XLA fuses the maximum of a softmax with its readers, unless the forward saves the maximum.
+    A product mostly reads such a cast, so the forward writes it anyway. XLA fuses the maxima and sums of a softmax or a norm with their
+    readers, unless the forward saves them.
     """
-    return primitive.name != "reduce_max" and all_but_elementwise(primitive)
+    if primitive.name == "convert_element_type":
+        return bool(params["new_dtype"].itemsize < operands[0].dtype.itemsize)
+    is_of_rows = primitive.name in ("reduce_max", "reduce_sum") and params["axes"] == (operands[0].ndim - 1,)
+    return not is_of_rows and all_but_elementwise(primitive)

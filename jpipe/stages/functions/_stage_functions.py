@@ -22,7 +22,7 @@ from jpipe.model._precision import PLAIN, LossScale, Precision
 from jpipe.model._stack import LayerStack
 from jpipe.model._subset import EVERYTHING, Subset, floats_of, is_float, with_floats
 from jpipe.model.jaxprs._dependence import is_literal, passed_on
-from jpipe.model.jaxprs._primitives import all_but_elementwise, all_but_elementwise_and_maxima
+from jpipe.model.jaxprs._primitives import all_but_elementwise, all_but_elementwise_on_gpu
 from jpipe.model.jaxprs._row_dims import row_dims
 from jpipe.model.layerwise._optimizer import LayerwiseOptimizer
 from jpipe.plan import Stage, repeats_forward
@@ -151,8 +151,9 @@ class StageFunctions:
         Returns:
             The gradient message for the previous stage; the accumulators with this microbatch added; the changed part of the state.
         """
-        (y, new_state), vjp = self.linearized(params, (state, x, labels), rng)
-        message, accumulators = self.pull_back(vjp, y, accumulators, rng, scale)
+        functions = self.at_once
+        (y, new_state), vjp = functions.linearized(params, (state, x, labels), rng)
+        message, accumulators = functions.pull_back(vjp, y, accumulators, rng, scale)
         return message, accumulators, self.changed.part(new_state)
 
     def backward_input(
@@ -310,6 +311,16 @@ class StageFunctions:
         """Return the parameters of whole layers, by layer id, gathered for use."""
         params = self.partition.gather(params)
         return {layer_id: self.stack.ties.whole(layer_id, params) for layer_id in self.stage.layers}
+
+    @cached_property
+    def at_once(self) -> "StageFunctions":
+        """The functions for a program that runs forward and backward. They recompute no elementwise operation.
+
+        It would save nothing, because XLA chooses what to keep in one program, and on TPUs it takes longer.
+        """
+        if self.stage.recompute != "elementwise":
+            return self
+        return replace(self, stage=self.stage.model_copy(update={"recompute": "none"}))
 
     # Residuals and halves ------------------------------------------------------------------------------------------------
 
@@ -502,7 +513,7 @@ class StageFunctions:
             case "none":
                 recomputing = stage
             case "elementwise":
-                saves = all_but_elementwise_and_maxima if self.platform == "gpu" else all_but_elementwise
+                saves = all_but_elementwise_on_gpu if self.platform == "gpu" else all_but_elementwise
                 recomputing = jax.checkpoint(stage, policy=saves, prevent_cse=False)
             case "full":
                 recomputing = jax.checkpoint(stage)
@@ -517,15 +528,8 @@ class StageFunctions:
         return (self.sent(y, rng), new_state), vjp
 
     def linearized(self, params: Tree, arguments: tuple[Tree, Tree, Tree], rng: tuple[Any, Any]) -> tuple[tuple[Tree, Tree], Any]:
-        """Return the same as `linearize`, for a program that also runs the backward.
-
-        If gradients are added up late, it is from the trace that `residuals` has examined. Otherwise no elementwise operation is
-        recomputed: it would save nothing, because XLA chooses what to keep in one program, and on TPUs it takes longer.
-        """
-        if self.late_sums is not None:
-            return self.residuals.linearize(params, arguments, rng)
-        at_once = self.stage.model_copy(update={"recompute": "none"}) if self.stage.recompute == "elementwise" else self.stage
-        return replace(self, stage=at_once).linearize(params, arguments, rng)
+        """Return the same as `linearize`; if gradients are added up late, from the trace that `residuals` has examined."""
+        return (self.linearize if self.late_sums is None else self.residuals.linearize)(params, arguments, rng)
 
     @cached_property
     def _trained_in_layers(self) -> Subset:

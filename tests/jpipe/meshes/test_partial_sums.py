@@ -135,6 +135,17 @@ def test_a_mesh_changes_no_number(case, float64):
         np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
 
 
+def test_one_program_for_forward_and_backward_recomputes_nothing_of_elementwise(float64):
+    stack, counts = LayerStack(LAYERS), []
+    for recompute in ("none", "elementwise"):
+        plan = Plan.even(stack.ids, 1, "pipedream_flush", 2, mesh={"data": 2}, recompute=recompute)
+        f = Pipeline(stack, plan, loss, optax.sgd(0.01)).stage_functions(batches()[0])[0]
+        assert f.late_sums is not None
+        program = jax.make_jaxpr(f.forward_backward)(f.specs.params, *f.specs.arguments, f.accumulators_spec, f.specs.rng)
+        counts.append(str(program).count("= exp"))
+    assert counts[0] == counts[1] > 0
+
+
 def sums(program) -> int:
     """Return how many numbers a program adds up over devices."""
     found = re.findall(r"= (\(.*?\)|\S+) all-reduce(?:-start)?\(", program.as_text())

@@ -128,20 +128,36 @@ def test_elementwise_keeps_the_result_of_a_product_and_nothing_of_what_is_comput
     assert counts["elementwise"] == 1 < counts["none"]
 
 
-def test_on_gpus_elementwise_does_not_keep_the_maximum_of_a_softmax(float64):
-    """The results are the same. Other platforms keep it."""
-    stack = LayerStack({"a": models.dense(WIDTH, jnp.tanh), "b": jax.nn.softmax, "c": models.dense(WIDTH)})
-    plan = models.cut(stack.ids, (2, 1), microbatches=2, schedule="gpipe", recompute="elementwise")
+def test_on_gpus_elementwise_does_not_keep_the_maximum_and_the_sum_of_a_softmax(float64):
+    """The results are the same. Other platforms keep them, and all keep the sum over the rows."""
+    layers = {"a": models.dense(WIDTH, jnp.tanh), "b": jax.nn.softmax, "c": lambda x: x / (x**2).sum(0), "d": models.dense(WIDTH)}
+    plan = models.cut([*layers], (3, 1), microbatches=2, schedule="gpipe", recompute="elementwise")
     batches, counts, trained = models.masked_batches(2, 2, rows=ROWS, width=WIDTH, dtype=np.float64), {}, {}
     for platform in ("cpu", "gpu", "tpu"):
         with tracing_for(platform):
-            pipe = Pipeline(stack, plan, models.masked_squares, models.momentum())
+            pipe = Pipeline(LayerStack(layers), plan, models.masked_squares, models.momentum())
             f = pipe.stage_functions(batches[0])[0]
             saved = jax.eval_shape(f.forward, f.specs.params, *f.specs.arguments, f.specs.rng)[2]
-            counts[platform] = sum(leaf.size == ROWS for leaf in jax.tree.leaves(saved))
+            counts[platform] = [sum(leaf.size == size for leaf in jax.tree.leaves(saved)) for size in (ROWS, WIDTH)]
             trained[platform] = running.train(pipe, batches)
-    assert counts == {"cpu": 2, "gpu": 1, "tpu": 2}  # the sum, and the maximum
+    assert counts == {"cpu": [2, 1], "gpu": [0, 1], "tpu": [2, 1]}
     running.check_close(trained["gpu"], trained["cpu"])
+
+
+def test_on_gpus_elementwise_keeps_what_is_cast_to_a_smaller_dtype():
+    """Products read it, so the forward writes it anyway. The results are the same."""
+    layers = {"a": models.dense(WIDTH), "b": lambda x: jnp.exp(x).astype(jnp.bfloat16), "c": models.dense(HIDDEN), "d": models.dense(WIDTH)}
+    plan = models.cut([*layers], (3, 1), microbatches=2, schedule="gpipe", recompute="elementwise")
+    batches, kept, trained = models.masked_batches(2, 2, rows=ROWS, width=WIDTH), {}, {}
+    for platform in ("cpu", "gpu", "tpu"):
+        with tracing_for(platform):
+            pipe = Pipeline(LayerStack(layers), plan, models.masked_squares, models.momentum())
+            f = pipe.stage_functions(batches[0])[0]
+            saved = jax.eval_shape(f.forward, f.specs.params, *f.specs.arguments, f.specs.rng)[2]
+            kept[platform] = any(leaf.shape == (ROWS, WIDTH) and leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(saved))
+            trained[platform] = running.train(pipe, batches)
+    assert kept == {"cpu": False, "gpu": True, "tpu": False}
+    running.check_close(trained["gpu"], trained["cpu"], 1e-6)
 
 
 def test_an_array_that_several_layers_need_is_stored_once():
