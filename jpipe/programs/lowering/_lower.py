@@ -72,7 +72,7 @@ def lower_repeated(plan: Plan, *, workers: Collection[int] | None = None, **uses
     """Write the program of as few batches as `simulate_batches` needs to predict any number of batches.
 
     Under a schedule that flushes this is the first batch. Otherwise these are the batches until the pipeline is full, then the batches that
-    all later ones repeat, and a drain. In as many batches as are repeated, no worker begins more microbatches than it has in flight.
+    all later ones repeat, and a drain. As many batches are repeated as have arrays at the same time: all microbatches in flight, and sums.
 
     Args:
         plan: the plan to run, for which `has_repeated_batches` is true.
@@ -83,7 +83,8 @@ def lower_repeated(plan: Plan, *, workers: Collection[int] | None = None, **uses
     if not rules.flushes:
         period, in_flight, m = rules.period(plan), _in_flight(plan), plan.microbatches
         first = max(batches_until_full(plan), plan.flush_first + -(-2 * in_flight // m))  # all in flight follow a full pipeline
-        count = -(-in_flight // (m * period)) * period
+        alive = 2 * m if any(stage.sum_parts for stage in plan.stages) else 1  # a sum of parts begins before the previous batch's update
+        count = -(-max(in_flight, alive) // (m * period)) * period
     run = Run(plan, 0, first + count, uses_of(**uses), workers)
     parts = [run.program(first, False), run.program(first + count, False), run.program(first + count, True)]
     before = len(parts[0].instructions)

@@ -104,6 +104,13 @@ def test_sums_in_parts_and_one_of_two_pipelines(schedule):
     check_equals_simulation(plan, costs_of(plan), workers=[workers[0] for workers in plan.stage_workers])
 
 
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_sums_in_parts_that_block_are_awaited_in_each_batch(num_stages):
+    """The next batch's sum begins before the update that uses the previous one."""
+    plan = Plan.even("abcd", num_stages, "pipedream_2bw", 2 * M, replicas=2, sum_parts=2)
+    check_equals_simulation(plan, costs_of(plan), "none")
+
+
 def test_only_plans_with_repeated_batches_are_predicted_so():
     agree = {"every": 2, "fragments": "stages"}
     others = [plan_of("gpipe", 2, shard_optimizer=True), plan_of("gpipe", 2, agree=agree)]
