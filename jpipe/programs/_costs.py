@@ -153,8 +153,9 @@ class LayerCost:
 
     @property
     def in_one_program(self) -> float:
-        """The time of a forward and a backward as one program."""
-        return self.forward + self.backward if self.forward_backward is None else self.forward_backward
+        """The time of a forward and a backward as one program, at least the longer of both: measured times are not exact."""
+        apart = self.forward + self.backward
+        return apart if self.forward_backward is None else min(max(self.forward_backward, self.forward, self.backward), apart)
 
     @property
     def for_weights(self) -> float:
@@ -304,16 +305,17 @@ def sum_layer_costs(
     costs, flows = list[StageCost](), _gradient_flows(plan, layers)
     for s, stage in enumerate(plan.stages):
         layer_costs = [layers[layer_id] for layer_id in stage.layers]
-        last, fused = s == plan.depth - 1, SCHEDULES[plan.schedule].begins_fused(plan, s)
+        last, rules = s == plan.depth - 1, SCHEDULES[plan.schedule]
+        fused, fuses = rules.begins_fused(plan, s), rules.fuses(plan, s)
         forward, backward = (sum(getattr(layer, name) for layer in layer_costs) for name in ("forward", "backward"))
         in_one = sum(layer.in_one_program for layer in layer_costs)
-        share = in_one / (forward + backward) if fused and forward + backward else 1.0
+        share = in_one / (forward + backward) if fuses and forward + backward else 1.0
         before = layers[plan.stages[s - 1].layers[-1]].outputs if s else inputs
         of_input, has_backward = s > 0 and flows[s], flows[s + 1]
         message = layer_costs[-1].outputs if has_backward and not last else 0
         again = 0.0  # what recomputation adds: a backward with a forward before it is one program of both
         if has_backward and repeats_forward(stage.recompute):
-            again = forward if fused else in_one - backward
+            again = forward if fuses else in_one - backward
         _check_policy(stage, layer_costs)
         known = all(stage.recompute in layer.residuals for layer in layer_costs)
         residuals = _residuals(layer_costs, stage.recompute) if known else before

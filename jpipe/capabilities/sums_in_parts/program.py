@@ -184,7 +184,9 @@ def stage_cost(plan: Plan, stage: Stage, cost: StageCost, layers: Mapping[str, L
     if not stage.sum_parts or not cost.backward:
         return cost
     parts = [[layers[layer_id] for layer_id in part] for part in layers_by_part(stage)]
-    _, *later = (sum(layer.backward for layer in part) / cost.backward for part in parts)
+    forward = sum(layer.forward for part in parts for layer in part)
+    scale = cost.forward / forward / cost.backward if forward else 1 / cost.backward  # one program with the forward takes less time
+    _, *later = (scale * sum(layer.backward for layer in part) for part in parts)
     sizes = tuple(sum(layer.summed for layer in part) for part in parts)
     return replace(cost, part_times=(1 - sum(later), *later), part_accumulators=sizes)
 

@@ -155,7 +155,7 @@ class StageRun:
             case "backward" | "forward_backward":
                 arguments = self._forward_arrays if name == "backward" else self._arguments
                 result, done = call(self._params, *arguments, self._message, self._sums, self._draw, self._scale)
-                self._sums = result[1]
+                self._sums, self._forward_arrays = result[1], None
                 return result, done
         result, done = call(self._stage.trained(self._params), self._optimizer, self._sums, *self._late)
         trained, self._optimizer, self._sums, _ = result

@@ -5,6 +5,7 @@ Weights and most inputs are noise, so host callbacks that no result needs are le
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -91,6 +92,7 @@ def measure(
     costs = dict[tuple[str, int], Costs]()
     for rows, bench in benches.items():
         costs |= _layer_costs(model, rows, bench.medians()[0], single[rows].flops)
+    costs = _with_one_share(costs)
     temporaries = {(layer_id, rows): bench.temporary[layer_id,] for layer_id in model.distinct for rows, bench in single.items()}
     dispatch = statistics.median(bench.medians()[1] for bench in benches.values())
     fields = {"source": "measured", "dispatch": dispatch, "device": device.device_kind, "compiled_for": device.device_kind}
@@ -111,6 +113,18 @@ def _layer_costs(
         means = {name: statistics.fmean(seconds[name] for seconds in times_of_layer) for name in MEASURED}
         costs[layer_id, rows] = Costs(**means, flops=flops[layer_id,]["forward"])
     return costs
+
+
+def _with_one_share(costs: Mapping[tuple[str, int], Costs]) -> dict[tuple[str, int], Costs]:
+    """Return costs in which one program has the same share of the time of both at all sizes of a layer, because few runs are not exact."""
+    apart, in_one = defaultdict[str, float](float), defaultdict[str, float](float)
+    for (layer_id, _), cost in costs.items():
+        apart[layer_id] += cost.forward + cost.backward
+        in_one[layer_id] += cost.forward_backward or 0.0
+    return {
+        (layer_id, rows): cost._replace(forward_backward=(cost.forward + cost.backward) * in_one[layer_id] / (apart[layer_id] or 1.0))
+        for (layer_id, rows), cost in costs.items()
+    }
 
 
 def short_groups(ids: Sequence[str], first_equal: Mapping[str, str], times: Mapping[tuple[str, ...], ByProgram]) -> list[tuple[str, ...]]:

@@ -66,8 +66,9 @@ class AtSize(_Data):
 
     @property
     def in_one_program(self) -> float:
-        """The seconds of a forward and a backward as one program."""
-        return self.forward + self.backward if self.forward_backward is None else self.forward_backward
+        """The seconds of a forward and a backward as one program, at least the longer of both: measured times are not exact."""
+        apart = self.forward + self.backward
+        return apart if self.forward_backward is None else min(max(self.forward_backward, self.forward, self.backward), apart)
 
 
 Share = Annotated[float, Field(ge=0, le=1)]

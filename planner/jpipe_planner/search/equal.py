@@ -21,7 +21,7 @@ EXTRA = (0, 2, 4)  # additional microbatches in flight to try without a flush; `
 def equal_pipelines(
     estimates: Estimates, batch: int, schedules: Sequence[str], *, exact: bool = True, replicas: bool = True, syncs: bool = False
 ) -> list[Candidate]:
-    """Return all plans of w pipelines of d stages on all devices, and the plans of one stage on one device.
+    """Return all plans of w pipelines of d stages on all devices and on fewer, see `_Sweep.sizes`.
 
     If no plan fits, plans that leave devices idle are added. Each depth is tried with the cuts that balance computations best without and
     with recomputation. If devices differ, plans that leave slow devices idle are tried as well.
@@ -52,18 +52,19 @@ class _Sweep:
         self._schedules = [(name, jpipe.schedules.SCHEDULES[name]) for name in schedules]
 
     def sizes(self, replicas: bool) -> list[tuple[int, int]]:
-        """Return each (w, d) that uses all devices.
+        """Return each (w, d) that uses all devices, or all devices of a component of a level, such as a server, or one device.
 
-        If devices differ, return the largest w for each d, on all devices and on the faster devices alone.
+        If devices differ, return the largest w for each d, on all devices and on the faster devices alone, and one device.
         """
         count = self._topology.num_devices
         depths = range(1, min(self._layers, count) + 1)
         if not replicas:
             return [(1, depth) for depth in depths]
-        if not self._topology.differing:  # and one stage on one device, for comparison
-            return list(dict.fromkeys([*((count // depth, depth) for depth in depths if count % depth == 0), (1, 1)]))
+        if not self._topology.differing:
+            used = sorted({1, *self._topology.sizes}, reverse=True)
+            return [(some // depth, depth) for some in used for depth in depths if some % depth == 0]
         leading = {count, *(np.flatnonzero(np.diff(self._topology.slowness)) + 1).tolist()}  # all, and up to each change of speed
-        return sorted({(some // depth, depth) for depth in depths for some in leading if some >= depth})
+        return sorted({(1, 1), *((some // depth, depth) for depth in depths for some in leading if some >= depth)})
 
     def smaller(self) -> Iterator[tuple[int, int]]:
         """Yield (w, d) with the largest w for each d that leaves devices idle, the largest d first."""
@@ -81,7 +82,8 @@ class _Sweep:
 
     def candidates(self, width: int, depth: int) -> Iterator[Candidate]:
         """Yield all plans of w pipelines of d stages."""
-        for keep in ("replicas", "stages") if min(width, depth, len(self._topology.levels)) > 1 else ("replicas",):
+        is_spread = min(width, depth) > 1 and width * depth > self._topology.sizes[0]  # over several servers
+        for keep in ("replicas", "stages") if is_spread else ("replicas",):
             for rows in self._estimates.profile.sizes:
                 if numbers := self._microbatches(rows * width, depth):
                     yield from self._of_size((width,) * depth, rows, numbers, keep)

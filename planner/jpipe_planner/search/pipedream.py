@@ -31,6 +31,7 @@ SCHEDULE = "pipedream"
 MOST_CUTS = 128  # the most places for cuts; with more layers, only cuts after layers with small outputs are tried
 MOST_BY_DEPTH = 4e7  # the most comparisons to find the best stages of each depth; if it allows no 2 stages, only the best of all are found
 MOST_DEPTH = 32
+LEAST_PLACES = 64  # with fewer groups, each device counts
 MOST_PLACES = 512  # of more devices, stages get groups of equal size, as many groups as possible up to this number
 MOST_REPLICAS = 64  # with more possible numbers of replicas, only 2**k, 3 * 2**k, and divisors of the number of devices are tried
 MARGINS = (1.0, 0.9, 0.8, 0.65)  # shares of the memory to try, because the recurrence counts too few microbatches in flight
@@ -78,7 +79,7 @@ def _placements(estimates: Estimates, rows: int, microbatches: int | None) -> li
     devices, found = estimates.topology.num_devices, list[Placement]()
     counts = [r for r in range(1, devices + 1) if microbatches is None or microbatches % r == 0]
     group = next(size for size in range(1, devices + 1) if devices % size == 0 and devices <= MOST_PLACES * size)
-    counts = [r for r in counts if r % group == 0] or counts
+    counts = [r for r in counts if r % group == 0 and devices > LEAST_PLACES * group] or counts
     if len(counts) > MOST_REPLICAS:
         counts = [r for r in counts if devices % r == 0 or r & (r - 1) == 0 or (r % 3 == 0 and r // 3 & (r // 3 - 1) == 0)]
     places = _places(estimates, rows)

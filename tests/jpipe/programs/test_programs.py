@@ -486,6 +486,25 @@ def test_a_forward_and_a_backward_take_the_time_of_one_program_where_they_are_on
     assert times["gpipe"] == [(1, 2), pytest.approx((2, 2.4 + 3))]
 
 
+@pytest.mark.parametrize(("measured", "taken"), [(2.4, 2.4), (1.2, 2.0), (4.0, 3.0), (0.0, 2.0)])
+def test_one_program_takes_at_least_the_longer_of_both_and_at_most_both(measured, taken):
+    assert LayerCost(1.0, 2.0, forward_backward=measured).in_one_program == taken
+
+
+def test_the_second_half_of_a_backward_is_a_program_of_its_own():
+    layers = {i: LayerCost(1.0, 2.0, forward_backward=2.4, residuals={"none": 50}) for i in "ab"}
+    _, last = sum_layer_costs(Plan.even("ab", 2, "zb_h1", 4), layers)
+    assert (last.forward, last.backward_input, last.backward_weight) == (1, 1, 1)
+
+
+def test_parts_of_a_backward_in_one_program_have_their_share_of_it():
+    layers = {i: LayerCost(1.0, 2.0, forward_backward=2.4, residuals={"none": 50}) for i in "abcd"}
+    stages = [{"layers": tuple("abcd"), "replicas": 2, "sum_parts": (1, 1, 1, 1)}]
+    (cost,) = sum_layer_costs(Plan(schedule="pipedream_flush", microbatches=2, stages=stages), layers)
+    assert cost.backward == pytest.approx(0.8 * 8)
+    assert cost.part_times == pytest.approx((0.25,) * 4)
+
+
 def test_layer_costs_add_up_to_those_of_parts():
     layers = {
         i: LayerCost(1.0, time, weights=size, residuals={"none": 50})

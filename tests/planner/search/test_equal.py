@@ -149,12 +149,21 @@ def test_a_last_stage_of_one_program_takes_its_time():
         return layer.model_copy(update={"at": tuple(at)})
 
     plain, starts = gpt().model_copy(update={"dispatch": 0.0}), (0, 1, 5)
-    profile = plain.model_copy(update={"layers": tuple(fused(layer, 0.8 if n else 0.5) for n, layer in enumerate(plain.layers))})
-    assert Layers(profile).cut(starts, 2).fusing.tolist() == pytest.approx([0.5, 0.8, 0.8])
+    profile = plain.model_copy(update={"layers": tuple(fused(layer, 0.8 if n else 0.7) for n, layer in enumerate(plain.layers))})
+    assert Layers(profile).cut(starts, 2).fusing.tolist() == pytest.approx([0.7, 0.8, 0.8])
     for schedule, share in (("pipedream_flush", 0.8), ("gpipe", 1.0)):  # `gpipe` has two programs there
         before, after = (Estimates(one, TWO_LEVELS).candidate(PlainShape(schedule, 4, (2, 2, 2)), 2, starts) for one in (plain, profile))
         assert [cost.forward for cost in profile.stage_costs(after.plan(profile.ids), 2)] == pytest.approx([0.2, 8.0, share * 1.0])
         assert (after.bubble > before.bubble) == (share < 1)  # the same time passes, and less of it computes
+
+
+def test_plans_also_use_the_devices_of_one_server():
+    cluster = levels((4, 20_000.0, 0.02), (3, 5.0, 0.1))
+    candidates = equal(gpt(), cluster, 24, exact=True)
+    assert {c.devices for c in candidates} == {12, 4, 1}
+    assert {c.replicas for c in candidates if c.devices == 4} == {(4,), (2, 2), (1, 1, 1, 1)}
+    assert {c.keep_together for c in candidates if c.devices == 4} == {"replicas"}
+    assert min(candidates, key=lambda c: c.rank).devices == 4  # the links between servers are slow
 
 
 def test_every_legal_plan_is_found_and_no_other():
@@ -241,7 +250,7 @@ def _plan(profile, starts, policy, candidate=None):
 def test_links_that_pipelines_share_carry_the_bytes_of_all():
     profile = gpt(7, outputs=20_000, sizes=(1,), weights=1_000)
     topology = levels((4, 1e9, 0.0), (2, 20_000.0, 0.0))  # a message takes as long as a forward; four pipelines share a card
-    wide = [c for c in equal(profile, topology, 32, exact=True) if c.depth == 2 and c.keep_together == "replicas"]
+    wide = [c for c in equal(profile, topology, 32, exact=True) if c.replicas == (4, 4) and c.keep_together == "replicas"]
     for candidate in (c for c in wide if jpipe.schedules.SCHEDULES[c.schedule].flushes):
         assert candidate.seconds == pytest.approx(price(profile, topology, candidate), rel=0.03)
     asynchronous = [c for c in wide if not jpipe.schedules.SCHEDULES[c.schedule].flushes]
@@ -250,7 +259,7 @@ def test_links_that_pipelines_share_carry_the_bytes_of_all():
         exact = 1e-9 if candidate.options.extra_in_flight else 1e-3
         assert candidate.seconds == pytest.approx(price(profile, topology, candidate), rel=exact)
     narrow = levels((4, 1e9, 0.0), (2, 4_000.0, 0.0))
-    wide = [c for c in equal(profile, narrow, 32, exact=True) if c.depth == 2 and c.keep_together == "replicas"]
+    wide = [c for c in equal(profile, narrow, 32, exact=True) if c.replicas == (4, 4) and c.keep_together == "replicas"]
     asynchronous = [c for c in wide if not jpipe.schedules.SCHEDULES[c.schedule].flushes]
     assert {c.bound for c in asynchronous} == {"cut 0"}
     for candidate in asynchronous[:3]:
@@ -312,7 +321,7 @@ def test_a_sum_of_a_later_stage_hides_behind_the_drain_and_the_fill():
     candidates = [
         c
         for c in equal(back_to_front, topology, 8, exact=True, schedules=["naive", "pipedream_flush"])
-        if c.depth == 2 and c.keep_together == "replicas" and not c.options.extra_in_flight
+        if c.replicas == (2, 2) and c.keep_together == "replicas" and not c.options.extra_in_flight
     ]
     assert [c.bound for c in candidates] == ["sum of stage 1", "sum of stage 1"]
     for candidate in candidates:
