@@ -7,7 +7,8 @@ from typing import Any
 
 from jpipe._frozen import NOTHING
 from jpipe._numbers import is_int
-from jpipe.capabilities.registry import known_beside, uses_of
+from jpipe.capabilities.protocol import hooks
+from jpipe.capabilities.registry import known_beside, programs_of, uses_of
 from jpipe.errors import InputError, Problem, nearest, short
 from jpipe.plan import Plan, excluded
 from jpipe.programs._instructions import Compute, Instruction, Load, Program, Repeated, joined
@@ -83,7 +84,8 @@ def lower_repeated(plan: Plan, *, workers: Collection[int] | None = None, **uses
     if not rules.flushes:
         period, in_flight, m = rules.period(plan), _in_flight(plan), plan.microbatches
         first = max(batches_until_full(plan), plan.flush_first + -(-2 * in_flight // m))  # all in flight follow a full pipeline
-        alive = 2 * m if any(stage.sum_parts for stage in plan.stages) else 1  # a sum of parts begins before the previous batch's update
+        in_parts = any(unit(plan) > 1 for unit in hooks("unit", programs_of(plan)))
+        alive = 2 * m if in_parts else 1  # the sum of a part begins before the previous batch's update
         count = -(-max(in_flight, alive) // (m * period)) * period
     run = Run(plan, 0, first + count, uses_of(**uses), workers)
     parts = [run.program(first, False), run.program(first + count, False), run.program(first + count, True)]
