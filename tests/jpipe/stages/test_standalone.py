@@ -37,9 +37,9 @@ def test_a_forward_and_a_backward_in_one_program_compute_what_both_compute(layer
     params, state, x, labels, rng = drawn(programs["forward"].args_info[0])
     message, sums, _, scale = drawn(programs["backward"].args_info[0][3:])
     (y, changed, saved), _ = programs["forward"](params, state, x, labels, rng)
-    message = y if layer_id == "out" else message
     kept = stage.keep((state, x, labels), (y, changed))
     before = jax.tree.map(jnp.copy, sums)  # it is donated
-    (gradient, added), _ = programs["backward"](params, kept, saved, message, sums, rng, scale)
+    received = y if layer_id == "out" else message  # the last stage makes its own message
+    (gradient, added), _ = programs["backward"](params, kept, saved, received, sums, rng, scale)
     at_once, _ = programs["forward_backward"](params, state, x, labels, message, before, rng, scale)
     chex.assert_trees_all_close(at_once, (gradient, added, changed, y), rtol=1e-6)

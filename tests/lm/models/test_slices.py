@@ -10,8 +10,10 @@ import pytest
 import jpipe
 from jpipe import InputError
 from jpipe_lm.config.model_config import ModelConfig
+from jpipe_lm.config.tune_config import LoraConfig, TuneConfig
 from jpipe_lm.models import attention
 from jpipe_lm.models.layers import layers
+from jpipe_train.assemble.frozen import trains_part
 from jpipe_train.losses.cross_entropy import loss
 from tests.jpipe.running import check_close
 from tests.lm.models.running import LLAMA, SMALL
@@ -34,11 +36,15 @@ def wide(layer):
 
 
 def trained(config, chunk=None, tune=None, m=2, **fields):
-    """Return the losses of some batches, the weights after them, and an evaluation."""
+    """Return the losses of some batches, the weights after them, and an evaluation. With `tune` only adapters are trained."""
     stack, random = layers(config, chunk, tune), np.random.default_rng(0)
     stack = stack.with_layers({layer_id: wide(layer) for layer_id, layer in stack.layers.items()})
     plan = jpipe.Plan.even(stack.ids, 2, "pipedream_flush", m, **fields)
-    pipe = jpipe.Pipeline(stack, plan, loss, optax.adam(0.01))
+    rule = optax.adam(0.01)
+    if tune is not None:
+        specs = stack.specs(jax.ShapeDtypeStruct((2, LENGTH), np.int32))
+        rule = trains_part(rule, tune, {layer_id: spec.params for layer_id, spec in specs.items()})
+    pipe = jpipe.Pipeline(stack, plan, loss, rule)
     rows = random.integers(0, 11, (2, 2 * m, LENGTH + 1)).astype(np.int32)
     batches = [(each[:, :-1], each[:, 1:]) for each in rows]
     state, losses = pipe.init(jax.random.key(0), batches[0]), []
@@ -64,6 +70,13 @@ def test_numbers_are_those_of_whole_rows(config, options):
     with jax.enable_x64(True), LENIENT():
         whole = trained(of(**config), **{name: value for name, value in options.items() if name != "slices"})
         check_close(trained(of(**config), **options), whole, 1e-10)
+
+
+def test_adapters_are_trained_as_with_whole_rows():
+    tune = TuneConfig(lora=LoraConfig(rank=2, targets=["q_proj", "v_proj", "down_proj"]))
+    with jax.enable_x64(True), LENIENT():
+        whole = trained(of(**LLAMA), None, tune)
+        check_close(trained(of(**LLAMA), None, tune, slices=3), whole, 1e-10)
 
 
 def test_long_rows_are_computed_in_blocks_and_the_loss_in_chunks(monkeypatch):

@@ -13,8 +13,8 @@ import jpipe
 from jpipe_planner.cost.memory import stage_bytes
 from jpipe_planner.machine.device import Device
 from jpipe_planner.profile.analyze import analyze
-from jpipe_planner.profile.measure import measure, short_groups, split
-from jpipe_planner.profile.model import Model
+from jpipe_planner.profile.measure import _with_one_share, measure, short_groups, split
+from jpipe_planner.profile.model import Costs, Model
 
 LIKE = {"a": "a", "b": "b", "c": "b", "d": "d", "e": "b", "f": "f"}
 
@@ -71,6 +71,12 @@ def batch(rows):
 
 def ones(rows):
     return np.ones((rows, 4), np.float32), np.ones((rows, 4), np.float32)
+
+
+def test_one_program_has_the_same_share_of_both_at_all_sizes_of_a_layer():
+    costs = {("a", 1): Costs(1.0, 2.0, 0.0, 0.0, 3.0), ("a", 3): Costs(3.0, 6.0, 0.0, 0.0, 6.0), ("b", 1): Costs(1.0, 1.0, 0.0, 0.0, 1.5)}
+    found = {key: cost.forward_backward for key, cost in _with_one_share(costs).items()}
+    assert found == {("a", 1): pytest.approx(3 * 9 / 12), ("a", 3): pytest.approx(9 * 9 / 12), ("b", 1): 1.5}
 
 
 @pytest.mark.slow

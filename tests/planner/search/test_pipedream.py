@@ -83,6 +83,17 @@ def test_of_many_layers_the_best_cuts_are_taken(monkeypatch):
     assert {start % 3 for one in found for start in one.starts} == {0}
 
 
+def test_of_many_devices_stages_get_groups(monkeypatch):
+    profile, topology = invented_profile(0, 6), Topology.flat(12, 1e10)
+    singly = list(pipedream_plans(Estimates(profile, topology), 24, "batch", exact=True))
+    monkeypatch.setattr(pipedream, "MOST_PLACES", 6)
+    assert list(pipedream_plans(Estimates(profile, topology), 24, "batch", exact=True)) == singly  # six groups are too few
+    monkeypatch.setattr(pipedream, "LEAST_PLACES", 5)
+    in_pairs = list(pipedream_plans(Estimates(profile, topology), 24, "batch", exact=True))
+    assert {count % 2 for one in in_pairs for count in one.replicas} == {0}
+    assert {count % 2 for one in singly for count in one.replicas} == {0, 1}
+
+
 def test_the_price_of_the_paper_by_hand():
     layers = [
         jpipe.programs.LayerCost(4.0, 8.0, outputs=30, weights=10, update=1.0),
