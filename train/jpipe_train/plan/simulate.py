@@ -310,7 +310,8 @@ def cut_grid(grid: str, width: int) -> str:
 
 def draw(path: Path, plan: jpipe.Plan, prediction: jpipe.programs.Prediction, *, sized: bool) -> list[str]:
     """Draw the timeline and, if sizes are known, the memory. Return a line with the paths of the pictures."""
-    title = f"{plan.schedule}, {plan.microbatches} microbatches per batch (a unit is one forward)"
+    numbered = f" in {plan.counted.row_slices} slices, numbered like microbatches" if plan.counted.row_slices > 1 else ""
+    title = f"{plan.schedule}, {plan.microbatches} microbatches per batch{numbered} (a unit is one forward)"
     shown = {"predicted": [transfer for transfer in prediction.transfers if transfer.end > transfer.start]}
     save(jpipe.draw_timeline({"predicted": prediction.timeline}, shown, title=title, unit="units", plan=plan), path)
     if not sized:
