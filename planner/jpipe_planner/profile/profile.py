@@ -282,8 +282,13 @@ class Profile(_Data):
         )
         if not self.dispatch:
             return costs
-        timed = ("forward", "backward", "backward_input", "backward_weight", "update")
-        return tuple(dataclasses.replace(cost, **{name: getattr(cost, name) + self.dispatch for name in timed}) for cost in costs)
+        once, fused = ("backward", "backward_input", "backward_weight", "update"), jpipe.schedules.SCHEDULES[plan.schedule].begins_fused
+        return tuple(
+            dataclasses.replace(
+                cost, **{name: getattr(cost, name) + self.dispatch for name in (once if fused(plan, s) else ("forward", *once))}
+            )
+            for s, cost in enumerate(costs)
+        )
 
     def is_of_cpus(self, topology: Topology) -> bool:
         """Return whether the devices of a topology are CPUs. Without a target they are of the kind for which programs were compiled."""

@@ -117,6 +117,7 @@ class Layers:
         before = np.maximum(last - 1, first)
         inputs = self._crossing[n, first]
         forward, backward, in_one = (sums[n, end] - sums[n, first] for sums in (self._forward, self._backward, self._in_one))
+        apart = forward + backward + 2 * dispatch
         residuals = self._residuals[n][:, end] - self._residuals[n][:, first] + self._shared[n][:, last]
         residuals[-1] = np.where(self._unknown_full[end] > self._unknown_full[first], inputs, residuals[-1])
         scratch, everything = _most(self._scratch[n], first, end) + self._more[n, last] - self._more[n, first], None
@@ -126,7 +127,7 @@ class Layers:
         return Stages(
             forward=forward + dispatch,
             backward=backward + np.multiply.outer(self.repeats, in_one - backward) + dispatch,
-            fusing=np.divide(in_one, forward + backward, out=np.ones_like(forward), where=forward + backward > 0),
+            fusing=np.divide(in_one + dispatch, apart, out=np.ones_like(forward), where=apart > 0),
             inputs=inputs,
             outputs=np.where(is_last, 0, self._crossing[n, end]),
             labels=np.where(is_last, self._profile.labels[n], 0),

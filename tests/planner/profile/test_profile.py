@@ -58,6 +58,19 @@ def test_a_stage_is_the_sum_of_its_layers_and_what_neighbours_share_counts_once(
     assert second.temporary == 7 + (60 - 20)  # what the forward inside of the backward makes again
 
 
+def test_forward_and_backward_in_one_program_are_dispatched_once():
+    stages = ({"layers": ("a",)}, {"layers": ("b", "c")})
+    for schedule in ("pipedream_flush", "zb_h1"):
+        plan = jpipe.Plan(schedule=schedule, microbatches=2, stages=stages)
+        with_dispatch, without = (profile(dispatch=dispatch).stage_costs(plan, 2) for dispatch in (0.125, 0.0))
+        added = [
+            [getattr(a, name) - getattr(b, name) for name in ("forward", "backward")] for a, b in zip(with_dispatch, without, strict=True)
+        ]
+        assert added == [[0.125, 0.125], [0.0, 0.125]]
+    plan = jpipe.Plan(schedule="gpipe", microbatches=2, stages=stages)
+    assert profile().stage_costs(plan, 2)[1].forward == profile(dispatch=0.0).stage_costs(plan, 2)[1].forward + 0.125
+
+
 def test_layers_of_another_model():
     profile().check_layers(("a", "b", "c"))
     with pytest.raises(InputError, match=r"^profile: layer 1 is 'b', the model has 'x' there; profile this model$"):
