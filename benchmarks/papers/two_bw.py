@@ -6,6 +6,7 @@ where b rows take as long as b + `HALF_ROWS` would at the full rate.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -249,14 +250,21 @@ def largest_models(profile: Profile, where: Topology, rows: int) -> dict[int, fl
         where: the topology.
         rows: of a microbatch.
     """
-    depth, batch, models = 1, rows * where.num_devices, dict[int, float]()
+    batch, models = rows * where.num_devices, dict[int, float]()
+
+    @functools.cache
+    def fitting_depths(blocks: int) -> frozenset[int]:
+        plans = find_candidates(with_blocks(profile, blocks, (rows,)), where, batch, schedules=("pipedream_2bw",))
+        return frozenset(c.depth for c in plans if c.over is None)
+
+    depth = 1
     while depth <= where.num_devices:
-        fits, fails = 0, 1024
+        fits, fails = 0, depth  # as many blocks can be cut into as many stages
+        while depth in fitting_depths(fails):
+            fits, fails = fails, 2 * fails
         while fails - fits > 1:
             blocks = (fits + fails) // 2
-            plans = find_candidates(with_blocks(profile, blocks, (rows,)), where, batch, schedules=("pipedream_2bw",))
-            enough = any(c.over is None and c.depth == depth for c in plans)
-            fits, fails = (blocks, fails) if enough else (fits, blocks)
+            fits, fails = (blocks, fails) if depth in fitting_depths(blocks) else (fits, blocks)
         models[depth] = parameters(with_blocks(profile, fits, (rows,))) if fits else 0.0
         depth *= 2
     return models
