@@ -89,7 +89,7 @@ def test_with_a_gpu_that_jax_does_not_see_it_says_what_to_install(driver, extra,
 
 
 @pytest.mark.parametrize(
-    "names", [pytest.param(["two-processes", "memory"], marks=pytest.mark.slow), pytest.param([], marks=pytest.mark.exhaustive)]
+    "names", [pytest.param(["killed-process", "memory"], marks=pytest.mark.slow), pytest.param([], marks=pytest.mark.exhaustive)]
 )
 def test_a_rehearsal_passes(names, tmp_path, monkeypatch):
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # a worker of its own tests would leave the results to another process

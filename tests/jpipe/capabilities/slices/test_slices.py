@@ -40,6 +40,7 @@ def trained(pipe, batches):
     return losses, pipe.params(state), pipe.evaluate(state, batches[0]).loss
 
 
+@pytest.mark.thinned(most=2, most_slow=1)
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize(
     ("schedule", "slices", "sizes", "options"),
@@ -58,6 +59,7 @@ def test_numbers_are_those_of_whole_rows(schedule, slices, sizes, options):
     check_close(trained(pipeline(plan_of(sizes, schedule=schedule, slices=slices, **options)), batches), expected, 1e-10)
 
 
+@pytest.mark.thinned(most=1, most_slow=1)
 @pytest.mark.parametrize(
     ("schedule", "m", "options"),
     [
