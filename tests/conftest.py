@@ -192,6 +192,7 @@ def pytest_collection():
     gc.enable()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20)  # JAX makes many objects that live on: to look for garbage ten times as often takes longer
     return result
 
 
