@@ -44,11 +44,17 @@ def names(source: str) -> Iterator[str]:
                 yield other or name.split(".")[-1]
 
 
+@functools.cache
+def names_in(file: Path) -> frozenset[str]:
+    """Return the names in the code of a file, which is parsed once for all capabilities."""
+    return frozenset(names(file.read_text("utf-8")))
+
+
 def outside(room: str, package: Path) -> list[str]:
     """Return the files of a package outside the folder of a capability that use its names."""
     pattern = re.compile(rf"_?({NAMES[room]})")
     files = sorted(path for path in package.rglob("*.py") if package / "capabilities" / room not in path.parents)
-    return [str(path.relative_to(package)) for path in files if any(map(pattern.fullmatch, names(path.read_text("utf-8"))))]
+    return [str(path.relative_to(package)) for path in files if any(map(pattern.fullmatch, names_in(path)))]
 
 
 def test_every_capability_has_its_names():
@@ -59,7 +65,7 @@ def test_every_capability_has_its_names():
 def test_a_capability_is_known_in_few_files(room):
     found = outside(room, ROOT / "jpipe")
     assert len(found) <= MOST, found
-    used = {name for path in (ROOT / "jpipe" / "capabilities" / room).rglob("*.py") for name in names(path.read_text("utf-8"))}
+    used = {name for path in (ROOT / "jpipe" / "capabilities" / room).rglob("*.py") for name in names_in(path)}
     assert any(re.fullmatch(NAMES[room], name) for name in used)
 
 
