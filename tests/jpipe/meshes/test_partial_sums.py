@@ -128,7 +128,8 @@ CASES = {
 
 
 @pytest.mark.numbers
-@pytest.mark.parametrize("case", [case if case == "2bw" else pytest.param(case, marks=pytest.mark.slow) for case in CASES])
+@pytest.mark.thinned(most=1, most_slow=2)
+@pytest.mark.parametrize("case", CASES)
 def test_a_mesh_changes_no_number(case, float64):
     expected, found = (trained(**CASES[case], **mesh)[1] for mesh in ({}, {"mesh": {"data": 2}}))
     for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
