@@ -60,7 +60,7 @@ from jpipe.stages._batch import (
     rows_of,
 )
 from jpipe.stages._builder import StageBuilder
-from jpipe.stages._bytes import mean_costs, measure_stages
+from jpipe.stages._bytes import joined_costs, measure_stages
 from jpipe.stages._compile import CompiledPrograms, compile_initializers, compile_stages, count_calls
 from jpipe.stages._compiled_stage import CompiledStage
 from jpipe.stages._whole_step import trace_whole_step
@@ -365,7 +365,7 @@ class Pipeline:
                 bucket = bucket_of(batch, self.plan.microbatches, executor.specs)
                 if (interrupted := state._outcome) is not None and interrupted.is_of(batch, self.plan.microbatches):
                     return interrupted.result
-                read = executor.read(current, batch)
+                read = executor.read(current, batch, bucket)
                 with consuming(state, current, observe) as (outcome, observer):
                     outcome.result = executor.step(current, read, bucket, observer)
             result = outcome.result
@@ -585,7 +585,8 @@ class Pipeline:
     ) -> tuple[StageCost, ...]:
         """Compute from shapes the exact bytes that the stages hold and move for batches like this one, for `jpipe.simulate`.
 
-        If the plan cuts rows into slices, these are the bytes of the mean slice; later slices may hold more than earlier ones.
+        If the plan cuts rows into slices, these are the costs of the mean slice, and `by_slice` has those of each slice: their times are in
+        proportion to the products in their forwards, such as the pairs of queries and keys.
 
         Times are in units: a forward takes 1, a backward 2, each half of a backward 1, and recomputation 1 more. Temporaries are known only
         after `init` has compiled, or with `compiled_for`. On a mesh the bytes are for each device of the stage. Before compilation,
@@ -612,7 +613,7 @@ class Pipeline:
                 known = self._executor.compiled_for(bucket.spec[0])
             compiled = [{self.plan.workers[w][0]: stage for w, stage in each.items()} for each in known]
             parts = list(zip(bucket.trained, compiled, strict=True))
-        return mean_costs([measure_stages(self.plan, *part) for part in parts])
+        return joined_costs([functions for functions, _ in parts], [measure_stages(self.plan, *part) for part in parts])
 
     @cached_property
     def places(self) -> tuple[Place, ...]:

@@ -346,7 +346,6 @@ class RuntimeHooks:
         used_calls: by type of instruction, `(StageFunctions, instruction) -> names` of the `calls` that the instruction needs.
         variants: `(plan, spec, functions) -> list of the functions of all stages`, for each slice of the rows of a microbatch with these
             shapes; whole microbatches are only evaluated.
-        cut: `(plan, k, data) -> data`, the arrays of a batch with only the positions of the slice that microbatch k of a program is.
         shares: `(plan, StageFunctions) -> shares`, the `Share` of each replica in the updates of a stage.
         update: the changes of updates.
         apart: the entries that the capability updates with its own programs.
@@ -392,7 +391,6 @@ class RuntimeHooks:
     join_sums: Hook | None = None
     used_calls: Mapping[type, Hook] = field(default_factory=dict)
     variants: Hook | None = None
-    cut: Hook | None = None
     shares: Hook | None = None
     update: UpdateHooks | None = None
     apart: ApartHooks | None = None

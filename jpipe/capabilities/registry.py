@@ -59,9 +59,9 @@ class CapabilityOptions(pydantic.BaseModel):
             for each update.
         offload: the arrays that stay in host memory while no computation needs them, see `jpipe.plan.HostMemory`. None, the default: all
             arrays are on the devices.
-        slices: the number of slices into which the rows of a microbatch are cut along their positions, or a list of the lengths of the
-            slices. The slices go through the stages one after the other, which needs less memory and makes the bubble shorter. None, the
-            default: whole rows.
+        slices: the number of slices into which the rows of a microbatch are cut along their positions, a list of the lengths of the slices,
+            or `{"count": number, "by": "cost"}` for slices that take equally long. The slices go through the stages one after the other,
+            which needs less memory and makes the bubble shorter. None, the default: whole rows.
     """
 
     links: Links | None = None

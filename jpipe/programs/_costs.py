@@ -57,6 +57,10 @@ class StageCost(Costs):
         kept: arrays that capabilities keep in addition to the optimizer state, such as the errors of compressed sums, or agreed weights.
         gathered: if each replica computes sums itself, for each piece of a sum (see `pieces_of`) the bytes that it sends to each other
             replica. If empty, gradients and then their sums go around a ring.
+        carry_message, carry_gradient: for a slice of the rows, the gradients of the carries that a backward gets from the slice after it,
+            and those that it leaves for the slice before.
+        by_slice: if the plan cuts rows into slices, the cost of each slice; the other fields are the means. Empty: all slices have the
+            same cost.
     """
 
     forward: float = 1.0
@@ -82,6 +86,9 @@ class StageCost(Costs):
     updated: tuple[int, ...] = ()
     kept: int = 0
     gathered: tuple[int, ...] = ()
+    carry_message: int = 0
+    carry_gradient: int = 0
+    by_slice: tuple["StageCost", ...] = ()
 
     @property
     def trained(self) -> int:
@@ -230,10 +237,13 @@ def check_costs(plan: Plan, costs: Sequence[StageCost]) -> None:
     Raises:
         InputError: a cost is wrong; the message names the stage and the field.
     """
-    per_piece = {name for used in programs_of(plan) for name in used.per_piece}
+    per_piece, slices = {name for used in programs_of(plan) for name in used.per_piece}, plan.counted.row_slices
     for s, (stage, cost) in enumerate(zip(plan.stages, costs, strict=True)):
         count = len(pieces_of(plan, stage, StageCost()))
-        for name, value in vars(cost).items():
+        if cost.by_slice and len(cost.by_slice) != slices:
+            where, found = f"simulate: costs of stage {s}: by_slice", len(cost.by_slice)
+            raise InputError(where=where, expected=f"a cost for each of {slices} slices of the rows", found=found)
+        for name, value in (item for each in (replace(cost, by_slice=()), *cost.by_slice) for item in vars(each).items()):
             where, are_several = f"simulate: costs of stage {s}: {name}", isinstance(getattr(StageCost, name), tuple)
             if are_several and not isinstance(value, tuple):
                 raise InputError(where=where, expected="a tuple of numbers", found=short(value))

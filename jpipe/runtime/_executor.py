@@ -155,12 +155,13 @@ class Executor:
         """Return the state before `batch` of a pipeline that was empty before batch `start`; `buckets`: of the last batches."""
         return State(tuple(workers), batch, start, self.functions[0].average_state != "read", self.fingerprint, buckets)
 
-    def read(self, state: State, batch: Batch) -> tuple[Mapping[str, Tree], Data]:
+    def read(self, state: State, batch: Batch, bucket: int) -> tuple[Mapping[str, Tree], Data]:
         """Read the rows of a batch that the workers of this process load in the next step.
 
         Args:
             state: the state before the step.
             batch: (inputs, labels).
+            bucket: the bucket of the batch.
 
         Returns:
             The parts of the batch as host arrays, by name, and the rows.
@@ -170,7 +171,7 @@ class Executor:
         """
         program, _ = self._steps.program(state.batch - state.start, state.batch, False)
         host = _on_host(batch)
-        return host, read_data(program, host, rows_of(self.specs[0]))
+        return host, read_data(program, host, rows_of(self.specs[0]), self.buckets[bucket].positions)
 
     def step(self, state: State, batch: tuple[Mapping[str, Tree], Data], bucket: int, observe: Observer | None) -> tuple[State, Metrics]:
         """Feed one batch of a bucket that `read` has returned; see `Pipeline.step`."""

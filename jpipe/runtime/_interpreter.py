@@ -2,12 +2,12 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import jax
 
-from jpipe.capabilities.protocol import hooks
-from jpipe.capabilities.registry import runtimes_of
+from jpipe.context import Positions
 from jpipe.programs._instructions import (
     AllReduce,
     Compute,
@@ -24,7 +24,7 @@ from jpipe.runtime._nan_check import checked
 from jpipe.runtime._transport import Transport
 from jpipe.runtime._worker import Added, ConsumedArrays, Data, RunResults, Worker
 from jpipe.runtime.state import WorkerState
-from jpipe.stages._batch import read_rows
+from jpipe.stages._batch import Cut, read_rows
 from jpipe.stages._compiled_stage import CompiledStage
 
 Tree = Any
@@ -109,25 +109,24 @@ def run(
         workers.clear()  # workers refer to each other, and would keep arrays until the garbage collector runs
 
 
-def read_data(program: Program, batches: Mapping[str, Tree], rows_each: int) -> Data:
+def read_data(program: Program, batches: Mapping[str, Tree], rows_each: int, slices: Sequence[Positions] = ()) -> Data:
     """Read all rows that the program loads. Reading may fail, so it precedes the run, which consumes the states.
 
     Args:
         program: the program that will run.
         batches: host arrays `{"inputs": …, "labels": …}` of the program's batches, concatenated.
         rows_each: the number of rows per microbatch.
+        slices: the positions of each slice, if the program counts slices of the rows.
 
     Raises:
         InputError: the rows of an array do not have the shape or dtype that the array states.
     """
     data, plan = Data(), program.plan
-    cuts = hooks("cut", runtimes_of(plan)) if plan.row_slices > 1 else ()
+    cut = {name: [jax.tree.map(partial(Cut, positions=positions), batch) for positions in slices] for name, batch in batches.items()}
     for i in program.instructions:
         if type(i) is Load:
             row = (i.microbatch // plan.row_slices - program.begin * plan.microbatches // plan.row_slices) * rows_each
-            batch = batches[i.data]
-            for cut in cuts:
-                batch = cut(plan, i.microbatch, batch)
+            batch = cut[i.data][i.microbatch % len(slices)] if slices else batches[i.data]
             data[i.data, i.microbatch] = read_rows(batch, row, row + rows_each)
     return data
 

@@ -347,9 +347,10 @@ def _inputs(key: _Key, plan: Plan) -> list[_Key]:
         case "stash":
             return []
         case _:
-            first = (k + 1) * plan.microbatches_per_update(s) - plan.replicas[s]
+            each = plan.row_slices  # the backward of the first slice of each rows is the last one
+            first = (k + 1) * plan.microbatches_per_update(s) - plan.replicas[s] * each
             replicas = [plan.workers[worker][1]] if plan.has_parallel_pipelines else range(plan.replicas[s])  # only these update
-            return [key for j in replicas for key in that_leave("accumulators", plan, s, first + j)]
+            return [key for j in replicas for key in that_leave("accumulators", plan, s, first + j * each)]
 
 
 def _consistent(ends: dict[_Key, float], waits_for: dict[_Key, list[_Key]]) -> dict[_Key, float]:
@@ -370,7 +371,7 @@ def fit_costs(costs: Sequence[StageCost], timeline: Timeline, plan: Plan | None 
 
     If forward and backward are one computation, its time is divided in their ratio in `costs`, or in `Pipeline.costs` if both are
     0. If only the halves of backwards were measured, a whole backward takes their sum; if only whole backwards were measured, the halves
-    keep their ratio. Times without a measurement become 0.
+    keep their ratio. Times without a measurement become 0. If the costs have the costs of slices of the rows, these are fitted, too.
 
     Args:
         costs: one cost for each stage; their bytes are kept.
@@ -395,10 +396,19 @@ def fit_costs(costs: Sequence[StageCost], timeline: Timeline, plan: Plan | None 
 
 
 def _fit(cost: StageCost, spans: Sequence[Span]) -> StageCost:
+    if count := len(cost.by_slice):
+        update = _median([span.update_time for span in spans if span.updates])
+        slices = [_fit(each, [span for span in spans if span.microbatch % count == n]) for n, each in enumerate(cost.by_slice)]
+        slices = [replace(each, update=update) for each in slices]
+        means: dict[str, Any] = {name: statistics.fmean(getattr(each, name) for each in slices) for name in _TIMES}
+        return replace(cost, by_slice=tuple(slices), update=update, **means)
     fitted = _fit_whole(cost, whole_spans(spans))
     for fit_cost in hooks("fit_cost", programs().values()):
         fitted = fit_cost(fitted, spans)
     return fitted
+
+
+_TIMES = "forward", "backward", "backward_input", "backward_weight"
 
 
 def _fit_whole(cost: StageCost, spans: Sequence[Span]) -> StageCost:

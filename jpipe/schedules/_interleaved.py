@@ -73,7 +73,8 @@ def endless_done(plan: Shape, s: int, k: int) -> int:
     to number i - w - 1, where w is the warm-up. Among every v g backwards, g are of stage s.
     """
     if plan.depth == len(plan.pipeline_ranks):
-        return max(k // plan.replicas[s] - pipeline_in_flight(plan, s) + 1, 0)
+        rows, number = divmod(k, plan.row_slices)
+        return max(rows // plan.replicas[s] * plan.row_slices + number - pipeline_in_flight(plan, s) + 1, 0)
     ranks = group = len(plan.pipeline_ranks)
     chunks = plan.depth // ranks
     c, p = divmod(s, ranks)

@@ -43,7 +43,8 @@ def _refusal(plan: Shape) -> str:
     extra = f" with extra_in_flight {plan.options.extra_in_flight}" if plan.options.extra_in_flight else ""
     replicas = f" with replicas {list(plan.replicas)}" if replicated else ""
     if plan.row_slices > 1:
-        extra, least = f"{extra} and {plan.row_slices} slices", -(-least // plan.row_slices)
+        common = math.lcm(*plan.replicas)
+        extra, least = f"{extra} and {plan.row_slices} slices", -(-least // (plan.row_slices * common)) * common
     found = plan.microbatches // plan.row_slices
     return (
         f"the schedule 'pipedream_2bw' needs at least {least} microbatches for {plan.depth} stages{several}{replicas}{extra}, found "

@@ -181,7 +181,9 @@ class Arrays:
     def received_gradient(self) -> Tree:
         """The received gradient message, without the gradients of the carries of a slice."""
         gradient, weight = self.message
-        return (gradient, weight) if self.functions.last else (gradient[: len(floats_of(self.sent))], weight)
+        if self.functions.positions is None:
+            return gradient, weight
+        return gradient[: 1 if self.functions.last else len(floats_of(self.sent))], weight
 
     @property
     def sent_gradient(self) -> Tree:

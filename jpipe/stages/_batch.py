@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jpipe.context import Positions
 from jpipe.errors import InputError
 from jpipe.model._layer import describe, spec_of
 from jpipe.stages.functions._stage_functions import StageFunctions
@@ -79,6 +80,11 @@ class Bucket(NamedTuple):
     spec: Batch
     functions: Sequence[StageFunctions]
     slices: Sequence[Sequence[StageFunctions]] = ()
+
+    @property
+    def positions(self) -> list[Positions]:
+        """The positions of each slice of the rows; empty for whole rows."""
+        return [positions for functions in self.slices if (positions := functions[0].positions) is not None]
 
     @property
     def trained(self) -> Sequence[Sequence[StageFunctions]]:
@@ -197,6 +203,22 @@ class Padded:
     def __getitem__(self, rows: slice) -> np.ndarray:
         values = np.asarray(self._leaf[rows.start : min(rows.stop, self._leaf.shape[0])])
         return np.concatenate([values, np.repeat(values[-1:], rows.stop - rows.start - len(values), axis=0)])
+
+
+class Cut:
+    """An array of a batch with only some positions, which are in the second dim.
+
+    Args:
+        leaf: an array, or any object with a shape, a dtype and slices of rows.
+        positions: the positions.
+    """
+
+    def __init__(self, leaf: Any, positions: Positions) -> None:
+        count = positions.stop - positions.start
+        self._leaf, self._positions, self.shape, self.dtype = leaf, positions, (leaf.shape[0], count, *leaf.shape[2:]), leaf.dtype
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        return np.asarray(self._leaf[rows])[:, self._positions.start : self._positions.stop]
 
 
 def check_outputs(outputs: Tree, rows: int, layer_id: str) -> None:

@@ -10,6 +10,7 @@ from jpipe.capabilities.protocol import hooks
 from jpipe.capabilities.registry import runtimes_for
 from jpipe.meshes._partition import shard_bytes
 from jpipe.meshes._place import Place
+from jpipe.model.jaxprs._products import count_products
 from jpipe.plan import Plan, repeats_forward
 from jpipe.programs._costs import KeptByBoth, StageCost
 from jpipe.schedules import SCHEDULES
@@ -76,6 +77,8 @@ def measure_bytes(
         stash=nbytes(a.stash) - unchanged_late if splits else 0,
         message=nbytes(a.received_gradient),
         gradient=0 if f.first else nbytes(a.sent_gradient),
+        carry_message=0 if f.positions is None else nbytes(a.message[0]) - nbytes(a.received_gradient[0]),
+        carry_gradient=0 if f.positions is None else nbytes(a.gradient[0]) - nbytes(a.sent_gradient[0]),
         weights=nbytes((a.params, a.scale)),
         frozen=nbytes(f.trained.unchosen(a.params)),
         optimizer=nbytes(a.optimizer),
@@ -110,16 +113,32 @@ def _of_microbatch(a: Arrays, splits: bool) -> tuple[tuple[list[Any], list[Any]]
     return (arguments_kept, outputs_kept), late
 
 
-def mean_costs(costs: Sequence[Sequence[StageCost]]) -> tuple[StageCost, ...]:
-    """Return the costs of the mean slice of rows, from the costs of the stages for each slice; temporaries are the largest."""
+def joined_costs(functions: Sequence[Sequence[StageFunctions]], costs: Sequence[Sequence[StageCost]]) -> tuple[StageCost, ...]:
+    """Return the costs of all stages from the costs for each slice of the rows.
+
+    Each cost has the mean of the bytes, the largest temporaries, and the costs of the slices. The times of a slice are in proportion to the
+    products in its forward; their mean is the time of whole rows.
+
+    Args:
+        functions: the functions of all stages for each slice.
+        costs: the costs of all stages for each slice.
+    """
     if len(costs) == 1:
         return tuple(costs[0])
-    names = "inputs", "labels", "outputs", "residuals", "kept_outputs", "message", "gradient"
-    means = []
-    for of_stage in zip(*costs, strict=True):
-        sizes = {name: -(-sum(getattr(cost, name) for cost in of_stage) // len(of_stage)) for name in names}
-        means.append(replace(of_stage[0], **sizes, temporary=max(cost.temporary for cost in of_stage)))
-    return tuple(means)
+    joined = []
+    for of_stage, of_functions in zip(zip(*costs, strict=True), zip(*functions, strict=True), strict=True):
+        count, flops = len(of_stage), [count_products(f.residuals.forward.jaxpr) for f in of_functions]
+        shares = [each * count / sum(flops) if any(flops) else 1.0 for each in flops]
+        slices = tuple(
+            replace(cost, **{name: getattr(cost, name) * share for name in _TIMES}) for cost, share in zip(of_stage, shares, strict=True)
+        )
+        sizes = {name: -(-sum(getattr(cost, name) for cost in of_stage) // count) for name in _SIZES}
+        joined.append(replace(of_stage[0], **sizes, temporary=max(cost.temporary for cost in of_stage), by_slice=slices))
+    return tuple(joined)
+
+
+_SIZES = "inputs", "labels", "outputs", "residuals", "kept_outputs", "stash", "message", "gradient", "carry_message", "carry_gradient"
+_TIMES = "forward", "backward", "backward_input", "backward_weight"
 
 
 def arrays_of(functions: StageFunctions, chosen: Mapping[str, Sequence[Any]] | None = None) -> Arrays:

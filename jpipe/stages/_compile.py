@@ -109,7 +109,7 @@ def _compile_in_turns(
         ]
         lowered = (_lower_call(arrays[i], name) for i, name in due)
         if known is None:
-            calls = compile_in_parallel(list(lowered))
+            calls = compile_in_parallel(lowered)
         else:
             keys = _compile_unknown(((arrays[i].place, call) for (i, _), call in zip(due, lowered, strict=True)), known)
             calls = [known[key] for key in keys]
@@ -307,9 +307,12 @@ def _folder_of_kernels() -> tempfile.TemporaryDirectory[str]:
 
 
 def compile_in_parallel(
-    lowered: Sequence[jax.stages.Lowered], options: Mapping[str, str | bool] | None = None
+    lowered: Iterable[jax.stages.Lowered], options: Mapping[str, str | bool] | None = None
 ) -> list[jax.stages.Compiled]:
-    """Compile programs in parallel. `options` apply only on CPUs, and only if JAX is not set to optimize less."""
+    """Compile programs in parallel, each while the next ones are lowered.
+
+    `options` apply only on CPUs, and only if JAX is not set to optimize less.
+    """
     is_usual = jax.default_backend() == "cpu" and not jax.config.values["jax_disable_most_optimizations"]
     chosen = dict(options) if options and is_usual else None
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # XLA releases Python's lock while it compiles

@@ -181,11 +181,15 @@ def is_legal(**fields) -> bool:
     return True
 
 
-def cut(ids, sizes, *, recompute="none", **fields) -> Plan:
-    """Return a plan whose stages hold `sizes` layers, one after the other."""
+def cut(ids, sizes, *, recompute="none", replicas=1, **fields) -> Plan:
+    """Return a plan whose stages hold `sizes` layers, one after the other; `replicas` is one number, or one for each stage."""
     ends = [sum(sizes[: s + 1]) for s in range(len(sizes))]
     assert ends[-1] == len(ids)
-    stages = [{"layers": tuple(ids[end - size : end]), "recompute": recompute} for size, end in zip(sizes, ends, strict=True)]
+    counts = [replicas] * len(sizes) if isinstance(replicas, int) else replicas
+    stages = [
+        {"layers": tuple(ids[end - size : end]), "recompute": recompute, "replicas": count}
+        for size, end, count in zip(sizes, ends, counts, strict=True)
+    ]
     return Plan(stages=stages, **fields)
 
 

@@ -30,6 +30,7 @@ CASES: dict[str, dict[str, dict]] = {
             "sum_parts": 2,
             "tied": True,
         },
+        "slices": {"num_stages": 2, "schedule": "pipedream_flush", "microbatches": 2, "slices": (3, 7), "clip": 3.0},
     },
     "2, options": {
         "sums in parts": {
@@ -225,7 +226,10 @@ CASES: dict[str, dict[str, dict]] = {
     },
 }
 """Cases by group; a group's name begins with the number of its processes. Without a placement each worker has its own device."""
-INLINE = ("2bw", "round_robin", "unlike", "sums in parts", "shared optimizer", "lengths", "agree rarely", "agree late", "compressed sums")
+INLINE = (
+    *("2bw", "slices", "round_robin", "unlike", "sums in parts", "shared optimizer", "lengths", "agree rarely", "agree late"),
+    "compressed sums",
+)
 """Cases of two processes that run again as on GPUs: without threads, transfers called in the order of the program."""
 
 BATCHES = 5
@@ -244,6 +248,7 @@ def pipeline(fields: dict):
 
     from jpipe import Pipeline, Plan, Precision
     from tests.jpipe import models
+    from tests.jpipe.capabilities.slices import models as of_slices
 
     clip, stage_clip, ema, correction, frozen = (fields.pop(name, None) for name in ("clip", "stage_clip", "ema", "correction", "frozen"))
     params = fields.pop("params", "float32")
@@ -251,7 +256,7 @@ def pipeline(fields: dict):
     tied, wide = fields.pop("tied", False), "mesh" in fields
     lengths = fields.pop("lengths", False)
     stack = models.wide_stack(tied) if wide else models.tied_stack() if tied else models.rich_stack()
-    stack = models.sequence_stack() if lengths else stack
+    stack = models.sequence_stack() if lengths else of_slices.stack() if "slices" in fields else stack
     plan = Plan.even(stack.ids, **fields)
     sizes = {"rows": 4, "width": 4} if wide else {}
     options = {"clip_global_norm": clip, "clip_stage_norm": stage_clip, "ema_decay": ema, "precision": precision}
@@ -260,7 +265,11 @@ def pipeline(fields: dict):
         labels = {layer_id: "frozen" if layer_id == frozen else "trained" for layer_id in stack.ids}
         optimizer = optax.partition({"trained": optimizer, "frozen": optax.set_to_zero()}, labels)
     pipe = Pipeline(stack, plan, models.masked_squares, optimizer, delay_correction=correction, **options)
-    return pipe, models.sequences(BATCHES, plan.microbatches) if lengths else models.masked_batches(BATCHES, plan.microbatches, **sizes)
+    if lengths:
+        return pipe, models.sequences(BATCHES, plan.microbatches)
+    if "slices" in fields:
+        return pipe, of_slices.masked_batches(BATCHES, plan.microbatches)
+    return pipe, models.masked_batches(BATCHES, plan.microbatches, **sizes)
 
 
 def train(fields: dict) -> dict[str, np.ndarray]:

@@ -18,6 +18,7 @@ OF_PLANS = {
     "chunks_per_rank": {"chunks_per_rank": 2},
     "links.sums": {"links": {"sums": "int8"}},
     "agree": {"agree": {"every": 2}},
+    "slices": {"slices": 2},
     "offload.versions": {"offload": {"versions": "all"}},
     "offload.residuals": {"offload": {"residuals": [1]}},
     "offload.stash": {"offload": {"stash": "all"}},

@@ -199,7 +199,7 @@ def _write_move(worker: prediction.Worker, i: Offload | Fetch) -> None:
     rank.note_versions()
     place, ends = worker.place("moved", i.what, i.number), (i.worker, HOST) if to_host else (HOST, i.worker)
     worker.all.there.add(place)
-    rank.queue.append((prediction.MOVE, worker.all.routes[i.what, ends], i.number, place))
+    rank.queue.append((prediction.MOVE, worker.route(i.what, ends), i.number, place))
     if worker.all.transfers_block:
         worker.wait("moved", i.what, i.number)
 

@@ -5,13 +5,15 @@ returned for the slice before (`Layer.carried`). In programs each slice counts a
 (`Plan.counted`). The losses and gradients of slices add up, so the numbers of a run do not change, except for rounding.
 """
 
+import math
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
 
-from jpipe._numbers import as_python, even_numbers
-from jpipe.capabilities.protocol import Option
+from jpipe._numbers import as_python, even_numbers, is_int
+from jpipe.capabilities.protocol import Exclusion, Option
 from jpipe.errors import InputError, short
 from jpipe.schedules import SCHEDULES
 
@@ -19,8 +21,32 @@ if TYPE_CHECKING:
     import jpipe
 
 
+class ByCost(pydantic.BaseModel):
+    """Slices that take equally long.
+
+    Attributes:
+        count: the number of slices.
+        by: "cost": the lengths follow from the matrix products of the model, as many of which are in attention to earlier slices.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    count: Annotated[int, pydantic.Field(ge=1)]
+    by: Literal["cost"]
+
+
 def _checked(value: Any) -> Any:
-    """Return a number of slices, a tuple of their lengths, or None for a single slice."""
+    """Return a number of slices, a tuple of their lengths, the way to find lengths, or None for a single slice."""
+    if isinstance(value, ByCost):
+        return None if value.count == 1 else value
+    if (
+        isinstance(value, Mapping)
+        and value.keys() == {"count", "by"}
+        and value["by"] == "cost"
+        and is_int(count := value["count"])
+        and count > 0
+    ):
+        return _checked(ByCost(count=int(count), by="cost"))
     if isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping):
         value = tuple(map(as_python, value))
     else:
@@ -29,11 +55,11 @@ def _checked(value: Any) -> Any:
     if value is None:
         return None
     if not numbers or not all(type(number) is int and number >= 1 for number in numbers):
-        raise ValueError(f"expected a number of slices, or a list of their lengths, found {short(value)}")
+        raise ValueError(f"expected a number of slices, a list of their lengths, or {{count: number, by: cost}}, found {short(value)}")
     return None if value == 1 or (len(numbers) == 1 and isinstance(value, tuple)) else value
 
 
-Slices = Annotated[int | tuple[int, ...] | None, pydantic.BeforeValidator(_checked)]
+Slices = Annotated[int | tuple[int, ...] | ByCost | None, pydantic.BeforeValidator(_checked)]
 
 
 def check(plan: "jpipe.Plan") -> None:
@@ -49,17 +75,16 @@ def check(plan: "jpipe.Plan") -> None:
         if (value := getattr(plan, name)) != alone:
             raise _refused(f"no {name}", short(value), f"remove {name}", why)
     for s, stage in enumerate(plan.stages):
-        if stage.replicas > 1 or stage.shape:
-            found = f"{stage.replicas} replicas" if stage.replicas > 1 else f"mesh {dict(stage.mesh)}"
-            raise _refused("stages on one device, without replicas", f"stage {s} with {found}", "change the stage")
+        if stage.shape:
+            why = "carries have no shardings yet"
+            raise _refused("stages on one device each", f"stage {s} with mesh {dict(stage.mesh)}", "use replicas", why)
 
 
 _ALONE = (
-    ("offload", None, "carries between slices stay on the device"),
-    ("links", None, "compressed messages draw random numbers for whole rows"),
+    ("offload", None, "slices share the arrays of their carries, which stay on the device"),
+    ("links", None, "messages of slices are compressed in other blocks than those of whole rows, so the numbers would change"),
     ("max_in_flight", None, "a stage holds all slices of a row before its first backward"),
     ("update_every", "batch", "an update needs all slices of its rows"),
-    ("split_backward", "joint", "the halves of a backward have no order for slices"),
 )
 """Options that cannot be combined with slices, each with its default and the reason."""
 
@@ -71,6 +96,8 @@ def _refused(expected: str, found: str, change: str, why: str = "") -> InputErro
 
 def row_lengths(value: Any) -> tuple[int | None, ...]:
     """Return the length of each slice; None: it depends on the length of the rows."""
+    if isinstance(value, ByCost):
+        return (None,) * value.count
     return value if isinstance(value, tuple) else (None,) * value
 
 
@@ -97,4 +124,42 @@ def lengths_of(value: Any, length: int) -> tuple[int, ...]:
     return value
 
 
-OPTION = Option(room="slices", field="slices", check=check, row_lengths=row_lengths)
+def lengths_by_cost(count: int, length: int, first: float, second: float) -> tuple[int, ...]:
+    """Return the lengths of slices that take equally long. All but the last are multiples of a power of two, up to 128.
+
+    A position of a slice is assumed to cost as much as the end of the slice says: a constant for its own products, and as much for each
+    position up to the end of the slice, to which it attends.
+
+    Args:
+        count: the number of slices.
+        length: the number of positions of the rows.
+        first: the cost of a position in the first half of the rows.
+        second: the cost of a position in the second half, which attends to the first half, too.
+    """
+    half = length // 2
+    pair = max(second - first, 0.0) / (length - half)
+    alone = max(first - pair * half, 0.0)
+
+    def ends(cost: float) -> list[float]:
+        found = [0.0]
+        for _ in range(count):
+            linear = alone + pair * found[-1]
+            found.append(found[-1] + 2 * cost / (linear + math.sqrt(linear**2 + 4 * pair * cost)))
+        return found
+
+    least, most = 0.0, (alone + pair * length) * length
+    for _ in range(100):
+        middle = (least + most) / 2
+        least, most = (middle, most) if ends(middle)[-1] < length else (least, middle)
+    step = min(2 ** max((length // (8 * count)).bit_length() - 1, 0), 128)
+    rounded = [*(step * round(end / step) for end in ends(most)[:-1]), length]
+    return tuple(after - before for before, after in pairwise(rounded))
+
+
+OPTION = Option(
+    room="slices",
+    field="slices",
+    check=check,
+    exclusions=(Exclusion("slices", "stages.sum_parts", "the parts of a backward have no order for slices"),),
+    row_lengths=row_lengths,
+)

@@ -3,13 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import numpy as np
-
 from jpipe.capabilities.protocol import RuntimeHooks
 from jpipe.capabilities.slices.program import ComputeSlice
-from jpipe.capabilities.slices.stage import functions_of_slices, positions_of, row_length
-from jpipe.context import Positions
+from jpipe.capabilities.slices.stage import functions_of_slices, positions_of
 from jpipe.model._subset import floats_of
 from jpipe.ops import OPS
 from jpipe.plan import Plan
@@ -58,31 +54,9 @@ def compute(worker: Worker, i: ComputeSlice) -> None:
             worker.after_backward(k)
 
 
-class _Cut:
-    """An array of a batch with only some positions.
-
-    Args:
-        leaf: an array, or any object with a shape, a dtype and slices of rows.
-        positions: the positions.
-    """
-
-    def __init__(self, leaf: Any, positions: Positions) -> None:
-        count = positions.stop - positions.start
-        self._leaf, self._positions, self.shape, self.dtype = leaf, positions, (leaf.shape[0], count, *leaf.shape[2:]), leaf.dtype
-
-    def __getitem__(self, rows: slice) -> np.ndarray:
-        return np.asarray(self._leaf[rows])[:, self._positions.start : self._positions.stop]
-
-
-def cut(plan: Plan, k: int, data: Tree) -> Tree:
-    """Return the arrays of a batch with only the positions of slice k of a program."""
-    positions = positions_of(plan, row_length(data))[k % plan.row_slices]
-    return jax.tree.map(lambda leaf: _Cut(leaf, positions), data)
-
-
 def variants(plan: Plan, spec: tuple[Tree, Tree], functions: Sequence[StageFunctions]) -> list[list[StageFunctions]]:
     """Return for each slice of microbatches with these shapes the functions of all stages."""
-    return functions_of_slices(functions, spec, positions_of(plan, row_length(spec)))
+    return functions_of_slices(functions, spec, positions_of(plan.slices, functions, spec))
 
 
-RUNTIME = RuntimeHooks(handlers={ComputeSlice: compute}, variants=variants, cut=cut)
+RUNTIME = RuntimeHooks(handlers={ComputeSlice: compute}, variants=variants)

@@ -8,15 +8,15 @@ from typing import Any
 
 import jax
 
-from jpipe.capabilities.slices.option import lengths_of
+from jpipe.capabilities.slices.option import ByCost, lengths_by_cost, lengths_of
 from jpipe.context import Positions, noting_reads, tracing_at
 from jpipe.errors import InputError
 from jpipe.model._function_arguments import random_parameter
 from jpipe.model._layer import LayerSpec, describe, key_spec
 from jpipe.model._stack import LayerStack
 from jpipe.model.jaxprs._dependence import bodies
+from jpipe.model.jaxprs._products import count_products
 from jpipe.model.jaxprs._rows import COUNTS, rows_together, with_rows
-from jpipe.plan import Plan
 from jpipe.stages.functions._stage_functions import StageFunctions
 
 Tree = Any
@@ -36,9 +36,24 @@ def row_length(batch: Tree) -> int:
     return int(lengths.pop())
 
 
-def positions_of(plan: Plan, length: int) -> list[Positions]:
-    """Return the positions of each slice of rows with `length` positions."""
-    ends = [*itertools.accumulate(lengths_of(plan.slices, length))]
+def positions_of(value: Any, functions: Sequence[StageFunctions], spec: tuple[Tree, Tree]) -> list[Positions]:
+    """Return the positions of each slice of the rows.
+
+    Args:
+        value: the value of the option in a plan.
+        functions, spec: as in `functions_of_slices`.
+    """
+    lengths, half = lengths_of(value, length := row_length(spec)), length // 2
+    if isinstance(value, ByCost):
+        halves = functions_of_slices(functions, spec, _positions((half, length - half), length))
+        first, second = (sum(count_products(f.residuals.forward.jaxpr) for f in of_slice) for of_slice in halves)
+        if second:
+            lengths = lengths_by_cost(value.count, length, first / half, second / (length - half))
+    return _positions(lengths, length)
+
+
+def _positions(lengths: Sequence[int], length: int) -> list[Positions]:
+    ends = [*itertools.accumulate(lengths)]
     return [Positions(start, stop, length) for start, stop in zip([0, *ends], ends, strict=False)]
 
 

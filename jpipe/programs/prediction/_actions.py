@@ -160,8 +160,8 @@ class Actions:
         num_places: the number of places.
         there: the places of arrays that are there from the beginning.
         seconds: the numbers of prices in seconds, by the function of `Prices` that returns the price and its arguments.
-        changes: the numbers of changes of bytes, by name, stage and arguments.
-        routes: the numbers of routes, by kind of message or sum, workers, and further arguments of the price.
+        changes: the numbers of changes of bytes, by slice of the rows, name, stage and arguments.
+        routes: the numbers of routes, by slice of the rows, kind of message or sum, workers, and further arguments of the price.
         events: the events by their order; empty when all actions are written.
     """
 
@@ -188,7 +188,10 @@ class Actions:
         begin, end, _ = program.repeated or (0, len(program.instructions), program.end)
         for part in (program.instructions[:begin], program.instructions[begin:end], program.instructions[end:]):
             for i in part:
-                writers[type(i)](self.workers[i.worker], i)
+                worker = self.workers[i.worker]
+                if plan.row_slices > 1:
+                    worker.slice = getattr(i, "microbatch", 0) % plan.row_slices
+                writers[type(i)](worker, i)
             for rank in self.ranks:
                 rank.note_place()
         for rank in self.ranks:
@@ -214,6 +217,7 @@ class Worker:
         accumulates: whether the worker has memory for gradients: not between setting a batch aside and the next backward.
         computed: by microbatch, the parts of ops that it has computed, if a neighbouring stage is on the same rank.
         last: the index of its last computation, counted over the rank.
+        slice: the number of the slice of the rows that the current instruction is about; 0 for whole rows.
     """
 
     def __init__(self, of_program: Actions, number: int) -> None:
@@ -227,8 +231,9 @@ class Worker:
         self.away = set[tuple[str, int]]()
         self.separates_sums = of_program.separates_sums[s]
         self.computed: dict[int, str] = {}
-        self._effects: dict[str, tuple[Op, int, dict[int, int] | None, list[dict[int, int]]]] = {}
-        self._changes: dict[tuple[str, tuple[Any, ...]], int] = {}
+        self.slice = 0
+        self._effects: dict[tuple[int, str], tuple[Op, int, dict[int, int] | None, list[dict[int, int]]]] = {}
+        self._changes: dict[tuple[int, str, tuple[Any, ...]], int] = {}
         self.rank.workers.append(self)
         for begin in of_program.begin:
             begin(self)
@@ -240,14 +245,15 @@ class Worker:
 
     def effect(self, name: str) -> tuple[Op, int, dict[int, int] | None, list[dict[int, int]]]:
         """Return an op, the number of its price, the places of messages that it waits for, if any, and the places of its results."""
-        if name not in self._effects:
+        key = self.slice, name
+        if key not in self._effects:
             op, w, s, last, places = OPS[name], self.number, self.stage, self.all.depth - 1, self.all.places
             message, is_alone = _NEEDS[op.reads], s == (0 if op.begins else last)
             made = {"activation": "output" in op.leaves and s < last, "gradient": op.gives_gradient and s > 0}
             needs = places[w, message] if message and not is_alone else None
             left = [places[w, "made", message] for message, is_made in made.items() if is_made]
-            self._effects[name] = op, self.all.seconds[Prices.seconds, s, name], needs, left
-        return self._effects[name]
+            self._effects[key] = op, self.all.seconds[Prices.seconds, s, name, self.slice], needs, left
+        return self._effects[key]
 
     def wait(self, *what: Any, uses_up: bool = False) -> None:
         """Wait for an array, unless the worker never lacks it. An array that is used up is made anew in the next batch."""
@@ -260,9 +266,14 @@ class Worker:
 
     def change(self, name: str, *arguments: Any) -> None:
         """Change the bytes of the rank."""
-        if (number := self._changes.get((name, arguments))) is None:
-            number = self._changes[name, arguments] = self.all.changes[name, self.stage, *arguments]
+        key = self.slice, name, arguments
+        if (number := self._changes.get(key)) is None:
+            number = self._changes[key] = self.all.changes[self.slice, name, self.stage, *arguments]
         self.rank.changes.append(number)
+
+    def route(self, what: str, workers: tuple[int, ...], *further: Any) -> int:
+        """Return the number of the route of a message or a sum between workers; `further` are further arguments of its price."""
+        return self.all.routes[self.slice, what, workers, *further]
 
     def accumulate(self) -> None:
         """Add memory for gradients if the worker has none, because a batch that was set aside took it."""
@@ -285,7 +296,7 @@ class Worker:
         if event is None:
             keys = [(self.all.workers[w], what) for w, *what in waiting]
             places, ranks = tuple(worker.place(*what) for worker, what in keys), tuple(worker.rank.number for worker, _ in keys)
-            event = self.all.events[order] = order, participants, self.all.routes[route], places, ranks
+            event = self.all.events[order] = order, participants, self.route(*route), places, ranks
         self.rank.queue.append((BEGIN, event, sent, NOWHERE))
 
     def begin_sum(self, what: str, batch: int, sent: int = NOWHERE, piece: int = 0, following: int = 0) -> None:
@@ -379,7 +390,7 @@ def _send(worker: Worker, i: Send) -> None:
     if receiver.rank is worker.rank:
         worker.rank.queue.append((MAKE, 0, sent, arrival))
     else:
-        event = (0, w, to, message, k), 1, program.routes[message, (w, to)], (arrival,), (receiver.rank.number,)
+        event = (0, w, to, message, k), 1, worker.route(message, (w, to)), (arrival,), (receiver.rank.number,)
         worker.rank.queue.append((BEGIN, event, sent, NOWHERE))
 
 

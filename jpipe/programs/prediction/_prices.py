@@ -43,14 +43,23 @@ class Prices:
         self.program, self.plan, self.costs = program, program.plan, costs
         self._messages: dict[str, MessageHooks] = merged("messages", program.hooks)
         self._changes = CHANGES | merged("changes", program.hooks)
+        self._of_slices: list[Prices] = []
+        if any(cost.by_slice for cost in costs):
+            of_slices = [[cost.by_slice[n] if cost.by_slice else cost for cost in costs] for n in range(program.plan.row_slices)]
+            self._of_slices = [Prices(program, each) for each in of_slices]
 
-    def seconds(self, s: int, op: str) -> float:
-        """Return the time of an op; "" stands for an update."""
-        return self.costs[s].seconds(op) if op else self.costs[s].update
+    def of(self, number: int) -> "Prices":
+        """Return the prices of a slice of the rows; number 0 for whole rows."""
+        return self._of_slices[number] if self._of_slices else self
 
-    def change(self, name: str, s: int, *arguments: object) -> Change:
-        """Return a change of bytes at stage s, by its name in `CHANGES` or in the changes of a capability."""
-        return self._changes[name](self, self.costs[s], s, *arguments)
+    def seconds(self, s: int, op: str, number: int = 0) -> float:
+        """Return the time of an op for a slice of the rows; "" stands for an update."""
+        return self.of(number).costs[s].seconds(op) if op else self.costs[s].update
+
+    def change(self, number: int, name: str, s: int, *arguments: object) -> Change:
+        """Return a change of bytes at stage s for a slice of the rows, by its name in `CHANGES` or in the changes of a capability."""
+        prices = self.of(number)
+        return self._changes[name](prices, prices.costs[s], s, *arguments)
 
     def computes(self, s: int, name: str, before: str | None, after: str | None) -> Change:
         """Return the change of bytes by a computation.
@@ -62,14 +71,14 @@ class Prices:
             after: the parts of ops that the next stage has computed for the microbatch; None if that stage is on another rank.
         """
         op, cost = OPS[name], self.costs[s]
-        left, made = {"residuals": cost.residuals, "stash": cost.stash}, cost.gradient if op.gives_gradient else 0
+        left, made = {"residuals": cost.residuals, "stash": cost.stash}, cost.gradient + cost.carry_gradient if op.gives_gradient else 0
         residuals = sum(size for kind, size in left.items() if kind in op.leaves)
         made += residuals
         if "output" in op.leaves:
             made += cost.message if s == self.plan.depth - 1 else cost.outputs - cost.kept_outputs
         freed = cost.inputs + cost.labels
         if not op.begins:
-            freed = left[op.reads] + (cost.message if op.reads == "residuals" else 0)
+            freed = left[op.reads] + (cost.message + cost.carry_message if op.reads == "residuals" else 0)
             residuals -= left[op.reads]
         # Arrays that two stages of a rank keep are freed when the second stage frees them.
         if before is not None:

@@ -99,12 +99,12 @@ class Simulator:
         self._behind = len(self._ranks)  # the number of ranks that have not begun the repetition after the last one; at 0 it ends
         self._period: float | None = None
 
-    def _route(self, what: Any, workers: tuple[int, ...], *summed: Any) -> _Route:
+    def _route(self, number: int, what: Any, workers: tuple[int, ...], *summed: Any) -> _Route:
         ranks = tuple(w if w == HOST else self._plan.rank_of[w] for w in workers)
         if summed:
             summed_bytes, rounds = self._prices.sum(what, *summed)
             return what, ranks, *self._traffic.ring(ranks, summed_bytes, rounds), summed_bytes
-        (source, to), (_, size, _) = ranks, self._prices.message(what, *workers)
+        (source, to), (_, size, _) = ranks, self._prices.of(number).message(what, *workers)
         if HOST in workers:
             link = self._host(max(ranks))
             return what, ranks, (), size / link.bandwidth, link.latency, size

@@ -19,6 +19,8 @@ from tests.jpipe.running import check_close
 from tests.lm.models.running import LLAMA, SMALL
 
 LENGTH = 12
+EXPERTS = {"count": 4, "per_token": 2, "mlp_width": 6, "balance_loss": 0.0}
+LONGROPE = {"kind": "longrope", "original_positions": 64, "short_factors": [1.0] * 4, "long_factors": [2.0] * 4}
 
 
 def LENIENT():
@@ -35,8 +37,11 @@ def wide(layer):
     return replace(layer, init=init)
 
 
-def trained(config, chunk=None, tune=None, m=2, **fields):
-    """Return the losses of some batches, the weights after them, and an evaluation. With `tune` only adapters are trained."""
+def trained(config, chunk=None, tune=None, m=2, packed=False, **fields):
+    """Return the losses of some batches, the weights after them, and an evaluation.
+
+    With `tune` only adapters are trained. With `packed` several documents share a row.
+    """
     stack, random = layers(config, chunk, tune), np.random.default_rng(0)
     stack = stack.with_layers({layer_id: wide(layer) for layer_id, layer in stack.layers.items()})
     plan = jpipe.Plan.even(stack.ids, 2, "pipedream_flush", m, **fields)
@@ -47,6 +52,14 @@ def trained(config, chunk=None, tune=None, m=2, **fields):
     pipe = jpipe.Pipeline(stack, plan, loss, rule)
     rows = random.integers(0, 11, (2, 2 * m, LENGTH + 1)).astype(np.int32)
     batches = [(each[:, :-1], each[:, 1:]) for each in rows]
+    if packed:
+        documents = np.cumsum(random.random((2, 2 * m, LENGTH)) < 0.3, axis=2).astype(np.int32) + 1
+        documents[:, 0, -2:] = 0  # padding
+        documents[:, 1] = 1  # one document in all slices
+        batches = [
+            ({"tokens": tokens, "segments": segments}, np.where(segments, labels, -1))
+            for (tokens, labels), segments in zip(batches, documents, strict=True)
+        ]
     state, losses = pipe.init(jax.random.key(0), batches[0]), []
     for batch in batches:
         state, metrics = pipe.step(state, batch)
@@ -85,10 +98,35 @@ def test_long_rows_are_computed_in_blocks_and_the_loss_in_chunks(monkeypatch):
         check_close(trained(of(), 5, slices=2), trained(of(), 5), 1e-10)
 
 
-def test_several_documents_in_a_row_are_refused():
-    stack = layers(ModelConfig(**{**SMALL, "seq_len": LENGTH, "vocab_size": 11}))
-    plan = jpipe.Plan.even(stack.ids, 2, "gpipe", 2, slices=2)
-    tokens = np.zeros((4, LENGTH), np.int32)
-    pipe = jpipe.Pipeline(stack, plan, loss, optax.sgd(0.1))
-    with pytest.raises(InputError, match="found layer 'embed', which mixes positions"):
-        pipe.init(jax.random.key(0), ({"tokens": tokens, "segments": tokens + 1}, tokens))
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [({}, {"slices": (1, 7, 4)}), ({**LLAMA, "window": 5, "dropout": 0.2}, {"slices": 4}), (LLAMA, {"slices": 3, "blocks": 3})],
+)
+def test_documents_may_cross_slices(config, options, monkeypatch):
+    if block := options.pop("blocks", None):
+        monkeypatch.setattr(attention, "queries_of_block", lambda keys: block)
+    with jax.enable_x64(True), LENIENT():
+        check_close(trained(of(**config), packed=True, **options), trained(of(**config), packed=True), 1e-10)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_experts_without_losses_of_whole_rows_have_the_numbers_of_whole_rows(packed):
+    config = of(**LLAMA, experts=EXPERTS)
+    with jax.enable_x64(True), LENIENT():
+        check_close(trained(config, packed=packed, slices=3), trained(config, packed=packed), 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            {"experts": EXPERTS | {"balance_loss": 0.01}},
+            "found experts with balance_loss 0.01 and z_loss 0, which count the tokens of whole",
+        ),
+        ({"experts": EXPERTS | {"z_loss": 0.1}}, "set balance_loss and z_loss to 0, or remove slices"),
+        ({**LLAMA, "rope_scaling": LONGROPE}, "found longrope with several documents in a row: it depends on the length of a document"),
+    ],
+)
+def test_what_needs_whole_rows_is_refused(config, words):
+    with pytest.raises(InputError, match=words), jax.enable_x64(True), LENIENT():
+        trained(of(**config), packed=True, slices=2)

@@ -478,6 +478,19 @@ def test_a_run_that_loses_a_process_ends_with_the_results_of_an_undisturbed_run(
 
 
 @pytest.mark.slow
+def test_slices_of_rows_go_from_process_to_process(tiny, tmp_path, monkeypatch):
+    plan = {"schedule": "pipedream_flush", "num_stages": 2, "microbatches": 2, "slices": [5, 3]}
+    config = tiny | {"plan": plan, "train": tiny["train"] | {"trace_batches": 0}}
+    (tmp_path / "config.yaml").write_text(json.dumps(config | {"run": {"dir": "several"}}))
+    done = run([sys.executable, "-m", "jpipe_train.cli", "launch", "-n", "2", "--", "train", "config.yaml"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    folders = "several", loop.main(changed(config)).folder
+    several, alone = ([json.loads(row)["loss"] for row in Path(folder, "metrics.jsonl").read_text().splitlines()] for folder in folders)
+    assert several == pytest.approx(alone, rel=1e-6)
+
+
+@pytest.mark.slow
 def test_bad_input_of_one_process_is_not_started_again(restarted, tmp_path):
     """Only process 0 has a layer that is another one now."""
     folder = shutil.copytree(restarted.folder, tmp_path / "copy")

@@ -97,9 +97,7 @@ def _by_cudnn(q: Any, k: Any, v: Any, segments: Any, masked: Masked, config: Mod
         raise InputError(f"{where} that supports this attention; JAX reports: {reason}; set model.attention to xla") from error
 
 
-def attend_after(
-    q: Float[Array, "b s h d"], pairs: Sequence[tuple[Float[Array, "b _ k d"], Float[Array, "b _ k d"]]], config: ModelConfig
-) -> Float[Array, "b s h d"]:
+def attend_after(q: Float[Array, "b s h d"], slices: Sequence[tuple[Any, ...]], config: ModelConfig) -> Float[Array, "b s h d"]:
     """Compute causal attention of the last slice of rows to the keys and values of all slices.
 
     The backward pass joins keys and values again: they are kept only once, not once for each later slice. If there are many pairs of a
@@ -107,30 +105,37 @@ def attend_after(
 
     Args:
         q: the queries of the last slice.
-        pairs: the keys and values of each slice.
+        slices: the keys and values of each slice, and their segments if segments do not attend to each other.
         config: the config of the block.
     """
     masked = Masked(True, config.window)
 
-    def attend(q: Any, pairs: Any) -> Any:
-        k, v = (jnp.concatenate(parts, axis=1) for parts in zip(*pairs, strict=True))
+    def attend(q: Any, slices: Any) -> Any:
+        k, v, *segments = (jnp.concatenate(parts, axis=1) for parts in zip(*slices, strict=True))
         rows, length, heads, size = q.shape
         keys, first = jnp.arange(k.shape[1]), k.shape[1] - length
+
+        def attend_to(at: Any, q: Any, own: Any) -> Any:
+            """Compute attention for queries at these positions of the slice; `own` are their segments, if there are any."""
+            mask = masked.pairs(first + at, keys)[None, None]
+            return _masked(config, q, k, v, mask & same_segment(*own, *segments) if segments else mask)
+
+        own = [whole[:, first:] for whole in segments]
         block = queries_of_block(rows * heads * k.shape[1])
         if config.attention != "blockwise" and block >= length:
-            return _masked(config, q, k, v, masked.pairs(first + jnp.arange(length), keys)[None, None])
+            return attend_to(jnp.arange(length), q, own)
         count = -(-length // min(block, length))
         block = -(-length // count)
-        blocks = jnp.pad(q, ((0, 0), (0, count * block - length), (0, 0), (0, 0))).reshape(rows, count, block, heads, size).swapaxes(0, 1)
 
-        @jax.checkpoint
-        def of_block(number: Any, q: Any) -> Any:
-            return _masked(config, q, k, v, masked.pairs(first + number * block + jnp.arange(block), keys)[None, None])
+        def in_blocks(x: Any) -> Any:
+            padded = jnp.pad(x, ((0, 0), (0, count * block - length), *[(0, 0)] * (x.ndim - 2)))
+            return padded.reshape(rows, count, block, *x.shape[2:]).swapaxes(0, 1)
 
-        outputs = jax.lax.map(lambda given: of_block(*given), (jnp.arange(count), blocks))
+        of_block = jax.checkpoint(lambda number, q, own: attend_to(number * block + jnp.arange(block), q, own))
+        outputs = jax.lax.map(lambda given: of_block(*given), (jnp.arange(count), in_blocks(q), jax.tree.map(in_blocks, own)))
         return outputs.swapaxes(0, 1).reshape(rows, count * block, heads, size)[:, :length]
 
-    return jax.checkpoint(attend, policy=_all_but_joined, prevent_cse=False)(q, tuple(pairs))
+    return jax.checkpoint(attend, policy=_all_but_joined, prevent_cse=False)(q, tuple(entry[:3] for entry in slices))
 
 
 def _all_but_joined(primitive: Any, *_: Any, **__: Any) -> bool:

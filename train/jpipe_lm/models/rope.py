@@ -18,12 +18,20 @@ Frequencies = Any  # NumPy array of float64, one number for each pair of compone
 Scaling = Any  # a `jpipe_lm.config.model.rope_section.RopeScaling`; its validation ensures that the keys of its kind are not None
 
 
-def positions_of(segments: Int[Array, "b s"]) -> Int[Array, "b s"]:
-    """Return the position of each token in its segment, counted from 0."""
+Ended = tuple[Int[Array, "b 1"], Int[Array, "b 1"]]
+"""The segment of the last token of a slice of the rows, and its position in this segment."""
+
+
+def positions_of(segments: Int[Array, "b s"], before: Ended | None = None) -> Int[Array, "b s"]:
+    """Return the position of each token in its segment, counted from 0. The first segment may continue that of the slice before."""
     numbers = jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32)[None], segments.shape)
     is_first = segments[:, 1:] != segments[:, :-1]
     begins = jnp.concatenate([jnp.zeros_like(numbers[:, :1]), jnp.where(is_first, numbers[:, 1:], jnp.zeros_like(numbers[:, 1:]))], axis=1)
-    return numbers - jax.lax.cummax(begins, axis=1)
+    found = numbers - jax.lax.cummax(begins, axis=1)
+    if before is None:
+        return found
+    continues = (found == numbers) & (segments[:, :1] == before[0])
+    return jnp.where(continues, found + before[1] + 1, found)
 
 
 def lengths_of(segments: Int[Array, "b s"]) -> Int[Array, "b s"]:

@@ -21,7 +21,7 @@ from jpipe_lm.models.attention import attend, attend_after, attend_cached
 from jpipe_lm.models.experts import Experts, Routing, no_routing
 from jpipe_lm.models.float8 import float8_product
 from jpipe_lm.models.metadata import named
-from jpipe_lm.models.rope import lengths_of, positions_of, rotated
+from jpipe_lm.models.rope import Ended, lengths_of, positions_of, rotated
 from jpipe_train.losses.cross_entropy import Unprojected, wider
 
 Stream = Any  # x, or {"x": x, "segments": segments, "experts": Routing}, without segments or experts if there are none
@@ -46,12 +46,18 @@ class Embed(nnx.Module):
         self.dropout = dropout(config, rngs)
 
     def __call__(self, inputs: Any) -> Stream:
+        return self.carried(inputs, None)[0]
+
+    def carried(self, inputs: Any, before: Ended | None) -> tuple[Stream, Ended | None]:
+        """Embed a slice of the rows, given where the segments of the slice before have ended (`jpipe.Layer.carried`)."""
         tokens, segments = split_inputs(inputs, self.config)
-        x = self.dropout(self.vectors(tokens, positions(tokens, segments)))
+        at = positions(tokens, segments, before)
+        x = self.dropout(self.vectors(tokens, at))
+        ended = None if segments is None else (segments[:, -1:], at[:, -1:])
         if self.config.experts is None:
-            return joined(x, segments)
+            return joined(x, segments), ended
         with_experts = sum(block.experts is not None for block in self.config.blocks)
-        return joined(x, segments, no_routing(self.config.experts, len(tokens), with_experts, wider(x.dtype)))
+        return joined(x, segments, no_routing(self.config.experts, len(tokens), with_experts, wider(x.dtype))), ended
 
     def vectors(self, tokens: Any, at: Int[Array, "#b s"]) -> Float[Array, "b s w"]:
         """Embed tokens at these positions."""
@@ -114,22 +120,43 @@ class Block(nnx.Module):
 
         Args:
             stream: the input of the block at the positions of the slice.
-            carry: a pair of keys and values for each slice before; None for the first slice.
+            carry: for each slice before, the keys and values, and with several documents in a row their segments and positions; None for
+                the first slice.
 
         Raises:
             InputError: rows of this kind of model cannot be cut into slices.
         """
         x, segments = split_stream(stream)
-        if self.config.kind == "bert" or self.config.experts is not None or segments is not None:
-            expected = "a decoder without experts and without several documents in a row"
-            raise InputError(where="plan", key="slices", expected=expected, found="another model", change="remove slices")
+        self._check_slices(segments)
         b, s, _ = x.shape
-        at = positions(x, None)
+        before = (carry[-1][2][:, -1:], carry[-1][3][:, -1:]) if carry and segments is not None else None
+        at = positions(x, segments, before)
         q, k, v = self._heads(self.attention_norm(x), at, jnp.full((1, 1), row_length(s), jnp.int32))
-        carry = *(carry or ()), (k, v)
+        carry = *(carry or ()), ((k, v) if segments is None else (k, v, segments, at))
         attention = attend_after(q, carry, self.config)
         x = self._plus_attention(x, self.project(attention.reshape(b, s, -1)))
-        return self._plus_mlp(x)[0], carry
+        x, routing = self._plus_mlp(x, segments, routing_of(stream))
+        return joined(x, segments, routing), carry
+
+    def _check_slices(self, segments: Int[Array, "b s"] | None) -> None:
+        """Check that the block can compute rows slice by slice.
+
+        Raises:
+            InputError: it needs whole rows.
+        """
+        experts, scaling = self.config.experts, self.config.rope_scaling
+        found = ""
+        if self.config.kind == "bert":
+            found = "BERT, whose positions attend to later ones"
+        elif experts is not None and max(experts.balance_loss, experts.z_loss) > 0:
+            found = (
+                f"experts with balance_loss {experts.balance_loss:g} and z_loss {experts.z_loss:g}, which count the tokens of whole rows"
+            )
+        elif segments is not None and scaling is not None and scaling.kind == "longrope":
+            found = "longrope with several documents in a row: it depends on the length of a document, which may end in a later slice"
+        if found:
+            expected, change = "a model that computes rows slice by slice", "set balance_loss and z_loss to 0, or " if experts else ""
+            raise InputError(where="plan", key="slices", expected=expected, found=found, change=f"{change}remove slices")
 
     def following(
         self, x: Float[Array, "b s w"], cache: tuple[Any, Any], at: Int[Array, "b s"], lengths: Int[Array, " b"]
@@ -344,10 +371,10 @@ def joined(x: Float[Array, "b s w"], segments: Int[Array, "b s"] | None, routing
     return {"x": x, **present} if present else x
 
 
-def positions(tokens: Any, segments: Int[Array, "b s"] | None) -> Int[Array, "#b s"]:
+def positions(tokens: Any, segments: Int[Array, "b s"] | None, before: Ended | None = None) -> Int[Array, "#b s"]:
     """Return the position of each token, counted from 0 in its row or segment."""
     if segments is not None:
-        return positions_of(segments)
+        return positions_of(segments, before)
     numbers = jnp.arange(tokens.shape[1])[None]
     return numbers if (at := traced_positions()) is None else at.start + numbers
 

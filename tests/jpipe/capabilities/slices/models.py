@@ -45,11 +45,15 @@ def attention() -> Layer:
     def carried(params, state, x, carry, key, train):
         q, k, v = (x @ params[name] for name in "qkv")
         carry = *(carry or ()), (k, v)
+        return x + attend(q, carry), state, carry
+
+    @partial(jax.checkpoint, policy=lambda primitive, *_, **__: primitive.name not in ("concatenate", "transpose"), prevent_cse=False)
+    def attend(q, carry):
+        """Compute attention. The keys and values of all slices are joined again in the backward, not kept for each slice."""
         keys, values = (jnp.concatenate(parts, 1) for parts in zip(*carry, strict=True))
-        before = keys.shape[1] - x.shape[1]
-        seen = jnp.arange(keys.shape[1])[None] <= before + jnp.arange(x.shape[1])[:, None]
-        weights = jax.nn.softmax(jnp.where(seen[None], q @ keys.swapaxes(1, 2), -1e30))
-        return x + weights @ values, state, carry
+        before = keys.shape[1] - q.shape[1]
+        seen = jnp.arange(keys.shape[1])[None] <= before + jnp.arange(q.shape[1])[:, None]
+        return jax.nn.softmax(jnp.where(seen[None], q @ keys.swapaxes(1, 2), -1e30)) @ values
 
     def apply(params, state, x, key, train):
         return carried(params, state, x, None, key, train)[:2]
@@ -100,6 +104,21 @@ def batches(count, microbatches, length=LENGTH):
             {"next": random.integers(0, VOCAB, (size, length)), "weight": random.choice([0.0, 0.5, 1.0], (size, length))},
         )
         for _ in range(count)
+    ]
+
+
+def masked_batches(count, microbatches):
+    """Return batches for `tests.jpipe.models.masked_squares`, with a target for each position."""
+    random = np.random.default_rng(4)
+    return [
+        (
+            inputs,
+            {
+                "target": random.normal(size=(*inputs.shape, VOCAB)).astype(np.float32),
+                "mask": random.integers(0, 2, inputs.shape).astype(np.float32),
+            },
+        )
+        for inputs, _ in batches(count, microbatches)
     ]
 
 

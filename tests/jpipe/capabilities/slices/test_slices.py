@@ -5,13 +5,15 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
 
 from jpipe import InputError, Layer, LayerStack, Pipeline, Plan, Precision, Tie, lower, simulate
-from jpipe.capabilities.slices.option import lengths_of
-from jpipe.programs import ProgramError
+from jpipe.capabilities.slices.option import lengths_by_cost, lengths_of
+from jpipe.programs import ProgramError, StageCost
+from jpipe.runtime import fit_costs
 from jpipe.schedules import SCHEDULES
 from jpipe.schedules._schedule import most_in_flight
 from jpipe.stages._batch import microbatch_spec
@@ -19,6 +21,10 @@ from jpipe.stages.functions._update import update
 from tests.jpipe.capabilities.slices import models
 from tests.jpipe.models import cut
 from tests.jpipe.running import KEY, check_close, check_equal
+from tests.jpipe.runtime.test_memory import peaks_of
+
+HALVES = [{"backward_input": each / 2, "backward_weight": each / 2} for each in (3.0, 4.0, 3.5)]
+"""Of the backwards of two slices, and of the mean slice."""
 
 
 def plan_of(sizes=(2, 2, 2), m=3, schedule="pipedream_flush", **fields):
@@ -45,16 +51,21 @@ def trained(pipe, batches):
 @pytest.mark.parametrize(
     ("schedule", "slices", "sizes", "options"),
     [
-        ("gpipe", 2, (3, 3), {}),
+        ("gpipe", 2, (3, 3), {"replicas": 3}),
         ("pipedream_flush", (1, 6, 3), (1, 3, 2), {"extra_in_flight": 1}),
         ("pipedream_2bw", 3, (2, 2, 2), {}),
         ("interleaved_1f1b", 2, (1, 2, 1, 2), {"ranks": ((0, 2), (1, 3))}),
         ("zb_h1", (4, 6), (2, 2, 2), {}),
         ("interleaved_zero_bubble", 2, (1, 2, 1, 2), {"ranks": ((0, 2), (1, 3))}),
+        ("pipedream_flush", (1, 6, 3), (2, 2, 2), {"m": 4, "replicas": (2, 1, 4), "shard_optimizer": True}),
+        ("pipedream_flush", 2, (2, 4), {"m": 4, "replicas": 2, "agree": {"every": 2}}),
+        ("zb_h2", (4, 6), (3, 3), {"m": 4, "replicas": 2}),
+        ("interleaved_1f1b", 3, (1, 2, 1, 2), {"m": 4, "replicas": 2, "ranks": ((0, 2), (1, 3))}),
+        ("pipedream_2bw", 3, (3, 3), {"m": 4, "replicas": (2, 1), "split_backward": "early"}),
     ],
 )
 def test_numbers_are_those_of_whole_rows(schedule, slices, sizes, options):
-    batches = models.batches(3, 3)
+    batches = models.batches(3, options.get("m", 3))
     expected = trained(pipeline(plan_of(sizes, schedule=schedule, **options)), batches)
     check_close(trained(pipeline(plan_of(sizes, schedule=schedule, slices=slices, **options)), batches), expected, 1e-10)
 
@@ -97,18 +108,19 @@ def test_the_bubble_is_that_of_slices():
 
 
 def test_programs_of_all_schedules_are_verified_and_hold_what_their_schedule_says():
-    for schedule, chunks, m, slices in itertools.product(SCHEDULES, (1, 2, 3), (1, 3, 4, 7), (2, 3, 5)):
+    for schedule, chunks, m, slices, replicas in itertools.product(SCHEDULES, (1, 2, 3), (1, 3, 4, 7), (2, 3, 5), (1, 2)):
         if not SCHEDULES[schedule].takes_slices or SCHEDULES[schedule].refuses_chunks(chunks):
             continue
-        d = 3 * chunks
+        d, m = 3 * chunks, m * replicas
         try:
-            plan = Plan.even([f"layer{s}" for s in range(d)], d, schedule, m, chunks_per_rank=chunks, slices=slices)
+            plan = Plan.even([f"layer{s}" for s in range(d)], d, schedule, m, chunks_per_rank=chunks, slices=slices, replicas=replicas)
         except InputError as error:
             assert not SCHEDULES[schedule].flushes, error  # noqa: PT017
             continue
         prediction, counted, rules = simulate(lower(plan, 4)), plan.counted, SCHEDULES[schedule]
-        assert max(prediction.versions_alive) <= max(rules.versions_alive(counted, s) for s in range(d))
-        batches = 1 if rules.flushes else 4
+        batches, of_stages = 1 if rules.flushes else 4, [plan.workers[w][0] for w in range(len(plan.workers))]
+        alive = [max(a for a, s in zip(prediction.versions_alive, of_stages, strict=True) if s == stage) for stage in range(d)]
+        assert all(each <= rules.versions_alive(counted, s) for s, each in enumerate(alive))
         for p, stages in enumerate(counted.pipeline_ranks):
             for s in stages:
                 order = [entry for entry in rules.computations(counted, p, 0, 0, batches) if entry.stage == s]
@@ -139,12 +151,71 @@ def test_shared_parameters_norms_and_loss_scales():
         pipeline(Plan.even(stack.ids, 2, "pipedream_2bw", 2, slices=3), stack).init(jax.random.key(0), models.batches(1, 2)[0])
 
 
-def test_costs_are_of_the_mean_slice():
-    batch, pipe = models.batches(1, 2)[0], pipeline(plan_of(m=2, slices=(5, 5)))
+def test_costs_are_those_of_each_slice_and_of_the_mean_slice():
+    batch, pipe = models.batches(1, 2)[0], pipeline(plan_of(m=2, slices=(6, 4)))
     pipe.init(jax.random.key(KEY), batch)
-    whole, (cost, *_) = pipeline(plan_of(m=2)).costs(batch), pipe.costs(batch)
+    whole, (cost, *_, last) = pipeline(plan_of(m=2)).costs(batch), pipe.costs(batch)
     assert (cost.inputs, cost.outputs, cost.message) == (whole[0].inputs // 2, whole[0].outputs // 2, (whole[0].message + 4) // 2)
     assert cost.temporary > 0
+    assert [each.inputs for each in cost.by_slice] == [whole[0].inputs * 6 // 10, whole[0].inputs * 4 // 10]
+    keys_and_values = 2 * models.ROWS * 6 * models.WIDTH * 4  # of the first slice
+    assert [(each.carry_message, each.carry_gradient) for each in cost.by_slice] == [(keys_and_values, 0), (0, keys_and_values)]
+    assert sum(each.forward for each in cost.by_slice) == pytest.approx(2)
+    projections, pairs = 3 * models.WIDTH, 2  # products of a position; of a pair of positions
+    expected = 6 * (projections + 6 * pairs) / (4 * (projections + 10 * pairs))
+    assert cost.by_slice[0].forward / cost.by_slice[1].forward == pytest.approx(expected)
+    fields = {"inputs": cost.inputs, "outputs": cost.outputs}
+    assert fields == {name: sum(getattr(each, name) for each in cost.by_slice) // 2 for name in fields}
+    assert last.by_slice[0].labels == last.by_slice[1].labels * 6 // 4
+
+
+@pytest.mark.parametrize(
+    ("schedule", "fields"),
+    [
+        ("pipedream_flush", {}),
+        ("gpipe", {}),
+        ("zb_h1", {}),
+        ("pipedream", {}),
+        ("pipedream_flush", {"replicas": 2}),
+    ],
+)
+def test_measured_peak_is_predicted(schedule, fields):
+    plan, batch = plan_of(m=4, schedule=schedule, slices=(1, 6, 3), **fields), models.batches(1, 4)[0]
+    devices = jax.devices()[: len(plan.rank_workers)]
+    measured, predicted = peaks_of(pipeline(plan, devices=devices), batch, devices)
+    np.testing.assert_allclose(measured, predicted, rtol=0.05)
+
+
+def test_a_slice_costs_what_the_trace_says():
+    plan = Plan.even("ab", 2, "pipedream_flush", 2, slices=2)
+    slices = StageCost(forward=1.0, backward=3.0), StageCost(forward=2.0, backward=4.0, outputs=7, inputs=7)
+    costs = [StageCost(forward=1.5, backward=3.5, by_slice=slices)] * 2
+    found = simulate(lower(plan, 1), costs)
+    assert fit_costs([StageCost(by_slice=(StageCost(), slices[1]))] * 2, found.timeline)[0] == replace(
+        costs[0], by_slice=tuple(replace(each, **HALVES[n]) for n, each in enumerate(slices)), **HALVES[2]
+    )
+    spans = [(span.op, span.microbatch, span.end - span.start) for span in found.timeline[0]]
+    assert {(op, k % 2): seconds for op, k, seconds in spans} == {("F", 0): 1.0, ("F", 1): 2.0, ("B", 0): 3.0, ("B", 1): 4.0}
+    assert sum(found.moved_bytes) == 2 * 7
+    with pytest.raises(InputError, match="costs of stage 0: by_slice: expected a cost for each of 2 slices of the rows, found 1"):
+        simulate(lower(plan, 1), [replace(costs[0], by_slice=slices[:1])] * 2)
+
+
+def test_lengths_by_cost_take_equally_long():
+    assert lengths_by_cost(4, 4096, 1.0, 1.0) == (1024,) * 4
+    for count, length in ((4, 4096), (3, 1000), (7, 32768)):
+        lengths = lengths_by_cost(count, length, 1.5, 2.5)
+        ends, pair = np.cumsum(lengths), 1.0 / (length - length // 2)
+        costs = np.array(lengths) * (1.5 - pair * (length // 2) + pair * ends)
+        assert sum(lengths) == length
+        assert list(lengths) == sorted(lengths, reverse=True)
+        assert max(costs) / min(costs) < 1.3
+    plan = plan_of(m=2, slices={"count": 2, "by": "cost"})
+    assert Plan.from_json(plan.to_json()) == plan
+    batch, pipe = models.batches(1, 2, 64)[0], pipeline(plan)
+    first, second = pipe.costs(batch)[0].by_slice
+    assert first.inputs > second.inputs
+    assert first.forward == pytest.approx(second.forward, rel=0.15)
 
 
 @pytest.mark.parametrize("broken", ["lost", "twice", "early"])
@@ -182,9 +253,12 @@ def test_slices_are_even_or_as_long_as_the_plan_says():
         ({"schedule": "pipedream_2bw", "m": 1}, "needs at least 2 microbatches for 3 stages and 2 slices, found microbatches 1"),
         ({"offload": {"residuals": "all"}}, "expected no offload"),
         ({"max_in_flight": 2}, "expected no max_in_flight"),
-        ({"split_backward": "early"}, "expected no split_backward"),
         ({"slices": 0}, "expected a number of slices"),
         ({"slices": "2"}, "expected a number of slices"),
+        (
+            {"slices": {"count": 2, "by": "time"}},
+            "expected a number of slices, a list of their lengths, or {count: number, by: cost}, found",
+        ),
     ],
 )
 def test_what_slices_cannot_be_combined_with(fields, words):
@@ -193,9 +267,9 @@ def test_what_slices_cannot_be_combined_with(fields, words):
     assert words in str(error.value)
 
 
-def test_replicas_and_meshes_are_refused():
-    for fields in ({"replicas": 3}, {"mesh": {"data": 2}}):
-        with pytest.raises(InputError, match="expected stages on one device, without replicas"):
+def test_meshes_and_sums_in_parts_are_refused():
+    for fields, words in (({"mesh": {"data": 2}}, "stages on one device each"), ({"replicas": 3, "sum_parts": 2}, "no stages.0.sum_parts")):
+        with pytest.raises(InputError, match=f"expected {words}"):
             Plan.even(models.stack().ids, 2, "gpipe", 3, slices=2, **fields)
 
 

@@ -1,0 +1,184 @@
+"""`python -m benchmarks.slices`: measure rows in slices.
+
+`throughput`: two stages of a flush in two processes, each pinned to a core; rows in four slices beside whole rows. `long`: the memory of a
+process that trains a small GPT on rows of 32,768 tokens, in slices and whole.
+"""
+
+import argparse
+import dataclasses
+import resource
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+import jpipe
+from benchmarks import parts
+from benchmarks.pipelines import Runner
+from benchmarks.planner.markdown import print_table
+from benchmarks.programs import Program, free_port, python_module, steps_per_second
+from benchmarks.serve import serve, step_by_step
+from jpipe_lm.config.model_config import ModelConfig
+from jpipe_lm.models import layers
+from jpipe_train.losses.cross_entropy import loss
+
+MODELS = {
+    "throughput": ModelConfig(depth=4, width=256, heads=8, seq_len=1024),
+    "long": ModelConfig(depth=4, width=64, heads=2, seq_len=32768),
+}
+BOUNDS, GOALS = {1: 8 / 5, 2: 4 / 3}, {1: 1.4, 2: 1.2}  # by the number of microbatches, for four slices on two stages
+LINK = jpipe.Link(2e9, 2e-4)  # between two processes here, as in benchmarks/data/communication.json
+STEPS, ROUNDS = 8, 5
+
+
+def pipeline(name: str, microbatches: int, slices: Any) -> tuple[jpipe.Pipeline, Any]:
+    """Return a pipeline of two stages, and a batch with a row for each microbatch."""
+    stack, config = layers.layers(MODELS[name], 1024 if name == "long" else None), MODELS[name]
+    plan = jpipe.Plan.even(stack.ids, 2, "pipedream_flush", microbatches, slices=slices)
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (microbatches, config.seq_len + 1)).astype(np.int32)
+    return jpipe.Pipeline(stack, plan, loss, optax.adamw(1e-3)), (tokens[:, :-1], tokens[:, 1:])
+
+
+def process(name: str, microbatches: int, slices: int, number: int, count: int, port: int) -> None:
+    """Run one of `count` processes: print its facts, and then run the steps that standard input requests."""
+    jpipe.keep_freed_memory()  # as `jpipe train` does
+    if count > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(f"127.0.0.1:{port}", count, number)
+    pipe, batch = pipeline(name, microbatches, slices)
+    if name == "long":
+        state = pipe.init(jax.random.key(0), batch)
+
+        def step() -> None:
+            nonlocal state
+            state, metrics = pipe.step(state, batch)
+            jax.block_until_ready((state, metrics.losses))
+
+        step()
+        serve(
+            step_by_step(step), predicted=_predicted(pipe, batch).peak_bytes, peak=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        )
+    elif count == 1:
+        serve(lambda steps: {"costs": [dataclasses.asdict(cost) for cost in _costs(pipe, batch, steps)]})
+    else:
+        runner, before = Runner(pipe, batch), 0
+        runner(3)
+        peak = _Peak()
+        runner(2, peak)
+        rank = pipe.plan.rank_of[number]
+        serve(runner, held=peak.bytes - before, predicted=_predicted(pipe, batch).held_bytes[rank])
+
+
+def _predicted(pipe: jpipe.Pipeline, batch: Any) -> jpipe.programs.Prediction:
+    costs = pipe.costs(batch)
+    return jpipe.simulate(jpipe.lower(pipe.plan, 2, **jpipe.programs.uses_by_costs(costs)), costs)
+
+
+class _Peak:
+    """An observer of the largest sum of the bytes of all arrays after an instruction."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def __call__(self, event: Any) -> None:
+        self.bytes = max(self.bytes, sum(array.nbytes for array in jax.live_arrays() if not array.is_deleted()))
+
+
+def _costs(pipe: jpipe.Pipeline, batch: Any, steps: int) -> Sequence[jpipe.programs.StageCost]:
+    """Measure the times of both stages, which take turns on one core."""
+    state = pipe.init(jax.random.key(0), batch)
+    state, _ = pipe.step(state, batch)
+    with jpipe.Tracer(pipe.plan) as tracer:
+        for _ in range(steps):
+            state, _ = pipe.step(state, batch, observe=tracer)
+        trace = tracer.finish()
+    return jpipe.runtime.fit_costs(pipe.costs(batch), trace.timeline)
+
+
+def throughput(_: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure throughput and memory of four slices beside whole rows, for one and for two microbatches."""
+    return [_compared(microbatches, 4) for microbatches in (1, 2)]
+
+
+def _compared(microbatches: int, slices: int) -> dict[str, Any]:
+    seconds = {each: _simulated(microbatches, each) for each in (1, slices)}
+    rates, facts = dict[int, list[float]](), dict[int, list[dict[str, Any]]]()
+    with _started("throughput", microbatches, 1, 2) as whole, _started("throughput", microbatches, slices, 2) as cut:
+        programs: Mapping[int, Program] = {1: whole, slices: cut}
+        for each, program in programs.items():
+            facts[each], rates[each] = program.facts(), []
+        for _ in range(ROUNDS):
+            for each, program in programs.items():
+                rates[each].append(steps_per_second([answer["ends"] for answer in program.run(STEPS)]) / 2)
+    ratios = [cut / whole for whole, cut in zip(rates[1], rates[slices], strict=True)]
+    memory = [fact["held"] / fact["predicted"] for fact in facts[slices]]
+    row = {
+        "microbatches": microbatches,
+        "slice_ms": 1e3 * seconds[slices][1],
+        "rounds": ratios,
+        "measured": statistics.median(ratios),
+        "simulated": seconds[1][0] / seconds[slices][0],
+        "seconds": {each: [1 / statistics.median(rates[each]), seconds[each][0]] for each in rates},
+        "memory": memory,
+        "held": {each: [fact["held"] for fact in of_process] for each, of_process in facts.items()},
+    }
+    head = "microbatches", "forward of a slice", "slices ÷ whole rows, measured", "simulated", "goal", "bound", "memory ÷ predicted"
+    ratio, of_memory = f"{row['measured']:.2f}", ", ".join(f"{each:.3f}" for each in memory)
+    shown = str(microbatches), f"{row['slice_ms']:.0f} ms", ratio, f"{row['simulated']:.2f}"
+    print_table(head, [(*shown, f"{GOALS[microbatches]:g}", f"{BOUNDS[microbatches]:.2f}", of_memory)])
+    return row
+
+
+def _simulated(microbatches: int, slices: int) -> tuple[float, float]:
+    """Return the simulated seconds of a batch with measured times, and the mean time of a forward."""
+    with _started("throughput", microbatches, slices, 1) as program:
+        program.facts()
+        costs = [_cost(fields) for fields in program.run(STEPS)[0]["costs"]]
+    plan = pipeline("throughput", microbatches, slices)[0].plan
+    return jpipe.simulate(jpipe.lower(plan, 1), costs, LINK).seconds, statistics.fmean(cost.forward for cost in costs)
+
+
+def _cost(fields: dict[str, Any]) -> jpipe.programs.StageCost:
+    tuples = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+    return jpipe.programs.StageCost(**{**fields, **tuples, "by_slice": tuple(map(_cost, fields["by_slice"])), "passed": ()})
+
+
+def long(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure memory and time of a step on rows of 32,768 tokens."""
+    rows = []
+    for slices in (1, 8):
+        with _started("long", 1, slices, 1) as program:
+            (fact,) = program.facts(1200)
+            ends = program.run(2, 600)[0]["ends"]
+        rows.append({"slices": slices, **fact, "seconds": ends[1] - ends[0]})
+        print_table(
+            ("slices", "memory of the process", "predicted for each rank", "seconds of a step"),
+            [
+                (
+                    str(slices),
+                    f"{fact['peak'] / 1e9:.2f} GB",
+                    ", ".join(f"{size / 1e9:.2f} GB" for size in fact["predicted"]),
+                    f"{ends[1] - ends[0]:.1f}",
+                )
+            ],
+        )
+    return rows
+
+
+def _started(name: str, microbatches: int, slices: int, count: int) -> Program:
+    """Start the processes of a pipeline, each pinned to a core."""
+    port = free_port()
+    commands = [python_module("benchmarks.slices", "process", name, microbatches, slices, n, count, port) for n in range(count)]
+    return Program(f"{name} in {slices} slices", commands, range(count), {"JAX_PLATFORMS": "cpu"})
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["process"]:
+        process(sys.argv[2], *map(int, sys.argv[3:]))
+    else:
+        parser = argparse.ArgumentParser(prog="python -m benchmarks.slices", description=__doc__)
+        parts.run(parser, {"throughput": throughput, "long": long}, "benchmarks/slices.json", None)
