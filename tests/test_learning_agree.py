@@ -5,6 +5,7 @@ import json
 import math
 import re
 from dataclasses import asdict
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -161,7 +162,7 @@ def test_numbers_are_rounded_as_in_messages(kind):
     expected = decompress(compress(x, kind), kind, x)
     np.testing.assert_array_equal(exchange.rounded(x, exchange.format_of(kind), jax.random.key(0)), expected)
     keys = jax.random.split(jax.random.key(1), 2000)
-    drawn = np.asarray(jax.vmap(lambda key: exchange.rounded(x, exchange.format_of(kind, True), key))(keys))
+    drawn = np.asarray(jax.jit(jax.vmap(lambda key: exchange.rounded(x, exchange.format_of(kind, True), key)))(keys))
     assert len(np.unique(drawn[:, 0, 0, 0])) == 2
     np.testing.assert_allclose(drawn.mean(0), x, rtol=0, atol=0.1 * np.abs(drawn - np.asarray(x)).max())
 
@@ -173,9 +174,9 @@ def test_sums_with_feedback_lose_nothing_in_the_long_run():
     lost = {}
     for feedback in (True, False):
         settings = agree.Setting("", "", sums="int8", feedback=feedback).exchange(D)
-        errors, total = jax.tree.map(jnp.zeros_like, own), 0.0
+        errors, total, sums = jax.tree.map(jnp.zeros_like, own), 0.0, jax.jit(partial(exchange.sums, settings))
         for _ in range(50):
-            used, errors = exchange.sums(settings, own, errors, keys)
+            used, errors = sums(own, errors, keys)
             total = total + used["w"][0]
         lost[feedback] = jnp.abs(total - 50 * own["w"].mean(0)).max()
         assert feedback is False or jnp.allclose(total + errors["w"].mean(0), 50 * own["w"].mean(0), atol=1e-3)

@@ -55,7 +55,7 @@ def test_experts_compute_what_a_loop_over_tokens_does(keys, kept):
     config = ModelConfig(**GATED, experts={**MIXTURE, **keys})
     block, of_experts = transformer.Block(config, rngs=nnx.Rngs(0)), config.experts
     x = RNG.normal(size=(3, 8, 16)).astype(np.float32)
-    y, choices = block.experts(jnp.asarray(x), None if kept is None else jnp.asarray(kept) > 0)
+    y, choices = jax.jit(lambda x: block.experts(x, None if kept is None else jnp.asarray(kept) > 0))(x)
     routing = no_routing(of_experts, 3, 1, jnp.float32).followed_by(*choices)
     kernels = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(block.experts, nnx.Param)))
     expected, counts, sums, squares = np.zeros_like(x), np.zeros((3, 4)), np.zeros((3, 4)), np.zeros(3)
