@@ -33,7 +33,7 @@ help: ## List the commands
 train: .venv/ready ## Train the GPT of configs/gpt-bytes.yaml through a four-stage pipeline, about a minute and a half
 	@$(VENV)/jpipe train configs/gpt-bytes.yaml
 
-test: .venv/ready ## Run all tests except the slow ones, about six minutes on two cores (PYTEST_ARGS="-k name" for some of them)
+test: .venv/ready ## Run all tests except the slow ones, about 13 minutes on two cores (PYTEST_ARGS="-k name" for some of them)
 	@$(QUICKLY) $(VENV)/$(PYTEST) -m "not slow and not targets" $(PYTEST_ARGS)
 
 test-slow: .venv/ready ## Run the tests that `make test` leaves out, but for those marked `exhaustive`, which only `make test-all` runs
@@ -47,7 +47,7 @@ test-all: .venv/ready .venv-torch/ready ## Run all tests, and those marked `olde
 	@$(VENV)/$(PYTEST) $(PYTEST_ARGS)
 	@$(call on_oldest,oldest)
 
-test-targets: .venv-targets/ready ## Compile every kind of program for GPUs and TPUs that are not here, about two minutes; nothing is run on them
+test-targets: .venv-targets/ready ## Compile every kind of program for GPUs and TPUs that are not here, about five minutes; nothing is run on them
 	@[ ! -e .venv-targets/ready ] || JPIPE_REQUIRE_TARGETS=1 JAX_PLATFORMS=cpu .venv-targets/bin/$(PYTEST) -m "targets and not exhaustive" tests/targets $(PYTEST_ARGS)
 
 check-gpu: .venv/ready ## Check jpipe on one NVIDIA GPU within ten minutes, over NCCL too; it says what to install (ARGS="--rehearse" without a GPU)

@@ -75,7 +75,7 @@ def rule(pipe, optimizer, batches, params):
             of_batch = sum(float(pipe.loss(part[0], part[1])[1]) for part in parts)
             (value, _), gradient = gradient_of(zero, trees, {i: {} for i in STACK.ids}, parts, 0, jax.random.key(0))
             new, states[k] = updated(gradient, states[k], versions[k][-1])
-            versions[k].append(new)
+            versions[k].append(jax.tree.map(np.asarray, new))  # what follows is computed by numpy, which compiles nothing
             total, weight = total + float(value) * of_batch, weight + of_batch
         losses.append(total / weight)
         for i, stage in stage_of.items():
