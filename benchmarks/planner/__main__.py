@@ -1,8 +1,9 @@
-"""`python -m benchmarks.planner [speed] [choice] [here] [measured] [targets] [rooflines]` with options: print tables, write JSON.
+"""`python -m benchmarks.planner [speed] [choice] [here] [measured] [targets] [rooflines] [absent]` with options: print tables, write JSON.
 
 `speed` times the searches, `choice` compares the chosen plan with other candidates and with plans near it, `here` trains on this machine
 and compares measurements with predictions, `measured` runs plans of different kinds in one process and in two, `targets` compiles stages
-for devices that are not here, `rooflines` predicts their least time there. `benchmarks.papers` has the papers' experiments.
+for devices that are not here, `rooflines` predicts their least time there, `absent` compares this with profiles and with measurements.
+`benchmarks.papers` has the papers' experiments.
 """
 
 import argparse
@@ -13,7 +14,7 @@ from typing import Any
 import jax
 
 from benchmarks import parts
-from benchmarks.planner import choice, here, measured, rooflines, speed, targets
+from benchmarks.planner import absent, choice, here, measured, rooflines, speed, targets
 from jpipe_planner.machine.targets import known_targets
 from jpipe_train.assemble.build import force_cpu_devices
 
@@ -24,6 +25,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Any]] = {
     "measured": measured.main,
     "targets": targets.main,
     "rooflines": rooflines.main,
+    "absent": absent.main,
 }
 
 
@@ -44,7 +46,9 @@ def main(arguments: list[str] | None = None) -> None:
         choices=[targets.CPU, *known_targets()],
         help="of `targets`, by default a CPU, an H100 and a v5e, or `rooflines`",
     )
-    parser.add_argument("--layers", type=int, help="of `rooflines`: blocks of each model; by default 4 of the GPT and 2 of others")
+    parser.add_argument(
+        "--layers", type=int, help="of `rooflines` and `absent`: blocks of a model; by default 4 of the GPT and 2 of others"
+    )
     parser.add_argument("--attention", default="xla", choices=["xla", "cudnn"], help="of `rooflines`, in the GPT; by default %(default)s")
     parser.add_argument("--rows", nargs="+", type=int, help="of `targets`: of a microbatch; by default 1 and 4")
     parser.add_argument("--rounds", type=int, default=measured.ROUNDS, help="of `measured`; by default %(default)s")

@@ -38,11 +38,10 @@ class Rates:
 
     @classmethod
     def of(cls, device: Device) -> "Rates":
-        """Return the rates of a device with a target. The rate of products is the peak rate times the efficiency."""
-        target = device.compiles_for
-        assert target is not None, "a device without a target"
-        flops = {dtype: rate * device.efficiency for dtype, rate in (device.flops or target.flops).items()}
-        return cls(device.memory_bandwidth or target.memory_bandwidth, flops, KERNEL_SECONDS.get(target.platform, 0.0))
+        """Return the rates of a device. The rate of products is the peak rate times the efficiency."""
+        target, bandwidth = device.compiles_for, device.memory_bandwidth or math.inf
+        flops = {dtype: rate * device.efficiency for dtype, rate in device.flops.items()}
+        return cls(bandwidth, flops, KERNEL_SECONDS.get(target.platform, 0.0) if target is not None else 0.0)
 
     def seconds(self, moved: float, products: Iterable[tuple[float, str]]) -> float:
         """Return the time of a kernel that moves `moved` bytes and computes `products`, pairs of FLOPs and the factors' dtype in HLO."""

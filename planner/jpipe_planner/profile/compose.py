@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jpipe_planner.profile.flops import count_flops
+from jpipe_planner.profile.flops import count_products
 from jpipe_planner.profile.model import Costs, Model, StageCosts, tree_bytes
 from jpipe_planner.profile.profile import AtSize, LayerProfile, Profile
 from jpipe_planner.profile.scratch import Scratch
@@ -18,7 +18,7 @@ from jpipe_planner.profile.tensor import tensor_profile
 
 def profile_of(
     model: Model,
-    costs: Mapping[tuple[str, int], Costs],
+    find_costs: Callable[[], Mapping[tuple[str, int], Costs]],
     stage_costs: StageCosts,
     find_scratch: Callable[[StageCosts], Scratch],
     **fields: Any,
@@ -27,9 +27,9 @@ def profile_of(
 
     Args:
         model: the model.
-        costs: the costs of each distinct layer at each size.
+        find_costs: returns the costs of each distinct layer at each size; it is called last.
         stage_costs: the result of `count_bytes`.
-        find_scratch: `stage_costs -> Scratch`; it is called last, because programs may still be compiled before.
+        find_scratch: `stage_costs -> Scratch`; it is called late, because programs may still be compiled before.
         fields: the other fields of `Profile`.
     """
 
@@ -45,12 +45,12 @@ def profile_of(
     first, device, for_weights, stashes, tensor = model.sizes[0], jax.local_devices()[0], {}, {}, {}
     for equal in model.distinct:
         policies, stages = [policy for rows, policy in stage_costs[equal,] if rows == first], partial(model.stage, [equal], first)
-        halves = [stages().trace(half, device) for half in ("backward_input", "backward_weight")]
-        for_inputs, of_weights = (count_flops(half, half.lower()) for half in halves)
+        halves = (stages().trace(half, device).jaxpr.jaxpr for half in ("backward_input", "backward_weight"))
+        for_inputs, of_weights = (sum(count_products(half).values()) for half in halves)
         for_weights[equal] = of_weights / (for_inputs + of_weights) if for_inputs + of_weights else 0.5
         stashes[equal] = count_by_policy(model.sizes, policies, partial(stash, equal=equal))[0]
         tensor[equal] = tensor_profile(stages, equal, first, policies, device)
-    layers, scratch = [], find_scratch(stage_costs)
+    layers, scratch, costs = [], find_scratch(stage_costs), find_costs()
     for layer_id, next_id in itertools.zip_longest(model.stack.ids, model.stack.ids[1:]):
         equal, next_equal = model.first_equal[layer_id], model.first_equal.get(next_id)
         layer_costs = stage_costs[equal,]

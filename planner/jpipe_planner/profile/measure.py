@@ -99,7 +99,7 @@ def measure(
     with compiling_threads() as pool:
         neighbours = ScratchPrograms(model, policies, device, pool, meter)
         neighbours.begin_neighbours()
-        return profile_of(model, costs, stage_costs, lambda costs: neighbours.scratch(costs, temporaries), **fields)
+        return profile_of(model, lambda: costs, stage_costs, lambda costs: neighbours.scratch(costs, temporaries), **fields)
 
 
 def _layer_costs(

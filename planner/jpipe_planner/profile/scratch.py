@@ -1,4 +1,4 @@
-"""Scratch memory from XLA, for single layers, pairs of neighbours and triples of neighbours as stages."""
+"""Scratch memory from XLA, for single layers, pairs of neighbours and triples of neighbours as stages; and rooflines of single layers."""
 
 import contextlib
 import math
@@ -13,6 +13,7 @@ import numpy as np
 
 import jpipe
 from jpipe_planner.machine.compiling import bytes_beyond_memory
+from jpipe_planner.machine.roofline import Rates, read_kernels
 from jpipe_planner.profile.model import Meter, Model, StageCosts
 
 Kind = Literal["forward", "backward"]
@@ -30,8 +31,8 @@ class Scratch:
         layers: for each distinct layer the larger scratch memory of its forward and its backward, by layer and rows.
         pairs: for each pair of neighbours the same, without recomputation, by rows.
         backwards: for each pair of neighbours the scratch memory of its backward.
-        full: for layers, pairs and triples of neighbours the scratch memory of the backward with full recomputation, for the largest
-            microbatch; empty if unknown.
+        full: for layers and pairs of neighbours, and except on GPUs for triples, the scratch memory of the backward with full
+            recomputation, for the largest microbatch; empty if unknown.
     """
 
     model: Model
@@ -64,8 +65,8 @@ class Scratch:
 
     def remaking_more(self, equal: str, next_equal: str | None, rows: int) -> int:
         """Return the bytes to add to `remaking` if the next layer and further layers follow."""
-        triple = None if next_equal is None else self.model.triples.get((equal, next_equal))
-        if next_equal is None or triple is None or not self.full:
+        triple = () if next_equal is None else self.model.triples.get((equal, next_equal), ())
+        if next_equal is None or triple not in self.full:
             return self.remaking_next(equal, next_equal, rows)
         second, third = (self.model.first_equal[layer_id] for layer_id in triple[1:])
         return self._at_rows(self.full[triple] - self.full[self.model.pairs[second, third]], equal, next_equal, rows)
@@ -93,7 +94,7 @@ class ScratchPrograms:
     Without recomputation only the smallest and the largest size are compiled, and the sizes between are interpolated. The forward of the
     smallest size is compiled only if at the largest size the forward needs more than the backward. With full recomputation only the largest
     size is compiled, because the additional bytes are proportional to the residuals. There triples of neighbours are compiled as well,
-    because for TPUs a third layer adds much less than the second.
+    because for TPUs a third layer adds much less than the second. For GPUs it adds the same, and its program takes long to compile.
 
     Args:
         model: the model.
@@ -101,16 +102,20 @@ class ScratchPrograms:
         device: the device to compile for.
         pool: the threads.
         meter: counts the finished programs.
+        rates: the rates of the device, for `seconds`; None: it is not needed.
     """
 
-    def __init__(self, model: Model, policies: Sequence[str], device: jax.Device, pool: Executor, meter: Meter) -> None:
-        self._model, self._device, self._pool, self._meter = model, device, pool, meter
+    def __init__(
+        self, model: Model, policies: Sequence[str], device: jax.Device, pool: Executor, meter: Meter, rates: Rates | None = None
+    ) -> None:
+        self._model, self._device, self._pool, self._meter, self._rates = model, device, pool, meter, rates
         self._ends, self._largest = tuple(dict.fromkeys((model.sizes[0], model.sizes[-1]))), model.sizes[-1]
         self._pairs: list[_Ids] = [*model.pairs.values()]
-        remade: list[_Ids] = [*((one,) for one in model.distinct), *self._pairs, *model.triples.values()]
+        triples = model.triples.values() if device.platform != "gpu" else ()
+        remade: list[_Ids] = [*((one,) for one in model.distinct), *self._pairs, *triples]
         self._remade = remade if "full" in policies else []  # with full recomputation
-        self._bytes: dict[tuple[_Ids, int, Kind, str], Future[int]] = {}
-        self._by_key: dict[str, Future[int]] = {}
+        self._compiled: dict[tuple[_Ids, int, Kind, str], Future[tuple[int, float | None]]] = {}
+        self._by_key: dict[str, Future[tuple[int, float | None]]] = {}
 
     def begin_neighbours(self) -> None:
         """Begin to compile pairs of neighbours and backwards that recompute: several layers need more scratch memory than each layer."""
@@ -135,29 +140,36 @@ class ScratchPrograms:
         full = {ids: self._known(ids, self._largest, "backward", "full") for ids in self._remade}
         return Scratch(self._model, stage_costs, layers, pairs, backwards, full)
 
-    def begin(self, ids: _Ids, lowered: Mapping[int, Mapping[Kind, jax.stages.Lowered]] | None = None) -> None:
+    def begin(self, ids: _Ids) -> None:
         """Begin to compile the backward of some layers at the smallest and the largest size, and their forward at the largest size.
 
-        Pass these programs by rows as `lowered` if they are already lowered for the device.
+        If `seconds` needs it, the forward of a single layer is compiled at both sizes.
         """
         for rows in self._ends:
-            self._begin(ids, rows, "backward", lowered=lowered[rows]["backward"] if lowered else None)
-        self._begin(ids, self._largest, "forward", lowered=lowered[self._largest]["forward"] if lowered else None)
+            self._begin(ids, rows, "backward")
+        self._begin(ids, self._largest, "forward")
+        if self._rates and len(ids) == 1:
+            self._begin(ids, self._ends[0], "forward")
+
+    def seconds(self, layer_id: str, kind: Kind) -> dict[int, float]:
+        """Return the roofline of a layer's program at the smallest and the largest size, where XLA could compile it; {} without rates."""
+        compiled = {rows: self._compiled[(layer_id,), rows, kind, "none"].result()[1] for rows in self._ends if self._rates}
+        return {rows: seconds for rows, seconds in compiled.items() if seconds is not None}
 
     def _forward_decides(self, ids: _Ids) -> bool:
         return self._known(ids, self._largest, "forward") > self._known(ids, self._largest, "backward")
 
-    def _begin(self, ids: _Ids, rows: int, kind: Kind, recompute: str = "none", lowered: jax.stages.Lowered | None = None) -> None:
-        if lowered is None:
-            lowered = self._model.stage(ids, rows, recompute).trace(kind, self._device).lower()
+    def _begin(self, ids: _Ids, rows: int, kind: Kind, recompute: str = "none") -> None:
+        lowered = self._model.stage(ids, rows, recompute).trace(kind, self._device).lower()
         key = jpipe.stages.program_key(lowered)
         if key not in self._by_key:
-            self._meter.begin(future := self._pool.submit(compile_scratch_bytes, lowered, self._device))
+            rates = self._rates if len(ids) == 1 and recompute == "none" else None
+            self._meter.begin(future := self._pool.submit(compile_program, lowered, self._device, rates))
             self._by_key[key] = future
-        self._bytes[ids, rows, kind, recompute] = self._by_key[key]
+        self._compiled[ids, rows, kind, recompute] = self._by_key[key]
 
     def _known(self, ids: _Ids, rows: int, kind: Kind, recompute: str = "none") -> int:
-        return self._bytes[ids, rows, kind, recompute].result()
+        return self._compiled[ids, rows, kind, recompute].result()[0]
 
     def _by_rows(self, ids: _Ids, *, both: bool = True) -> dict[int, int]:
         """Return the scratch bytes of the backward at each size; with `both`, of the forward if it needs more."""
@@ -176,14 +188,19 @@ def compiling_threads() -> Iterator[Executor]:
         pool.shutdown(cancel_futures=True)
 
 
-def compile_scratch_bytes(program: jax.stages.Lowered, device: jax.Device) -> int:
-    """Compile a program and return its scratch memory. If the program exceeds the memory of a TPU, return the bytes in XLA's error."""
+def compile_program(program: jax.stages.Lowered, device: jax.Device, rates: Rates | None = None) -> tuple[int, float | None]:
+    """Compile a program and return its scratch memory, and with rates the seconds of its kernels.
+
+    If the program exceeds the memory of a TPU, the bytes are those in XLA's error, and the seconds None.
+    """
     try:
-        return scratch_bytes(jpipe.stages.compile_for_analysis(program, device))
+        compiled = jpipe.stages.compile_for_analysis(program, device)
     except jax.errors.JaxRuntimeError as error:
         if (sizes := bytes_beyond_memory(error)) is None:
             raise
-        return math.ceil(sizes[0])
+        return math.ceil(sizes[0]), None
+    kernels = read_kernels(compiled.as_text() or "", rates) if rates else ()
+    return scratch_bytes(compiled), sum(kernel.seconds * kernel.runs for kernel in kernels) if rates else None
 
 
 def scratch_bytes(program: jax.stages.Compiled) -> int:

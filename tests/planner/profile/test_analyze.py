@@ -1,6 +1,7 @@
 """Analytic profiles: bytes equal to those of real stages, times by hand, loops counted, nothing allocated."""
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jpipe_lm.models.layers import layers
 from jpipe_planner.machine.device import Device
 from jpipe_planner.profile.analyze import analyze
 from jpipe_planner.profile.model import Model
-from jpipe_planner.profile.scratch import compile_scratch_bytes
+from jpipe_planner.profile.scratch import compile_program
 
 DEVICE = Device(name="toy", flops={"float32": 1e9}, efficiency=0.5, memory_bandwidth=1e8)
 
@@ -194,21 +195,11 @@ def test_equal_layers_are_profiled_once_and_nothing_is_allocated():
     assert totals[-1] > totals[0] > 9
 
 
-@pytest.mark.parametrize(
-    ("device", "message"),
-    [
-        (Device(name="toy"), "topology: device 'toy' has no flops, which analytic profiles need; add them, such as float32: 14 TFLOP/s"),
-        (
-            Device(name="toy", flops={"float16": 1e9}),
-            "topology: device 'toy' has flops for float16, layer 'in' computes in float32; add them",
-        ),
-    ],
-)
-def test_a_device_without_known_figures(device, message):
+def test_a_device_without_flops():
     stack = jpipe.LayerStack({"in": linear(4, 4), "out": linear(4, 4)})
-    with pytest.raises(InputError) as caught:
-        analyze(stack, floats(4), squares, optax.sgd(0.1), [1], device)
-    assert str(caught.value) == message
+    message = "topology: device 'toy' has no flops, which analytic profiles need; add them, such as float32: 14 TFLOP/s"
+    with pytest.raises(InputError, match=re.escape(message)):
+        analyze(stack, floats(4), squares, optax.sgd(0.1), [1], Device(name="toy"))
 
 
 @pytest.mark.parametrize("sizes", [[], [0], [4, -1]])
@@ -264,7 +255,7 @@ def test_scratch_memory_with_full_recomputation_is_that_of_one_two_and_three_com
         plan = jpipe.Plan(schedule="gpipe", microbatches=2, stages=stages)
         estimates = profile.stage_costs(plan, 16)
         (estimate,) = (cost for stage, cost in zip(plan.stages, estimates, strict=True) if stage.layers == ids)
-        assert estimate.temporary == compile_scratch_bytes(model.stage(ids, 16, "full").trace("backward", device).lower(), device)
+        assert estimate.temporary == compile_program(model.stage(ids, 16, "full").trace("backward", device).lower(), device)[0]
 
 
 def _around(ids, some):
@@ -280,4 +271,4 @@ def test_a_program_beyond_the_memory_of_a_tpu_has_the_bytes_that_xla_says_it_nee
         def compile(self, *options):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: temporaries (32.00G) exceeds available HBM (15.75G)")
 
-    assert compile_scratch_bytes(Lowered(), jax.devices()[0]) == 32 * 2**30
+    assert compile_program(Lowered(), jax.devices()[0]) == (32 * 2**30, None)

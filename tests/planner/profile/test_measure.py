@@ -100,7 +100,8 @@ def test_a_model_is_measured():
     for layer, expected in zip(profile.layers, analytic.layers, strict=True):
         assert (layer.weights, layer.optimizer, layer.state) == (expected.weights, expected.optimizer, expected.state)
         for at, other in zip(layer.at, expected.at, strict=True):
-            assert (at.outputs, at.residuals, at.shared, at.flops) == (other.outputs, other.residuals, other.shared, other.flops)
+            assert (at.outputs, at.residuals, at.shared) == (other.outputs, other.residuals, other.shared)
+            assert at.flops >= other.flops  # products alone, without what XLA may fuse into them
     # A plan of any cut can be simulated with it.
     plan = jpipe.Plan.even(stack.ids, 3, "pipedream_2bw", 4)
     assert jpipe.simulate(jpipe.lower(plan, 4), profile.stage_costs(plan, 8)).timeline
