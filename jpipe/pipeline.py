@@ -585,7 +585,7 @@ class Pipeline:
     ) -> tuple[StageCost, ...]:
         """Compute from shapes the exact bytes that the stages hold and move for batches like this one, for `jpipe.simulate`.
 
-        If the plan cuts rows into slices, these are the costs of the mean slice, and `by_slice` has those of each slice: their times are in
+        If the plan cuts rows into slices, these are the costs of the mean slice, and `by_slice` has each slice's: their times are in
         proportion to the products in their forwards, such as the pairs of queries and keys.
 
         Times are in units: a forward takes 1, a backward 2, each half of a backward 1, and recomputation 1 more. Temporaries are known only

@@ -26,7 +26,7 @@ class ByCost(pydantic.BaseModel):
 
     Attributes:
         count: the number of slices.
-        by: "cost": the lengths follow from the matrix products of the model, as many of which are in attention to earlier slices.
+        by: "cost": the lengths follow from the matrix products of the model; later slices have more, because they attend to earlier ones.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -82,7 +82,7 @@ def check(plan: "jpipe.Plan") -> None:
 
 _ALONE = (
     ("offload", None, "slices share the arrays of their carries, which stay on the device"),
-    ("links", None, "messages of slices are compressed in other blocks than those of whole rows, so the numbers would change"),
+    ("links", None, "messages of slices are compressed in other blocks than for whole rows, so the numbers would change"),
     ("max_in_flight", None, "a stage holds all slices of a row before its first backward"),
     ("update_every", "batch", "an update needs all slices of its rows"),
 )

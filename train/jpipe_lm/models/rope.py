@@ -23,7 +23,7 @@ Ended = tuple[Int[Array, "b 1"], Int[Array, "b 1"]]
 
 
 def positions_of(segments: Int[Array, "b s"], before: Ended | None = None) -> Int[Array, "b s"]:
-    """Return the position of each token in its segment, counted from 0. The first segment may continue that of the slice before."""
+    """Return the position of each token in its segment, counted from 0. The first segment may continue the last one of the slice before."""
     numbers = jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32)[None], segments.shape)
     is_first = segments[:, 1:] != segments[:, :-1]
     begins = jnp.concatenate([jnp.zeros_like(numbers[:, :1]), jnp.where(is_first, numbers[:, 1:], jnp.zeros_like(numbers[:, 1:]))], axis=1)

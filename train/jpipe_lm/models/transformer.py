@@ -147,7 +147,7 @@ class Block(nnx.Module):
         experts, scaling = self.config.experts, self.config.rope_scaling
         found = ""
         if self.config.kind == "bert":
-            found = "BERT, whose positions attend to later ones"
+            found = "BERT, where positions attend to later ones"
         elif experts is not None and max(experts.balance_loss, experts.z_loss) > 0:
             found = (
                 f"experts with balance_loss {experts.balance_loss:g} and z_loss {experts.z_loss:g}, which count the tokens of whole rows"
