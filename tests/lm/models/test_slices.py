@@ -72,6 +72,7 @@ def of(**fields):
     return ModelConfig(**{**SMALL, "seq_len": LENGTH, "vocab_size": 11, **fields}).model_copy(update={"compute_dtype": "float64"})
 
 
+@pytest.mark.thinned(most=1, most_slow=1)
 @pytest.mark.parametrize(
     ("config", "options"),
     [
@@ -85,6 +86,7 @@ def test_numbers_are_those_of_whole_rows(config, options):
         check_close(trained(of(**config), **options), whole, 1e-10)
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_as_with_whole_rows():
     tune = TuneConfig(lora=LoraConfig(rank=2, targets=["q_proj", "v_proj", "down_proj"]))
     with jax.enable_x64(True), LENIENT():
@@ -92,12 +94,14 @@ def test_adapters_are_trained_as_with_whole_rows():
         check_close(trained(of(**LLAMA), None, tune, slices=3), whole, 1e-10)
 
 
+@pytest.mark.slow
 def test_long_rows_are_computed_in_blocks_and_the_loss_in_chunks(monkeypatch):
     monkeypatch.setattr(attention, "queries_of_block", lambda keys: 3)
     with jax.enable_x64(True), LENIENT():
         check_close(trained(of(), 5, slices=2), trained(of(), 5), 1e-10)
 
 
+@pytest.mark.thinned(most=1, most_slow=1)
 @pytest.mark.parametrize(
     ("config", "options"),
     [({}, {"slices": (1, 7, 4)}), ({**LLAMA, "window": 5, "dropout": 0.2}, {"slices": 4}), (LLAMA, {"slices": 3, "blocks": 3})],
@@ -109,6 +113,7 @@ def test_documents_may_cross_slices(config, options, monkeypatch):
         check_close(trained(of(**config), packed=True, **options), trained(of(**config), packed=True), 1e-10)
 
 
+@pytest.mark.thinned(most=1, most_slow=1)
 @pytest.mark.parametrize("packed", [False, True])
 def test_experts_without_losses_of_whole_rows_have_the_numbers_of_whole_rows(packed):
     config = of(**LLAMA, experts=EXPERTS)

@@ -127,6 +127,7 @@ def test_programs_of_all_schedules_are_verified_and_hold_what_their_schedule_say
                 assert most_in_flight(order) == rules.in_flight(counted, s)
 
 
+@pytest.mark.thinned(most=1, most_slow=1)
 @pytest.mark.parametrize("schedule", ["pipedream_flush", "pipedream"])
 def test_a_run_goes_on_from_a_snapshot_in_flight(schedule):
     batches, pipe = models.batches(5, 2), pipeline(plan_of(m=2, slices=(2, 8), schedule=schedule))
@@ -169,6 +170,7 @@ def test_costs_are_those_of_each_slice_and_of_the_mean_slice():
     assert last.by_slice[0].labels == last.by_slice[1].labels * 6 // 4
 
 
+@pytest.mark.thinned(most=2, most_slow=1)
 @pytest.mark.parametrize(
     ("schedule", "fields"),
     [
@@ -352,6 +354,7 @@ class LinenSum(linen.Module):
         return x + total * self.w[None, None], total[:, -1:]
 
 
+@pytest.mark.thinned(most=1, most_slow=1)
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("layer", [lambda rngs: Sum(rngs=rngs), LinenSum()], ids=["nnx", "linen"])
 def test_modules_of_flax_have_a_method_for_the_carry(layer):
