@@ -105,7 +105,7 @@ def _compile_in_turns(
             (i, name)
             for i, (a, names) in enumerate(stages)
             for name in names
-            if name not in compiled[i] and (turn is None or (a.place.mesh and name == turn))
+            if name not in compiled[i] and (turn is None or (a.place.mesh and name == turn and name in sharded_by_xla(a.functions)))
         ]
         lowered = (_lower_call(arrays[i], name) for i, name in due)
         if known is None:

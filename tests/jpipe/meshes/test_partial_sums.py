@@ -104,9 +104,9 @@ def batches(dtype=np.float64):
     ]
 
 
-def trained(ties=(), clip=None, **fields):
-    """Train a pipeline of all layers, and return it with its parameters."""
-    stack = LayerStack(LAYERS, ties=ties)
+def trained(ties=(), clip=None, names=tuple(LAYERS), **fields):
+    """Train a pipeline of these layers, and return it with its parameters."""
+    stack = LayerStack({name: LAYERS[name] for name in names}, ties=ties)
     plan = Plan.even(stack.ids, fields.pop("num_stages", 2), fields.pop("schedule", "pipedream_flush"), 2, **fields)
     pipe = Pipeline(stack, plan, loss, optax.sgd(0.01, momentum=0.9), clip_global_norm=clip)
     state = pipe.init(jax.random.key(0), batches()[0])
@@ -124,6 +124,7 @@ CASES = {
     "pipedream": {"schedule": "pipedream"},
     "halves": {"schedule": "zb_h1"},
     "replicas in parts": {"replicas": 2, "sum_parts": 2},
+    "parts beside a stage of one layer": {"names": ("embed", "norm", "out"), "replicas": 2, "sum_parts": 2},
 }
 
 
