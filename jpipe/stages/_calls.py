@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jpipe.capabilities.protocol import hooks
 from jpipe.capabilities.registry import runtimes_for
 from jpipe.model.jaxprs._wanted import without_effects
+from jpipe.model.jaxprs._weight_gradients import with_swapped_products
 from jpipe.ops import OPS, Leaves, Op
 from jpipe.stages._arrays import Arrays, shardings_of
 from jpipe.stages.functions._evaluation import evaluate, predict
@@ -66,8 +67,10 @@ def trace_call(arrays: Arrays, name: str, *, with_effects: bool = True, call: Ca
         call: another call to trace instead, with this name.
     """
     call, place = call or call_of(arrays, name), arrays.place
-    function, outputs = call.function, call.outputs
-    if name in ops_of_stage(arrays.functions) or name in get_args(UpdateKind):
+    function, outputs, op = call.function, call.outputs, ops_of_stage(arrays.functions).get(name)
+    if op is not None and op.parts != "F" and arrays.functions.platform == "cpu" and not place.mesh:
+        function = with_swapped_products(function)
+    if op is not None or name in get_args(UpdateKind):
         function, outputs = _with_done(function), (outputs, place.specs(_DONE))
     function = _named(function, name)
     options: dict[str, Any] = {"donate_argnums": call.donated, "keep_unused": name.startswith(("in_place", "into_retired"))}

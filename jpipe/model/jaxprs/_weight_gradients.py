@@ -1,0 +1,100 @@
+"""Gradients of weights as XLA computes them fastest on CPUs.
+
+JAX computes the gradient of a weight w in `x @ w` as the transpose of a product of the output's gradient and x. If x has several dims of
+rows, XLA then copies the output's gradient into another layout before it multiplies, which takes up to half as long as the product.
+The product with its operands swapped is the gradient itself.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+
+from jpipe.model.jaxprs._dependence import is_literal
+
+Tree = Any
+
+
+def with_swapped_products(function: Callable[..., Tree]) -> Callable[..., Tree]:
+    """Return the function with each transpose of a matrix product as a product with swapped operands.
+
+    Args:
+        function: a function of pytrees of arrays.
+    """
+
+    def swapped(*arguments: Tree) -> Tree:
+        closed, outputs = jax.make_jaxpr(function, return_shape=True)(*arguments)
+        results = jex.jaxpr_as_fun(_closed(closed))(*jax.tree.leaves(arguments))
+        return jax.tree.unflatten(jax.tree.structure(outputs), results)
+
+    return swapped
+
+
+def _closed(closed: Any) -> Any:
+    return jex.ClosedJaxpr(_jaxpr(closed.jaxpr), closed.consts)
+
+
+def _jaxpr(jaxpr: Any) -> Any:
+    """Return a jaxpr with swapped products, also in the jaxprs that its equations call."""
+    readers = Counter(var for equation in jaxpr.eqns for var in equation.invars if not is_literal(var))
+    readers.update(var for var in jaxpr.outvars if not is_literal(var))
+    equations, products = list[list[Any]](), dict[Any, int]()  # by result of a product, its place in `equations`
+    for equation in jaxpr.eqns:
+        source = equation.invars[0] if equation.primitive.name == "transpose" else None
+        if source in products and readers[source] == 1 and _swaps(equation, equations[products[source]][0]):
+            equations[products[source]] = _swapped(equations[products[source]][0], equation.outvars[0])
+            continue
+        if _sums_over_rows(equation):
+            products[equation.outvars[0]] = len(equations)
+        is_left = equation.primitive.name == "shard_map"
+        equations.append(
+            [equation if is_left else equation.replace(params={key: _inside(value) for key, value in equation.params.items()})]
+        )
+    return jaxpr.replace(eqns=[each for group in equations for each in group])
+
+
+def _sums_over_rows(equation: Any) -> bool:
+    """Return whether an equation multiplies two arrays over the same first dims, as for the gradient of a weight."""
+    if equation.primitive.name != "dot_general" or any(map(is_literal, equation.invars)):
+        return False
+    (left, right), batch = equation.params["dimension_numbers"]
+    return bool(left) and left == right == tuple(range(len(left))) and batch == ((), ())
+
+
+def _swaps(transpose: Any, product: Any) -> bool:
+    """Return whether a transpose exchanges the dims of a product's two operands."""
+    dims, rows = transpose.outvars[0].aval.ndim, len(product.params["dimension_numbers"][0][0])
+    of_left = product.invars[0].aval.ndim - rows
+    return tuple(transpose.params["permutation"]) == (*range(of_left, dims), *range(of_left)) and 0 < of_left < dims
+
+
+def _swapped(product: Any, result: Any) -> list[Any]:
+    """Return equations that compute the transpose of a product: the product of its swapped operands, with all rows in one dim."""
+    rows = len(product.params["dimension_numbers"][0][0])
+
+    def multiply(left: Any, right: Any) -> Any:
+        flat = [x.reshape(math.prod(x.shape[:rows]), math.prod(x.shape[rows:])) for x in (left, right)]
+        options = {key: value for key, value in product.params.items() if key in ("precision", "preferred_element_type")}
+        return jax.lax.dot_general(*flat, (((0,), (0,)), ((), ())), **options).reshape(result.aval.shape)
+
+    operands = product.invars[::-1]
+    jaxpr = jax.make_jaxpr(multiply)(*(var.aval for var in operands)).jaxpr
+    names = dict(zip([*jaxpr.invars, *jaxpr.outvars], [*operands, result], strict=True))
+    return [
+        each.replace(
+            invars=[names.get(var, var) for var in each.invars],
+            outvars=[names.get(var, var) for var in each.outvars],
+            source_info=product.source_info,
+        )
+        for each in jaxpr.eqns
+    ]
+
+
+def _inside(value: Any) -> Any:
+    """Return a parameter of an equation with swapped products in its jaxprs."""
+    if isinstance(value, tuple) and any(isinstance(each, jex.ClosedJaxpr) for each in value):
+        return tuple(map(_inside, value))
+    return _closed(value) if isinstance(value, jex.ClosedJaxpr) else _jaxpr(value) if isinstance(value, jex.Jaxpr) else value
