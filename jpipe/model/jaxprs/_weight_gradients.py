@@ -76,9 +76,9 @@ def _swapped(product: Any, result: Any) -> list[Any]:
     rows = len(product.params["dimension_numbers"][0][0])
 
     def multiply(left: Any, right: Any) -> Any:
-        flat = [x.reshape(math.prod(x.shape[:rows]), math.prod(x.shape[rows:])) for x in (left, right)]
+        left, right = (x.reshape(math.prod(x.shape[:rows]), math.prod(x.shape[rows:])) for x in (left, right))
         options = {key: value for key, value in product.params.items() if key in ("precision", "preferred_element_type")}
-        return jax.lax.dot_general(*flat, (((0,), (0,)), ((), ())), **options).reshape(result.aval.shape)
+        return jax.lax.dot_general(left, right, (((0,), (0,)), ((), ())), **options).reshape(result.aval.shape)
 
     operands = product.invars[::-1]
     jaxpr = jax.make_jaxpr(multiply)(*(var.aval for var in operands)).jaxpr
