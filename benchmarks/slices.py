@@ -32,7 +32,7 @@ MODELS = {
 }
 BOUNDS, GOALS = {1: 8 / 5, 2: 4 / 3}, {1: 1.4, 2: 1.2}  # by the number of microbatches, for four slices on two stages
 LINK = jpipe.Link(2e9, 2e-4)  # between two processes here, as in benchmarks/data/communication.json
-STEPS, ROUNDS = 8, 5
+STEPS, ROUNDS = 6, 3
 
 
 def pipeline(name: str, microbatches: int, slices: Any) -> tuple[jpipe.Pipeline, Any]:

@@ -1,4 +1,4 @@
-"""Make the tables of measurements on the pages of docs/explanation/ from the data that the repository has.
+"""Make the tables of measurements on the pages of docs/ from the data that the repository has.
 
 `python -m benchmarks.tables` writes them into the pages. `benchmarks/data/PAGE.json` has tables of a page with the command and the machine;
 its `source` says where the figures come from, and `hidden` lists columns that the page leaves out. If results of a benchmark are kept, in
@@ -18,6 +18,12 @@ from benchmarks.peers import report
 
 DATA = Path(__file__).parent / "data"
 PAGES = Path(__file__).parents[1] / "docs" / "explanation"
+
+
+def file_of(page: str) -> Path:
+    """Return the file of a page, which is in `docs/explanation/` or in `docs/how-to/`."""
+    file = PAGES / f"{page}.md"
+    return file if file.exists() else PAGES.parent / "how-to" / file.name
 
 
 def transcribed(page: str) -> dict[str, Table]:
@@ -50,7 +56,7 @@ def of_pages() -> Mapping[str, Mapping[str, Table]]:
     pages = {path.stem: transcribed(path.stem) for path in sorted(DATA.glob("*.json"))}
     for table in from_results():
         for page, tables in pages.items():
-            if f"<!-- {table.name} -->" in (PAGES / f"{page}.md").read_text(encoding="utf-8"):
+            if f"<!-- {table.name} -->" in file_of(page).read_text(encoding="utf-8"):
                 tables[table.name] = table
     return pages
 
@@ -58,7 +64,7 @@ def of_pages() -> Mapping[str, Mapping[str, Table]]:
 def main() -> None:
     """Write all tables into their pages."""
     for page, tables in of_pages().items():
-        write(PAGES / f"{page}.md", {name: table.text for name, table in tables.items()})
+        write(file_of(page), {name: table.text for name, table in tables.items()})
 
 
 if __name__ == "__main__":
