@@ -49,7 +49,7 @@ def _jaxpr(jaxpr: Any) -> Any:
             continue
         if _sums_over_rows(equation):
             products[equation.outvars[0]] = len(equations)
-        is_left = equation.primitive.name == "shard_map"
+        is_left = equation.primitive.name in ("shard_map", "pallas_call")  # on meshes, and kernels, products stay as they are
         equations.append(
             [equation if is_left else equation.replace(params={key: _inside(value) for key, value in equation.params.items()})]
         )
@@ -61,7 +61,9 @@ def _sums_over_rows(equation: Any) -> bool:
     if equation.primitive.name != "dot_general" or any(map(is_literal, equation.invars)):
         return False
     (left, right), batch = equation.params["dimension_numbers"]
-    return bool(left) and left == right == tuple(range(len(left))) and batch == ((), ())
+    precision = equation.params["precision"]
+    is_one = precision is None or (isinstance(precision, tuple) and precision[0] == precision[1])  # for both operands
+    return is_one and bool(left) and left == right == tuple(range(len(left))) and batch == ((), ())
 
 
 def _swaps(transpose: Any, product: Any) -> bool:
@@ -96,5 +98,5 @@ def _swapped(product: Any, result: Any) -> list[Any]:
 def _inside(value: Any) -> Any:
     """Return a parameter of an equation with swapped products in its jaxprs."""
     if isinstance(value, tuple) and any(isinstance(each, jex.ClosedJaxpr) for each in value):
-        return tuple(map(_inside, value))
+        return type(value)(*map(_inside, value)) if hasattr(value, "_fields") else tuple(map(_inside, value))
     return _closed(value) if isinstance(value, jex.ClosedJaxpr) else _jaxpr(value) if isinstance(value, jex.Jaxpr) else value

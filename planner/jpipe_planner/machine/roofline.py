@@ -16,7 +16,7 @@ import numpy as np
 
 from jpipe_planner.machine.device import Device
 
-__all__ = ["Kernel", "Rates", "read_kernels"]
+__all__ = ["Kernel", "Rates", "read_kernels", "window_pairs"]
 
 KERNEL_SECONDS: Mapping[str, float] = {"cuda": 2e-6}
 """The assumed fixed seconds of a kernel, by platform. A TPU launches no kernels: its program is one stream of instructions."""
@@ -39,12 +39,16 @@ class Rates:
     @classmethod
     def of(cls, device: Device) -> "Rates":
         """Return the rates of a device. The rate of products is the peak rate times the efficiency."""
-        target, bandwidth = device.compiles_for, device.memory_bandwidth or math.inf
-        flops = {dtype: rate * device.efficiency for dtype, rate in device.flops.items()}
-        return cls(bandwidth, flops, KERNEL_SECONDS.get(target.platform, 0.0) if target is not None else 0.0)
+        target, bandwidth, flops, fixed = device.compiles_for, device.memory_bandwidth, device.flops, 0.0
+        if target is not None:
+            bandwidth, flops, fixed = bandwidth or target.memory_bandwidth, flops or target.flops, KERNEL_SECONDS.get(target.platform, 0.0)
+        return cls(bandwidth or math.inf, {dtype: rate * device.efficiency for dtype, rate in flops.items()}, fixed)
 
     def seconds(self, moved: float, products: Iterable[tuple[float, str]]) -> float:
         """Return the time of a kernel that moves `moved` bytes and computes `products`, pairs of FLOPs and the factors' dtype in HLO."""
+        products = list(products)
+        if not moved and not products:
+            return 0.0
         return max(moved / self.bandwidth, sum(flops / self._rate(dtype) for flops, dtype in products)) + self.kernel_seconds
 
     def _rate(self, dtype: str) -> float:
@@ -347,10 +351,21 @@ def _convolution_flops(each: _Instruction, factors: Sequence[_Array]) -> float:
 
         stride, dilation, spread = (int(of_axis(name, "1")) for name in ("stride", "rhs_dilate", "lhs_dilate"))
         before, size = int(of_axis("pad", "0_0").split("_")[0]), image.shape[of_input.index(axis)]
-        starts = np.arange(out[of_output.index(axis)])[:, None] * stride - before
-        positions = starts + np.arange(kernel.shape[of_kernel.index(axis)]) * dilation
-        flops *= np.count_nonzero((positions >= 0) & (positions <= (size - 1) * spread) & (positions % spread == 0))
+        flops *= window_pairs(size, kernel.shape[of_kernel.index(axis)], out[of_output.index(axis)], stride, before, spread, dilation)
     return flops
+
+
+def window_pairs(length: int, window: int, results: int, stride: int, before: int, spread: int, dilation: int) -> int:
+    """Return how often one dim of a convolution multiplies an input by a weight: neither padding nor gaps between spread inputs count.
+
+    Args:
+        length, window, results: the lengths of input, window and result.
+        stride, dilation: of the window.
+        before: the padding before the input.
+        spread: the dilation of the input.
+    """
+    at = np.arange(results)[:, None] * stride - before + np.arange(window) * dilation
+    return int(np.count_nonzero((at >= 0) & (at <= (length - 1) * spread) & (at % spread == 0)))
 
 
 class _Frames:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -63,7 +64,7 @@ def analyze(
         device: the device, with FLOP/s by dtype, as in `Rates`.
 
     Raises:
-        InputError: the device has no FLOP/s, or layers, batch, loss and optimizer do not fit together.
+        InputError: the device has no FLOP/s for a dtype, or layers, batch, loss and optimizer do not fit together.
     """
     if not device.flops:
         raise InputError(
@@ -77,7 +78,7 @@ def analyze(
         programs = ScratchPrograms(model, policies, compiled_for, pool, meter, None if compiling.missing else rates)
         counted = dict[tuple[str, int], Costs]()
         for layer_id in model.distinct:
-            counted |= _counted(model, layer_id, rates, compiled_for)
+            counted |= _counted(model, layer_id, device, compiled_for)
             programs.begin((layer_id,))
             meter.step()
         programs.begin_neighbours()
@@ -86,19 +87,32 @@ def analyze(
         return profile_of(model, lambda: _corrected(model, counted, programs), stage_costs, programs.scratch, **fields)
 
 
-def _counted(model: Model, layer_id: str, rates: Rates, device: jax.Device) -> dict[tuple[str, int], Costs]:
+def _counted(model: Model, layer_id: str, device: Device, traced_for: jax.Device) -> dict[tuple[str, int], Costs]:
     """Return the costs of a layer at all sizes, from its products and its traffic."""
+    rates = Rates.of(device)
 
     def count(rows: int) -> dict[str, tuple[dict[str, float], int]]:
         stage = model.stage([layer_id], rows)
         traffic = _traffic(stage.cost)
-        return {name: (count_products(stage.trace(name, device).jaxpr.jaxpr), traffic[name]) for name in PROGRAMS}
+        return {name: (count_products(stage.trace(name, traced_for).jaxpr.jaxpr), traffic[name]) for name in PROGRAMS}
 
     costs = {}
     for rows, counts in count_at(model.sizes, count)[0].items():
-        forward, backward, update = (rates.seconds(moved, [(n, dtype) for dtype, n in flops.items()]) for flops, moved in counts.values())
-        costs[layer_id, rows] = Costs(forward, backward, update, sum(counts["forward"][0].values()))
+        _check_rates(layer_id, device, [dtype for products, _ in counts.values() for dtype in products])
+        seconds = {name: rates.seconds(moved, [(n, dtype) for dtype, n in products.items()]) for name, (products, moved) in counts.items()}
+        costs[layer_id, rows] = Costs(**seconds, flops=sum(counts["forward"][0].values()))
     return costs
+
+
+def _check_rates(layer_id: str, device: Device, dtypes: Sequence[str]) -> None:
+    """Check that the device has a rate for factors of as many bits; float8 has the highest rate if it has none."""
+    known = {jnp.dtype(name).itemsize for name in device.flops}
+    for dtype in map(jnp.dtype, dtypes):
+        if jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize > 1 and dtype.itemsize not in known:
+            rates = ", ".join(sorted(device.flops))
+            raise InputError(
+                f"topology: device '{device.name}' has flops for {rates}, layer '{layer_id}' computes in {dtype.name}; add them"
+            )
 
 
 def _corrected(model: Model, counted: Mapping[tuple[str, int], Costs], programs: ScratchPrograms) -> dict[tuple[str, int], Costs]:

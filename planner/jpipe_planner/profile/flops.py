@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import numpy as np
+
+from jpipe_planner.machine.roofline import window_pairs
 
 __all__ = ["count_products"]
 
@@ -109,7 +110,10 @@ def product_flops(equation: Any) -> float:
         specs = numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:]
         sizes = zip(*([shape[dim] for dim in spec] for shape, spec in zip(shapes, specs, strict=True)), strict=True)
         windows = zip(*(params[name] for name in ("window_strides", "padding", "lhs_dilation", "rhs_dilation")), strict=True)
-        pairs = (_window_pairs(*size, *window) for size, window in zip(sizes, windows, strict=True))
+        pairs = (
+            window_pairs(length, window, results, stride, low, spread, dilation)
+            for (length, window, results), (stride, (low, _), spread, dilation) in zip(sizes, windows, strict=True)
+        )
         return 2.0 * shapes[2][batch] * shapes[2][features] * shapes[1][contracted] * math.prod(pairs)
     if equation.primitive.name in _CUDNN_ATTENTION:
         query, key = (equation.invars[number].aval.shape for number in (0, 1))
@@ -118,15 +122,3 @@ def product_flops(equation: Any) -> float:
         out = equation.outvars[0].aval.shape  # (b, heads, s, h), for as many keys as queries
         return 4.0 * math.prod(out) * out[-2]
     return 0.0
-
-
-def _window_pairs(length: int, window: int, results: int, stride: int, padding: tuple[int, int], spread: int, window_spread: int) -> int:
-    """Return how often one dim of a convolution multiplies an input by a weight: neither padding nor gaps between spread inputs count.
-
-    Args:
-        length, window, results: the lengths of input, window and result.
-        stride, padding: of the window, and of the input at its two ends.
-        spread, window_spread: the dilations of input and window.
-    """
-    at = np.arange(results)[:, None] * stride + np.arange(window) * window_spread - padding[0]
-    return int(np.sum((at >= 0) & (at <= (length - 1) * spread) & (at % spread == 0)))

@@ -222,8 +222,10 @@ class Profile(_Data):
             self._check_shared(parameter)
         for n, rows in enumerate(self.sizes):
             if not sum(layer.at[n].forward + layer.at[n].backward for layer in self.layers):
-                repeated = "profile again, with more repetitions or larger microbatches"
-                raise ValueError(f"all times at microbatches of size {rows} are zero; {repeated}")
+                change = "profile again, with more repetitions or larger microbatches"
+                if self.source == "analytic":
+                    change = "give the device a memory_bandwidth"
+                raise ValueError(f"all times at microbatches of size {rows} are zero; {change}")
         return self
 
     def _check_shared(self, parameter: SharedProfile) -> None:

@@ -10,7 +10,7 @@ import jax
 Numbers = Any
 """A tree of numbers: bytes are integers, FLOPs floats."""
 
-_ROUNDING = 1e-6  # relative error of FLOPs, which XLA adds up in 32 bits
+_ROUNDING = 1e-6  # relative error of FLOPs
 
 
 def count_at(sizes: Sequence[int], count: Callable[[int], Numbers], *, is_linear: bool = False) -> tuple[dict[int, Numbers], bool]:

@@ -53,6 +53,24 @@ def test_gradients_are_products_of_swapped_operands(case, float64):
     assert transposed[1] < transposed[0]
 
 
+def test_a_linear_solver_inside_stays_as_it_is(float64):
+    function, (a, b) = gradient(lambda w, x: jnp.linalg.solve(w + 6 * jnp.eye(6), (x @ w).T).T), jax.random.split(jax.random.key(0))
+    w, x = jax.random.normal(a, (6, 6)), jax.random.normal(b, (5, 6))
+    np.testing.assert_allclose(with_swapped_products(function)(w, x), function(w, x), rtol=1e-12)
+
+
+def test_a_product_whose_operands_differ_in_precision_stays():
+    precision = jax.lax.Precision.HIGHEST, jax.lax.Precision.DEFAULT
+
+    def transposed(x, y):
+        return jnp.tensordot(x, y, ((0, 1), (0, 1)), precision=precision).T
+
+    a, b = jnp.ones((4, 5, 3)), jnp.ones((4, 5, 2))
+    for expected, function in ((1, transposed), (0, lambda x, y: jnp.tensordot(x, y, ((0, 1), (0, 1))).T)):
+        found = operations(jax.make_jaxpr(with_swapped_products(function))(a, b).jaxpr)
+        assert sum(name == "transpose" for name, _ in found) == expected
+
+
 def test_a_product_that_something_else_reads_stays(float64):
     def both(w, x):
         product = jnp.einsum("bsw,bsv->wv", x, w)

@@ -135,6 +135,18 @@ def test_auto_takes_the_kernel_of_the_platform(monkeypatch, platform, length, dt
     assert calls == [expected]
 
 
+@pytest.mark.parametrize("length", [8, 1])
+def test_repeated_keys_and_values_change_no_number(length):
+    def gradients(platform):
+        with tracing_for(platform):
+            return jax.grad(lambda *arrays: jnp.sum(attention.attend(*arrays, None, ModelConfig(attention="xla")) ** 2), (0, 1, 2))(
+                *inputs_of(length)
+            )
+
+    for found, expected in zip(gradients("gpu"), gradients("cpu"), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_auto_falls_back_where_cudnn_is_not_installed(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(kernels, "is_gpu_with", lambda _: True)
