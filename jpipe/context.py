@@ -89,11 +89,6 @@ class Positions:
     length: int
 
     @property
-    def are_first(self) -> bool:
-        """Whether no positions come before these."""
-        return self.start == 0
-
-    @property
     def are_last(self) -> bool:
         """Whether no positions come after these."""
         return self.stop == self.length

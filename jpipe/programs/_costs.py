@@ -57,8 +57,8 @@ class StageCost(Costs):
         kept: arrays that capabilities keep in addition to the optimizer state, such as the errors of compressed sums, or agreed weights.
         gathered: if each replica computes sums itself, for each piece of a sum (see `pieces_of`) the bytes that it sends to each other
             replica. If empty, gradients and then their sums go around a ring.
-        carry_message, carry_gradient: for a slice of the rows, the gradients of the carries that a backward gets from the slice after it,
-            and those that it leaves for the slice before.
+        carry_message: for a slice of the rows, bytes of the gradients of the carries that a backward gets from the slice after it.
+        carry_gradient: bytes of the gradients of the carries that it gives to the slice before.
         by_slice: if the plan cuts rows into slices, the cost of each slice; the other fields are the means. Empty: all slices have the
             same cost.
     """

@@ -153,7 +153,8 @@ def lengths_by_cost(count: int, length: int, first: float, second: float) -> tup
         least, most = (middle, most) if ends(middle)[-1] < length else (least, middle)
     step = min(2 ** max((length // (8 * count)).bit_length() - 1, 0), 128)
     rounded = [*(step * round(end / step) for end in ends(most)[:-1]), length]
-    return tuple(after - before for before, after in pairwise(rounded))
+    lengths = tuple(after - before for before, after in pairwise(rounded))
+    return lengths if min(lengths) > 0 else even_numbers(length, count)
 
 
 OPTION = Option(

@@ -1,20 +1,21 @@
 """The functions of stages for slices of rows, and checks that a model can be computed slice by slice."""
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 
 from jpipe.capabilities.slices.option import ByCost, lengths_by_cost, lengths_of
 from jpipe.context import Positions, noting_reads, tracing_at
-from jpipe.errors import InputError
+from jpipe.errors import InputError, callers_code, cause
 from jpipe.model._function_arguments import random_parameter
 from jpipe.model._layer import LayerSpec, describe, key_spec
 from jpipe.model._stack import LayerStack
-from jpipe.model.jaxprs._dependence import bodies
+from jpipe.model.jaxprs._dependence import bodies, is_literal
 from jpipe.model.jaxprs._products import count_products
 from jpipe.model.jaxprs._rows import COUNTS, rows_together, with_rows
 from jpipe.stages.functions._stage_functions import StageFunctions
@@ -116,38 +117,77 @@ def check_model(functions: Sequence[StageFunctions], layers: Mapping[str, LayerS
 
 
 def _refused(expected: str, found: str) -> InputError:
-    return InputError(where="plan", key="slices", expected=expected, found=found, change="change the model, or remove slices")
+    change = "give the layer a carry, or let it read jpipe.context.traced_positions(), as docs/how-to/long-rows.md shows; or remove slices"
+    return InputError(where="plan", key="slices", expected=expected, found=found, change=change)
 
 
 def _numbering(stack: LayerStack, layers: Mapping[str, LayerSpec]) -> tuple[str, str] | None:
-    """Return a layer that counts positions or draws numbers for each, but does not read which positions it gets, and what it does."""
+    """Return a layer that depends on the number of a position, or of all positions, but does not read it, and why.
+
+    Layers are traced for two numbers of positions. A layer that computes each position alone has the same operations and constants in both,
+    and no arrays of positions but those that depend on its inputs, and repeated constants.
+    """
     sizes = {size for leaf in jax.tree.leaves([(spec.x, spec.params) for spec in layers.values()]) for size in leaf.shape}
-    count = next(count for count in COUNTS if count not in sizes)
-    x, known = with_rows(layers[stack.ids[0]].x, count, 1), set[Any]()
+    counts = [count for count in COUNTS if count not in sizes][:2]
+    inputs, known = [with_rows(layers[stack.ids[0]].x, count, 1) for count in counts], set[Any]()
     for layer_id, spec in layers.items():
-        layer, kinds = stack.layers[layer_id], {"random_bits": "draws random numbers"}
-        arguments, is_new = (spec.params, spec.state, x), (like := stack.like(layer_id, x)) not in known
+        layer, traced, read = stack.layers[layer_id], list[Any](), False
+        is_new = (like := stack.like(layer_id, inputs[0])) not in known
         known.add(like)
-        with tracing_at(Positions(0, count, count)), noting_reads() as reads:
-            if layer.carried is None:
-                kinds["iota"] = "counts positions"
-                traced, (x, _) = jax.make_jaxpr(partial(_applied, layer.apply), return_shape=True)(arguments, key_spec())
-            else:
-                traced, (x, *_) = jax.make_jaxpr(partial(_carried, layer.carried), return_shape=True)(arguments, None, key_spec())
-        if is_new and not reads and (kind := _first_of(traced.jaxpr, kinds, count)):
-            return layer_id, kinds[kind]
+        for n, count in enumerate(counts):
+            arguments = spec.params, spec.state, inputs[n]
+            with tracing_at(Positions(0, count, count)), noting_reads() as reads, callers_code(partial(_fixed_length, layer_id, count)):
+                if layer.carried is None:
+                    made, (inputs[n], _) = jax.make_jaxpr(partial(_applied, layer.apply), return_shape=True)(arguments, key_spec())
+                else:
+                    made, (inputs[n], *_) = jax.make_jaxpr(partial(_carried, layer.carried), return_shape=True)(arguments, None, key_spec())
+            traced.append(made)
+            read |= bool(reads)
+        first, second = ((each.jaxpr, each.consts) for each in traced)
+        if is_new and not read and (why := _of_positions(first, second, layer.carried is None)):
+            return layer_id, why
     return None
 
 
-def _first_of(jaxpr: Any, kinds: Collection[str], count: int) -> str:
-    """Return the first primitive of these kinds in a jaxpr that has a result with a dim of this size, or ""."""
-    for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        if name in kinds and any(count in getattr(var.aval, "shape", ()) for var in equation.outvars):
-            return str(name)
-        if inner := next((name for body, _ in bodies(equation) if (name := _first_of(body, kinds, count))), ""):
-            return inner
+def _fixed_length(layer_id: str, count: int, error: BaseException) -> str:
+    return f"plan.slices: layer '{layer_id}' does not accept {count} positions of longer rows: {cause(error)}; let it read " + (
+        "jpipe.context.traced_positions(), as docs/how-to/long-rows.md shows, or remove slices"
+    )
+
+
+def _of_positions(first: tuple[Any, Sequence[Any]], second: tuple[Any, Sequence[Any]], without_carry: bool) -> str:
+    """Say what in a jaxpr depends on the number of a position or of all positions, or return "".
+
+    Args:
+        first, second: the jaxpr and its constants, for two numbers of positions.
+        without_carry: whether the layer has no carry; with one it may count positions itself, but not draw numbers for each.
+    """
+    (a, consts), (b, others) = first, second
+    if without_carry and not all(map(_is_equal, consts, others)):
+        return "has constants for each position"
+    if [equation.primitive for equation in a.eqns] != [equation.primitive for equation in b.eqns]:
+        return "computes otherwise for other numbers of positions" if without_carry else ""
+    for one, two in zip(a.eqns, b.eqns, strict=True):
+        read, written = ([x.aval.shape != y.aval.shape for x, y in zip(*pair, strict=True)] for pair in _vars(one, two))
+        inside = [*zip(bodies(one), bodies(two), strict=True)]
+        if any(written) and not any(read) and not inside:
+            if one.primitive.name == "random_bits":
+                return "draws random numbers"
+            if without_carry and one.primitive.name != "broadcast_in_dim":
+                return "counts positions"
+        if without_carry and not all(_is_equal(x.val, y.val) for x, y in zip(one.invars, two.invars, strict=True) if is_literal(x)):
+            return "computes with the number of positions"
+        if why := next((why for x, y in inside if (why := _of_positions(x, y, without_carry))), ""):
+            return why
     return ""
+
+
+def _vars(one: Any, two: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    return (one.invars, two.invars), (one.outvars, two.outvars)
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    return a is b or (np.shape(a) == np.shape(b) and bool(np.all(a == b)))
 
 
 def _flows(

@@ -94,7 +94,10 @@ def _counted(model: Model, layer_id: str, device: Device, traced_for: jax.Device
     def count(rows: int) -> dict[str, tuple[dict[str, float], int]]:
         stage = model.stage([layer_id], rows)
         traffic = _traffic(stage.cost)
-        return {name: (count_products(stage.trace(name, traced_for).jaxpr.jaxpr), traffic[name]) for name in PROGRAMS}
+        counts = {name: count_products(stage.trace(name, traced_for).jaxpr.jaxpr) for name in PROGRAMS}
+        if (compute := model.precision.compute) is not None:  # a layer may still compute in another dtype on this machine
+            counts = {name: {compute: sum(products.values())} if products else {} for name, products in counts.items()}
+        return {name: (products, traffic[name]) for name, products in counts.items()}
 
     costs = {}
     for rows, counts in count_at(model.sizes, count)[0].items():

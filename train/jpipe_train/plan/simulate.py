@@ -89,10 +89,12 @@ def main(
     recomputes = any(repeats_forward(stage.recompute) for stage in plan.stages)
     recomputing = ("; one that recomputes 3" + (", its first half 2" if halves else "")) if recomputes else ""
     of_halves = ", each of its halves 1" if halves else ""
+    sliced = plan.counted.row_slices > 1
+    of_slices = "; a unit is the mean forward of a slice, and each slice has the number of a microbatch" if sliced else ""
     return "\n".join(
         [
             f"{plan.schedule}: " + ", ".join([count(plan.depth, "stage"), *ranks, *meshes, microbatches, count(shown, "batch", "es")]),
-            f"times in units of one forward, assumed equal at all stages; a backward takes 2{of_halves}{recomputing}",
+            f"times in units of one forward, assumed equal at all stages; a backward takes 2{of_halves}{recomputing}{of_slices}",
             "",
             cut_grid(prediction.grid(1.0), shutil.get_terminal_size((1000, 24)).columns),
             "",

@@ -283,6 +283,19 @@ def plus_number(x):
     return x + jnp.arange(x.shape[1], dtype=x.dtype)[None, :, None]
 
 
+def with_table(read, length=10) -> Layer:
+    """Return a layer that adds rows of a table, which `read(table, number)` returns."""
+
+    def apply(params, state, x, key, train):
+        return x + read(params["table"], x.shape[1])[None], state
+
+    return Layer(lambda key, x: ({"table": jnp.ones((length, x.shape[-1]), x.dtype)}, {}), apply)
+
+
+def plus_waves(x):
+    return x + np.sin(np.arange(x.shape[1])).astype(x.dtype)[None, :, None]
+
+
 def noisy() -> Layer:
     def apply(params, state, x, key, train):
         return (x if key is None else x * jax.random.uniform(key, x.shape, x.dtype)), state
@@ -299,6 +312,11 @@ def counting() -> Layer:
     [
         (plus_mean, "layer 'layer', which mixes positions"),
         (plus_number, "layer 'layer', which counts positions without it"),
+        (plus_waves, "layer 'layer', which has constants for each position without it"),
+        (lambda x: x / x.shape[1], "layer 'layer', which computes with the number of positions without it"),
+        (with_table(lambda table, n: table[:n]), "layer 'layer', which counts positions without it"),
+        (with_table(lambda table, n: jax.lax.dynamic_slice(table, (0, 0), (n, table.shape[1]))), "which counts positions without it"),
+        (with_table(lambda table, n: table), "layer 'layer' does not accept"),
         (noisy(), "layer 'layer', which draws random numbers without it"),
         (counting(), "found layer 'layer'"),
     ],
