@@ -126,7 +126,7 @@ def _compared(microbatches: int, slices: int) -> dict[str, Any]:
         "memory": memory,
         "held": {each: [fact["held"] for fact in of_process] for each, of_process in facts.items()},
     }
-    head = "microbatches", "forward of a slice", "slices ÷ whole rows, measured", "simulated", "goal", "bound", "memory ÷ predicted"
+    head = "microbatches", "forward of a slice", "slices ÷ whole rows, measured", "simulated", "goal", "bound", "arrays held ÷ predicted"
     ratio, of_memory = f"{row['measured']:.2f}", ", ".join(f"{each:.3f}" for each in memory)
     shown = str(microbatches), f"{row['slice_ms']:.0f} ms", ratio, f"{row['simulated']:.2f}"
     print_table(head, [(*shown, f"{GOALS[microbatches]:g}", f"{BOUNDS[microbatches]:.2f}", of_memory)])
