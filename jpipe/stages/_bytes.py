@@ -127,7 +127,7 @@ def joined_costs(functions: Sequence[Sequence[StageFunctions]], costs: Sequence[
         return tuple(costs[0])
     joined = []
     for of_stage, of_functions in zip(zip(*costs, strict=True), zip(*functions, strict=True), strict=True):
-        count, flops = len(of_stage), [count_products(f.residuals.forward.jaxpr) for f in of_functions]
+        count, flops = len(of_stage), [sum(count_products(f.residuals.forward.jaxpr).values()) for f in of_functions]
         shares = [each * count / sum(flops) if any(flops) else 1.0 for each in flops]
         slices = tuple(
             replace(cost, **{name: getattr(cost, name) * share for name in _TIMES}) for cost, share in zip(of_stage, shares, strict=True)

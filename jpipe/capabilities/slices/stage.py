@@ -47,7 +47,7 @@ def positions_of(value: Any, functions: Sequence[StageFunctions], spec: tuple[Tr
     lengths, half = lengths_of(value, length := row_length(spec)), length // 2
     if isinstance(value, ByCost):
         halves = functions_of_slices(functions, spec, _positions((half, length - half), length))
-        first, second = (sum(count_products(f.residuals.forward.jaxpr) for f in of_slice) for of_slice in halves)
+        first, second = (sum(sum(count_products(f.residuals.forward.jaxpr).values()) for f in of_slice) for of_slice in halves)
         if second:
             lengths = lengths_by_cost(value.count, length, first / half, second / (length - half))
     return _positions(lengths, length)

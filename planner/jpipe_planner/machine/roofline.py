@@ -12,11 +12,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
+from jpipe.model import window_pairs
 from jpipe_planner.machine.device import Device
 
-__all__ = ["Kernel", "Rates", "read_kernels", "window_pairs"]
+__all__ = ["Kernel", "Rates", "read_kernels"]
 
 KERNEL_SECONDS: Mapping[str, float] = {"cuda": 2e-6}
 """The assumed fixed seconds of a kernel, by platform. A TPU launches no kernels: its program is one stream of instructions."""
@@ -353,19 +352,6 @@ def _convolution_flops(each: _Instruction, factors: Sequence[_Array]) -> float:
         before, size = int(of_axis("pad", "0_0").split("_")[0]), image.shape[of_input.index(axis)]
         flops *= window_pairs(size, kernel.shape[of_kernel.index(axis)], out[of_output.index(axis)], stride, before, spread, dilation)
     return flops
-
-
-def window_pairs(length: int, window: int, results: int, stride: int, before: int, spread: int, dilation: int) -> int:
-    """Return how often one dim of a convolution multiplies an input by a weight: neither padding nor gaps between spread inputs count.
-
-    Args:
-        length, window, results: the lengths of input, window and result.
-        stride, dilation: of the window.
-        before: the padding before the input.
-        spread: the dilation of the input.
-    """
-    at = np.arange(results)[:, None] * stride - before + np.arange(window) * dilation
-    return int(np.count_nonzero((at >= 0) & (at <= (length - 1) * spread) & (at % spread == 0)))
 
 
 class _Frames:

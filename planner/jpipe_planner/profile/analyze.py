@@ -15,7 +15,6 @@ from jpipe_planner.machine.compiling import compiling_for
 from jpipe_planner.machine.device import Device
 from jpipe_planner.machine.roofline import Rates
 from jpipe_planner.profile.compose import profile_of
-from jpipe_planner.profile.flops import count_products
 from jpipe_planner.profile.model import POLICIES, Batch, Costs, Meter, Model, Progress, count_bytes, parts_of_bytes
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.profile.scratch import KINDS, ScratchPrograms, compiling_threads
@@ -94,7 +93,7 @@ def _counted(model: Model, layer_id: str, device: Device, traced_for: jax.Device
     def count(rows: int) -> dict[str, tuple[dict[str, float], int]]:
         stage = model.stage([layer_id], rows)
         traffic = _traffic(stage.cost)
-        counts = {name: count_products(stage.trace(name, traced_for).jaxpr.jaxpr) for name in PROGRAMS}
+        counts = {name: jpipe.model.count_products(stage.trace(name, traced_for).jaxpr.jaxpr) for name in PROGRAMS}
         if (compute := model.precision.compute) is not None:  # a layer may still compute in another dtype on this machine
             counts = {name: {compute: sum(products.values())} if products else {} for name, products in counts.items()}
         return {name: (products, traffic[name]) for name, products in counts.items()}

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jpipe_planner.profile.flops import count_products
+from jpipe.model import count_products
 from jpipe_planner.profile.model import Costs, Model, StageCosts, tree_bytes
 from jpipe_planner.profile.profile import AtSize, LayerProfile, Profile
 from jpipe_planner.profile.scratch import Scratch

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 import jpipe
-from jpipe_planner.profile.flops import product_flops
+from jpipe.model import product_flops
 from jpipe_planner.profile.model import tree_bytes
 from jpipe_planner.profile.profile import TensorProfile
 

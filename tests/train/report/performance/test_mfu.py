@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
+from jpipe.model import count_products
 from jpipe_lm.models import kernels
 from jpipe_lm.models.blockwise import Masked
-from jpipe_planner.profile.flops import count_products
 from jpipe_train.assemble.build import build
 from jpipe_train.console.progress import Reporter
 from jpipe_train.report.metrics_log import repeatable

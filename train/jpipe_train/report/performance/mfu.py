@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 import jpipe
-from jpipe_planner.profile.flops import count_products
+from jpipe.model import count_products
 from jpipe_train.assemble.build import layer_specs
 from jpipe_train.assemble.meshes import device_kinds
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jpipe_planner.profile.flops import count_products
+from jpipe.model import count_products
 
 SAME, UNEVEN = "SAME", ((2, 1), (1, 2))
 
