@@ -1,4 +1,4 @@
-"""Record when the steps of a `jpipe.Pipeline` end in this process, without waiting between them."""
+"""Record when the steps of a `jpipe.Pipeline` end in this process, without waiting between them, and measure its stages."""
 
 import queue
 import threading
@@ -34,6 +34,17 @@ class Runner:
             self._state, _ = self._pipe.step(self._state, self._batch, observe=tracer or clock)
         jax.block_until_ready(self._state)
         return {"ends": clock.finish()}
+
+
+def fitted_costs(pipe: jpipe.Pipeline, batch: Any, steps: int) -> tuple[jpipe.programs.StageCost, ...]:
+    """Return the costs of the stages with measured times, the medians of some steps."""
+    state = pipe.init(jax.random.key(0), batch)
+    state, _ = pipe.step(state, batch)
+    with jpipe.Tracer(pipe.plan) as tracer:
+        for _ in range(steps):
+            state, _ = pipe.step(state, batch, observe=tracer)
+        trace = tracer.finish()
+    return jpipe.runtime.fit_costs(pipe.costs(batch), trace.timeline)
 
 
 class _UpdateClock:

@@ -9,7 +9,7 @@ import dataclasses
 import resource
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ import optax
 
 import jpipe
 from benchmarks import parts
-from benchmarks.pipelines import Runner
+from benchmarks.pipelines import Runner, fitted_costs
 from benchmarks.planner.markdown import print_table
 from benchmarks.programs import Program, free_port, python_module, steps_per_second
 from benchmarks.serve import serve, step_by_step
@@ -63,14 +63,14 @@ def process(name: str, microbatches: int, slices: int, number: int, count: int, 
             step_by_step(step), predicted=_predicted(pipe, batch).peak_bytes, peak=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         )
     elif count == 1:
-        serve(lambda steps: {"costs": [dataclasses.asdict(cost) for cost in _costs(pipe, batch, steps)]})
+        serve(lambda steps: {"costs": [dataclasses.asdict(cost) for cost in fitted_costs(pipe, batch, steps)]})
     else:
-        runner, before = Runner(pipe, batch), 0
+        runner = Runner(pipe, batch)
         runner(3)
         peak = _Peak()
         runner(2, peak)
         rank = pipe.plan.rank_of[number]
-        serve(runner, held=peak.bytes - before, predicted=_predicted(pipe, batch).held_bytes[rank])
+        serve(runner, held=peak.bytes, predicted=_predicted(pipe, batch).held_bytes[rank])
 
 
 def _predicted(pipe: jpipe.Pipeline, batch: Any) -> jpipe.programs.Prediction:
@@ -86,17 +86,6 @@ class _Peak:
 
     def __call__(self, event: Any) -> None:
         self.bytes = max(self.bytes, sum(array.nbytes for array in jax.live_arrays() if not array.is_deleted()))
-
-
-def _costs(pipe: jpipe.Pipeline, batch: Any, steps: int) -> Sequence[jpipe.programs.StageCost]:
-    """Measure the times of both stages, which take turns on one core."""
-    state = pipe.init(jax.random.key(0), batch)
-    state, _ = pipe.step(state, batch)
-    with jpipe.Tracer(pipe.plan) as tracer:
-        for _ in range(steps):
-            state, _ = pipe.step(state, batch, observe=tracer)
-        trace = tracer.finish()
-    return jpipe.runtime.fit_costs(pipe.costs(batch), trace.timeline)
 
 
 def throughput(_: argparse.Namespace) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ import jax
 
 import jpipe
 from benchmarks import gpt
-from benchmarks.pipelines import Runner
+from benchmarks.pipelines import Runner, fitted_costs
 from benchmarks.serve import serve
 from benchmarks.sizes import PEERS, warm_up
 
@@ -38,7 +38,7 @@ def main() -> None:
     pipe = jpipe.Pipeline(stack, plan, gpt.summed_loss, gpt.optimizer())
     facts: dict[str, Any] = {"parameters": gpt.count_parameters(stack, batch[0][: PEERS.rows])}
     if processes == 1:
-        serve(lambda steps: {"stage_seconds": _stage_seconds(pipe, batch, steps)}, **facts)
+        serve(lambda steps: {"stage_seconds": [cost.forward + cost.backward for cost in fitted_costs(pipe, batch, steps)]}, **facts)
     else:
         runner = Runner(pipe, batch)
         runner(warm_up(microbatches))
@@ -53,17 +53,6 @@ def _cut(ids: Sequence[str], schedule: str, chunks: int) -> tuple[list[jpipe.Sta
     cuts = [0, *(1 + s * size for s in range(1, count)), len(ids)]
     stages = [jpipe.Stage(layers=tuple(ids[a:b])) for a, b in itertools.pairwise(cuts)]
     return stages, jpipe.schedules.arranged(jpipe.schedules.SCHEDULES[schedule].layout, count, chunks)
-
-
-def _stage_seconds(pipe: jpipe.Pipeline, batch: Any, steps: int) -> list[float]:
-    """Measure the median time of a forward and a backward of each stage."""
-    state = pipe.init(jax.random.key(0), batch)
-    state, _ = pipe.step(state, batch)
-    with jpipe.Tracer(pipe.plan) as tracer:
-        for _ in range(steps):
-            state, _ = pipe.step(state, batch, observe=tracer)
-        trace = tracer.finish()
-    return [cost.forward + cost.backward for cost in jpipe.runtime.fit_costs(pipe.costs(batch), trace.timeline)]
 
 
 if __name__ == "__main__":
