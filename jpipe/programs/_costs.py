@@ -28,6 +28,10 @@ class KeptByBoth(NamedTuple):
     receiver: Literal["F", "I", "W"]
 
 
+TIMES = "forward", "backward", "backward_input", "backward_weight"
+"""The fields of a stage's costs that are the times of a microbatch."""
+
+
 @dataclass(frozen=True)
 class StageCost(Costs):
     """The cost of one microbatch at one stage: times in seconds, sizes in bytes.

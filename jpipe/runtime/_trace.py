@@ -16,7 +16,7 @@ from jpipe.errors import InputError
 from jpipe.meshes._partition import shard_bytes
 from jpipe.ops import OPS
 from jpipe.plan import Plan
-from jpipe.programs._costs import StageCost
+from jpipe.programs._costs import TIMES, StageCost
 from jpipe.programs._instructions import Compute, Update
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline, whole_spans
 from jpipe.programs._transfers import Transfer
@@ -400,15 +400,12 @@ def _fit(cost: StageCost, spans: Sequence[Span]) -> StageCost:
         update = _median([span.update_time for span in spans if span.updates])
         slices = [_fit(each, [span for span in spans if span.microbatch % count == n]) for n, each in enumerate(cost.by_slice)]
         slices = [replace(each, update=update) for each in slices]
-        means: dict[str, Any] = {name: statistics.fmean(getattr(each, name) for each in slices) for name in _TIMES}
+        means: dict[str, Any] = {name: statistics.fmean(getattr(each, name) for each in slices) for name in TIMES}
         return replace(cost, by_slice=tuple(slices), update=update, **means)
     fitted = _fit_whole(cost, whole_spans(spans))
     for fit_cost in hooks("fit_cost", programs().values()):
         fitted = fit_cost(fitted, spans)
     return fitted
-
-
-_TIMES = "forward", "backward", "backward_input", "backward_weight"
 
 
 def _fit_whole(cost: StageCost, spans: Sequence[Span]) -> StageCost:

@@ -12,7 +12,7 @@ from jpipe.meshes._partition import shard_bytes
 from jpipe.meshes._place import Place
 from jpipe.model.jaxprs._products import count_products
 from jpipe.plan import Plan, repeats_forward
-from jpipe.programs._costs import KeptByBoth, StageCost
+from jpipe.programs._costs import TIMES, KeptByBoth, StageCost
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._arrays import Arrays, shares_of
 from jpipe.stages._compiled_stage import CompiledStage
@@ -117,7 +117,7 @@ def joined_costs(functions: Sequence[Sequence[StageFunctions]], costs: Sequence[
     """Return the costs of all stages from the costs for each slice of the rows.
 
     Each cost has the mean of the bytes, the largest temporaries, and the costs of the slices. The times of a slice are in proportion to the
-    products in its forward; their mean is the time of whole rows.
+    products in its forward. The unit is the mean slice, so units of plans with other slices differ.
 
     Args:
         functions: the functions of all stages for each slice.
@@ -130,7 +130,7 @@ def joined_costs(functions: Sequence[Sequence[StageFunctions]], costs: Sequence[
         count, flops = len(of_stage), [sum(count_products(f.residuals.forward.jaxpr).values()) for f in of_functions]
         shares = [each * count / sum(flops) if any(flops) else 1.0 for each in flops]
         slices = tuple(
-            replace(cost, **{name: getattr(cost, name) * share for name in _TIMES}) for cost, share in zip(of_stage, shares, strict=True)
+            replace(cost, **{name: getattr(cost, name) * share for name in TIMES}) for cost, share in zip(of_stage, shares, strict=True)
         )
         sizes = {name: -(-sum(getattr(cost, name) for cost in of_stage) // count) for name in _SIZES}
         joined.append(replace(of_stage[0], **sizes, temporary=max(cost.temporary for cost in of_stage), by_slice=slices))
@@ -138,7 +138,6 @@ def joined_costs(functions: Sequence[Sequence[StageFunctions]], costs: Sequence[
 
 
 _SIZES = "inputs", "labels", "outputs", "residuals", "kept_outputs", "stash", "message", "gradient", "carry_message", "carry_gradient"
-_TIMES = "forward", "backward", "backward_input", "backward_weight"
 
 
 def arrays_of(functions: StageFunctions, chosen: Mapping[str, Sequence[Any]] | None = None) -> Arrays:

@@ -168,9 +168,8 @@ def _of_positions(first: tuple[Any, Sequence[Any]], second: tuple[Any, Sequence[
     if [equation.primitive for equation in a.eqns] != [equation.primitive for equation in b.eqns]:
         return "computes otherwise for other numbers of positions" if without_carry else ""
     for one, two in zip(a.eqns, b.eqns, strict=True):
-        read, written = ([x.aval.shape != y.aval.shape for x, y in zip(*pair, strict=True)] for pair in _vars(one, two))
         inside = [*zip(bodies(one), bodies(two), strict=True)]
-        if any(written) and not any(read) and not inside:
+        if _differ(one.outvars, two.outvars) and not _differ(one.invars, two.invars) and not inside:
             if one.primitive.name == "random_bits":
                 return "draws random numbers"
             if without_carry and one.primitive.name != "broadcast_in_dim":
@@ -182,8 +181,8 @@ def _of_positions(first: tuple[Any, Sequence[Any]], second: tuple[Any, Sequence[
     return ""
 
 
-def _vars(one: Any, two: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    return (one.invars, two.invars), (one.outvars, two.outvars)
+def _differ(first: Sequence[Any], second: Sequence[Any]) -> bool:
+    return [var.aval.shape for var in first] != [var.aval.shape for var in second]
 
 
 def _is_equal(a: Any, b: Any) -> bool:

@@ -44,6 +44,13 @@ def test_an_algorithm_says_in_which_dtype_a_product_is_computed():
     assert kernels(text)["gemm"].seconds == pytest.approx(1024 / 1e9 + 1e-6)
 
 
+def test_rates_that_a_topology_leaves_out_are_those_of_the_target():
+    known = Rates.of(Device(target="h100-80gb"))
+    assert Rates.of(Device(target="h100-80gb", memory_bandwidth=None, flops={})) == known
+    assert known.seconds(0, []) == 0  # no kernel
+    assert known.seconds(1, []) > known.kernel_seconds > 0
+
+
 def test_an_unknown_dtype_has_the_rate_of_one_of_its_size_or_the_highest():
     fast = Rates(1e12, {"float32": 1e9, "float16": 4e9, "float8_e4m3fn": 8e9})
     assert kernels(PRODUCT, fast)["gemm"].seconds == pytest.approx(1024 / 4e9)

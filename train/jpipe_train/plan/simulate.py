@@ -89,8 +89,7 @@ def main(
     recomputes = any(repeats_forward(stage.recompute) for stage in plan.stages)
     recomputing = ("; one that recomputes 3" + (", its first half 2" if halves else "")) if recomputes else ""
     of_halves = ", each of its halves 1" if halves else ""
-    sliced = plan.counted.row_slices > 1
-    of_slices = "; a unit is the mean forward of a slice, and each slice has the number of a microbatch" if sliced else ""
+    of_slices = "; the forward is of the mean slice, and slices are numbered like microbatches" if plan.counted.row_slices > 1 else ""
     return "\n".join(
         [
             f"{plan.schedule}: " + ", ".join([count(plan.depth, "stage"), *ranks, *meshes, microbatches, count(shown, "batch", "es")]),

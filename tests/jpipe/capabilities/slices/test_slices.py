@@ -212,6 +212,7 @@ def test_lengths_by_cost_take_equally_long():
         assert sum(lengths) == length
         assert list(lengths) == sorted(lengths, reverse=True)
         assert max(costs) / min(costs) < 1.3
+    assert lengths_by_cost(4, 4, 2.0, 4.0) == (1,) * 4  # each slice has positions, even if their costs differ
     plan = plan_of(m=2, slices={"count": 2, "by": "cost"})
     assert Plan.from_json(plan.to_json()) == plan
     batch, pipe = models.batches(1, 2, 64)[0], pipeline(plan)
