@@ -11,8 +11,10 @@ import pytest
 from flax import linen, nnx
 
 from jpipe import InputError, Layer, LayerStack, Pipeline, Plan, Precision, Tie, lower, simulate
+from jpipe.capabilities.global_norm.runtime import waits_for
 from jpipe.capabilities.slices.option import lengths_by_cost, lengths_of
 from jpipe.programs import ProgramError, StageCost
+from jpipe.programs._instructions import Update
 from jpipe.runtime import fit_costs
 from jpipe.schedules import SCHEDULES
 from jpipe.schedules._schedule import most_in_flight
@@ -268,6 +270,14 @@ def test_what_slices_cannot_be_combined_with(fields, words):
     with pytest.raises(InputError, match="slices") as error:
         plan_of(**{"slices": 2, **fields})
     assert words in str(error.value)
+
+
+def test_an_update_waits_for_the_backward_of_the_first_slice_of_the_last_rows_of_each_replica():
+    program = lower(plan_of((3, 3), m=4, schedule="gpipe", replicas=2, slices=2), 1, global_norm=True)
+    updates = [i for i in program.instructions if isinstance(i, Update)]
+    waits = waits_for(program.plan, updates)
+    assert len(waits) == 4
+    assert all({(worker, k) for worker, _, k, _ in keys} == {(0, 4), (1, 6)} for keys in waits.values())
 
 
 def test_meshes_and_sums_in_parts_are_refused():
