@@ -16,6 +16,7 @@ from jpipe.capabilities.slices.option import lengths_by_cost, lengths_of
 from jpipe.programs import ProgramError, StageCost
 from jpipe.programs._instructions import Update
 from jpipe.runtime import fit_costs
+from jpipe.runtime._trace import _inputs
 from jpipe.schedules import SCHEDULES
 from jpipe.schedules._schedule import most_in_flight
 from jpipe.stages._batch import microbatch_spec
@@ -278,6 +279,8 @@ def test_an_update_waits_for_the_backward_of_the_first_slice_of_the_last_rows_of
     waits = waits_for(program.plan, updates)
     assert len(waits) == 4
     assert all({(worker, k) for worker, _, k, _ in keys} == {(0, 4), (1, 6)} for keys in waits.values())
+    of_stage_0 = [_inputs(key, program.plan) for key in waits if key[0] < 2]
+    assert all({(worker, k) for worker, _, k, _ in keys} == {(0, 4), (1, 6)} for keys in of_stage_0)
 
 
 def test_meshes_and_sums_in_parts_are_refused():
