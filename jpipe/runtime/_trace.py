@@ -347,7 +347,7 @@ def _inputs(key: _Key, plan: Plan) -> list[_Key]:
         case "stash":
             return []
         case _:
-            each = plan.row_slices  # the backward of the first slice of each rows is the last one
+            each = plan.row_slices  # the backward of the first slice of a row is the last one
             first = (k + 1) * plan.microbatches_per_update(s) - plan.replicas[s] * each
             replicas = [plan.workers[worker][1]] if plan.has_parallel_pipelines else range(plan.replicas[s])  # only these update
             return [key for j in replicas for key in that_leave("accumulators", plan, s, first + j * each)]

@@ -224,7 +224,7 @@ def waits_for(plan: Plan, instructions: Iterable[Compute | Update]) -> dict[Comp
     waits: dict[Computation, list[Computation]] = {}
     for i in instructions:
         if isinstance(i, Update):
-            (s, replica), each = plan.workers[i.worker], plan.row_slices  # of rows in slices, the backward of the first is the last one
+            (s, replica), each = plan.workers[i.worker], plan.row_slices  # the backward of the first slice of a row is the last one
             end = (i.batch + 1) * plan.microbatches_per_update(s)
             last = [] if SCHEDULES[plan.schedule].flushes_after(plan, i.batch) else [end - 1 + route_of(plan).delay]
             microbatches = [*range(end - plan.replicas[0] * each, end, each), *last]
