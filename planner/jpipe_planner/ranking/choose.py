@@ -297,11 +297,15 @@ def first_of_kinds(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 
 def best_of_kinds(plans: Iterable[Ranked]) -> tuple[Ranked, ...]:
-    """Return the best plan of each kind, fastest first. A plan for one device comes first if it is nearly as fast as the best (`PAYS`)."""
+    """Return the best plan of each kind, `preferred` first."""
     best = dict[tuple[object, ...], Ranked]()
     for one in in_order(list(plans)):
         best.setdefault(one.candidate.kind, one)
-    ordered = list(best.values())
+    return preferred(list(best.values()))
+
+
+def preferred(ordered: Sequence[Ranked]) -> tuple[Ranked, ...]:
+    """Return plans that are in order with the plans for one device first that are nearly as fast as the best (`PAYS`)."""
     alone = [one for one in ordered if one.candidate.devices == 1 and (1 + PAYS) * one.samples_per_second >= ordered[0].samples_per_second]
     return (*alone, *(one for one in ordered if one not in alone))
 

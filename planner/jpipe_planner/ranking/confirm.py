@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 from jpipe_planner.cost.devices import lacking
-from jpipe_planner.ranking.choose import Choice, Ranked, best_of_kinds, in_order, of_other_kinds
+from jpipe_planner.ranking.choose import Choice, Ranked, best_of_kinds, in_order, of_other_kinds, preferred
 from jpipe_planner.ranking.compiled import closed_form_bytes
 from jpipe_planner.ranking.find import Attempt, Compiled, Plans
 from jpipe_planner.ranking.offload import find_offloads
@@ -75,7 +75,7 @@ class _Confirm:
     def fastest(self) -> None:
         """Compile plans in the order of their speed until one fits."""
         while self._queue and len(self.attempts) < MOST_COMPILED and not self.fitting:
-            self._try(in_order(self._queue)[0])
+            self._try(preferred(in_order(self._queue))[0])
 
     def leanest(self) -> None:
         """Compile the plan of each kind that needs the least memory with full recomputation: only the fastest few and the smallest."""
@@ -118,7 +118,7 @@ class _Confirm:
             if not near or not compilations_left:
                 break
             self._try(others[0])
-        by_plan, fitting = {id(one.ranked): one for one in self.fitting}, in_order([one.ranked for one in self.fitting])
+        by_plan, fitting = {id(one.ranked): one for one in self.fitting}, preferred(in_order([one.ranked for one in self.fitting]))
         self.fitting = [by_plan[id(ranked)] for ranked in fitting]
         return *fitting, *others
 

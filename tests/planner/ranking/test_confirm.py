@@ -111,6 +111,23 @@ def test_plans_that_may_be_as_fast_are_compiled_too_and_the_best_of_them_is_firs
     assert [ranked.candidate.schedule for ranked in result.choice.ranked[2:]] == ["pipedream_flush"]
 
 
+@pytest.mark.parametrize(("cores", "devices"), [(1.01, 1), (1.5, 2)])
+def test_after_compilation_too_one_device_is_chosen_unless_several_pay(cores, devices):
+    topology = Topology(levels=[{"count": 2, "bandwidth": 1e12}], device={"memory": 1e9}, cores=cores)
+    candidates, tried = find_candidates(profile(), topology, 8, schedules=("pipedream_flush",)), {}
+    choice = choose(profile(), topology, candidates, tried=tried)
+    assert choice.ranked[0].candidate.devices == devices
+
+    def compile_stages(choice, ranked):
+        memory = choice.simulate(ranked.candidate).memory
+        return Compiled(ranked, memory, max(memory) - 1e9, tuple(range(len(memory))))
+
+    result = confirm(Plans(choice, tuple(candidates), tried), compile_stages, print)
+    assert {one.ranked.candidate.devices for one in result.compiled} >= {devices}
+    assert result.choice.ranked[0].candidate.devices == devices
+    assert result.compiled[0].ranked is result.choice.ranked[0]
+
+
 def test_no_more_plans_are_compiled_than_the_limits_say(monkeypatch):
     monkeypatch.setattr(module, "MOST_COMPILED", 1)
     monkeypatch.setattr(module, "MOST_LEAN", 1)
