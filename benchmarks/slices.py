@@ -111,24 +111,39 @@ def _compared(microbatches: int, slices: int) -> dict[str, Any]:
         "rounds": ratios,
         "measured": statistics.median(ratios),
         "simulated": seconds[1][0] / seconds[slices][0],
+        "padded": seconds[slices][2],
         "seconds": {each: [1 / statistics.median(rates[each]), seconds[each][0]] for each in rates},
         "memory": memory,
         "held": {each: [fact["held"] for fact in of_process] for each, of_process in facts.items()},
     }
-    head = "microbatches", "forward of a slice", "slices ÷ whole rows, measured", "simulated", "goal", "bound", "arrays held ÷ predicted"
+    head = (
+        "microbatches",
+        "forward of a slice",
+        "slices ÷ whole rows, measured",
+        "simulated",
+        "goal",
+        "bound",
+        "arrays held ÷ predicted",
+        "one padded program",
+    )
     ratio, of_memory = f"{row['measured']:.2f}", ", ".join(f"{each:.3f}" for each in memory)
     shown = str(microbatches), f"{row['slice_ms']:.0f} ms", ratio, f"{row['simulated']:.2f}"
-    print_table(head, [(*shown, f"{GOALS[microbatches]:g}", f"{BOUNDS[microbatches]:.2f}", of_memory)])
+    print_table(head, [(*shown, f"{GOALS[microbatches]:g}", f"{BOUNDS[microbatches]:.2f}", of_memory, f"{row['padded']:.2f}")])
     return row
 
 
-def _simulated(microbatches: int, slices: int) -> tuple[float, float]:
-    """Return the simulated seconds of a batch with measured times, and the mean time of a forward."""
+def _simulated(microbatches: int, slices: int) -> tuple[float, float, float]:
+    """Return the simulated seconds of a batch with measured times, the mean time of a forward, and the work of one padded program.
+
+    This is the time of all slices if each took as long as the last one, which attends to all positions, divided by their time.
+    """
     with _started("throughput", microbatches, slices, 1) as program:
         program.facts()
         costs = [_cost(fields) for fields in program.run(STEPS)[0]["costs"]]
     plan = pipeline("throughput", microbatches, slices)[0].plan
-    return jpipe.simulate(jpipe.lower(plan, 1), costs, LINK).seconds, statistics.fmean(cost.forward for cost in costs)
+    times = [[each.forward + each.backward for each in cost.by_slice or (cost,)] for cost in costs]
+    padded = sum(slices * of_stage[-1] for of_stage in times) / sum(map(sum, times))
+    return jpipe.simulate(jpipe.lower(plan, 1), costs, LINK).seconds, statistics.fmean(cost.forward for cost in costs), padded
 
 
 def _cost(fields: dict[str, Any]) -> jpipe.programs.StageCost:

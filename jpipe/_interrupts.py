@@ -160,7 +160,7 @@ def _keep(before: State, outcome: Outcome) -> None:
 
 def merged(first: Metrics, second: Metrics) -> Metrics:
     """Join the metrics of two consecutive calls into the metrics of one call."""
-    return Metrics(**{name: numbers | getattr(second, name) for name, numbers in first._asdict().items()})
+    return Metrics(**{name: type(numbers)(numbers | getattr(second, name)) for name, numbers in first._asdict().items()})
 
 
 def _words(error: BaseException) -> str:

@@ -1,9 +1,12 @@
 """The class `Pipeline`: a model, a plan, a loss and an optimizer as functions from state to state."""
 
 import contextlib
+import importlib
 import logging
+import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, SupportsFloat, SupportsIndex, overload
 
 import jax
@@ -54,8 +57,8 @@ from jpipe.stages._batch import (
     bucket_of,
     bucket_of_inputs,
     check_buckets,
-    count_microbatches,
     describe_shapes,
+    filled,
     microbatch_spec,
     rows_of,
 )
@@ -182,6 +185,7 @@ class Pipeline:
         check_ties(plan, self.stack)
         self._builder = StageBuilder(self.stack, plan, loss, optimizer, precision, self.ema_decay, self.delay_factor, arguments)
         self._steps: Steps | None = None
+        self._begun: tuple[jax.Array, Batch] | None = None  # the key and the shapes of a batch of the last `init` or `restore`
         self._executor: Executor | None = None  # set when `init` or `restore` has compiled
 
     def __repr__(self) -> str:
@@ -262,6 +266,7 @@ class Pipeline:
         initializers = executor.initializers
         missing = [each for each in places if is_fresh(initial[each[0]]) and each not in initializers]
         initializers.update(compile_initializers(self.stack, specs, missing))
+        self._begun = key, microbatch_spec(batch, 1)
         return self._start(executor, [fresh_worker(stage, initializers, key, initial) for stage in executor.stages.values()], 0)
 
     @isolated_context()
@@ -295,6 +300,7 @@ class Pipeline:
         """
         key, at = as_key(key), checked_batch("at", at)
         executor = self._compile(batch, buckets, {"key": _bits(key), "first batch": str(at)})
+        self._begun = key, microbatch_spec(batch, 1)
         workers = [restored_worker(self.plan, w, stage, layers, at, key, fresh_optimizer) for w, stage in executor.stages.items()]
         return self._start(executor, workers, at)
 
@@ -317,16 +323,69 @@ class Pipeline:
                 f = functions[s]
                 fitting(self.plan, w, f, for_stage(f, layers, fresh_optimizer), at, fresh_optimizer)
 
-    def snapshot(self, batch: SupportsIndex) -> Snapshot:
-        """Return a `Snapshot` that will copy the state of this run before `batch`. Call `init` or `restore` first.
+    @isolated_context()
+    def snapshot(self, at: SupportsIndex | State) -> Snapshot:
+        """Return a `Snapshot` of this run. Call `init` or `restore` first.
+
+        Args:
+            at: the number of a batch: the snapshot will copy the state before it, while `step` and `drain` have the snapshot as `observe`.
+                Or a state: the snapshot is complete. Work in flight is finished in a copy of the state, which takes time and the memory of
+                a second state; the run itself is not drained. In a run of several processes all processes call this with their state.
 
         Raises:
-            InputError: neither `init` nor `restore` has been called, or `batch` is not an integer of 0 or more.
+            InputError: neither `init` nor `restore` has been called; `at` is not an integer of 0 or more; or the state was consumed.
         """
-        batch = checked_batch("snapshot", batch)
+        if isinstance(at, State):
+            executor, state = self._running(at)
+            with self._undivided():
+                return executor.snapshot(state)
+        batch = checked_batch("snapshot", at)
         if self._executor is None:
             raise InputError("snapshot: this pipeline has no run yet; call init or restore first")
         return Snapshot(self.plan, batch, self._executor.stages)
+
+    def save(self, folder: str | Path, state: State, *, facts: Any = None, keep: int | None = None) -> None:
+        """Write a checkpoint of any state of a run, such as `checkpoints/40` after 40 batches. On return it is on disk.
+
+        The state is not changed; `snapshot` describes what this takes. To write while the run trains, see `jpipe.checkpoints`. In a run of
+        several processes, all must call this.
+
+        Args:
+            folder: the folder of the run, which all processes share.
+            state: a state that is not consumed.
+            facts: anything of JSON types, for `jpipe.checkpoints.Checkpoint.facts`.
+            keep: the number of newest checkpoints to keep; older ones are removed. None keeps all.
+
+        Raises:
+            InputError: an error of `snapshot`, or of `jpipe.checkpoints.save`, which lists further errors.
+        """
+        _checkpoints().save(folder, self.snapshot(state), facts=facts, keep=keep)
+
+    def load(
+        self, folder: str | Path, key: jax.Array | None = None, batch: Batch | None = None, *, step: SupportsIndex | None = None
+    ) -> State:
+        """Return the state of a checkpoint of `save`, or of a run of `jpipe train`. The run continues as if it had not ended, bit for bit.
+
+        The plan of this pipeline may differ from the plan of the run; `restore` describes what is restored then.
+
+        Args:
+            folder: the folder of the run.
+            key: the random key of the run, as passed to `init`; by default that of the last `init` or `load` of this pipeline.
+            batch: as in `init`; by default that of the last `init` or `load`.
+            step: the number of batches before the checkpoint; None: the newest complete checkpoint.
+
+        Raises:
+            InputError: `key` or `batch` is missing, and neither `init` nor `load` was called; there is no such checkpoint; or an error of
+                `jpipe.checkpoints.load`.
+        """
+        if key is None or batch is None:
+            if self._begun is None:
+                raise InputError("load: this pipeline has not been initialized; give the key and a batch, as for init", where="pipe")
+            key, batch = self._begun[0] if key is None else key, self._begun[1] if batch is None else batch
+        state: State | None = _checkpoints().load(self, folder, key, batch, None if step is None else operator.index(step))
+        if state is None:
+            raise InputError("there is no complete checkpoint; call init to begin a run", where=str(folder))
+        return state
 
     def step(self, state: State, batch: Batch, *, observe: Observer | None = None) -> tuple[State, Metrics]:
         """Feed one batch: its m microbatches enter the pipeline, and every computation that is ready is dispatched.
@@ -435,7 +494,8 @@ class Pipeline:
 
         Args:
             state: any state that is not consumed.
-            batch: as in `step`, with any number of microbatches of the size that `init` saw.
+            batch: as in `step`, with any number of rows. Copies of the last row fill the last microbatch, but the loss and the metrics get
+                only the rows of the batch; for each such number of rows the evaluation of the last stage is compiled at the first use.
             metrics: functions by name. Each is `(outputs, labels) -> (sum, weight)` of one microbatch, two scalars like the loss. They run
                 at the last stage, and get random numbers as the loss does. They are compiled at first use, so pass the same function
                 objects each time. They must be the same in all processes.
@@ -446,7 +506,8 @@ class Pipeline:
 
         Raises:
             InputError: the state was already consumed; the batch is unlike the batches of `init`; the loss or a metric does not accept the
-                model's outputs in evaluation; or weights="ema" without `ema_decay`.
+                model's outputs in evaluation; these do not have one row for each row of a last microbatch that is not full; or
+                weights="ema" without `ema_decay`.
 
         Example:
             >>> def accuracy(logits, labels):
@@ -457,9 +518,9 @@ class Pipeline:
         """
         check_weights(weights, self.ema_decay)
         (executor, state), metrics = self._running(state), checked_metrics(metrics)
-        count = count_microbatches(batch, rows_of(executor.specs[0]))
+        batch, count, last_rows = filled(batch, rows_of(executor.specs[0]))
         with self._undivided():
-            return executor.evaluate(state, batch, count, bucket_of(batch, count, executor.specs), metrics, weights)
+            return executor.evaluate(state, batch, count, last_rows, bucket_of(batch, count, executor.specs), metrics, weights)
 
     @overload
     def predict(self, state: State, batch: Tree, *, weights: Weights = ..., to: Literal["all"] = ...) -> Tree: ...
@@ -739,6 +800,11 @@ class Pipeline:
         check_state(state, None if self._executor is None else self._executor.fingerprint)
         assert self._executor is not None
         return self._executor, current_state(state)
+
+
+def _checkpoints() -> Any:
+    """Return `jpipe.checkpoints`. It imports this module, and Orbax, which `import jpipe` does not import."""
+    return importlib.import_module("jpipe.checkpoints")
 
 
 def _bits(key: jax.Array) -> str:

@@ -421,7 +421,8 @@ class SnapshotHooks:
     """What a capability saves of one worker in a snapshot.
 
     A subclass has some of these:
-        see: `(event) -> None`, called after each instruction of the worker, and of the other replicas of its stage in this process.
+        see: `(WorkerState) -> None`, called with the state after each instruction of the worker, and of the other replicas of its stage in
+            this process.
         completes: `(update) -> type`, the type of instruction that completes an update's version, if it is not the update itself.
         is_complete: `() -> bool`, whether the snapshot has everything that the capability saves.
         saved: `(layer id) -> Plain`, the weights of a layer, saved instead of its versions.

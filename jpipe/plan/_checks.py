@@ -21,8 +21,6 @@ def check(plan: "jpipe.Plan") -> None:
     Raises:
         InputError: parts of the plan do not fit together, or the schedule cannot run the plan.
     """
-    if plan.schedule not in SCHEDULES:
-        raise ValueError(f"unknown schedule {plan.schedule!r}; {nearest(plan.schedule, SCHEDULES)}")
     _check_layers(plan.stages)
     _check_ranks(plan)
     _check_per_rank(plan)

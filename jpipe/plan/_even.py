@@ -46,8 +46,6 @@ def even_ranks(schedule: str, num_stages: int, num_layers: int, chunks: Any) -> 
     """Return ranks with `chunks` stages each, in the layout of the schedule; None for the default ranks."""
     if not is_int(chunks) or chunks < 1:
         raise InputError(where="plan", key="chunks_per_rank", expected="an integer of 1 or more", found=short(chunks))
-    if schedule not in SCHEDULES:
-        return None  # the plan raises the error itself
     rules = SCHEDULES[schedule]
     if reason := rules.refuses_chunks(int(chunks)):
         raise InputError(f"chunks_per_rank: {reason}", where="plan")

@@ -18,7 +18,7 @@ from jpipe.plan._checks import check, check_layers_of_model
 from jpipe.plan._even import even_ranks, even_stages
 from jpipe.plan._stage import Predicted, Stage
 from jpipe.plan._text import FORMAT, html_of_plan, read_json, text_of_plan
-from jpipe.schedules import SCHEDULES, PlanOptions, Ranks, arranged
+from jpipe.schedules import SCHEDULES, PlanOptions, Ranks, arranged, name_of
 
 Numbers = Annotated[tuple[Annotated[tuple[Annotated[Int, Field(ge=0)], ...], Field(strict=False)], ...], Field(strict=False)]
 """Lists of numbers: for each pipeline rank the stages, or the devices of the replicas."""
@@ -30,7 +30,7 @@ class _Pipeline(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
 
     format: Literal["jpipe-plan/1"] = "jpipe-plan/1"
-    schedule: str
+    schedule: Annotated[str, pydantic.AfterValidator(name_of)]
     microbatches: Annotated[Int, Field(ge=1, le=10**9)]
     stages: Annotated[tuple[Stage, ...], Field(min_length=1, strict=False)]
 
@@ -56,7 +56,7 @@ class Plan(CapabilityOptions, _Layout, PlanOptions, _Pipeline):
 
     Attributes:
         format: "jpipe-plan/1", which marks JSON as a plan.
-        schedule: a name of `jpipe.schedules.SCHEDULES`.
+        schedule: a name of `jpipe.schedules.SCHEDULES`; other usual names, such as "1F1B", become the name there (`OTHER_NAMES`).
         microbatches: m, the number of microbatches between two updates over all replicas, 1 to 10^9; a multiple of each stage's number of
             replicas. Microbatch k runs on replica k mod r of a stage with r replicas.
         stages: for each stage a `Stage`, or a dict of the fields of a `Stage`. Together the stages have every layer exactly once, in order.
@@ -254,7 +254,7 @@ class Plan(CapabilityOptions, _Layout, PlanOptions, _Pipeline):
         Args:
             layers: all layer ids in order.
             num_stages: number of stages, at most the number of layers.
-            schedule: a name of `jpipe.schedules.SCHEDULES`; the default flushes, so that training equals training without a pipeline.
+            schedule: as the field of `Plan`; the default flushes, so that training equals training without a pipeline.
             microbatches: the number of microbatches per update, over all replicas; by default 4.
             replicas: the number of replicas of every stage, or one number for each stage.
             chunks_per_rank: how many stages each rank runs, in the layout of the schedule; by default 1, or 2 if the schedule needs a V. It
@@ -274,6 +274,7 @@ class Plan(CapabilityOptions, _Layout, PlanOptions, _Pipeline):
             >>> Plan.even(["a", "b", "c"], num_stages=2, schedule="gpipe", microbatches=4).stages[0].layers
             ('a', 'b')
         """
+        schedule = name_of(schedule)
         stages = with_options(even_stages(layers, num_stages, recompute, replicas, mesh, fsdp), sum_parts=sum_parts)
         if chunks_per_rank is not None and "ranks" not in fields:
             fields["ranks"] = even_ranks(schedule, len(stages), len(layers), chunks_per_rank)

@@ -21,6 +21,7 @@ from jpipe.programs.lowering import lower_evaluation
 from jpipe.runtime._interpreter import Observer, read_data, run
 from jpipe.runtime._join import BatchComparison, share_rows
 from jpipe.runtime._metrics import DelayNorms, Evaluation, Metrics, MetricsExchange
+from jpipe.runtime._snapshot import Snapshot
 from jpipe.runtime._transport import Sent, Transport, arrived
 from jpipe.runtime._worker import Added, Data, RunResults
 from jpipe.runtime.state import State, WeightVersions, WorkerState, copied, fetched, fingerprint, model_of
@@ -116,7 +117,7 @@ class Executor:
         if processes is not None:
             self._comparison = BatchComparison(self._exchange.name, processes, rows_of(self.specs[0]), len(buckets) > 1)
         # The workers of the last stage, by bucket and by the names and ids of metrics.
-        self._measuring: dict[tuple[int, tuple[tuple[str, int], ...]], dict[int, CompiledStage]] = {}
+        self._measuring: dict[tuple[int, int, tuple[tuple[str, int], ...]], dict[int, CompiledStage]] = {}
         self._predicting: dict[int, dict[int, CompiledStage]] = {}  # by bucket, compiled at the first use
         self.initializers: dict[tuple[str, Place], jax.stages.Compiled] = {}
         if before is not None:
@@ -202,6 +203,12 @@ class Executor:
         workers, _ = self._run(program, shift, state.workers, {}, _by_batch(state.buckets, state.batch), None)
         return self.state(workers, state.batch, state.batch)
 
+    def snapshot(self, state: State) -> Snapshot:
+        """Return a complete snapshot of the state, with the arrays of a copy that is drained."""
+        snapshot, drained = Snapshot(self._plan, state.batch, self.stages), self.drained_copy(state)
+        snapshot.take(dict(zip(self.stages, drained.workers, strict=True)))
+        return snapshot
+
     def average(self, state: State) -> State:
         """If replicas average their layer state when it is read, return the state with the mean, which takes one sum per stage."""
         if state.averaged:
@@ -236,13 +243,20 @@ class Executor:
             return self.drained_copy(state), state.batch
         return state, version
 
-    def evaluate(self, state: State, batch: Batch, count: int, bucket: int, metrics: Mapping[str, Loss], weights: Weights) -> Evaluation:
-        """Forward `count` microbatches of a bucket; see `Pipeline.evaluate`."""
+    def evaluate(
+        self, state: State, batch: Batch, count: int, last_rows: int, bucket: int, metrics: Mapping[str, Loss], weights: Weights
+    ) -> Evaluation:
+        """Forward `count` microbatches of a bucket, and count the first `last_rows` rows of the last one; see `Pipeline.evaluate`."""
         host = _on_host(batch)
         if self._comparison is not None:
             self._comparison.evaluation(host, {"the names of the metrics": ", ".join(metrics) or "none", "the kind of weights": weights})
         workers, version = self._for_evaluation(state, weights)
-        results = self._forward(workers, version, host, range(count), bucket, self._evaluating(bucket, metrics))
+        rows_each = rows_of(self.specs[0])
+        results, whole = RunResults({}, {}, {}), count - (last_rows < rows_each)
+        for numbers, rows in ((range(whole), rows_each), (range(whole, count), last_rows)):
+            if numbers:
+                more = self._forward(workers, version, host, numbers, bucket, self._evaluating(bucket, metrics, rows))
+                results.evaluations.update(more.evaluations)
         return self._exchange.evaluation(results, version, list(metrics), count)
 
     def predict(self, state: State, inputs: Tree, bucket: int, weights: Weights, to: To) -> Tree | None:
@@ -392,13 +406,19 @@ class Executor:
         """Return the number of the compiled stages for whole rows of a bucket."""
         return self._variants * (bucket + 1) - 1
 
-    def _evaluating(self, bucket: int, metrics: Mapping[str, Loss]) -> dict[int, CompiledStage]:
-        """Return the stages of this process; the evaluation of the last stage computes these metrics, and is compiled at the first use."""
-        key, stages = (bucket, tuple((name, id(metric)) for name, metric in metrics.items())), self._compiled[self._whole(bucket)]
+    def _evaluating(self, bucket: int, metrics: Mapping[str, Loss], rows: int) -> dict[int, CompiledStage]:
+        """Return the stages of this process. The last stage's evaluation computes these metrics for the first `rows` rows of a microbatch.
+
+        It is compiled at the first use.
+        """
+        key, stages = (bucket, rows, tuple((name, id(metric)) for name, metric in metrics.items())), self._compiled[self._whole(bucket)]
         if key not in self._measuring:
-            check_evaluation(self.buckets[bucket].functions[-1], metrics)
+            last, rows_each = self.buckets[bucket].functions[-1], rows_of(self.specs[0])
+            check_evaluation(last, metrics)
+            if rows < rows_each:
+                check_outputs(last.last_layer.evaluated, rows_each, last.stage.layers[-1], "evaluate")
             last_stages = {w: stage for w, stage in stages.items() if stage.functions.last}
-            self._measuring[key] = with_metrics(last_stages, metrics) if metrics else {}
+            self._measuring[key] = with_metrics(last_stages, metrics, rows) if metrics or rows < rows_each else {}
         return stages | self._measuring[key]
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe.context import without_mesh
-from jpipe.errors import PeerLost
+from jpipe.errors import InputError, PeerLost
 from jpipe.plan import Plan
 from jpipe.processes._membership import Processes
 from jpipe.programs._instructions import Program
@@ -36,6 +36,22 @@ class RemoteScalar:
         return "RemoteScalar(…)"
 
 
+class OfBatches(dict[int, Any]):
+    """Numbers by batch; reading one that the step did not finish raises an error that says when it comes."""
+
+    def __missing__(self, batch: object) -> Any:
+        found = f"batch {', '.join(map(str, self))}" if self else "none"
+        raise InputError(
+            f"metrics: expected a batch that this call finished ({found}), found {batch}; other batches are in the metrics of other calls "
+            "of step, the last ones in those of drain(state, with_metrics=True)"
+        )
+
+
+jax.tree_util.register_pytree_node(
+    OfBatches, lambda numbers: ([*numbers.values()], (*numbers,)), lambda keys, values: OfBatches(zip(keys, values, strict=True))
+)
+
+
 class Metrics(NamedTuple):
     """Results of the batches that a step finished, the same in all processes. Numbers may still be computing: `float(…)` waits.
 
@@ -56,8 +72,8 @@ class Metrics(NamedTuple):
             a batch updates a stage several times, it is the norm of the last update.
     """
 
-    losses: dict[int, jax.Array | RemoteScalar]
-    weights: dict[int, jax.Array | RemoteScalar]
+    losses: OfBatches
+    weights: OfBatches
     norms: dict[int, jax.Array | RemoteScalar]
     nonfinite: dict[int, jax.Array | RemoteScalar]
     loss_scales: dict[int, jax.Array | RemoteScalar]
@@ -66,7 +82,7 @@ class Metrics(NamedTuple):
     @classmethod
     def empty(cls) -> "Metrics":
         """Return the metrics of a step that finished no batch."""
-        return cls(*({} for _ in cls._fields))
+        return cls(OfBatches(), OfBatches(), {}, {}, {}, {})
 
 
 class Mean(NamedTuple):

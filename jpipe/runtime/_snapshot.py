@@ -84,7 +84,15 @@ class Snapshot:
         if isinstance(i, self._sums):  # after this process's last replica, all its replicas have the sum
             for w in self.plan.stage_workers[self.plan.workers[i.worker][0]]:
                 if w in self._parts:
-                    self._parts[w].see_sum(event)
+                    self._parts[w].see_sum(event.state)
+
+    def take(self, states: Mapping[int, WorkerState]) -> None:
+        """Complete the snapshot, without copies, from the states of this process's workers with nothing in flight before the batch."""
+        for w, part in self._parts.items():
+            for other in self.plan.stage_workers[part.stage]:
+                if other in states:
+                    part.see_sum(states[other])
+            part.take(states[w])
 
     @property
     def complete(self) -> bool:
@@ -180,10 +188,19 @@ class WorkerSnapshot:
         """Return the instruction that completes the version that an update makes."""
         return next((kind for hook in self._completes if (kind := hook(update)) is not None), Update)
 
-    def see_sum(self, event: Event) -> None:
-        """Observe an instruction of the worker or of another replica; after it a capability may have a sum over the replicas."""
+    def see_sum(self, state: WorkerState) -> None:
+        """Observe the state of the worker or of another replica after an instruction: a capability may have a sum over the replicas."""
         for hook in self._see:
-            hook(event)
+            hook(state)
+
+    def take(self, state: WorkerState) -> None:
+        """Keep the arrays of the worker's state before the batch, with nothing in flight."""
+        self._optimizer, self._state = state.optimizer, state.layer_state
+        self.kept = {name: state.capabilities[name] for name in self._kept_after}
+        for version in set(state.weights.versions) & set(range(self._oldest, self.newest + 1)):
+            self.versions[version] = state.weights.read(version)
+            if state.loss_scales:
+                self._scales[version] = state.loss_scales[version]
 
     def see(self, event: Event) -> None:
         if self.complete:
@@ -204,7 +221,7 @@ class WorkerSnapshot:
             self._optimizer = self._copied("optimizer", state.optimizer)
             if not self._has_begun:  # the update may have averaged the layer state over the replicas
                 self._state = _copied(state.layer_state)
-        self.see_sum(event)
+        self.see_sum(state)
         if self._has_begun or self._optimizer is not None:  # the oldest version that the batch reads may be retired before the last update
             for version in set(state.weights.versions) - self.versions.keys() - {self._open}:
                 params = state.weights.read(version)

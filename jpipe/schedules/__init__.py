@@ -1,9 +1,10 @@
 """The registry of schedules. A new schedule of jpipe is one file in this folder and one line here; your own code calls `register`."""
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from jpipe.errors import InputError, short
+from jpipe.errors import InputError, nearest, short
 from jpipe.schedules._options import NO_OPTIONS, PlanOptions, ScheduleOptions
 from jpipe.schedules._schedule import Action, PlainShape, Ranks, Schedule, Shape, arranged, one_forward_one_backward, pipeline_in_flight
 from jpipe.schedules.dualpipe_v import DUALPIPE_V
@@ -29,6 +30,44 @@ _BY_NAME = {schedule.name: schedule for schedule in (*_ONE_STAGE, *_CHUNKS, *_ZE
 
 SCHEDULES: Mapping[str, Schedule] = MappingProxyType(_BY_NAME)
 """The schedules by the names that plans use."""
+
+OTHER_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "fill_drain": "gpipe",
+        "afab": "gpipe",
+        "1f1b": "pipedream_flush",
+        "interleaved": "interleaved_1f1b",
+        "vpp": "interleaved_1f1b",
+        "breadth_first": "looped_bfs",
+        "zbv_zero_bubble": "zb_v",
+        "2bw": "pipedream_2bw",
+    }
+)
+"""Further names by which `name_of` finds schedules: those that papers and other libraries use."""
+
+
+def name_of(name: str) -> str:
+    """Return the name in `SCHEDULES` of a schedule that may be written in another way.
+
+    Args:
+        name: a name of `SCHEDULES` or `OTHER_NAMES`. Case, spaces, "-" and "_" do not matter.
+
+    Raises:
+        InputError: no schedule has this name.
+
+    Example:
+        >>> [name_of(name) for name in ("1F1B", "ZBH1", "Interleaved1F1B", "gpipe")]
+        ['pipedream_flush', 'zb_h1', 'interleaved_1f1b', 'gpipe']
+    """
+    names = {**dict(zip(_BY_NAME, _BY_NAME, strict=True)), **OTHER_NAMES}
+    found = name if name in _BY_NAME else {_plain(known): schedule for known, schedule in names.items()}.get(_plain(name))
+    if found is None:
+        raise InputError(f"unknown schedule {name!r}; {nearest(name, names)}")
+    return found
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\s_-]", "", name.lower())
 
 
 def register(schedule: Schedule) -> Schedule:
@@ -75,6 +114,7 @@ def written_order(plan: Shape) -> tuple[str, ...]:
 
 __all__ = [
     "NO_OPTIONS",
+    "OTHER_NAMES",
     "SCHEDULES",
     "Action",
     "PlainShape",
@@ -86,6 +126,7 @@ __all__ = [
     "StageTimes",
     "arranged",
     "greedy_order",
+    "name_of",
     "one_forward_one_backward",
     "pipedream_versions",
     "pipeline_in_flight",

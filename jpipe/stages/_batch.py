@@ -55,12 +55,16 @@ def _checked_rows(batch: Tree, where: str) -> int:
     return int(sizes.pop())
 
 
-def count_microbatches(batch: Batch, rows_each: int) -> int:
-    """Return the number of microbatches of `rows_each` rows in a batch."""
+def filled(batch: Batch, rows_each: int) -> tuple[Batch, int, int]:
+    """Fill the last microbatch of `rows_each` rows with copies of the last row.
+
+    Returns:
+        The batch, the number of microbatches, and the number of rows of the last one that are not copies.
+    """
     size = rows_of(microbatch_spec(batch, 1))
-    if size % rows_each:
-        raise InputError(where="batch", expected=f"a number of rows divisible by the microbatch size {rows_each}", found=size)
-    return size // rows_each
+    count = -(-size // rows_each)
+    filled_batch = jax.tree.map(lambda leaf: Padded(leaf, count * rows_each), batch) if size % rows_each else batch
+    return filled_batch, count, size - (count - 1) * rows_each
 
 
 def rows_of(spec: Tree) -> int:
@@ -198,7 +202,7 @@ class Padded:
     """
 
     def __init__(self, leaf: Any, size: int) -> None:
-        self._leaf, self.shape, self.dtype = leaf, (size, *leaf.shape[1:]), leaf.dtype
+        self._leaf, self.shape, self.dtype, self.ndim = leaf, (size, *leaf.shape[1:]), leaf.dtype, len(leaf.shape)
 
     def __getitem__(self, rows: slice) -> np.ndarray:
         values = np.asarray(self._leaf[rows.start : min(rows.stop, self._leaf.shape[0])])
@@ -221,23 +225,24 @@ class Cut:
         return np.asarray(self._leaf[rows])[:, self._positions.start : self._positions.stop]
 
 
-def check_outputs(outputs: Tree, rows: int, layer_id: str) -> None:
-    """Check that the outputs of microbatches can be concatenated.
+def check_outputs(outputs: Tree, rows: int, layer_id: str, where: str = "predict") -> None:
+    """Check that the outputs of microbatches can be cut into rows.
 
     Args:
         outputs: the specs of the outputs of one microbatch.
         rows: the number of rows of a microbatch.
         layer_id: the id of the last layer.
+        where: the name of the call, for messages.
 
     Raises:
         InputError: an array does not have one row for each row of the inputs.
     """
     for path, leaf in jax.tree_util.tree_flatten_with_path(outputs)[0]:
         if leaf.shape[:1] != (rows,):
-            where = f" at {jax.tree_util.keystr(path)}" if path else ""
+            place = f" at {jax.tree_util.keystr(path)}" if path else ""
             raise InputError(
-                f"predict: expected every output of layer '{layer_id}' to have one row for each row of the inputs, {rows} for a "
-                f"microbatch, found {describe(leaf)}{where}; return one row for each input row, or remove this output from the layer"
+                f"{where}: expected every output of layer '{layer_id}' to have one row for each row of the inputs, {rows} for a "
+                f"microbatch, found {describe(leaf)}{place}; return one row for each input row, or remove this output from the layer"
             )
 
 

@@ -183,8 +183,18 @@ def test_evaluation_takes_any_number_of_microbatches():
     weights = np.array([part.weight for part in parts])
     np.testing.assert_allclose(whole.weight, weights.sum())
     np.testing.assert_allclose(whole.loss, (np.array([part.loss for part in parts]) * weights).sum() / weights.sum(), rtol=1e-6)
-    with pytest.raises(InputError, match=r"batch: expected a number of rows divisible by the microbatch size 2, found 3"):
-        pipe.evaluate(state, jax.tree.map(lambda a: a[:3], BATCHES[0]))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_evaluation_takes_any_number_of_rows(rows):
+    pipe = pipeline("gpipe")
+    state = fresh(pipe, BATCHES)
+    inputs, labels = batch = jax.tree.map(lambda a: a[:rows], BATCHES[2])
+    evaluation = pipe.evaluate(state, batch, metrics={"close": models.close})
+    for found, metric in ((evaluation, models.masked_squares), (evaluation.metrics["close"], models.close)):
+        total, weight = metric(jnp.asarray(pipe.predict(state, inputs)), labels)
+        np.testing.assert_allclose(found.weight, weight)
+        np.testing.assert_allclose(found.loss if found is evaluation else found.mean, total / weight, rtol=1e-6)
 
 
 @pytest.mark.parametrize("variant", ["gpipe", "pipedream_2bw"])
@@ -444,3 +454,37 @@ def test_a_batch_of_python_numbers_is_not_listed_number_by_number():
         pipeline("gpipe").check(([[1.0] * 100] * 100, [0] * 100))
     assert len(str(error.value)) < 500
     assert "and 10,092 more" in str(error.value)
+
+
+def test_the_loss_of_another_batch_is_an_error_that_says_where_it_is():
+    pipe = pipeline("pipedream")
+    state = fresh(pipe, BATCHES)
+    for batch in BATCHES[:2]:
+        state, metrics = pipe.step(state, batch)
+    assert list(metrics.losses) == [1] == list(jax.tree.map(float, metrics.losses))
+    for other in (0, 2):
+        message = (
+            rf"^metrics: expected a batch that this call finished \(batch 1\), found {other}; other batches are in the metrics of other"
+        )
+        with pytest.raises(InputError, match=message):
+            metrics.losses[other]
+
+
+def test_saving_and_loading_take_a_folder_and_a_state(tmp_path):
+    pipe = pipeline("pipedream")
+    with pytest.raises(InputError, match="this pipeline has not been initialized; give the key and a batch"):
+        pipe.load(tmp_path)
+    state = fresh(pipe, BATCHES)
+    with pytest.raises(InputError, match="there is no complete checkpoint; call init to begin a run"):
+        pipe.load(tmp_path)
+    for batch in BATCHES[:3]:
+        state, _ = pipe.step(state, batch)
+    pipe.save(tmp_path, state, facts={"note": 1})
+    loaded = pipe.load(tmp_path)
+    assert loaded.batch == 3
+    losses = []
+    for run in (state, loaded):
+        for t, batch in enumerate(BATCHES[3:], start=3):
+            run, metrics = pipe.step(run, batch)
+            losses.append(float(metrics.losses[t]))
+    check_equal(losses[:3], losses[3:])

@@ -12,7 +12,6 @@ from jpipe.capabilities.agreement.program import Agree
 from jpipe.capabilities.agreement.rule import ALREADY_AGREED, ALREADY_APPLIED, Agreed
 from jpipe.capabilities.protocol import SnapshotHooks
 from jpipe.plan import Plan
-from jpipe.runtime._interpreter import Event
 from jpipe.runtime._plain import Plain, checked_dict, from_plain, to_plain
 from jpipe.runtime._snapshot import WorkerSnapshot, entry_name, replicas_in
 from jpipe.runtime._transport import arrived
@@ -57,10 +56,10 @@ class AgreementSnapshot(SnapshotHooks):
         self._under_way = agreement_under_way(part.plan, part.stage, part.newest)  # an agreement that is not applied yet
         self._changes: Tree = None  # the mean of the changes of this agreement
 
-    def see(self, event: Event) -> None:
+    def see(self, state: WorkerState) -> None:
         """Keep the mean of the changes of the agreement that is not applied yet, if a worker of the stage has it."""
-        if self._changes is None and self._under_way is not None and self._under_way in event.state.updates:
-            self._changes = event.state.updates[self._under_way].get("changes")
+        if self._changes is None and self._under_way is not None and self._under_way in state.updates:
+            self._changes = state.updates[self._under_way].get("changes")
 
     def completes(self, update: int) -> type | None:
         return None if agreement_applied(self._part.plan, self._part.stage, update) is None else Agree

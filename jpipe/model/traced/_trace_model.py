@@ -75,8 +75,8 @@ def trace_model(whole: Whole, prepare: Callable[[Tree], Tree], inputs: Tree, tra
     Raises:
         InputError: the model raises an error.
     """
-    words = f"the model cannot be traced with inputs {describe(inputs)}"
-    with callers_code(lambda error: Problem(f"{words}: {cause(error)}", "from_model", change="fix it there")):
+    words, change = f"the model cannot be traced with inputs {describe(inputs)}", partial(_remedy, whole, inputs, train)
+    with callers_code(lambda error: Problem(f"{words}: {cause(error)}", "from_model", change=change())):
         params, state = jax.eval_shape(prepare, whole.specs[0]), whole.specs[1]
         trees = jax.tree.structure((params, state))
 
@@ -97,6 +97,19 @@ def trace_model(whole: Whole, prepare: Callable[[Tree], Tree], inputs: Tree, tra
     written = [number_of[replace(result, number=replaces[result.number])] for result in flat.results[len(results) :]]
     chain = chain_of(flat.closed, leaves.num_params, len(flat.leaves), written, len(results))
     return Trace(leaves, chain, partial(_outputs, outputs, results))
+
+
+def _remedy(whole: Whole, inputs: Tree, train: bool) -> str:
+    """Return what to change in a model that raises an error: it may take one row, as most Equinox modules do."""
+    row = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape[1:], spec.dtype), inputs)
+    try:
+        jax.eval_shape(lambda params, state, x, key: whole.layer.apply(params, state, x, key, train), *whole.specs, row, key_spec())
+    except Exception:
+        return "fix it there"
+    return (
+        f"it takes one row, {describe(row)}, but a pipeline passes all rows of a microbatch; map it over rows: "
+        "from_function(lambda model, x: jax.vmap(model)(x), model, x)"
+    )
 
 
 def _outputs(specs: Tree, results: Sequence[Leaf], values: Sequence[Any]) -> Tree:

@@ -129,7 +129,7 @@ def find_plans(
             anyway.
         extras: agreements and compressed messages that all plans must have.
     """
-    schedules = tuple(jpipe.schedules.SCHEDULES) if schedules is None else tuple(schedules)
+    schedules = tuple(jpipe.schedules.SCHEDULES) if schedules is None else tuple(map(jpipe.schedules.name_of, schedules))
     planned, varies = tuple(filter(is_planned, schedules)), any(name in variant_schedules() for name in schedules)
     tries = planned if BASE in planned or not varies else (*planned, BASE)
     considered = find_candidates(

@@ -143,10 +143,10 @@ def check_mean_of_layer_state(each: list[dict]) -> None:
 
 
 def check_copies(first: dict, second: dict) -> None:
-    message = "checkpoint of step 3: the copies of 'noise shared w' at stage 0 and at stage 1 are not the same bits after batch 2;"
+    message = "checkpoint of step 4: the copies of 'noise shared w' at stage 0 and at stage 1 are not the same bits after batch 3;"
     assert str(first["copies"]).startswith(message)
     assert str(second["copies"]) == ""
-    assert first["saved"].tolist() == [1]
+    assert first["saved"].tolist() == [2]
 
 
 def check_refusal(messages: list[str], devices: int) -> None:

@@ -60,7 +60,7 @@ def on_host(tree):
 
 def trained(pipe, state, batches, cuts=()):
     """Return the losses, the final parameters and layer state, and the layers of each snapshot."""
-    losses, snapshots, cut_layers = {}, {}, {}
+    losses, snapshots, cut_layers, of_states = {}, {}, {}, {}
     first = state.batch
     for t, batch in enumerate(batches, start=first):
         if t + 1 in cuts:
@@ -72,9 +72,12 @@ def trained(pipe, state, batches, cuts=()):
 
         state, metrics = pipe.step(state, batch, observe=observe)
         losses |= {t: float(loss) for t, loss in metrics.losses.items()}
+        if t + 1 in cuts:
+            of_states[t + 1] = on_host(pipe.snapshot(state).layers())
         cut_layers |= {t: on_host(one.layers()) for t, one in snapshots.items() if one.complete and t not in cut_layers}
     state, metrics = pipe.drain(state, with_metrics=True)
     losses |= {t: float(loss) for t, loss in metrics.losses.items()}
+    running.check_equal(of_states, cut_layers)  # a snapshot of a state is the one that was copied on the way
     return losses, pipe.params(state), running.layer_state(state), cut_layers
 
 

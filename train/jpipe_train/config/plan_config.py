@@ -5,11 +5,11 @@ import operator
 import reprlib
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from jpipe.errors import nearest
 from jpipe.plan import RECOMPUTE, CapabilityOptions
-from jpipe.schedules import SCHEDULES, ScheduleOptions
+from jpipe.schedules import SCHEDULES, ScheduleOptions, name_of
 from jpipe_train.config.section import Count, FilePath, Section
 
 MOST_MICROBATCHES = 1024
@@ -18,7 +18,7 @@ MOST_MICROBATCHES = 1024
 class _EvenStages(Section):
     """The keys about stages, which come before the options of the schedule."""
 
-    schedule: str = "pipedream_flush"
+    schedule: Annotated[str, AfterValidator(name_of)] = "pipedream_flush"
     num_stages: Count = 4
     layer_costs: Annotated[dict[str, Annotated[float, Field(ge=0, le=10**6)]], Field(max_length=10**5)] = {}
     microbatches: Annotated[int, Field(ge=1, le=MOST_MICROBATCHES)] = 4
@@ -51,13 +51,6 @@ class PlanConfig(CapabilityOptions, _Layout, ScheduleOptions, _EvenStages):
     sum_parts: Count = 1
     file: FilePath | None = None
     max_delay: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-
-    @field_validator("schedule")
-    @classmethod
-    def _known_schedule(cls, name: str) -> str:
-        if name not in SCHEDULES:
-            raise ValueError(f"unknown schedule {name!r}; {nearest(name, SCHEDULES)}")
-        return name
 
     @field_validator("replicas", mode="before")
     @classmethod

@@ -10,6 +10,7 @@ import jpipe
 from jpipe import InputError, files
 from jpipe.files import expanded
 from jpipe.plan import Agreement, Exclusion, excluded
+from jpipe.schedules import SCHEDULES, name_of
 from jpipe_planner import Profile, Topology, read_graph_txt
 from jpipe_planner.machine.local import usable_cores
 from jpipe_planner.profile.sharded import NO_MESH, Degrees
@@ -68,14 +69,20 @@ class Request(Options):
 
     @property
     def allowed(self) -> tuple[str, ...]:
-        """The names of the schedules to try."""
-        schedules = jpipe.schedules.SCHEDULES
+        """The names of the schedules to try.
+
+        Raises:
+            InputError: a requested name belongs to no schedule.
+        """
         if self.schedules:
-            return tuple(schedules) if ALL in self.schedules else self.schedules
+            try:
+                return tuple(SCHEDULES) if ALL in self.schedules else tuple(map(name_of, self.schedules))
+            except InputError as error:
+                raise error.at("--schedules") from None
         if self.max_delay:
-            return tuple(schedules)
+            return tuple(SCHEDULES)
         requested = {"pipedream"} if self.pipedream is not None else set()
-        return tuple(name for name, rules in schedules.items() if rules.flushes or name in requested)
+        return tuple(name for name, rules in SCHEDULES.items() if rules.flushes or name in requested)
 
     @property
     def degrees(self) -> tuple[Degrees, ...] | None:

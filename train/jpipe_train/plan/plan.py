@@ -10,7 +10,6 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
-import jpipe
 from jpipe import InputError
 from jpipe.context import tracing_for
 from jpipe.files import expanded, write_atomically, writing
@@ -28,7 +27,7 @@ from jpipe_train.console.terminal import count
 from jpipe_train.launch.team import Team, facts, joined
 from jpipe_train.plan import trial
 from jpipe_train.plan.compiling import compiled_words, compiler_errors, confirm, nothing_fits, of_this_machine
-from jpipe_train.plan.inputs import ALL, Request, prepare_devices, read_profile, read_topology
+from jpipe_train.plan.inputs import Request, prepare_devices, read_profile, read_topology
 from jpipe_train.plan.profiling import Parts, cores_of, profile_of, profile_together
 from jpipe_train.plan.request import LOCAL
 from jpipe_train.plan.search import refused_schedules, search
@@ -167,10 +166,7 @@ def _check(request: Request) -> None:
         )
     if request.max_delay is not None and not 0 <= request.max_delay < math.inf:
         raise InputError(where="--max-delay", expected="0 or more updates", found=f"{request.max_delay:g}")
-    _ = request.degrees  # raises InputError for a text that names no mesh
-    for name in request.schedules:
-        if name not in (ALL, *jpipe.schedules.SCHEDULES):
-            raise InputError(f"--schedules: unknown schedule '{name}'; {jpipe.errors.nearest(name, (ALL, *jpipe.schedules.SCHEDULES))}")
+    _ = request.degrees, request.allowed  # raise InputError for a text that names no mesh or no schedule
     for option, path, ending in (
         ("--out", request.out, ".json"),
         ("--profile-out", request.profile_out, ".json"),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 
-from jpipe import InputError
+from jpipe import InputError, LayerStack
 from jpipe.model.traced.frontends._frontends import open_function, open_model
 from tests.jpipe.running import check_equal
 
@@ -285,6 +285,12 @@ def test_an_equinox_module_computes_what_it_computes():
     check_equal(y, module(X, key=KEY))
     leaves_are(state, whole.state)
     check_equal(whole.layer.apply(whole.params, whole.state, X, None, False)[0], eqx.nn.inference_mode(module)(X))
+
+
+def test_a_module_of_one_row_is_to_be_mapped_over_rows():
+    message = r"it takes one row, float32\[5\], but .* map it over rows: from_function\(lambda model, x: jax.vmap"
+    with pytest.raises(InputError, match=message):
+        LayerStack.from_model(eqx.nn.MLP(5, 3, 4, 2, key=KEY), jnp.ones((4, 5)))
 
 
 def test_an_equinox_module_comes_back_with_other_arrays():
