@@ -370,8 +370,8 @@ class Pipeline:
 
         Args:
             folder: the folder of the run.
-            key: the random key of the run, as passed to `init`; by default that of the last `init` or `load` of this pipeline.
-            batch: as in `init`; by default that of the last `init` or `load`.
+            key: the random key of the run, as passed to `init`; by default the key of the last `init` or `load` of this pipeline.
+            batch: as in `init`; by default the batch of the last `init` or `load`.
             step: the number of batches before the checkpoint; None: the newest complete checkpoint.
 
         Raises:

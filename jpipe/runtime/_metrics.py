@@ -43,7 +43,7 @@ class OfBatches(dict[int, Any]):
         found = f"batch {', '.join(map(str, self))}" if self else "none"
         raise InputError(
             f"metrics: expected a batch that this call finished ({found}), found {batch}; other batches are in the metrics of other calls "
-            "of step, the last ones in those of drain(state, with_metrics=True)"
+            "of step, the last ones come from drain(state, with_metrics=True)"
         )
 
 
