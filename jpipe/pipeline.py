@@ -31,7 +31,7 @@ from jpipe._arguments import (
 from jpipe._interrupts import Outcome, consuming, current_state, delayed_signals
 from jpipe._numbers import as_python
 from jpipe.capabilities.registry import uses_by, variants_of
-from jpipe.context import traced_platform, tracing_for
+from jpipe.context import Positions, traced_platform, tracing_for
 from jpipe.errors import InputError
 from jpipe.meshes._place import Place
 from jpipe.model._function_arguments import Loss
@@ -184,6 +184,7 @@ class Pipeline:
         arguments = checked_arguments(plan, precision, **norms, **others)
         check_ties(plan, self.stack)
         self._builder = StageBuilder(self.stack, plan, loss, optimizer, precision, self.ema_decay, self.delay_factor, arguments)
+        self._bucket_built: Bucket | None = None  # the last one, because tracing the slices of rows takes long
         self._steps: Steps | None = None
         self._begun: tuple[jax.Array, Batch] | None = None  # the key and the shapes of a batch of the last `init` or `restore`
         self._executor: Executor | None = None  # set when `init` or `restore` has compiled
@@ -222,11 +223,12 @@ class Pipeline:
 
         Raises:
             InputError: the batch is not a pair (inputs, labels), or its rows are not divisible by the microbatches; layers do not fit the
-                inputs; the optimizer cannot be applied layer by layer; or the loss or a metric does not fit the outputs.
+                inputs; the optimizer cannot be applied layer by layer; the loss or a metric does not fit the outputs; or the rows or layers
+                do not fit the slices of the plan.
         """
-        last = self.stage_functions(batch)[-1]
+        bucket = self._bucket(microbatch_spec(batch, self.plan.microbatches))
         if metrics is not None:
-            check_evaluation(last, checked_metrics(metrics))
+            check_evaluation(bucket.functions[-1], checked_metrics(metrics))
 
     @isolated_context()
     def init(self, key: jax.Array, batch: Batch, params: Tree | None = None, *, buckets: Sequence[Batch] = ()) -> State:
@@ -701,6 +703,15 @@ class Pipeline:
         return self._builder.build(microbatch_spec(batch, self.plan.microbatches))
 
     @isolated_context()
+    def positions(self, batch: Batch) -> list[Positions]:
+        """Return the positions of each slice into which the plan cuts the rows of batches of this shape; empty for whole rows.
+
+        Raises:
+            InputError: as `check`.
+        """
+        return self._bucket(microbatch_spec(batch, self.plan.microbatches)).positions
+
+    @isolated_context()
     def compiled_calls(
         self, batch: Batch, compiled_for: jax.Device | Sequence[jax.Device], programs: CompiledPrograms | None = None
     ) -> list[dict[str, tuple[jax.stages.Compiled, int]]]:
@@ -772,7 +783,9 @@ class Pipeline:
     def _bucket(self, spec: Batch) -> Bucket:
         """Return the functions of all stages for microbatches of these shapes."""
         functions = self._builder.build(spec)
-        return Bucket(spec, functions, variants_of(self.plan, spec, functions))
+        if self._bucket_built is None or self._bucket_built.functions is not functions:
+            self._bucket_built = Bucket(spec, functions, variants_of(self.plan, spec, functions))
+        return self._bucket_built
 
     def _steps_of(self, functions: Sequence[StageFunctions]) -> Steps:
         """Return the programs of the plan."""

@@ -191,7 +191,7 @@ class Plan(CapabilityOptions, _Layout, PlanOptions, _Pipeline):
 
     def microbatches_per_update(self, s: int) -> int:
         """Return M_s, the number of microbatches over all replicas in an update of stage s: m, or r_s with update_every "replicas"."""
-        return self.microbatches if self.update_every == "batch" else self.replicas[s]
+        return self.microbatches if self.update_every == "batch" else self.replicas[s] * self.row_slices
 
     def updates_per_batch(self, s: int) -> int:
         """Return m / M_s, the number of updates of stage s in a batch: 1, or more with update_every "replicas"."""

@@ -61,6 +61,7 @@ class StageCost(Costs):
         kept: arrays that capabilities keep in addition to the optimizer state, such as the errors of compressed sums, or agreed weights.
         gathered: if each replica computes sums itself, for each piece of a sum (see `pieces_of`) the bytes that it sends to each other
             replica. If empty, gradients and then their sums go around a ring.
+        carries: for a slice of the rows, the part of `residuals` that later slices read, too.
         carry_message: for a slice of the rows, bytes of the gradients of the carries that a backward gets from the slice after it.
         carry_gradient: bytes of the gradients of the carries that it gives to the slice before.
         by_slice: if the plan cuts rows into slices, the cost of each slice; the other fields are the means. Empty: all slices have the
@@ -90,6 +91,7 @@ class StageCost(Costs):
     updated: tuple[int, ...] = ()
     kept: int = 0
     gathered: tuple[int, ...] = ()
+    carries: int = 0
     carry_message: int = 0
     carry_gradient: int = 0
     by_slice: tuple["StageCost", ...] = ()

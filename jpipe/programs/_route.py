@@ -10,6 +10,9 @@ activation with this message. No worker waits for these messages, because each a
 A(q) is the first microbatch that stage 0 begins after the backward of q on the same replica. If each rank has one stage, A(q) is q + n_0
 r_0, with n_0 microbatches in flight at stage 0. Stage s has r_s replicas. V is the first microbatch that reads the updated weights. If a
 stage has replicas, j is the largest value with K <= V, so that the sum over the replicas overlaps with computations; otherwise j = 0.
+
+If rows are cut into S slices, all of this holds for the rows, in place of microbatches: messages to stage 0 travel with the gradient of a
+row's first slice, whose backward is the last one, and messages back with the activation of a row's first slice.
 """
 
 from dataclasses import dataclass
@@ -25,7 +28,7 @@ class Route:
 
     Attributes:
         plan: the plan that runs.
-        delay: j, the number of microbatches by which the message to stage 0 follows the last microbatch of its batch.
+        delay: j, the number of microbatches by which the message to stage 0 follows the last microbatch of its batch; whole rows.
         arrivals: K for the first batches that are not flushed; as many as the order of the schedule takes to repeat.
     """
 
@@ -35,21 +38,21 @@ class Route:
 
     def to_first_with(self, k: int) -> int | None:
         """Return the batch, if any, that sends a message to stage 0 with the input gradient of microbatch k."""
-        batch, offset = divmod(k + 1 - self.delay, self.plan.microbatches)
+        batch, offset = divmod(k + self.plan.row_slices - self.delay, self.plan.microbatches)
         return batch - 1 if offset == 0 and batch > 0 else None
 
     def complete_after(self, s: int, k: int) -> int | None:
         """Return the batch, if any, with gradients that stage s has summed after the backward of microbatch k; a replica gets it once."""
-        replicas = self.plan.replicas[s]
+        replicas, each = self.plan.replicas[s], self.plan.row_slices
         batch, offset = divmod(k - (self.delay if replicas > 1 else 0), self.plan.microbatches)
-        return batch if batch >= 0 and offset >= self.plan.microbatches - replicas else None
+        return batch if batch >= 0 and k % each == 0 and offset >= self.plan.microbatches - replicas * each else None
 
     def from_first_with(self, s: int, k: int) -> int | None:
         """Return the batch, if any, that gets a message from stage 0 at stage s with the activation of microbatch k."""
-        period, m = len(self.arrivals), self.plan.microbatches
-        for n, arrival in enumerate(self.arrivals):
+        period, m, each = len(self.arrivals), self.plan.microbatches, self.plan.row_slices
+        for n, arrival in enumerate(self.arrivals if k % each == 0 else ()):
             periods, offset = divmod(k - arrival, period * m)
-            if periods >= 0 and offset < self.plan.replicas[s]:
+            if periods >= 0 and offset < self.plan.replicas[s] * each:
                 return periods * period + n + self.plan.flush_first
         return None
 
@@ -71,8 +74,8 @@ def route_of(plan: Plan) -> Route:
         return all(arrival <= reader for arrival, reader in zip(arrivals(delay), needed, strict=True))
 
     delay = 0
-    while max(plan.replicas) > 1 and in_time(delay + 1):
-        delay += 1
+    while max(plan.replicas) > 1 and in_time(delay + plan.row_slices):
+        delay += plan.row_slices
     return Route(plan, delay, tuple(map(min, arrivals(delay), needed)))
 
 
@@ -85,11 +88,11 @@ def _first_reader(plan: Plan, batch: int) -> int:
 
 
 def _first_after(plan: Plan, q: int) -> int:
-    """Return A(q), the first microbatch that the replica of stage 0 begins after the backward of q."""
-    begun, replicas = plan.flush_first * plan.microbatches, plan.replicas[0]
-    k = q + replicas
-    while SCHEDULES[plan.schedule].done(plan, 0, k - begun) <= (q - begun) // replicas:
-        k += replicas
+    """Return A(q), the first microbatch that the replica of stage 0 begins after the backward of q, the last slice of a row."""
+    begun, step, each = plan.flush_first * plan.microbatches, plan.replicas[0] * plan.row_slices, plan.row_slices
+    k = q + 1 - each + step
+    while SCHEDULES[plan.schedule].done(plan, 0, k - begun) < ((q - begun) // step + 1) * each:
+        k += step
     return k
 
 

@@ -37,8 +37,9 @@ def endless_order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterable[
     """Return the order without a flush, with groups of microbatches that may span batches. With one chunk per rank it is 1F1B."""
     if plan.depth == len(plan.pipeline_ranks):
         return pipeline_order(plan, p, microbatches)
-    replicas, group = plan.replicas[0], len(plan.pipeline_ranks)
-    begun = max(microbatches[0] - plan.options.flush_first * plan.microbatches, 0) // replicas % group
+    replicas, group, slices = plan.replicas[0], len(plan.pipeline_ranks) * plan.row_slices, plan.row_slices
+    rows = max(microbatches[0] - plan.options.flush_first * plan.microbatches, 0) // slices
+    begun = rows // replicas * slices % group
     order = fused(plan, _interleaved(plan, p, microbatches, group, begun, _AHEAD, None))
     return split_early(order) if plan.options.split_backward == "early" else order
 
@@ -72,14 +73,15 @@ def endless_done(plan: Shape, s: int, k: int) -> int:
     The forward of microbatch b of group a is the rank's forward number i, over all its chunks. Before it the rank has done its backwards up
     to number i - w - 1, where w is the warm-up. Among every v g backwards, g are of stage s.
     """
+    rows, number = divmod(k, plan.row_slices)
+    n = rows // plan.replicas[s] * plan.row_slices + number  # among the microbatches of the replica
     if plan.depth == len(plan.pipeline_ranks):
-        rows, number = divmod(k, plan.row_slices)
-        return max(rows // plan.replicas[s] * plan.row_slices + number - pipeline_in_flight(plan, s) + 1, 0)
-    ranks = group = len(plan.pipeline_ranks)
-    chunks = plan.depth // ranks
+        return max(n - pipeline_in_flight(plan, s) + 1, 0)
+    ranks = len(plan.pipeline_ranks)
+    group, chunks = ranks * plan.row_slices, plan.depth // ranks
     c, p = divmod(s, ranks)
-    a, b = divmod(k // plan.replicas[0], group)
-    warm_up = (chunks - 1) * group + _AHEAD * (ranks - 1 - p)
+    a, b = divmod(n, group)
+    warm_up = (chunks - 1) * group + _AHEAD * (ranks - 1 - p) + plan.row_slices - 1
     visits = group * (chunks * a + c) + b - warm_up  # backwards of all chunks that the rank has done
     whole, remainder = divmod(visits - group * (chunks - 1 - c), group * chunks)
     return max(whole * group + min(remainder, group), 0)
@@ -89,25 +91,18 @@ def endless_in_flight(plan: Shape, s: int) -> int:
     """Return `Schedule.in_flight` of `endless_order`."""
     if plan.depth == len(plan.pipeline_ranks):
         return pipeline_in_flight(plan, s)
-    group, replicas = len(plan.pipeline_ranks), plan.replicas[0]
+    slices, replicas = plan.row_slices, plan.replicas[0]
+    group = len(plan.pipeline_ranks) * slices
     late = range(100 * group, 101 * group)  # once the pipeline is full, all groups are the same
-    return max(n - endless_done(plan, s, n * replicas) for n in late) + 1
+    return max(n - endless_done(plan, s, n // slices * slices * replicas + n % slices) for n in late) + 1
 
 
 def endless_period(plan: Shape) -> int:
     """Return `Schedule.period` of `endless_order`: groups may begin in one batch and end in the next."""
     if plan.depth == len(plan.pipeline_ranks):
         return 1
-    microbatches = plan.microbatches // plan.replicas[0]
-    return math.lcm(microbatches, len(plan.pipeline_ranks)) // microbatches
-
-
-def slices_in_chunks(plan: Shape) -> str:
-    """Return why several stages on each rank cannot run rows in slices without a flush, or ""."""
-    if plan.row_slices == 1 or plan.depth == len(plan.pipeline_ranks):
-        return ""
-    problem = f"the schedule '{plan.schedule}' with several stages on a rank needs whole rows"
-    return f"{problem}, found {plan.row_slices} slices; remove slices or chunks_per_rank"
+    rows = plan.microbatches // plan.row_slices // plan.replicas[0]
+    return math.lcm(rows, len(plan.pipeline_ranks)) // rows
 
 
 def unequal_replicas(plan: Shape) -> str:

@@ -255,7 +255,7 @@ class PlainShape:
 
     def microbatches_per_update(self, s: int) -> int:
         """Return the number of microbatches per update of stage s, over all replicas."""
-        return self.microbatches if self.options.update_every == "batch" else self.replicas[s]
+        return self.microbatches if self.options.update_every == "batch" else self.replicas[s] * self.row_slices
 
 
 def _ops(schedule: Schedule, plan: Shape) -> tuple[tuple[str, ...], ...]:

@@ -36,7 +36,6 @@ from jpipe.schedules._interleaved import (
     endless_in_flight,
     endless_order,
     endless_period,
-    slices_in_chunks,
     unequal_replicas,
 )
 from jpipe.schedules._schedule import Schedule, Shape, pipeline_in_flight
@@ -68,9 +67,9 @@ def _versions_alive(plan: Shape, s: int) -> int:
     leader, every = _leader(plan, s), plan.microbatches_per_update(s)
     if plan.depth == len(plan.pipeline_ranks):
         return pipedream_versions(pipeline_in_flight(plan, leader), plan.replicas[leader], _sync_delay(plan, leader), every)
-    replicas = plan.replicas[s]
-    late = range(100 * plan.depth, 100 * plan.depth + endless_period(plan) * plan.microbatches)  # how many backwards a replica has done
-    return max(done * replicas // every - _version(plan, s, done * replicas) + 1 for done in late)
+    replicas, each, first = plan.replicas[s], plan.row_slices, 100 * plan.depth * plan.row_slices
+    late = range(first, first + endless_period(plan) * plan.microbatches)  # how many backwards a replica has done
+    return max(done * replicas // every - _version(plan, s, (done - done % each) * replicas) + 1 for done in late)
 
 
 def pipedream_versions(in_flight: Any, replicas: Any, delay: Any, microbatches: Any) -> Any:
@@ -88,7 +87,7 @@ def pipedream_versions(in_flight: Any, replicas: Any, delay: Any, microbatches: 
 
 
 def _refusal(plan: Shape) -> str:
-    if plan.depth > len(plan.pipeline_ranks) and (reason := slices_in_chunks(plan) or _chunk_refusal(plan)):
+    if plan.depth > len(plan.pipeline_ranks) and (reason := _chunk_refusal(plan)):
         return reason
     rates = {plan.microbatches_per_update(s) for s in range(plan.depth)}
     if plan.options.vertical_sync and len(rates) > 1:
@@ -101,12 +100,12 @@ def _refusal(plan: Shape) -> str:
 
 def _chunk_refusal(plan: Shape) -> str:
     """Return why ranks cannot run several chunks of this plan, or ""."""
-    replica_microbatches, ranks = plan.microbatches_per_update(0) // plan.replicas[0], len(plan.pipeline_ranks)
-    if replica_microbatches < ranks:  # with fewer, versions would not advance one by one
+    microbatches, ranks = plan.microbatches_per_update(0) // plan.row_slices, len(plan.pipeline_ranks)
+    if microbatches // plan.replicas[0] < ranks:  # with fewer, versions would not advance one by one
         least, replicas = ranks * plan.replicas[0], f" with {plan.replicas[0]} replicas" if plan.replicas[0] > 1 else ""
         return (
             f"the schedule 'pipedream' with several stages on each of {ranks} ranks{replicas} needs at least {least} microbatches "
-            f"per update, found {plan.microbatches_per_update(0)}; raise microbatches or use one stage for each rank"
+            f"per update, found {microbatches}; raise microbatches or use one stage for each rank"
         )
     return unequal_replicas(plan)
 

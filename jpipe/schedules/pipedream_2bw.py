@@ -21,7 +21,6 @@ from jpipe.schedules._interleaved import (
     endless_in_flight,
     endless_order,
     endless_period,
-    slices_in_chunks,
     unequal_replicas,
 )
 from jpipe.schedules._schedule import Schedule, Shape, pipeline_in_flight
@@ -34,10 +33,11 @@ def _refusal(plan: Shape) -> str:
         needs = [r * (pipeline_in_flight(plan, s) - 1 + (r > 1)) for s, r in enumerate(plan.replicas)]
         common, several = math.lcm(*plan.replicas), ""
         least = -(-max(plan.depth, *needs) // common) * common
-    elif reason := slices_in_chunks(plan) or unequal_replicas(plan):
+    elif reason := unequal_replicas(plan):
         return reason
     else:  # the same condition, counted in the order: 2 (p - 1) on p ranks, one more for odd p; 2 p per replica with several replicas
         least, several = 2 * ranks * plan.replicas[0] if replicated else 2 * (ranks - 1) + ranks % 2, f" on {ranks} ranks"
+        least *= plan.row_slices
     if plan.microbatches >= least:
         return ""
     extra = f" with extra_in_flight {plan.options.extra_in_flight}" if plan.options.extra_in_flight else ""

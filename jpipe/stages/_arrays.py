@@ -10,7 +10,6 @@ import jax
 from jpipe.capabilities.protocol import hooks
 from jpipe.capabilities.registry import runtimes_for, runtimes_of, updates_for
 from jpipe.meshes._place import Place
-from jpipe.model._subset import floats_of
 from jpipe.model.layerwise._trace_optimizer import position_spec
 from jpipe.ops import Reads
 from jpipe.plan import Plan
@@ -181,15 +180,13 @@ class Arrays:
     def received_gradient(self) -> Tree:
         """The received gradient message, without the gradients of the carries of a slice."""
         gradient, weight = self.message
-        if self.functions.positions is None:
-            return gradient, weight
-        return gradient[: 1 if self.functions.last else len(floats_of(self.sent))], weight
+        return (gradient, weight) if self.functions.positions is None else (gradient[: self.functions.gradients_received], weight)
 
     @property
     def sent_gradient(self) -> Tree:
         """The sent gradient message, without the gradients of the carries of a slice."""
         gradient, weight = self.gradient
-        return (gradient[: len(floats_of(self.received))], weight) if self.functions.input_gradient else ([], weight)
+        return gradient[: self.functions.gradients_sent], weight
 
     @property
     def between(self) -> tuple[Any, Any, Any]:

@@ -77,6 +77,7 @@ def measure_bytes(
         stash=nbytes(a.stash) - unchanged_late if splits else 0,
         message=nbytes(a.received_gradient),
         gradient=0 if f.first else nbytes(a.sent_gradient),
+        carries=nbytes(carries),
         carry_message=0 if f.positions is None else nbytes(a.message[0]) - nbytes(a.received_gradient[0]),
         carry_gradient=0 if f.positions is None else nbytes(a.gradient[0]) - nbytes(a.sent_gradient[0]),
         weights=nbytes((a.params, a.scale)),
@@ -137,7 +138,10 @@ def joined_costs(functions: Sequence[Sequence[StageFunctions]], costs: Sequence[
     return tuple(joined)
 
 
-_SIZES = "inputs", "labels", "outputs", "residuals", "kept_outputs", "stash", "message", "gradient", "carry_message", "carry_gradient"
+_SIZES = (
+    *("inputs", "labels", "outputs", "residuals", "kept_outputs", "stash", "message", "gradient"),
+    *("carries", "carry_message", "carry_gradient"),
+)
 
 
 def arrays_of(functions: StageFunctions, chosen: Mapping[str, Sequence[Any]] | None = None) -> Arrays:

@@ -226,7 +226,7 @@ def waits_for(plan: Plan, instructions: Iterable[Compute | Update]) -> dict[Comp
         if isinstance(i, Update):
             (s, replica), each = plan.workers[i.worker], plan.row_slices  # the backward of the first slice of a row is the last one
             end = (i.batch + 1) * plan.microbatches_per_update(s)
-            last = [] if SCHEDULES[plan.schedule].flushes_after(plan, i.batch) else [end - 1 + route_of(plan).delay]
+            last = [] if SCHEDULES[plan.schedule].flushes_after(plan, i.batch) else [end - each + route_of(plan).delay]
             microbatches = [*range(end - plan.replicas[0] * each, end, each), *last]
             if plan.has_parallel_pipelines:
                 microbatches = [end - (plan.replicas[s] - replica) * each]

@@ -65,7 +65,7 @@ class _Lowering(LoweringHooks):
         self._left: dict[int, list[tuple[Kept, int]]] = {}  # residuals and stashes that may move
         self._away: dict[int, set[_Moved]] = {}  # by worker, the arrays in host memory
         for w, (s, replica) in enumerate(run.plan.workers):
-            oldest = run.schedule.version(run.plan, s, run.start * run.plan.microbatches + replica)
+            oldest = run.schedule.version(run.plan, s, run.start * run.plan.microbatches + replica * run.plan.row_slices)
             self._versions[w] = [*range(oldest, run.start * run.plan.updates_per_batch(s) + 1)]
             self._left[w], self._away[w] = [], _at_rest(run.plan, s)
 
@@ -136,8 +136,8 @@ class _Lowering(LoweringHooks):
             self._away[worker].remove((what, number))
 
     def _write(self, time: int, kind: type[Offload | Fetch], worker: int, what: Kept, number: int) -> None:
-        of_microbatch = what in _LEFT  # versions have the same numbers in all replicas
-        self._run.listing.write_each(time, worker, lambda j: kind(worker + j, what, number + j * of_microbatch))
+        each = self._plan.row_slices if what in _LEFT else 0  # versions have the same numbers in all replicas
+        self._run.listing.write_each(time, worker, lambda j: kind(worker + j, what, number + j * each))
 
 
 # Verification --------------------------------------------------------------------------------------------------------------
@@ -195,6 +195,7 @@ def _write_move(worker: prediction.Worker, i: Offload | Fetch) -> None:
     """Move arrays over the link to the host, after earlier moves in this direction, and after the arrays exist."""
     rank, to_host = worker.rank, isinstance(i, Offload)
     (worker.away.add if to_host else worker.away.remove)((i.what, i.number))
+    worker.slice = i.number % worker.all.plan.row_slices if i.what in _LEFT else 0
     worker.change("move", i.what, to_host)
     rank.note_versions()
     place, ends = worker.place("moved", i.what, i.number), (i.worker, HOST) if to_host else (HOST, i.worker)
@@ -213,7 +214,9 @@ def _change(prices: Prices, cost: StageCost, s: int, what: Kept, to_host: bool) 
 
 
 def _size(cost: StageCost, what: Kept) -> int:
-    return {"optimizer": cost.optimizer, "versions": cost.trained, "residuals": cost.residuals, "stash": cost.stash}[what]
+    """Return the bytes that a move takes along; carries stay on the device, because other slices of the rows read them, too."""
+    sizes = {"optimizer": cost.optimizer, "versions": cost.trained, "residuals": cost.residuals - cost.carries, "stash": cost.stash}
+    return sizes[what]
 
 
 def _message(letter: str, what: Kept) -> MessageHooks:

@@ -39,8 +39,10 @@ def _move(worker: Worker, i: Offload | Fetch, moved: Callable[..., Tree]) -> Non
         return
     if i.what in ("residuals", "stash"):
         k = i.number + worker.microbatch_shift
-        unchanged = worker.functions.changed.unchosen(state.layer_state)  # all microbatches share these arrays, so they stay
-        state.microbatches[k][i.what] = moved(state.microbatches[k][i.what], unchanged)
+        each = worker.plan.row_slices
+        others = [state.microbatches.get(n) for n in range(k - k % each, k - k % each + each) if n != k]
+        shared = worker.functions.changed.unchosen(state.layer_state), others  # unchanged state and carries, which stay
+        state.microbatches[k][i.what] = moved(state.microbatches[k][i.what], shared)
         worker.used_microbatch(k)
         return
     version, trained = i.number + worker.version_shift, worker.functions.trained

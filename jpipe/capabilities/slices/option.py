@@ -63,35 +63,15 @@ Slices = Annotated[int | tuple[int, ...] | ByCost | None, pydantic.BeforeValidat
 
 
 def check(plan: "jpipe.Plan") -> None:
-    """Check that the schedule has an order for slices, and that the other options can be combined with slices.
+    """Check that the schedule has an order for slices.
 
     Raises:
-        InputError: they cannot.
+        InputError: it has none.
     """
     if not SCHEDULES[plan.schedule].takes_slices:
         known = ", ".join(name for name, schedule in SCHEDULES.items() if schedule.takes_slices)
-        raise _refused(f"one of the schedules with an order for slices, {known}", f"'{plan.schedule}'", "change the schedule")
-    for name, alone, why in _ALONE:
-        if (value := getattr(plan, name)) != alone:
-            raise _refused(f"no {name}", short(value), f"remove {name}", why)
-    for s, stage in enumerate(plan.stages):
-        if stage.shape:
-            why = "carries have no shardings yet"
-            raise _refused("stages on one device each", f"stage {s} with mesh {dict(stage.mesh)}", "use replicas", why)
-
-
-_ALONE = (
-    ("offload", None, "slices share the arrays of their carries, which stay on the device"),
-    ("links", None, "messages of slices are compressed in other blocks than for whole rows, so the numbers would change"),
-    ("max_in_flight", None, "a stage holds all slices of a row before its first backward"),
-    ("update_every", "batch", "an update needs all slices of its rows"),
-)
-"""Options that cannot be combined with slices, each with its default and the reason."""
-
-
-def _refused(expected: str, found: str, change: str, why: str = "") -> InputError:
-    reason = f": {why}" if why else ""
-    return InputError(key="slices", expected=expected, found=f"{found}{reason}", change=f"{change}, or remove slices")
+        expected = f"one of the schedules with an order for slices, {known}"
+        raise InputError(key="slices", expected=expected, found=f"'{plan.schedule}'", change="change the schedule, or remove slices")
 
 
 def row_lengths(value: Any) -> tuple[int | None, ...]:

@@ -6,7 +6,6 @@ from typing import Any
 from jpipe.capabilities.protocol import RuntimeHooks
 from jpipe.capabilities.slices.program import ComputeSlice
 from jpipe.capabilities.slices.stage import functions_of_slices, positions_of
-from jpipe.model._subset import floats_of
 from jpipe.ops import OPS
 from jpipe.plan import Plan
 from jpipe.runtime._transport import arrived
@@ -38,11 +37,10 @@ def compute(worker: Worker, i: ComputeSlice) -> None:
             held.setdefault(k + 1, {})["carry"] = carry
     elif op.gives_gradient:
         gradient, weight = unit.pop("gradient")
-        count = len(floats_of(f.specs.input[0])) if f.input_gradient else 0
         if not f.first:
-            unit["gradient"] = gradient[:count], weight
+            unit["gradient"] = gradient[: f.gradients_sent], weight
         if not is_first:
-            held.setdefault(k - 1, {})["gradient of the carry"] = gradient[count:]
+            held.setdefault(k - 1, {})["gradient of the carry"] = gradient[f.gradients_sent :]
         if "stash" in left:
             unit["stash"] = f.halves.late_inputs(*reads), left["stash"]
     worker.used_microbatch(k)

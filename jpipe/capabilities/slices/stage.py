@@ -79,8 +79,9 @@ def functions_of_slices(
         flows, following = _flows(stack, layers, inputs, carries, positions)
         of_slice = []
         for f in functions:
-            received = flows[f.stage.layers[0]], {layer_id: carries[layer_id] for layer_id in f.stage.layers if layer_id in carries}
-            specs = replace(f.specs, x=received, input=received, labels=labels if f.last else None)
+            flow, of_layers = flows[f.stage.layers[0]], {layer_id: carries[layer_id] for layer_id in f.stage.layers if layer_id in carries}
+            received = flow if f.first else f.exchange.specs("activation", flow)
+            specs = replace(f.specs, x=(received, of_layers), input=(flow, of_layers), labels=labels if f.last else None)
             of_slice.append(replace(f, specs=specs, positions=positions))
         result.append(of_slice)
         carries = following

@@ -85,9 +85,6 @@ class Run:
         waiting = {s for waits in hooks("waits", used) for s in waits(plan, uses)}
         self.waits = [s in waiting for s in range(plan.depth)]  # whether updates wait for other stages
         self.route = route_of(plan) if any(self.waits) and not self.schedule.flushes else None
-        if self.route is not None and plan.row_slices > 1:
-            what = "no update that waits for other stages, as for a norm of all gradients or a shared parameter"
-            raise InputError(where="plan", key="slices", expected=what, found=f"one under '{plan.schedule}'", change="use a flush")
         self.routed = [self.route is not None and wait for wait in self.waits]  # whether updates are made at the times of the route
         self.version = self.schedule.version if plan.flush_first else self.schedule.formula
         # With a route, one replica of each stage sends messages for all.

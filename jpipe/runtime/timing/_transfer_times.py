@@ -265,8 +265,8 @@ def _producers(name: _Name, following: int, plan: Plan) -> list[Computation]:
         case "gradient":
             return that_leave("gradient", plan, s, number)
         case "sum":
-            end = (number + 1) * plan.microbatches_per_update(s)
-            keys = [key for k in range(end - plan.replicas[s], end) for key in that_leave("accumulators", plan, s, k)]
+            end, each = (number + 1) * plan.microbatches_per_update(s), plan.row_slices  # the first slice's backward is the last one
+            keys = [key for k in range(end - plan.replicas[s] * each, end, each) for key in that_leave("accumulators", plan, s, k)]
             return [(*key[:3], following) for key in keys]
     return []  # a small message begins when it is posted
 

@@ -299,15 +299,26 @@ class StageFunctions:
 
     def received(self, x: Tree) -> Tree:
         """Decode the stage input into the form that the layers read."""
-        return x if self.first else self.exchange.decode("activation", x, self.specs.input)
+        if self.first or self.positions is None:
+            return x if self.first else self.exchange.decode("activation", x, self.specs.input)
+        return self.exchange.decode("activation", x[0], self.specs.input[0]), x[1]
 
     def sent(self, y: Tree, rng: tuple[Any, Any] | None) -> Tree:
         """Encode the output of the layers into the form that the forward returns; `rng` is None in an evaluation."""
-        return y if self.last else self.exchange.encode("activation", y, self.number, rng)
+        if self.last or self.positions is None:
+            return y if self.last else self.exchange.encode("activation", y, self.number, rng)
+        return self.exchange.encode("activation", y[0], self.number, self._rng_of_slice(rng)), y[1]
 
     def sent_gradient(self, gradient: Tree, weight: Any, rng: tuple[Any, Any]) -> tuple[Tree, Any]:
         """Return the gradient message for the previous stage."""
-        return self.exchange.encode("gradient", gradient, self.number, rng), weight
+        encoded = self.exchange.encode("gradient", gradient[: self.gradients_sent], self.number, self._rng_of_slice(rng))
+        return [*encoded, *gradient[self.gradients_sent :]], weight
+
+    def _rng_of_slice(self, rng: Any) -> Any:
+        """Return (microbatch, key) with another key for each slice of the rows, for random numbers of messages."""
+        if self.positions is None or rng is None or rng[1] is None:
+            return rng
+        return rng[0], jax.random.fold_in(rng[1], self.positions.start)
 
     def whole(self, params: Tree) -> Tree:
         """Return the parameters of whole layers, by layer id, gathered for use."""
@@ -400,15 +411,27 @@ class StageFunctions:
             return forward_arrays, saved, y
         if self.last:
             return forward_arrays, saved, ([y[0][0], *floats_of(y[1])], y[0][1])
-        gradient = self.exchange.specs("gradient", floats_of(self._layers_output)) if self.output_gradient else []
+        floats, count = floats_of(self._layers_output) if self.output_gradient else [], self.gradients_received
+        gradient = [*self.exchange.specs("gradient", floats[:count]), *floats[count:]]
         return forward_arrays, saved, (gradient, jax.ShapeDtypeStruct((), loss_dtype()))
 
     @property
     def gradient_spec(self) -> tuple[Tree, Any]:
         """Shapes and dtypes of the gradient message for the previous stage."""
-        leaves = jax.tree.leaves(self.specs.input)
-        gradient = self.exchange.specs("gradient", [leaves[i] for i in self.moving])
-        return gradient, jax.ShapeDtypeStruct((), loss_dtype())
+        leaves, count = jax.tree.leaves(self.specs.input), self.gradients_sent
+        moving = [leaves[i] for i in self.moving]
+        return [*self.exchange.specs("gradient", moving[:count]), *moving[count:]], jax.ShapeDtypeStruct((), loss_dtype())
+
+    @cached_property
+    def gradients_sent(self) -> int:
+        """The number of arrays in the gradient of the stage input; gradients of carries follow them in a message."""
+        flow = len(jax.tree.leaves(self.specs.input if self.positions is None else self.specs.input[0]))
+        return sum(i < flow for i in self.moving)
+
+    @cached_property
+    def gradients_received(self) -> int:
+        """The number of arrays in the received gradient of the stage output; gradients of carries follow them."""
+        return 1 if self.last else len(floats_of(self._layers_output if self.positions is None else self._layers_output[0]))
 
     @cached_property
     def moving(self) -> list[int]:
@@ -436,7 +459,7 @@ class StageFunctions:
     def _passed(self) -> list[int | None]:
         """For each leaf of the carries that the forward leaves: the leaf of the received carries that it is, or None if it is new."""
         jaxpr, (y, _) = self.residuals.forward.jaxpr, self.residuals.results[0]
-        first = len(jax.tree.leaves((self.specs.params, self.specs.state, self.specs.input[0])))
+        first = len(jax.tree.leaves((self.specs.params, self.specs.state, self.specs.x[0])))
         begin, count = (len(jax.tree.leaves(part)) for part in y)
         received = range(first, first + len(jax.tree.leaves(self.specs.input[1])))
         sources = passed_on(jaxpr)[begin : begin + count]
@@ -563,7 +586,8 @@ class StageFunctions:
             total, *carries = [gradient] if self.positions is None else gradient
             gradient = [jnp.full_like(total, 1.0 if scale is None else scale), *carries]
         else:
-            gradient = self.exchange.decode("gradient", gradient, floats_of(self._layers_output))
+            floats, count = floats_of(self._layers_output), self.gradients_received
+            gradient = [*self.exchange.decode("gradient", gradient[:count], floats[:count]), *gradient[count:]]
         gradients, x_gradient = vjp(gradient) if self.late_sums is None else self.late_sums.pull_back(vjp, gradient)
         return gradients, x_gradient
 

@@ -22,6 +22,7 @@ from jpipe_planner.machine.compiling import compiling_for
 from jpipe_train.assemble.build import build, devices_of, errors_name_config_keys
 from jpipe_train.assemble.delay import delay_words
 from jpipe_train.assemble.meshes import has_meshes, mesh_words
+from jpipe_train.assemble.slices import slices_words
 from jpipe_train.config import config_file
 from jpipe_train.config.config import MOST_PLAN_BYTES, Config
 from jpipe_train.console.progress import Reporter
@@ -94,6 +95,7 @@ def main(
         [
             f"{plan.schedule}: " + ", ".join([count(plan.depth, "stage"), *ranks, *meshes, microbatches, count(shown, "batch", "es")]),
             f"times in units of one forward, assumed equal at all stages; a backward takes 2{of_halves}{recomputing}{of_slices}",
+            *([subject.slices] if subject.slices else []),
             "",
             cut_grid(prediction.grid(1.0), shutil.get_terminal_size((1000, 24)).columns),
             "",
@@ -146,6 +148,7 @@ class Subject:
         compiled: words about the devices for which the stages are compiled, or "".
         unknown: why the temporaries are unknown if the stages are not compiled.
         device: the device that the user named to compile for; None without one.
+        slices: words about the slices into which the rows are cut, or "".
     """
 
     plan: jpipe.Plan
@@ -153,6 +156,7 @@ class Subject:
     compiled: str = ""
     unknown: str = ""
     device: Device | None = None
+    slices: str = ""
 
 
 def _memory_words(subject: Subject, prediction: jpipe.programs.Prediction, batches: int) -> list[str]:
@@ -220,22 +224,23 @@ def plan_and_costs(config: Config, compile: bool = True, device: Device | None =
     silent = Reporter(config.train.length, *data.portion(config), Console(quiet=True))
     with tracing_for(compiling.devices[0].platform):
         pipe, batches = build(config, silent, load=data.unread)
+        words = slices_words(pipe, batches.like)
         if not compile:
-            return Subject(pipe.plan, pipe.costs(batches.like), unknown="need compiled stages: leave out --no-compile")
+            return Subject(pipe.plan, pipe.costs(batches.like), unknown="need compiled stages: leave out --no-compile", slices=words)
         needed = max(stage.devices_each for stage in pipe.plan.stages)
         if device is not None and needed > 1:
             compiling = compiling_for(device, needed)
         if needed > len(compiling.devices):
             why = f"; stages would be compiled for this machine, because {compiling.missing}" if compiling.missing else ""
             unknown = f"need {count(needed, 'device')} to compile for, as in the largest mesh{why}; XLA_FLAGS can make CPU devices"
-            return Subject(pipe.plan, pipe.costs(batches.like), unknown=unknown)
+            return Subject(pipe.plan, pipe.costs(batches.like), unknown=unknown, slices=words)
         if sys.stderr.isatty():
             stages = count(pipe.plan.depth, "stage")
             print(f"compiling {stages} to find the peak memory; --no-compile skips this …", file=sys.stderr)
         with compiler_errors(compiling.kind):
             costs = pipe.costs(batches.like, compiled_for=compiling.devices)
-    words = "as compiled for this machine" if device is None else compiled_words(compiling)
-    return Subject(pipe.plan, costs, compiled=words, device=device)
+    compiled = "as compiled for this machine" if device is None else compiled_words(compiling)
+    return Subject(pipe.plan, costs, compiled=compiled, device=device, slices=words)
 
 
 def check_effort(plan: jpipe.Plan, batches: int) -> None:

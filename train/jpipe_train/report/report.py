@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import jpipe
 from jpipe.files import write_atomically
+from jpipe_train.assemble.slices import numbers_words
 from jpipe_train.checkpoint import history
 from jpipe_train.checkpoint.history import RunPart
 from jpipe_train.console.terminal import count, duration
@@ -178,7 +179,8 @@ def _stages(report: Report) -> str:
     if not report.stages:
         return ""
     kind, window = list(report.windows.items())[-1] if report.windows else ("", None)
-    note = f"Times are medians over the {kind} microbatches; busy is the share of time in which a stage computes or updates weights."
+    each = "microbatches" if report.plan is None or report.plan.counted.row_slices == 1 else "slices of microbatches"
+    note = f"Times are medians over the {kind} {each}; busy is the share of time in which a stage computes or updates weights."
     return page.scrolling(page.table("numbers", *stage_times.table(report.stages, window))) + (page.note(note) if window else "")
 
 
@@ -250,7 +252,7 @@ def _timeline(report: Report, picture: bytes | None) -> str:
     caption = (
         "Each row is a rank, and time runs to the right. Grey means idle. The number in a box is the microbatch: a microbatch moves down "
         "through the forwards and up again through the backwards. The file trace.json next to this page shows the same in ui.perfetto.dev."
-    )
+    ) + ("" if report.plan is None else numbers_words(report.plan))
     return page.figure(picture, "wide", f"What each rank did, over time: {_which(report)}.", f"{_only(report)}{caption}")
 
 

@@ -16,6 +16,7 @@ from jpipe.files import shown
 from jpipe_train.assemble.build import param_specs
 from jpipe_train.assemble.delay import correction_words, delay_words
 from jpipe_train.assemble.meshes import device_kinds, has_meshes, mesh_words
+from jpipe_train.assemble.slices import slices_words
 from jpipe_train.checkpoint.history import RunPart, optimizer_words
 from jpipe_train.checkpoint.run_folder import FolderChanged, RunFolder
 from jpipe_train.config.config import TrainConfig
@@ -97,7 +98,8 @@ def write_report(
         "stages": "; ".join(" ".join(stage.layers) for stage in plan.stages),
         **({"ranks": _ranks(plan)} if len(plan.rank_workers) != plan.depth else {}),
         **({"meshes": mesh_words(plan)} if has_meshes(plan) else {}),
-        "batch": f"{train.batch_size} in {count(plan.microbatches, 'microbatch', 'es')}",
+        "batch": f"{train.batch_size} in {count(plan.microbatches, 'microbatch', 'es')}"
+        + (f"; {words}" if (words := slices_words(pipe, batches.like)) else ""),
         "recomputation": ", ".join(dict.fromkeys(stage.recompute for stage in plan.stages)),
         "optimizer": optimizer_words(settings.record["optimizer"]),
         "steps": f"{train.length:,}{epochs_words(train)} of {per_step:,} {unit} each",

@@ -15,6 +15,7 @@ from jpipe_train.assemble import compile_cache, frozen, smaller_plan
 from jpipe_train.assemble.build import build, check, check_by_reading, param_specs, prepare_devices
 from jpipe_train.assemble.delay import correction_words, delay_words
 from jpipe_train.assemble.meshes import has_meshes, mesh_words
+from jpipe_train.assemble.slices import slices_words
 from jpipe_train.checkpoint.best import Step
 from jpipe_train.checkpoint.checkpoints import Checkpoints
 from jpipe_train.checkpoint.resume import ANOTHER, VERSIONS, Resume, Resumed, may_resume, passed_over
@@ -343,7 +344,7 @@ def run(
         interrupt.check()
         path = Path(team.from_first("the run folder", lambda: "" if folder is None else str(folder.path)))
         team.run_on_all(lambda: check_shared(settings, path, team))
-        announce(pipe, batches.source, settings, folder, reporter, several=team.processes is not None)
+        announce(pipe, batches, settings, folder, reporter, several=team.processes is not None)
         with reporter.phase(f"compiling {count(pipe.plan.depth, 'stage')}", compile_cache.CacheCount()):
             state = begin(settings.seed, pipe, batches, resumed, initial, parts.state, fresh_optimizer=settings.fresh_optimizer)
             (initial or {}).clear()  # free the arrays, even if a caller still has the dict
@@ -440,15 +441,17 @@ def _sizes(pipe: jpipe.Pipeline, batches: data.Data, *, alone: bool, writes: boo
 
 
 def announce(
-    pipe: jpipe.Pipeline, source: str, settings: RunSettings, folder: RunFolder | None, reporter: Reporter, *, several: bool
+    pipe: jpipe.Pipeline, batches: data.Data, settings: RunSettings, folder: RunFolder | None, reporter: Reporter, *, several: bool
 ) -> None:
     """Print the data, the plan and the placement of the workers."""
-    plan, train = pipe.plan, settings.train
+    plan, train, source = pipe.plan, settings.train, batches.source
     meshes = f" on {mesh_words(plan)}" if has_meshes(plan) else ""
     reporter.say(
         f"data: {source}; plan: {count(plan.depth, 'stage')}{meshes}, {plan.schedule}; {count(train.length, 'step')}{epochs_words(train)}"
         + (f"; run folder: {shown(folder.path)}" if folder is not None else "")
     )
+    if words := slices_words(pipe, batches.like):
+        reporter.say(words)
     if words := delay_words(plan, settings.accumulate_batches):
         reporter.say(f"{words}; delay correction: {correction_words(pipe.delay_factor)}")
     if several or len(plan.workers) > plan.depth:

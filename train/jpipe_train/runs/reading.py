@@ -175,7 +175,8 @@ def saved_steps(path: Path) -> list[int]:
 
 def plan_words(plan: jpipe.Plan) -> str:
     """Describe a plan in a few words, such as `gpipe, 4 stages × 2 replicas`."""
-    words, replicas = f"{plan.schedule}, {count(plan.depth, 'stage')}", plan.replicas
+    slices, replicas = plan.counted.row_slices, plan.replicas
+    words = f"{plan.schedule}, {f'{slices} slices, ' if slices > 1 else ''}{count(plan.depth, 'stage')}"
     if len(set(replicas)) > 1:
         return f"{words}, replicas {jpipe.errors.shortened([str(number) for number in replicas])}"
     return words if replicas[0] == 1 else f"{words} × {replicas[0]} replicas"

@@ -9,6 +9,7 @@ import numpy as np
 
 from jpipe import Layer, LayerStack
 from jpipe.context import traced_positions
+from jpipe.schedules import SCHEDULES
 
 WIDTH, VOCAB, LENGTH, ROWS = 6, 11, 10, 2
 
@@ -163,6 +164,11 @@ def version(plan, s, k):
         return k // m
     k -= first * m
     match plan.schedule:
+        case "pipedream" if len(plan.pipeline_ranks) < plan.depth:  # the newest version when the first slice of the rows begins
+            order = SCHEDULES["pipedream"].computations(plan.counted, s % len(plan.pipeline_ranks), 0, first, first + k // m + 2)
+            order = [entry for entry in order if entry.stage == s]
+            begins = next(n for n, entry in enumerate(order) if entry.is_forward and entry.microbatch == (first * m + k) * slices)
+            return first + sum(entry.finishes for entry in order[:begins]) // (m * slices)
         case "pipedream":
             ahead = plan.depth - (0 if plan.vertical_sync else s) + slices - 1
             return first + max(k * slices - (ahead - 1), 0) // (m * slices)

@@ -65,6 +65,14 @@ def trained(pipe, batches):
         ("zb_h2", (4, 6), (3, 3), {"m": 4, "replicas": 2}),
         ("interleaved_1f1b", 3, (1, 2, 1, 2), {"m": 4, "replicas": 2, "ranks": ((0, 2), (1, 3))}),
         ("pipedream_2bw", 3, (3, 3), {"m": 4, "replicas": (2, 1), "split_backward": "early"}),
+        ("pipedream_2bw", (1, 6, 3), (1, 2, 1, 2), {"ranks": ((0, 2), (1, 3)), "flush_first": 1}),
+        ("pipedream_2bw", 2, (1, 2, 1, 2), {"m": 8, "replicas": 2, "ranks": ((0, 2), (1, 3))}),
+        ("pipedream_flush", (1, 6, 3), (2, 2, 2), {"max_in_flight": 1}),
+        ("zb_h1", 2, (2, 2, 2), {"recompute": "full", "offload": dict.fromkeys(("residuals", "stash", "optimizer"), "all")}),
+        ("gpipe", 2, (3, 3), {"m": 4, "replicas": 2, "offload": {"residuals": "all"}}),
+        ("pipedream", 3, (3, 3), {"m": 4, "replicas": 2, "update_every": "replicas", "max_in_flight": 2}),
+        ("pipedream", 2, (2, 4), {"replicas": 3, "links": {"sums": "int8"}}),
+        ("pipedream_flush", (1, 6, 3), (2, 2, 2), {"links": {"activations": "bfloat16", "gradients": "bfloat16"}}),
     ],
 )
 def test_numbers_are_those_of_whole_rows(schedule, slices, sizes, options):
@@ -80,8 +88,9 @@ def test_numbers_are_those_of_whole_rows(schedule, slices, sizes, options):
         ("gpipe", 3, {}),
         ("pipedream_flush", 3, {"recompute": "full"}),
         ("pipedream", 1, {}),
-        ("pipedream", 2, {"vertical_sync": True}),
+        ("pipedream", 2, {"vertical_sync": True, "offload": {"residuals": "all", "versions": "all"}}),
         ("pipedream_2bw", 2, {"flush_first": 1}),
+        ("pipedream", 3, {"sizes": (1, 2, 1, 2), "ranks": ((0, 2), (1, 3))}),
     ],
 )
 def test_bits_are_those_of_the_slices_one_after_the_other(schedule, m, options):
@@ -121,7 +130,7 @@ def test_programs_of_all_schedules_are_verified_and_hold_what_their_schedule_say
             assert not SCHEDULES[schedule].flushes, error  # noqa: PT017
             continue
         prediction, counted, rules = simulate(lower(plan, 4)), plan.counted, SCHEDULES[schedule]
-        batches, of_stages = 1 if rules.flushes else 4, [plan.workers[w][0] for w in range(len(plan.workers))]
+        batches, of_stages = 1 if rules.flushes else 8, [plan.workers[w][0] for w in range(len(plan.workers))]
         alive = [max(a for a, s in zip(prediction.versions_alive, of_stages, strict=True) if s == stage) for stage in range(d)]
         assert all(each <= rules.versions_alive(counted, s) for s, each in enumerate(alive))
         for p, stages in enumerate(counted.pipeline_ranks):
@@ -131,9 +140,17 @@ def test_programs_of_all_schedules_are_verified_and_hold_what_their_schedule_say
 
 
 @pytest.mark.thinned(most=1, most_slow=1)
-@pytest.mark.parametrize("schedule", ["pipedream_flush", "pipedream"])
-def test_a_run_goes_on_from_a_snapshot_in_flight(schedule):
-    batches, pipe = models.batches(5, 2), pipeline(plan_of(m=2, slices=(2, 8), schedule=schedule))
+@pytest.mark.parametrize(
+    ("schedule", "fields", "options"),
+    [
+        ("pipedream_flush", {"offload": {"residuals": "all"}}, {}),
+        ("pipedream", {"sizes": (1, 2, 1, 2), "ranks": ((0, 2), (1, 3))}, {}),
+        ("pipedream_2bw", {"replicas": (1, 2), "m": 4, "sizes": (3, 3)}, {"clip_global_norm": 0.1}),
+    ],
+)
+def test_a_run_goes_on_from_a_snapshot_in_flight(schedule, fields, options):
+    plan = plan_of(**{"m": 2, "slices": (2, 8), "schedule": schedule, **fields})
+    batches, pipe = models.batches(5, plan.microbatches), pipeline(plan, **options)
     state, snapshot = pipe.init(jax.random.key(KEY), batches[0]), pipe.snapshot(2)
     for batch in batches:
         state, _ = pipe.step(state, batch, observe=snapshot)
@@ -143,16 +160,37 @@ def test_a_run_goes_on_from_a_snapshot_in_flight(schedule):
     check_equal(pipe.params(pipe.drain(again)), pipe.params(pipe.drain(state)))
 
 
+@pytest.mark.thinned(most=2, most_slow=1)
 @pytest.mark.usefixtures("float64")
-def test_shared_parameters_norms_and_loss_scales():
+@pytest.mark.parametrize(
+    ("schedule", "m", "options"),
+    [
+        ("pipedream_flush", 2, {}),
+        ("pipedream_2bw", 2, {"flush_first": 1}),
+        ("pipedream_2bw", 8, {"replicas": 2}),
+        ("pipedream_2bw", 3, {"num_stages": 4, "chunks_per_rank": 2}),
+        ("pipedream", 1, {"vertical_sync": True}),
+    ],
+)
+def test_shared_parameters_norms_and_loss_scales(schedule, m, options):
     layers = {"embed": models.embed(), "attend": models.attention(), "again": models.attention(), "head": models.head()}
     stack = LayerStack(layers, [Tie(("attend", "k"), ("again", "q"))])
-    options = {"clip_global_norm": 0.1, "precision": Precision(loss_scale=8.0)}
-    plans = [Plan.even(stack.ids, 2, "pipedream_flush", 2, slices=slices) for slices in (None, 3)]
-    whole, sliced = (trained(pipeline(plan, stack, **options), models.batches(2, 2)) for plan in plans)
+    clipped = {"clip_global_norm": 0.1, "precision": Precision(loss_scale=8.0)}
+    fields = {"num_stages": 2, "schedule": schedule, "microbatches": m, **options}
+    plans = [Plan.even(stack.ids, **fields, slices=slices) for slices in (None, 3)]
+    whole, sliced = (trained(pipeline(plan, stack, **clipped), models.batches(4, m)) for plan in plans)
     check_close(sliced, whole, 1e-10)
-    with pytest.raises(InputError, match="expected no update that waits for other stages"):
-        pipeline(Plan.even(stack.ids, 2, "pipedream_2bw", 2, slices=3), stack).init(jax.random.key(0), models.batches(1, 2)[0])
+
+
+def test_norms_and_shared_gradients_follow_the_rows_without_a_flush():
+    for schedule, chunks, slices, replicas in itertools.product(("pipedream", "pipedream_2bw"), (1, 2, 3), (2, 3, 5), (1, 2)):
+        fields = {"vertical_sync": True} if schedule == "pipedream" else {}
+        for ranks in (1, 2, 3):
+            d, m = ranks * chunks, 2 * ranks * replicas
+            layers = [f"layer{s}" for s in range(d)]
+            plan = Plan.even(layers, d, schedule, m, chunks_per_rank=chunks, slices=slices, replicas=replicas, **fields)
+            groups = ((0, d - 1),) if d > 1 else ()
+            simulate(lower(plan, 5, global_norm=True, shared_parameters=groups))
 
 
 def test_costs_are_those_of_each_slice_and_of_the_mean_slice():
@@ -182,6 +220,9 @@ def test_costs_are_those_of_each_slice_and_of_the_mean_slice():
         ("zb_h1", {}),
         ("pipedream", {}),
         ("pipedream_flush", {"replicas": 2}),
+        ("pipedream_flush", {"offload": {"residuals": "all"}}),
+        ("pipedream_2bw", {"links": {"activations": "int8", "gradients": "bfloat16"}}),
+        ("pipedream_2bw", {"sizes": (1, 2, 1, 2), "ranks": ((0, 2), (1, 3))}),
     ],
 )
 def test_measured_peak_is_predicted(schedule, fields):
@@ -254,11 +295,7 @@ def test_slices_are_even_or_as_long_as_the_plan_says():
     ("fields", "words"),
     [
         ({"schedule": "naive"}, "plan: slices: expected one of the schedules with an order for slices, gpipe, pipedream_flush"),
-        ({"schedule": "pipedream", "sizes": (2, 1, 2, 1), "ranks": ((0, 2), (1, 3))}, "needs whole rows, found 2 slices"),
-        ({"schedule": "pipedream", "update_every": "replicas"}, "expected no update_every"),
         ({"schedule": "pipedream_2bw", "m": 1}, "needs at least 2 microbatches for 3 stages and 2 slices, found microbatches 1"),
-        ({"offload": {"residuals": "all"}}, "expected no offload"),
-        ({"max_in_flight": 2}, "expected no max_in_flight"),
         ({"slices": 0}, "expected a number of slices"),
         ({"slices": "2"}, "expected a number of slices"),
         (
@@ -281,12 +318,14 @@ def test_an_update_waits_for_the_backward_of_the_first_slice_of_the_last_rows_of
     assert all({(worker, k) for worker, _, k, _ in keys} == {(0, 4), (1, 6)} for keys in waits.values())
     of_stage_0 = [_inputs(key, program.plan) for key in waits if key[0] < 2]
     assert all({(worker, k) for worker, _, k, _ in keys} == {(0, 4), (1, 6)} for keys in of_stage_0)
+    program = lower(plan_of((3, 3), m=2, schedule="pipedream_2bw", slices=2), 3, global_norm=True)
+    waits = waits_for(program.plan, [i for i in program.instructions if isinstance(i, Update)])
+    assert all({(worker, k) for worker, _, k, _ in keys} == {(0, 4 * batch + 2)} for (_, _, batch, _), keys in waits.items())
 
 
-def test_meshes_and_sums_in_parts_are_refused():
-    for fields, words in (({"mesh": {"data": 2}}, "stages on one device each"), ({"replicas": 3, "sum_parts": 2}, "no stages.0.sum_parts")):
-        with pytest.raises(InputError, match=f"expected {words}"):
-            Plan.even(models.stack().ids, 2, "gpipe", 3, slices=2, **fields)
+def test_sums_in_parts_are_refused():
+    with pytest.raises(InputError, match=r"expected no stages\.0\.sum_parts"):
+        Plan.even(models.stack().ids, 2, "gpipe", 3, slices=2, replicas=3, sum_parts=2)
 
 
 def plus_mean(x):

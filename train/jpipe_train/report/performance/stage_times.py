@@ -86,15 +86,21 @@ def microbatch_seconds(plan: jpipe.Plan, window: jpipe.programs.Window) -> list[
     """Return for each rank a dict from its stages to the seconds that they compute for a microbatch; 0 means not measured."""
     return [
         {
-            plan.workers[w][0]: _microbatch_seconds([span for span in row if span.chunk == chunk], window.seconds)
+            plan.workers[w][0]: _microbatch_seconds([span for span in row if span.chunk == chunk], window.seconds, plan.counted.row_slices)
             for chunk, w in enumerate(workers)
         }
         for workers, row in zip(plan.rank_workers, window.timeline, strict=True)
     ]
 
 
-def _microbatch_seconds(spans: Sequence[jpipe.programs.Span], end: float) -> float:
-    """Return the seconds that a stage computes for a microbatch, from the medians of its computations; 0 means not measured.
+def _microbatch_seconds(spans: Sequence[jpipe.programs.Span], end: float, slices: int) -> float:
+    """Return the seconds that a stage computes for the slices of a microbatch; 0 means not measured."""
+    seconds = [_seconds([span for span in spans if span.microbatch % slices == n], end) for n in range(slices)]
+    return sum(seconds) if all(seconds) else 0.0
+
+
+def _seconds(spans: Sequence[jpipe.programs.Span], end: float) -> float:
+    """Return the seconds that a stage computes for one number of `spans`, from the medians of its computations; 0 means not measured.
 
     The window ends at second `end`. Computations that it cuts off count only if there are no others. A short window may have different
     numbers of forwards and backwards, so ops are weighted only by their shares among the ops that do the same part of the work.
