@@ -27,6 +27,7 @@ EXCLUSIONS = (
         "the correction assumes that every batch makes an update",
         "use more microbatches instead",
     ),
+    Exclusion("stash", "offload", "host memory keeps the versions that backwards read"),
     *(exclusion for option in OPTIONS for exclusion in option.exclusions),
 )
 """All exclusions. The folders of capabilities declare their own."""
@@ -35,6 +36,7 @@ _PROPERTIES: Mapping[str, Callable[["jpipe.Plan"], Any]] = MappingProxyType(
     {
         "chunks_per_rank": lambda plan: most if (most := max(map(len, plan.pipeline_ranks))) > 1 else None,
         "update_every": lambda plan: plan.update_every if max(map(plan.updates_per_batch, range(plan.depth))) > 1 else None,
+        "stash": lambda plan: None if plan.stash else "false",
         _STASHING: lambda plan: SCHEDULES[plan.schedule].updates_early(plan) or None,
     }
 )

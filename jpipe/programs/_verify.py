@@ -55,6 +55,7 @@ class Verifier:
     def __init__(self, program: Program, number: int, computations: Iterator[Action]) -> None:
         self._program, self.plan, self.number = program, program.plan, number
         schedule, self.uses = SCHEDULES[self.plan.schedule], program.uses
+        self._schedule = schedule
         self._version = schedule.version if self.plan.flush_first else schedule.formula
         self.stage, _ = self.plan.workers[number]
         first, last, workers = self.stage == 0, self.stage == self.plan.depth - 1, self.plan.stage_workers
@@ -192,7 +193,8 @@ class Verifier:
 
     def check_version(self, i: Compute) -> None:
         """Check that a computation reads the version given by the schedule's formula, and that this version is alive."""
-        version = self._version(self.plan, self.stage, i.microbatch)
+        of_op = self._version if OPS[i.op].begins or self.plan.stash else self._schedule.backward_version
+        version = of_op(self.plan, self.stage, i.microbatch)
         if i.version != version:
             self.fail(f"{i} reads version {i.version}, the formula says {version}")
         if version not in self.versions:

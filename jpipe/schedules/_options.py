@@ -30,6 +30,8 @@ class ScheduleOptions(pydantic.BaseModel):
         max_in_flight: the largest number of microbatches in flight on a replica of any stage. If it is below n_s, stages wait, but they
             hold fewer activations and weight versions (docs/explanation/memory.md). None: no limit.
         vertical_sync: every stage reads the weight version that the first stage read for the microbatch. False by default.
+        stash: true, the default: the backward of a microbatch reads the weight version that its forward read. False: each forward and
+            backward reads the newest weights, so that no older version is kept while the run trains.
         update_every: "batch", the default: all stages update after each batch. "replicas": a stage updates after as many microbatches as
             it has replicas, as in the original PipeDream.
         flush_first: the number of batches at the start of a run that end with a flush, so that they read the newest weights. 0 by default.
@@ -42,6 +44,7 @@ class ScheduleOptions(pydantic.BaseModel):
     extra_in_flight: Annotated[Int, Field(ge=0, le=64)] = 0
     max_in_flight: Annotated[Int, Field(ge=1, le=10**9)] | None = None
     vertical_sync: bool = False
+    stash: bool = True
     update_every: Literal["batch", "replicas"] = "batch"
     flush_first: Annotated[Int, Field(ge=0, le=10**9)] = 0
     split_backward: Literal["joint", "early"] = "joint"

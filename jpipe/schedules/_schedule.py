@@ -95,7 +95,7 @@ class Schedule:
         layout: the ranks that the schedule can use. "straight": each stage is a rank. "looped": stage s runs on rank s mod p, where p is
             the number of ranks. "v": stage s runs on rank s if s < p, and on rank 2p - 1 - s otherwise. "any": any ranks.
         formula: `(plan, s, k) -> v`, the weight version (the number of updates applied) that forward and backward of k read at stage s.
-            Both k and v are counted from the first batch that is not flushed; v does not decrease with k. See `version`.
+            With the option `stash` false only the forward reads it. Both k and v are counted from the first batch that is not flushed; v does not decrease with k. See `version`.
         versions_alive: `(plan, s) -> int`, the largest number of versions that a replica of stage s holds.
         refusal: `(plan) -> str`, why the schedule cannot run this plan, or "".
         updates_early: `(plan) -> bool`, whether a stage updates with a batch, and reads these weights, before all stages have computed the
@@ -124,7 +124,7 @@ class Schedule:
     takes_slices: bool = False
 
     def version(self, plan: Shape, s: int, k: int) -> int:
-        """Return the weight version that forward and backward of microbatch k read at stage s; it does not decrease with k.
+        """Return the weight version that the forward of microbatch k reads at stage s; it does not decrease with k.
 
         In the first `plan.options.flush_first` batches this is the newest version. After these batches the schedule runs as if the weights
         were fresh.
@@ -134,6 +134,10 @@ class Schedule:
             return self.formula(plan, s, k)
         batch = k // plan.microbatches
         return batch if batch < first else first + self.formula(plan, s, k - first * plan.microbatches)
+
+    def backward_version(self, plan: Shape, s: int, k: int) -> int:
+        """Return the weight version that the backward of microbatch k reads at stage s: without a stash, the newest one."""
+        return self.version(plan, s, k) if plan.options.stash else k // plan.microbatches
 
     def delay(self, plan: Shape, s: int, update: int) -> float:
         """Return the mean age, in updates, of the weights that an update's gradients were computed with.

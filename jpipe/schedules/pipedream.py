@@ -23,6 +23,10 @@ where D(s, k) is the number of backwards that the rank has done for stage s befo
 number of replicas, and l is as above. A replica's groups of p microbatches, where p is the number of ranks, continue across batches and
 drains. The versions alive are counted in the order. Needs m / r >= p.
 
+With `stash: false` the backward of k reads the newest version, floor(k / m), and no older version is kept for it (PACI, arXiv 2606.07881).
+For m >= d a microbatch crosses at most one update. A stage holds one version while the run trains; a drain keeps the versions that the next
+forwards read.
+
 While microbatches are in flight, `evaluate` reads the newest version that all replicas of all stages hold; if there is none, it drains a
 copy of the state. Replicas keep their own layer state until a drain, even in the batches of `flush_first`.
 
@@ -89,12 +93,27 @@ def pipedream_versions(in_flight: Any, replicas: Any, delay: Any, microbatches: 
 def _refusal(plan: Shape) -> str:
     if plan.depth > len(plan.pipeline_ranks) and (reason := _chunk_refusal(plan)):
         return reason
+    if not plan.options.stash and (problem := _without_stash(plan)):
+        return f"stash: false needs {problem}"
     rates = {plan.microbatches_per_update(s) for s in range(plan.depth)}
     if plan.options.vertical_sync and len(rates) > 1:
         return (
             f"vertical_sync needs stages that update together, found replicas {list(plan.replicas)} with update_every 'replicas'; "
             "use update_every 'batch'"
         )
+    return ""
+
+
+def _without_stash(plan: Shape) -> str:
+    """Return what a plan without a stash needs, or ""."""
+    if plan.depth > len(plan.pipeline_ranks):
+        return "one stage on each rank; leave out chunks_per_rank"
+    if max(plan.replicas) > 1:
+        return f"one replica of each stage, found replicas {list(plan.replicas)}"
+    if plan.options.vertical_sync:
+        return "stages that read their newest weights; leave out vertical_sync"
+    if plan.options.split_backward != "joint":
+        return "backwards that are one computation; leave out split_backward"
     return ""
 
 
@@ -133,7 +152,7 @@ PIPEDREAM = Schedule(
     versions_alive=_versions_alive,
     refusal=_refusal,
     updates_early=_updates_early,
-    options=("extra_in_flight", "max_in_flight", "vertical_sync", "update_every", "flush_first", "split_backward"),
+    options=("extra_in_flight", "max_in_flight", "vertical_sync", "stash", "update_every", "flush_first", "split_backward"),
     closed_form="1F1B",
     takes_slices=True,
 )

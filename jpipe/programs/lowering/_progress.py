@@ -8,6 +8,7 @@ from jpipe.capabilities.protocol import hooks
 from jpipe.plan import Plan
 from jpipe.programs._instructions import AllReduce, Release, Update
 from jpipe.programs.lowering._listing import Listing
+from jpipe.schedules import SCHEDULES
 
 
 class Pending(NamedTuple):
@@ -35,6 +36,7 @@ class Worker:
         backwards: the number of its backwards since batch 0.
         updates: the number of its updates since batch 0.
         read: the newest version that one of its forwards has read; -1 before the first forward.
+        oldest: without a stash, the oldest version that the worker holds.
         in_flight: for each microbatch between forward and backward the version that it reads, in order.
         pending: the updates that wait for a sum or for other stages, in order.
     """
@@ -44,7 +46,7 @@ class Worker:
         self.stage, self.replica = plan.workers[number]
         self.backwards = start * plan.microbatches // plan.replicas[self.stage]
         self.updates = start * plan.updates_per_batch(self.stage)
-        self.read = -1
+        self.read, self.oldest = -1, SCHEDULES[plan.schedule].version(plan, self.stage, start * plan.microbatches)
         self.in_flight = deque[int]()
         self.pending: list[Pending] = []
 

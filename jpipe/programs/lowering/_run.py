@@ -173,6 +173,8 @@ class Run:
         """Return for each worker the oldest version that a microbatch will still read, and the newest one."""
         slices, replicas = self.plan.row_slices, self.plan.replicas
         following = [(worker.backwards // slices * replicas[worker.stage] + worker.replica) * slices for worker in self.workers]
+        if not self.plan.stash:
+            following = [worker.backwards + len(worker.in_flight) for worker in self.workers]
         versions = [
             (self.schedule.version(self.plan, worker.stage, k), worker.updates) for worker, k in zip(self.workers, following, strict=True)
         ]
@@ -271,7 +273,10 @@ class Run:
                 return False
             if received > begins:
                 begins = received
-        version = worker.in_flight[0] if op.finishes and not op.begins else self.version(self.plan, s, k)
+        if op.finishes and not op.begins:
+            version = worker.in_flight[0] if self.plan.stash else worker.updates
+        else:
+            version = self.version(self.plan, s, k)
         if op.begins:
             if version > worker.read or self.routed[s]:
                 weights = self._weights_ready(worker, k, version)
@@ -286,6 +291,9 @@ class Run:
                     return False
                 begins, worker.read = max(begins, whole), version
             worker.in_flight.append(version)
+            if not self.plan.stash and version > worker.oldest:  # the first forwards after a drain read an older version than backwards
+                self.updates.write_release(begins, worker.number, worker.oldest)
+                worker.oldest = version
             if effect.loads:
                 self._load(begins, worker, k)
         of_rank.clock = begins
@@ -387,6 +395,9 @@ class Run:
         plan, w, s = self.plan, worker.number, worker.stage
         worker.backwards += 1
         worker.in_flight.popleft()
+        if not (plan.stash or self.waits[s]):
+            self._update_in_place(worker, k)
+            return
         following = worker.in_flight[0] if worker.in_flight else self.version(plan, s, k + self.replicas[s] * plan.row_slices)
         assert following - version in (0, 1), "versions advance one by one"
         dead = version if following > version else None  # all present and future microbatches read later versions
@@ -401,6 +412,15 @@ class Run:
             worker.updates += 1
         elif dead is not None:
             self.updates.write_release(worker.clock, w, dead)
+
+    def _update_in_place(self, worker: Worker, k: int) -> None:
+        """Without a stash, update after the last backward of a batch, and retire the old version unless the next forward reads it."""
+        if worker.backwards % self.each[worker.stage] == 0:
+            following = self.version(self.plan, worker.stage, worker.backwards + len(worker.in_flight))
+            dead = worker.oldest if following > worker.oldest else None
+            self.updates.write_update(worker.clock, worker.number, k // self.every[worker.stage], dead)
+            worker.updates += 1
+            worker.oldest += dead is not None
 
     def _update_all(self) -> None:
         """Write all pending updates when the pipeline is empty, and the instructions of capabilities before them."""
