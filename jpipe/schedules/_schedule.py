@@ -94,8 +94,9 @@ class Schedule:
         period: `(plan) -> int`, without a flush: the number of batches after which the order repeats.
         layout: the ranks that the schedule can use. "straight": each stage is a rank. "looped": stage s runs on rank s mod p, where p is
             the number of ranks. "v": stage s runs on rank s if s < p, and on rank 2p - 1 - s otherwise. "any": any ranks.
-        formula: `(plan, s, k) -> v`, the weight version (the number of updates applied) that forward and backward of k read at stage s.
-            With the option `stash` false only the forward reads it. Both k and v are counted from the first batch that is not flushed; v does not decrease with k. See `version`.
+        formula: `(plan, s, k) -> v`, the weight version (the number of updates applied) that forward and backward of k read at stage s;
+            with the option `stash` false only the forward. Both k and v are counted from the first batch that is not flushed; v does not
+            decrease with k. See `version`.
         versions_alive: `(plan, s) -> int`, the largest number of versions that a replica of stage s holds.
         refusal: `(plan) -> str`, why the schedule cannot run this plan, or "".
         updates_early: `(plan) -> bool`, whether a stage updates with a batch, and reads these weights, before all stages have computed the

@@ -25,8 +25,7 @@ def versions(m, s, k):
 
 def trained_by_hand(params, batches, m, recompute):
     """Train by the rule: linear maps and tanh, each backward with the activations of the forward and the weights of its own time."""
-    by_version = [[params]] * DEPTH  # by stage
-    by_version = [list(each) for each in by_version]
+    by_version = [[params] for _ in range(DEPTH)]  # by stage
     losses, rows = [], models.ROWS
     for t, (inputs, labels) in enumerate(batches):
         sums = jax.tree.map(np.zeros_like, params)
@@ -55,11 +54,10 @@ def trained_by_hand(params, batches, m, recompute):
                 sums[name]["w"] += x.T @ before
                 sums[name]["b"] += before.sum(0)
                 gradient = before @ newest[name]["w"].T
-        weight = labels.size
-        losses.append(loss / weight)
-        for s, each in enumerate(by_version):
-            each.append(jax.tree.map(lambda p, g: p - RATE * g / weight, each[-1], sums))
-            assert len(each) == t + 2, s
+        losses.append(loss / labels.size)
+        step = jax.tree.map(lambda total, size=labels.size: RATE * total / size, sums)
+        for each in by_version:
+            each.append(jax.tree.map(np.subtract, each[-1], step))
     return losses, {name: by_version[n // (LAYERS // DEPTH)][-1][name] for n, name in enumerate(params)}
 
 
@@ -70,17 +68,15 @@ def test_it_trains_by_its_rule_and_resumes_bit_for_bit(m, recompute):
         pipe = Pipeline(models.plain_stack(LAYERS), plan_of(m, recompute=recompute), models.squares, optax.sgd(RATE))
         state = running.fresh(pipe, batches)
         start = jax.tree.map(np.asarray, pipe.params(state))
-        losses, params, cut = {}, None, None
-        snapshot = pipe.snapshot(3)
-        for t, batch in enumerate(batches):
+        losses, snapshot = {}, pipe.snapshot(3)
+        for batch in batches:
             state, metrics = pipe.step(state, batch, observe=snapshot)
             losses |= {n: float(loss) for n, loss in metrics.losses.items()}
         params = pipe.params(pipe.drain(state))
-        cut = snapshot.layers()
         expected, final = trained_by_hand(start, batches, m, recompute)
         np.testing.assert_allclose([losses[t] for t in range(6)], expected, rtol=1e-10)
         jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12), params, final)
-        state = pipe.restore(jax.random.key(running.KEY), batches[0], cut, 3)
+        state = pipe.restore(jax.random.key(running.KEY), batches[0], snapshot.layers(), 3)
         for t, batch in enumerate(batches[3:], start=3):
             state, metrics = pipe.step(state, batch)
             assert float(metrics.losses[t]) == losses[t]
