@@ -12,7 +12,7 @@ r_0, with n_0 microbatches in flight at stage 0. Stage s has r_s replicas. V is 
 stage has replicas, j is the largest value with K <= V, so that the sum over the replicas overlaps with computations; otherwise j = 0.
 
 If rows are cut into S slices, all of this holds for the rows, in place of microbatches: messages to stage 0 travel with the gradient of a
-row's first slice, whose backward is the last one, and messages back with the activation of a row's first slice.
+row's first slice, as its backward is the last one, and messages back with the activation of a row's first slice.
 """
 
 from dataclasses import dataclass
