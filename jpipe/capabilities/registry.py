@@ -22,7 +22,7 @@ from jpipe.capabilities.shared_optimizer.option import OPTION as SHARED_OPTIMIZE
 from jpipe.capabilities.shared_parameters.option import OPTION as SHARED_PARAMETERS
 from jpipe.capabilities.shared_parameters.option import SharedCosts
 from jpipe.capabilities.slices.option import OPTION as SLICES
-from jpipe.capabilities.slices.option import Slices
+from jpipe.capabilities.slices.option import ByCost, Slices, lengths_by_cost, lengths_of
 from jpipe.capabilities.sums_in_parts.option import OPTION as SUMS_IN_PARTS
 from jpipe.capabilities.sums_in_parts.option import PartCosts, SumParts
 
@@ -44,6 +44,7 @@ __all__ = [  # `jpipe.plan` exports these
     "OuterOptimizer",
 ]
 __all__ += ["BLOCK", "Kind", "Links", "Message"]
+__all__ += ["ByCost", "Slices", "lengths_by_cost", "lengths_of"]
 
 
 class CapabilityOptions(pydantic.BaseModel):

@@ -1,6 +1,17 @@
 """The programs of a plan: instructions, their lowering, simulation and timeline. No module in this folder imports JAX."""
 
-from jpipe.programs._costs import HostLink, LayerCost, Network, Overlap, SharedCost, StageCost, sum_layer_costs, unit_costs, uses_by_costs
+from jpipe.programs._costs import (
+    HostLink,
+    LayerCost,
+    Network,
+    Overlap,
+    SharedCost,
+    StageCost,
+    mean_of_slices,
+    sum_layer_costs,
+    unit_costs,
+    uses_by_costs,
+)
 from jpipe.programs._execution_order import ProgramError
 from jpipe.programs._instructions import Program
 from jpipe.programs._simulate import has_repeated_batches, simulate_batches
@@ -33,6 +44,7 @@ __all__ = [
     "format_grid",
     "has_repeated_batches",
     "lower_repeated",
+    "mean_of_slices",
     "predict_window",
     "simulate_batches",
     "sum_layer_costs",

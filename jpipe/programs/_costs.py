@@ -107,6 +107,31 @@ class StageCost(Costs):
         return sum(times)
 
 
+def mean_of_slices(costs: Sequence[StageCost]) -> StageCost:
+    """Return the cost of a stage for rows that are cut into slices: the means of the slices, and the largest temporaries.
+
+    Args:
+        costs: the cost of each slice at the stage.
+    """
+    times = {name: sum(getattr(cost, name) for cost in costs) / len(costs) for name in TIMES}
+    sizes = {name: -(-sum(getattr(cost, name) for cost in costs) // len(costs)) for name in _SIZES_OF_SLICES}
+    return replace(costs[0], **times, **sizes, temporary=max(cost.temporary for cost in costs), by_slice=tuple(costs))
+
+
+_SIZES_OF_SLICES = (
+    "inputs",
+    "labels",
+    "outputs",
+    "residuals",
+    "kept_outputs",
+    "stash",
+    "message",
+    "gradient",
+    "carry_message",
+    "carry_gradient",
+)
+
+
 def pieces_of(plan: Plan, stage: Stage, cost: StageCost) -> list[float]:
     """Return the bytes of each piece in which replicas sum a stage's gradients: one piece, unless a capability divides them."""
     cut = (pieces(stage, cost) for pieces in hooks("pieces", programs_of(plan)))

@@ -12,7 +12,7 @@ from jpipe.meshes._partition import shard_bytes
 from jpipe.meshes._place import Place
 from jpipe.model.jaxprs._products import count_products
 from jpipe.plan import Plan, repeats_forward
-from jpipe.programs._costs import TIMES, KeptByBoth, StageCost
+from jpipe.programs._costs import TIMES, KeptByBoth, StageCost, mean_of_slices
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._arrays import Arrays, shares_of
 from jpipe.stages._compiled_stage import CompiledStage
@@ -133,15 +133,8 @@ def joined_costs(functions: Sequence[Sequence[StageFunctions]], costs: Sequence[
         slices = tuple(
             replace(cost, **{name: getattr(cost, name) * share for name in TIMES}) for cost, share in zip(of_stage, shares, strict=True)
         )
-        sizes = {name: -(-sum(getattr(cost, name) for cost in of_stage) // count) for name in _SIZES}
-        joined.append(replace(of_stage[0], **sizes, temporary=max(cost.temporary for cost in of_stage), by_slice=slices))
+        joined.append(mean_of_slices(slices))
     return tuple(joined)
-
-
-_SIZES = (
-    *("inputs", "labels", "outputs", "residuals", "kept_outputs", "stash", "message", "gradient"),
-    *("carries", "carry_message", "carry_gradient"),
-)
 
 
 def arrays_of(functions: StageFunctions, chosen: Mapping[str, Sequence[Any]] | None = None) -> Arrays:

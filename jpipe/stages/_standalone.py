@@ -1,19 +1,20 @@
 """One stage without a pipeline, for profiles."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
 import jax
 
+from jpipe.capabilities.registry import variants_of
 from jpipe.meshes._place import Place
 from jpipe.model._function_arguments import Loss
 from jpipe.model._layer import LayerSpec
 from jpipe.model._precision import PLAIN, Precision
 from jpipe.model._stack import LayerStack
 from jpipe.model.layerwise._optimizer import LayerwiseOptimizer
-from jpipe.plan import Stage, repeats_forward
+from jpipe.plan import Plan, Stage, repeats_forward
 from jpipe.programs._costs import StageCost
 from jpipe.stages._arrays import Arrays
 from jpipe.stages._builder import stage_functions
@@ -114,3 +115,22 @@ class StandaloneStage:
         ids = self.stack.ids[: self.stack.ids.index(self.stage.layers[0])]
         earlier = {layer_id: self.specs[layer_id].params for layer_id in ids if layer_id in self.specs}
         return with_gradients([f], self.stack.ties.split(earlier))[0]
+
+
+def in_slices(plan: Plan, spec: tuple[Tree, Tree], stages: Sequence[StandaloneStage]) -> list[list[StandaloneStage]]:
+    """Return for each slice of the rows stages that compute only this slice.
+
+    Args:
+        plan: a plan that cuts rows into slices; its other fields do not count.
+        spec: the shapes and dtypes of one microbatch, (inputs, labels).
+        stages: stages of one model for whole rows; the last one includes the loss.
+
+    Raises:
+        InputError: the model cannot be computed slice by slice.
+    """
+    result = []
+    for functions in variants_of(plan, spec, [stage._functions for stage in stages]):
+        result.append([replace(stage) for stage in stages])
+        for stage, of_slice in zip(result[-1], functions, strict=True):
+            vars(stage)["_functions"] = of_slice  # in place of those for whole rows
+    return result

@@ -102,9 +102,12 @@ def slowed(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology
     """
     if not topology.differing:
         return costs
-    factors = slowness_of(plan, topology)
-    times = [{name: factor * getattr(cost, name) for name in TIMES} for factor, cost in zip(factors, costs, strict=True)]
-    return [dataclasses.replace(cost, **seconds) for cost, seconds in zip(costs, times, strict=True)]
+
+    def slower(cost: jpipe.programs.StageCost, factor: float) -> jpipe.programs.StageCost:
+        times = {name: factor * getattr(cost, name) for name in TIMES}
+        return dataclasses.replace(cost, **times, by_slice=tuple(slower(each, factor) for each in cost.by_slice))
+
+    return [*map(slower, costs, slowness_of(plan, topology))]
 
 
 def host_limits_of(plan: jpipe.Plan, topology: Topology) -> tuple[float, ...]:

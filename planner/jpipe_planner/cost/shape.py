@@ -1,6 +1,7 @@
 """The properties of plans that follow from their schedules: delays, and the microbatches in flight."""
 
 from bisect import bisect_left
+from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -72,8 +73,9 @@ def schedule_facts(shape: PlainShape) -> ScheduleFacts | None:
         return None
     in_flight = [rules.in_flight(shape, s) for s in stages]
     # With more microbatches the first op is the same, but the list of ops takes long.
-    few = min(shape.microbatches // max(shape.replicas), 4 * shape.depth) * max(shape.replicas)
-    beginning = PlainShape(shape.schedule, few, shape.replicas, shape.options) if len(set(shape.replicas)) == 1 else shape
+    each = max(shape.replicas) * shape.row_slices
+    few = min(shape.microbatches // each, 4 * shape.depth) * each
+    beginning = replace(shape, microbatches=few) if len(set(shape.replicas)) == 1 else shape
     return ScheduleFacts(
         np.array(in_flight),
         np.array([rules.versions_alive(shape, s) for s in stages]),

@@ -73,6 +73,7 @@ def simulate_plan(
     Returns:
         The result; None if the simulation would take more than some seconds.
     """
+    plan = plan.counted
     if plan.agree is not None and _round_batches(plan) < plan.agree.every < _NEVER:
         return _between_agreements(plan, costs, topology, global_norm)
     costs, uses = slowed(plan, costs, topology), {"global_norm": global_norm, **jpipe.programs.uses_by_costs(costs)}
@@ -161,6 +162,7 @@ def forwards(plan: jpipe.Plan, topology: Topology) -> int:
 
     If batches repeat, few of them are lowered, and simulating a batch takes about as long as lowering it.
     """
+    plan = plan.counted
     pipelines = plan.replicas[0] if _first_pipeline(plan, topology) is not None else 1
     lowered = simulated = sum(window(plan)) + 1
     if jpipe.programs.has_repeated_batches(plan):

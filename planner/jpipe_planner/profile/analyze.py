@@ -38,6 +38,7 @@ def analyze(
     delay_correction: str | float | None = None,
     progress: Progress | None = None,
     precision: jpipe.Precision | None = None,
+    in_slices: bool = False,
 ) -> Profile:
     """Profile a model for a device, without allocating its arrays.
 
@@ -58,7 +59,7 @@ def analyze(
     The profile does not know that products of few rows are slow on GPUs: if the smallest microbatches look best, use a measured profile.
 
     Args:
-        stack, loss, optimizer, sizes, policies, ema_decay, delay_correction, progress, precision: as in `measure`.
+        stack, loss, optimizer, sizes, policies, ema_decay, delay_correction, progress, precision, in_slices: as in `measure`.
         batch: `rows -> (inputs, labels)`, the shapes and dtypes of a microbatch of `rows` rows.
         device: the device, with FLOP/s by dtype, as in `Rates`.
 
@@ -69,7 +70,7 @@ def analyze(
         raise InputError(
             f"topology: device '{device.name}' has no flops, which analytic profiles need; add them, such as float32: 14 TFLOP/s"
         )
-    model = Model(stack, batch, loss, optimizer, tuple(sizes), precision or jpipe.Precision(), ema_decay, delay_correction)
+    model = Model(stack, batch, loss, optimizer, tuple(sizes), precision or jpipe.Precision(), ema_decay, delay_correction, in_slices)
     compiling, rates = compiling_for(device, unlimited=True), Rates.of(device)
     compiled_for = compiling.devices[0]
     with tracing_for(compiled_for.platform), compiling_threads() as pool:

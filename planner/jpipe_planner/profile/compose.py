@@ -2,18 +2,23 @@
 
 import itertools
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 
-from jpipe.model import count_products
+import jpipe
+from jpipe import InputError
+from jpipe.model import count_products, find_products
 from jpipe_planner.profile.model import Costs, Model, StageCosts, tree_bytes
-from jpipe_planner.profile.profile import AtSize, LayerProfile, Profile
+from jpipe_planner.profile.profile import AtSize, HalfRows, LayerProfile, Profile
 from jpipe_planner.profile.scratch import Scratch
 from jpipe_planner.profile.sizes import count_by_policy
+from jpipe_planner.profile.slices import SHORTEST
 from jpipe_planner.profile.tensor import tensor_profile
+
+_PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot_general"}  # all others are kernels
 
 
 def profile_of(
@@ -50,6 +55,7 @@ def profile_of(
         for_weights[equal] = of_weights / (for_inputs + of_weights) if for_inputs + of_weights else 0.5
         stashes[equal] = count_by_policy(model.sizes, policies, partial(stash, equal=equal))[0]
         tensor[equal] = tensor_profile(stages, equal, first, policies, device)
+    half_rows = find_halves(model, policies, device)
     layers, scratch, costs = [], find_scratch(stage_costs), find_costs()
     for layer_id, next_id in itertools.zip_longest(model.stack.ids, model.stack.ids[1:]):
         equal, next_equal = model.first_equal[layer_id], model.first_equal.get(next_id)
@@ -77,6 +83,56 @@ def profile_of(
         cost = layer_costs[model.sizes[0], "none"]
         sizes = {name: getattr(cost, name) for name in ("weights", "frozen", "optimizer", "state")}
         sizes |= {"accumulators": model.gradient_bytes(layer_id), "ahead": model.ahead_bytes(layer_id)}
-        layers.append(LayerProfile(id=layer_id, update=update, at=at, tensor=tensor[equal], **sizes))
+        layers.append(LayerProfile(id=layer_id, update=update, at=at, tensor=tensor[equal], halves=half_rows.get(equal), **sizes))
     inputs, labels = (tuple(tree_bytes(model.batches[rows][part]) for rows in model.sizes) for part in (0, 1))
-    return Profile(sizes=model.sizes, inputs=inputs, labels=labels, layers=tuple(layers), shared=model.shared, **fields)
+    positions = row_positions(model) if half_rows else 0
+    return Profile(
+        sizes=model.sizes, inputs=inputs, labels=labels, layers=tuple(layers), shared=model.shared, positions=positions, **fields
+    )
+
+
+def row_positions(model: Model) -> int:
+    """Return the number of positions of the rows: the second dim of the inputs; 0 without one."""
+    shape = jax.tree.leaves(model.batches[model.sizes[0]])[0].shape
+    return shape[1] if len(shape) > 1 else 0
+
+
+def find_halves(model: Model, policies: Sequence[str], device: jax.Device) -> dict[str, HalfRows]:
+    """Return for each distinct layer the costs of half rows; {} if a search need not consider slices of rows.
+
+    It need not if rows are short, if the model cannot be computed slice by slice, or if a kernel computes the attention of whole rows,
+    because slices do not use it. If the plan of the config cuts rows, it must.
+
+    Raises:
+        InputError: the plan of the config cuts rows, but the model cannot be computed slice by slice.
+    """
+    rows, names = model.sizes[0], model.distinct
+    if not model.in_slices and row_positions(model) < 2 * SHORTEST:
+        return {}
+    whole = [model.stage([layer_id], rows, policy) for policy in dict.fromkeys(("none", *policies)) for layer_id in names]
+
+    def products(stage: jpipe.stages.StandaloneStage) -> float:
+        return sum(count_products(stage.trace("forward", device).jaxpr.jaxpr).values())
+
+    try:
+        plan = jpipe.Plan.even(model.stack.ids, 1, "gpipe", 1, slices=2)
+        halves = jpipe.stages.in_slices(plan, model.batches[rows], whole)
+    except InputError:
+        if model.in_slices:
+            raise
+        return {}
+    found = {}
+    for n, layer_id in enumerate(names):
+        used = {equation.primitive.name for equation, *_ in find_products(whole[n].trace("forward", device).jaxpr.jaxpr)}
+        if not model.in_slices and not used.issubset(_PRODUCTS):
+            return {}
+        total, (before, after) = products(whole[n]), (products(half[n]) for half in halves)
+        costs = [[(stage.stage.recompute, stage.cost) for stage in half[n :: len(names)]] for half in halves]
+        found[layer_id] = HalfRows(
+            work=(before / total, after / total) if total else (0.5, 0.5),
+            residuals={
+                policy: (first.residuals / rows, second.residuals / rows) for (policy, first), (_, second) in zip(*costs, strict=True)
+            },
+            carry=2 * costs[0][0][1].carry_message / rows,
+        )
+    return found

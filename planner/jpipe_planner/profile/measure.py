@@ -40,6 +40,7 @@ def measure(
     seconds: float = 20.0,
     progress: Progress | None = None,
     precision: jpipe.Precision | None = None,
+    in_slices: bool = False,
 ) -> Profile:
     """Profile a model on a device of this process. The device must hold each layer with its gradients, optimizer state and residuals.
 
@@ -59,12 +60,13 @@ def measure(
         repetitions: the most repetitions of each program; at least 3.
         seconds: the total time for all sizes, without compiling, after which no further repetition begins.
         ema_decay, delay_correction, precision: as in `jpipe.Pipeline`. The first two add to the optimizer state.
+        in_slices: whether the plans cut rows into slices, as in `Model`.
         progress: called with the number of finished parts of the work, and their total number.
 
     Raises:
         InputError: layers, batch, loss and optimizer do not fit together.
     """
-    model = Model(stack, batch, loss, optimizer, tuple(sizes), precision or jpipe.Precision(), ema_decay, delay_correction)
+    model = Model(stack, batch, loss, optimizer, tuple(sizes), precision or jpipe.Precision(), ema_decay, delay_correction, in_slices)
     device, single_layers = device or jax.local_devices()[0], [(layer_id,) for layer_id in model.distinct]
     meter = Meter(progress, parts_of_bytes(model) + len(model.sizes))
     with compiling_threads() as pool:

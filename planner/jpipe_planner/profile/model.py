@@ -60,6 +60,7 @@ class Model:
         precision: as in `jpipe.Pipeline`.
         ema_decay: as in `jpipe.Pipeline`.
         delay_correction: as in `jpipe.Pipeline`.
+        in_slices: whether the plans cut rows into slices. If not, plans in slices are considered where it is possible.
 
     Raises:
         InputError: there are no sizes, or not all sizes are integers above 0. Methods raise it if the parts do not fit together.
@@ -73,6 +74,7 @@ class Model:
     precision: jpipe.Precision = field(default_factory=jpipe.Precision)
     ema_decay: float | None = None
     delay_correction: str | float | None = None
+    in_slices: bool = False
     _stages: dict[Any, jpipe.stages.StandaloneStage] = field(default_factory=dict, init=False, repr=False, compare=False)
     _known_specs: dict[int, dict[str, jpipe.model.LayerSpec]] = field(default_factory=dict, init=False, repr=False, compare=False)
 

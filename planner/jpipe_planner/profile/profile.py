@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
@@ -12,6 +13,7 @@ from pydantic import Field
 import jpipe
 from jpipe import InputError
 from jpipe_planner.machine.topology import Topology
+from jpipe_planner.profile.slices import bounds_of, layer_in_slices
 
 FORMAT = "jpipe-profile/1"
 SHARED = ("weights", "frozen", "accumulators", "optimizer", "ahead")
@@ -107,6 +109,20 @@ class TensorProfile(_Data):
     chosen: dict[str, Share] = {}
 
 
+class HalfRows(_Data):
+    """The costs of a layer for each half of the positions of the rows. They tell what a slice costs, as `profile.slices` describes.
+
+    Attributes:
+        work: for each half the share of the layer's work for whole rows.
+        residuals: for each half the bytes of residuals for each row, by recomputation policy.
+        carry: bytes for each row that the layer keeps for later slices, such as keys and values.
+    """
+
+    work: tuple[float, float]
+    residuals: dict[str, tuple[float, float]]
+    carry: float = 0.0
+
+
 class LayerProfile(_Data):
     """The costs of one layer.
 
@@ -121,6 +137,7 @@ class LayerProfile(_Data):
         update: seconds of an update.
         at: the costs that depend on the microbatch size, in the order of `Profile.sizes`.
         tensor: the shares that tensor parallelism shards; None if unknown, as in older and imported profiles.
+        halves: the costs of half rows; None if rows cannot be cut into slices, or if they are unknown, as for short rows.
     """
 
     id: Annotated[str, Field(min_length=1)]
@@ -133,6 +150,7 @@ class LayerProfile(_Data):
     update: Seconds = 0.0
     at: tuple[AtSize, ...]
     tensor: TensorProfile | None = None
+    halves: HalfRows | None = None
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -175,6 +193,7 @@ class Profile(_Data):
         dispatch: seconds to start a computation, in addition to the time of the device's work.
         layers: the layers in the model's order.
         shared: the parameters that several of these layers share.
+        positions: the number of positions of the rows; 0 if the layers have no `halves`.
 
     Raises:
         InputError: a field is invalid: all times are zero, a number is impossible, sizes do not match, or unknown layers share a parameter.
@@ -190,6 +209,7 @@ class Profile(_Data):
     dispatch: Seconds = 0.0
     layers: Annotated[tuple[LayerProfile, ...], Field(min_length=1)]
     shared: tuple[SharedProfile, ...] = ()
+    positions: Annotated[int, Field(ge=0)] = 0
 
     def __init__(self, /, **fields: Any) -> None:
         try:
@@ -277,7 +297,75 @@ class Profile(_Data):
         return tuple(jpipe.programs.SharedCost(**dict(parameter)) for parameter in self.shared)
 
     def stage_costs(self, plan: jpipe.Plan, rows: int) -> tuple[jpipe.programs.StageCost, ...]:
-        """Return the costs of each stage of a plan, for `jpipe.simulate`. The seconds of each computation include `dispatch`."""
+        """Return the costs of each stage of a plan, for `jpipe.simulate`. The seconds of each computation include `dispatch`.
+
+        Raises:
+            InputError: the plan cuts rows into slices, and the profile lacks the costs of half rows.
+        """
+        if plan.slices is None:
+            return self.part_costs(plan, rows)
+        lengths = self.slice_lengths(plan.slices)
+        of_slices = [self.in_slices(lengths, n).part_costs(plan.counted, rows) for n in range(len(lengths))]
+        carries = {layer.id: rows * layer.halves.carry for layer in self.layers if layer.halves is not None}
+        joined = []
+        for stage, costs in zip(plan.stages, zip(*of_slices, strict=True), strict=True):
+            carry = sum(carries[layer_id] for layer_id in stage.layers)
+            sizes = [
+                {"carry_message": math.ceil(carry * end) if end < 1 else 0, "carry_gradient": math.ceil(carry * begin)}
+                for begin, end in bounds_of(lengths)
+            ]
+            slices = [dataclasses.replace(cost, **size) for cost, size in zip(costs, sizes, strict=True)]
+            joined.append(jpipe.programs.mean_of_slices(slices))
+        return tuple(joined)
+
+    def slice_lengths(self, slices: jpipe.plan.Slices) -> tuple[int, ...]:
+        """Return the length of each slice of the rows; `slices` is a plan's. Raises InputError if they are unknown."""
+        if not self.positions:
+            raise InputError(
+                where="plan",
+                key="slices",
+                expected="a profile with the costs of half rows",
+                found="one without",
+                change="profile this model again, or remove slices",
+            )
+        if not isinstance(slices, jpipe.plan.ByCost):
+            return jpipe.plan.lengths_of(slices, self.positions)
+        half = self.positions // 2
+        first, second = (
+            sum((layer.at[0].flops or layer.at[0].forward) * layer.halves.work[n] for layer in self.layers if layer.halves) for n in (0, 1)
+        )
+        return jpipe.plan.lengths_by_cost(slices.count, self.positions, first / half, second / (self.positions - half))
+
+    def in_slices(self, lengths: tuple[int, ...], number: int | None = None) -> "Profile":
+        """Return the profile of a slice of the rows; of the mean slice without a number.
+
+        Args:
+            lengths: the positions of each slice.
+            number: the number of the slice.
+        """
+        if (lengths, number) not in self._in_slices:
+            bounds, saves = bounds_of(lengths), self.saves_in_slices
+            chosen = bounds if number is None else bounds[number : number + 1]
+            share = sum(end - begin for begin, end in chosen) / len(chosen)
+            layers = tuple(layer_in_slices(layer, self.sizes, bounds, chosen, saves) for layer in self.layers)
+            inputs, labels = (tuple(math.ceil(share * size) for size in sizes) for sizes in (self.inputs, self.labels))
+            self._in_slices[lengths, number] = self.model_copy(update={"layers": layers, "inputs": inputs, "labels": labels})
+        return self._in_slices[lengths, number]
+
+    @property
+    def saves_in_slices(self) -> bool:
+        """Whether all slices together take less work than whole rows, because no slice attends to later ones.
+
+        On accelerators kernels for whole rows leave out these pairs of positions, too, even if XLA's attention is profiled.
+        """
+        return self.source == "measured" and self.compiled_for == "cpu"
+
+    @cached_property
+    def _in_slices(self) -> dict[tuple[tuple[int, ...], int | None], "Profile"]:
+        return {}
+
+    def part_costs(self, plan: jpipe.Plan, rows: int) -> tuple[jpipe.programs.StageCost, ...]:
+        """Return the costs of each stage for whole rows or, if this profile is of a slice, for the slice."""
         n = self.sizes.index(rows)
         costs = jpipe.programs.sum_layer_costs(
             plan, self.costs(rows), inputs=self.inputs[n], labels=self.labels[n], shared=self.shared_costs

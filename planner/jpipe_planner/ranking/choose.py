@@ -85,6 +85,11 @@ class Choice:
     considered: int
     global_norm: bool = False
 
+    @property
+    def needs(self) -> dict[str, bool]:
+        """What updates need of all stages, as arguments of `jpipe.plan.excluded`."""
+        return {"skip_nonfinite": self.global_norm, "ties": bool(self.profile.shared)}
+
     @cached_property
     def meshes(self) -> Meshes:
         """The profile and topology for plans on meshes."""
@@ -99,7 +104,7 @@ class Choice:
             bubble=min(max(ranked.bubble, 0.0), 1.0),
             peak_bytes=ranked.memory,
             delay=ranked.candidate.delay,
-            stage_seconds=tuple(float(cost.forward + cost.backward) for cost in costs),
+            stage_seconds=tuple(float(cost.forward + cost.backward) * ranked.candidate.num_slices for cost in costs),
             devices=kinds_of(plan, topology),
         )
         return plan.model_copy(update={"predicted": predicted})
@@ -142,7 +147,10 @@ class Choice:
             return Ranked(candidate)
         memory, slow = candidate.most_of_replicas(simulated.peak_bytes), slowed(plan, costs, topology)
         worst, lacks = lacking(memory, limits_of(plan, topology))
-        busy = [sum(plan.microbatches / plan.replicas[s] * (slow[s].forward + slow[s].backward) for s in of) for of in plan.pipeline_ranks]
+        busy = [
+            sum(plan.counted.microbatches / plan.replicas[s] * (slow[s].forward + slow[s].backward) for s in of)
+            for of in plan.pipeline_ranks
+        ]
         priced = dataclasses.replace(
             candidate,
             seconds=simulated.batch_seconds,

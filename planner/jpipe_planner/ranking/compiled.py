@@ -66,10 +66,8 @@ def compile_stages(
                 raise
             return _rejected_by_compiler(ranked, limits, plan, lambda s: compile(stages=[s]))
         compiled |= {s: sizes[s] for s in {like[s] for s in stages} - compiled.keys()}
-        costs = [
-            dataclasses.replace(size, **_fields(estimate, TIMES), **_fields(compiled.get(first, estimate), _DECIDED))
-            for size, estimate, first in zip(sizes, estimates, like, strict=True)
-        ]
+        decided = [compiled.get(first, estimate) for first, estimate in zip(like, estimates, strict=True)]
+        costs = [*map(_exact, sizes, estimates, decided)]
         exact = dataclasses.replace(ranked, simulated=simulate_plan(plan, costs, topology, choice.global_norm))
         if exact.simulated is None:  # too long to simulate: the closed form, with the exact bytes
             exact = Ranked(dataclasses.replace(ranked.candidate, memory=closed_form_bytes(ranked.candidate, costs)))
@@ -80,8 +78,13 @@ def compile_stages(
     return found
 
 
-def _fields(cost: jpipe.programs.StageCost, names: Sequence[str]) -> dict[str, Any]:
-    return {name: getattr(cost, name) for name in names}
+def _exact(
+    size: jpipe.programs.StageCost, estimate: jpipe.programs.StageCost, decided: jpipe.programs.StageCost
+) -> jpipe.programs.StageCost:
+    """Return the cost of a stage with its exact bytes, the estimated times, and what the compiler decided."""
+    times, compiled = ({name: getattr(cost, name) for name in names} for cost, names in ((estimate, TIMES), (decided, _DECIDED)))
+    slices = tuple(map(_exact, size.by_slice, estimate.by_slice, decided.by_slice))
+    return dataclasses.replace(size, **times, **compiled, by_slice=slices)
 
 
 def equal_stages(
@@ -97,6 +100,7 @@ def equal_stages(
         costs: the costs of each layer.
         shared: the parameters that layers share.
     """
+    plan = plan.counted
     rules, shares = jpipe.schedules.SCHEDULES[plan.schedule], {layer_id for parameter in shared for layer_id in parameter.layers}
     actions = (action for p in range(len(plan.pipeline_ranks)) for action in rules.computations(plan, p, 0, 0, 1))
     ops = {(action.stage, action.op) for action in actions}

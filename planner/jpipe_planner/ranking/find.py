@@ -1,8 +1,9 @@
 """Find the fastest plans that fit: list candidates, simulate the best of them, and try variants and neighbours of the best plans."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jpipe
 from jpipe_planner.cost.shape import is_planned
@@ -11,6 +12,7 @@ from jpipe_planner.profile.profile import Profile
 from jpipe_planner.profile.sharded import NO_MESH, Degrees
 from jpipe_planner.ranking.choose import Choice, Ranked, choose
 from jpipe_planner.ranking.improve import improve
+from jpipe_planner.ranking.in_slices import find_in_slices
 from jpipe_planner.ranking.offload import find_offloads, offload_bases
 from jpipe_planner.ranking.variants import BASE, find_variants, variant_schedules
 from jpipe_planner.search.candidate import NO_EXTRAS, Candidate, Extras
@@ -127,27 +129,19 @@ def find_plans(
         share_optimizer: whether replicas may share an optimizer.
         offload: whether to try plans with parts of their state in host memory even if other plans fit. If no plan fits, they are tried
             anyway.
-        extras: agreements and compressed messages that all plans must have.
+        extras: agreements, compressed messages and slices that all plans must have. Without them plans in slices are tried, too.
     """
     schedules = tuple(jpipe.schedules.SCHEDULES) if schedules is None else tuple(map(jpipe.schedules.name_of, schedules))
     planned, varies = tuple(filter(is_planned, schedules)), any(name in variant_schedules() for name in schedules)
     tries = planned if BASE in planned or not varies else (*planned, BASE)
-    considered = find_candidates(
-        profile,
-        topology,
-        batch,
-        exact=exact,
-        schedules=tries,
-        pipedream=pipedream,
-        meshes=meshes,
-        replicas=replicas,
-        max_delay=max_delay,
-        global_norm=global_norm,
-        extras=extras,
-    )
+    same: dict[str, Any] = {"exact": exact, "replicas": replicas, "max_delay": max_delay, "global_norm": global_norm}
+    considered = find_candidates(profile, topology, batch, schedules=tries, pipedream=pipedream, meshes=meshes, extras=extras, **same)
 
     def is_usable(one: Candidate) -> bool:
         return one.microbatches <= most_microbatches and (one.devices == topology.num_devices or not all_devices)
+
+    def in_slices(extras: Extras) -> Iterator[Candidate]:
+        return filter(is_usable, find_candidates(profile, topology, batch, schedules=planned, extras=extras, **same))
 
     usable, excluded = list(filter(is_usable, considered)), list(itertools.filterfalse(is_usable, considered))
     candidates, tried = [one for one in usable if one.schedule in planned], dict[Candidate, Ranked]()
@@ -155,6 +149,8 @@ def find_plans(
     before = len(tried)
     find_variants(choice, usable, schedules, tried, max_delay=max_delay, share_optimizer=share_optimizer)
     choice = improve(choice.with_more(tried.values(), len(tried) - before), tried, max_delay)
+    if extras == NO_EXTRAS and NO_MESH in meshes:
+        choice = find_in_slices(choice, in_slices, tried)
     known = set(candidates)
     candidates += [one.candidate for one in tried.values() if one.candidate not in known]
     if offload or not choice.ranked:

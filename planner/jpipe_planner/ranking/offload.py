@@ -36,7 +36,7 @@ def offload_bases(candidates: Iterable[Candidate], lacks_in_host: Callable[[Cand
         candidates: the plans.
         lacks_in_host: whether a plan does not fit even with host memory; such plans come last.
     """
-    tight = [candidate for candidate in candidates if lacks_memory(candidate)]
+    tight = [candidate for candidate in candidates if lacks_memory(candidate) and candidate.slices is None]
     fastest = {
         (one.kind, one.rows): one
         for one in sorted(tight, key=lambda one: (lacks_in_host(one), one.seconds / one.batch, one.rank), reverse=True)

@@ -29,7 +29,12 @@ def with_sum_parts(candidate: Candidate, profile: Profile, topology: Topology) -
         profile: the profile of the layers on the plan's meshes.
         topology: the plan's meshes as devices. Parts save time only if sums overlap with computations.
     """
-    if topology.device.overlap != "transfers and sums" or max(candidate.replicas) == 1 or candidate.agree is not None:
+    if (
+        topology.device.overlap != "transfers and sums"
+        or max(candidate.replicas) == 1
+        or candidate.agree is not None
+        or candidate.slices is not None
+    ):
         return None
     plan = dataclasses.replace(candidate, sum_parts=()).plan(profile.ids)
     layers, rules, stages = profile.costs(candidate.rows), jpipe.schedules.SCHEDULES[plan.schedule], range(plan.depth)

@@ -122,16 +122,17 @@ def schedule(candidate: Candidate) -> str:
     parts = max((len(parts) for parts in candidate.sum_parts), default=1)
     in_parts = [f"sum in {parts} parts"] if parts > 1 else []
     waiting = [f"offload {offloaded(candidate)}"] if candidate.offload is not None else []
+    cut = [] if candidate.slices is None else [f"{candidate.num_slices} slices"]
     agree, links, agreeing = candidate.agree, candidate.links, list[str]()
     if agree is not None:  # `agree every 50`, or `agree every 50, 5 late`
         agreeing = [f"agree every {agree.every}" + (f", {agree.delay} late" if agree.delay else "")]
     if candidate.num_ranks == 1 and candidate.depth == 1:
-        return ", ".join(["one device" if candidate.devices == 1 else "one mesh", *waiting])
+        return ", ".join(["one device" if candidate.devices == 1 else "one mesh", *cut, *waiting])
     if candidate.depth == 1 and candidate.num_ranks > 1 and jpipe.schedules.SCHEDULES[candidate.schedule].data_parallel:
-        return ", ".join(["data parallel", *agreeing, *in_parts, *waiting])
+        return ", ".join(["data parallel", *cut, *agreeing, *in_parts, *waiting])
     if candidate.is_late_data_parallel:
         late = "one update" if candidate.delay == 1 else f"{delay(candidate)} updates"
-        return f"data parallel, {late} late ({', '.join([candidate.schedule, *in_parts, *waiting])})"
+        return f"data parallel, {late} late ({', '.join([candidate.schedule, *cut, *in_parts, *waiting])})"
     options = ["vertical sync"] if candidate.options.vertical_sync else []
     options += ["early"] if candidate.options.split_backward == "early" else []
     options += [f"+{candidate.options.extra_in_flight}"] if candidate.options.extra_in_flight else []
@@ -139,7 +140,7 @@ def schedule(candidate: Candidate) -> str:
     options += ["shard_optimizer"] if candidate.shard_optimizer else []
     options += ["M_s = r_s"] if candidate.options.update_every == "replicas" else []
     options += ["stages together"] if candidate.keep_together == "stages" else []
-    options += in_parts + agreeing
+    options += cut + in_parts + agreeing
     options += [f"links {links.activations or '–'}/{links.gradients or '–'}"] if links is not None else []  # such as int8/fp8
     return " ".join([candidate.schedule, *options, *waiting])
 
@@ -259,6 +260,7 @@ def _what_is_worse(best: Ranked, other: Ranked) -> str:
         (candidate.degrees.size > chosen.degrees.size, "larger meshes"),
         (candidate.num_pipeline_ranks > chosen.num_pipeline_ranks, "more ranks"),
         (candidate.num_pipeline_ranks == chosen.num_pipeline_ranks and candidate.chunks > chosen.chunks, "more stages on a rank"),
+        (candidate.num_slices > chosen.num_slices, "more slices"),
         (chosen.has_whole_backwards and not candidate.has_whole_backwards, "more programs"),
         (max(other.memory) > max(best.memory), "more memory"),
     )

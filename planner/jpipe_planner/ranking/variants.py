@@ -10,7 +10,7 @@ other plans.
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jpipe
 from jpipe import InputError
@@ -115,6 +115,16 @@ def _bases(candidates: Iterable[Candidate], most: int) -> list[Candidate]:
     return [candidate for plans in best.values() for candidate in list(plans.values())[:most]]
 
 
+def is_legal(candidate: Candidate, ids: tuple[str, ...], needs: Mapping[str, bool]) -> bool:
+    """Return whether a plan of the layers `ids` can be run; `needs` are arguments of `excluded`."""
+    if candidate.slices is not None and any(needs.values()) and not jpipe.schedules.SCHEDULES[candidate.schedule].flushes:
+        return False
+    try:
+        return not excluded(candidate.plan(ids), **needs)
+    except InputError:  # such as an option that cannot be combined with slices
+        return False
+
+
 class _Variants:
     """The search for variants, which simulates up to a limited number of forwards."""
 
@@ -125,8 +135,8 @@ class _Variants:
 
     def simulate(self, variants: Iterable[Candidate], share: float = 1.0) -> list[Ranked]:
         """Simulate legal variants, the shortest simulations first, and return the plans that fit. `share` limits the remaining forwards."""
-        ids, needs = self._choice.profile.ids, {"skip_nonfinite": self._choice.global_norm, "ties": bool(self._choice.profile.shared)}
-        legal = [one for one in variants if one.is_within(self._max_delay) and not excluded(one.plan(ids), **needs)]
+        ids, needs = self._choice.profile.ids, self._choice.needs
+        legal = [one for one in variants if one.is_within(self._max_delay) and is_legal(one, ids, needs)]
         fitting, most = list[Ranked](), self._spent + share * (MOST_OF_VARIANTS - self._spent)
         for effort, _, candidate in sorted((self._choice.forwards(one), n, one) for n, one in enumerate(legal)):
             if self._spent + effort > most:
@@ -160,7 +170,7 @@ class _Variants:
         for name in [name for name in self._schedules if name in variant_schedules()]:
             rules = jpipe.schedules.SCHEDULES[name]
             if "order" in rules.options:
-                yield from self._ordered(base, name, kinds)
+                yield from self._ordered(base, name, kinds) if base.slices is None else ()
                 continue
             for chunks in {"straight": (1,), "v": (2,)}.get(rules.layout, range(1 if rules.flushes else 2, MOST_CHUNKS + 1)):
                 if kinds is None or (name, chunks, 0) in kinds:

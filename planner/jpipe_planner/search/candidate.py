@@ -14,15 +14,24 @@ __all__ = ["NO_EXTRAS", "Candidate", "Extras"]
 
 
 class Extras(NamedTuple):
-    """Options that plans have only on request, because they change the results of a run.
+    """Options that all plans of a search have: on request, because they change the results of a run, or because rows are cut into slices.
 
     Attributes:
         agree: how replicas agree, if there are several. Then all stages have the same number of replicas, and no gradients are summed.
         links: how messages between stages are compressed.
+        slices: the slices of the rows, as in `jpipe.Plan`.
     """
 
     agree: jpipe.plan.Agreement | None = None
     links: jpipe.plan.Links | None = None
+    slices: jpipe.plan.Slices | None = None
+
+    @property
+    def num_slices(self) -> int:
+        """The number of slices of a row; 1 for whole rows."""
+        if isinstance(self.slices, jpipe.plan.ByCost):
+            return self.slices.count
+        return len(self.slices) if isinstance(self.slices, tuple) else self.slices or 1
 
     def of_pipelines(self, width: int, depth: int) -> "Extras":
         """Return the options that w pipelines of d stages can have.
@@ -32,7 +41,7 @@ class Extras(NamedTuple):
         agree, links = self.agree if width > 1 else None, self.links if depth > 1 else None
         if agree is not None and isinstance(agree.fragments, int) and agree.fragments > depth:
             agree = agree.model_copy(update={"fragments": depth})
-        return Extras(agree, links)
+        return Extras(agree, links, self.slices)
 
     def message_bytes(self, sizes: Sequence[int]) -> list[float]:
         """Return the bytes of compressed messages of these sizes, the mean of activations and gradients."""
@@ -71,6 +80,7 @@ class Candidate:
         sum_parts: for each stage the number of layers in each part of the sum of its gradients, as in `jpipe.Stage`; empty: no stage
             sums in parts.
         on_device: the seconds per batch of the same plan without `offload`, if the devices had enough memory.
+        slices: the slices of the rows, as in `jpipe.Plan`.
     """
 
     schedule: str
@@ -96,6 +106,7 @@ class Candidate:
     links: jpipe.plan.Links | None = None
     offload: jpipe.plan.HostMemory | None = None
     on_device: float = field(default=0.0, compare=False)
+    slices: jpipe.plan.Slices | None = None
 
     @property
     def depth(self) -> int:
@@ -130,7 +141,7 @@ class Candidate:
     @property
     def extras(self) -> Extras:
         """The options that were requested for the plan."""
-        return Extras(self.agree, self.links)
+        return Extras(self.agree, self.links, self.slices)
 
     @property
     def delay(self) -> float:
@@ -140,9 +151,15 @@ class Candidate:
         return mean_delay(self.shape)
 
     @property
+    def num_slices(self) -> int:
+        """The number of slices of a row; 1 for whole rows."""
+        return self.extras.num_slices
+
+    @property
     def shape(self) -> PlainShape:
-        """The part of the plan that its schedule reads."""
-        return PlainShape(self.schedule, self.microbatches, self.replicas, self.options, self._ranks)
+        """The part of the plan that its schedule reads. Slices count as microbatches."""
+        count = self.num_slices
+        return PlainShape(self.schedule, count * self.microbatches, self.replicas, self.options, self._ranks, count)
 
     def with_options(self, **options: Any) -> "Candidate":
         """Return the candidate with other values of some options of its schedule."""
@@ -166,7 +183,7 @@ class Candidate:
     def kind(self) -> tuple[object, ...]:
         """The properties that plans of one kind share. They may differ in sizes, sums in parts and options that save memory."""
         options = self.options.vertical_sync, self.options.split_backward, self.options.update_every
-        return self.schedule, *options, self.replicas, self.degrees, self.keep_together, self.chunks
+        return self.schedule, *options, self.replicas, self.degrees, self.keep_together, self.chunks, self.num_slices
 
     @property
     def has_whole_backwards(self) -> bool:
@@ -177,7 +194,7 @@ class Candidate:
     def rank(self) -> tuple[object, ...]:
         """The sort key. First come plans that fit, then faster plans.
 
-        Of equally fast plans, plans with newer weights, fewer ranks, fewer chunks, no offload and less memory come first, in this order.
+        Of equally fast plans those with newer weights, fewer ranks, chunks or slices, no offload, less memory come first, in this order.
         """
         lacks = self.over[1] if self.over else 0
         ties = (
@@ -185,6 +202,7 @@ class Candidate:
             self.degrees.size,
             self.num_pipeline_ranks,
             self.chunks,
+            self.num_slices,
             self.offload is not None,
             not self.has_whole_backwards,
             max(self.memory),
@@ -217,6 +235,7 @@ class Candidate:
             agree=self.agree,
             links=self.links,
             offload=self.offload,
+            slices=self.slices,
             **dict(self.options),
         )
         return plan if self.placed_on is None else plan.model_copy(update={"placement": self._placement(plan, self.placed_on)})

@@ -60,15 +60,18 @@ def find_candidates(
     Returns:
         The candidates: the best estimates first, plans that do not fit last.
     """
-    schedules = planned_schedules() if schedules is None else schedules
+    schedules, in_slices = planned_schedules() if schedules is None else schedules, extras.slices is not None
     is_restricted = global_norm or bool(profile.shared)
     if is_restricted:
         schedules = tuple(name for name in schedules if not updates_early(name))
+    if in_slices:
+        rules = {name: jpipe.schedules.SCHEDULES[name] for name in schedules}
+        schedules = tuple(name for name in schedules if rules[name].takes_slices and (rules[name].flushes or not is_restricted))
 
     def search(on_devices: Topology) -> Iterator[Candidate]:
         estimates = Estimates(of_mesh, on_devices, extras)
         yield from equal_pipelines(estimates, batch, schedules, exact=exact, replicas=replicas, syncs=is_restricted)
-        if SCHEDULE in schedules and not is_restricted and extras.agree is None and has_searchable_stages(on_devices):
+        if SCHEDULE in schedules and not (is_restricted or in_slices) and extras.agree is None and has_searchable_stages(on_devices):
             plans = pipedream_plans(estimates, batch, pipedream, exact)  # plans of one stage may be equal pipelines, too
             yield from (one for one in plans if one.depth > 1 or one.options.update_every == "replicas")
 

@@ -89,7 +89,7 @@ class _Sweep:
                     yield from self._of_size((width,) * depth, rows, numbers, keep)
 
     def _of_size(self, replicas: tuple[int, ...], rows: int, numbers: Sequence[int], keep: KeepTogether) -> Iterator[Candidate]:
-        width, depth = replicas[0], len(replicas)
+        width, depth, slices = replicas[0], len(replicas), self._estimates.extras.num_slices
         slowness = self._estimates.links(replicas, keep).slowness.tolist() if self._topology.differing else None
         cuts = {balance(self._estimates.layers.work(rows, repeats), depth, slowness) for repeats in (0, 1)}
         for name, rules in self._schedules:
@@ -98,7 +98,7 @@ class _Sweep:
             sync = self._syncs and depth > 1 and needs_vertical_sync(name)
             extras = EXTRA if "extra_in_flight" in rules.options and not rules.flushes and depth > 1 else (0,)
             for options in (PlanOptions(extra_in_flight=extra, vertical_sync=sync) for extra in extras):
-                for shape in (PlainShape(name, m * width, replicas, options) for m in numbers):
+                for shape in (PlainShape(name, m * width * slices, replicas, options, row_slices=slices) for m in numbers):
                     yield from self._recut(shape, rows, cuts, keep)
 
     def _recut(self, shape: PlainShape, rows: int, cuts: Iterable[tuple[int, ...]], keep: KeepTogether) -> Iterator[Candidate]:

@@ -27,13 +27,15 @@ class Estimates:
     """Estimates of the plans of a profile on the devices of a topology.
 
     Attributes:
-        profile: the costs of the layers.
+        profile: the costs of the layers, of the mean slice if rows are cut into slices.
         topology: the devices and links.
         extras: options that plans have on request.
         layers: the costs of the layers as arrays.
     """
 
     def __init__(self, profile: Profile, topology: Topology, extras: Extras = NO_EXTRAS) -> None:
+        if extras.slices is not None:
+            profile = profile.in_slices(profile.slice_lengths(extras.slices))
         self.profile, self.topology, self.extras, self.layers = profile, topology, extras, Layers(profile)
         self.links = lru_cache(maxsize=4096)(partial(find_links, topology))
         self._stages = lru_cache(maxsize=4096)(self.layers.cut)
@@ -46,7 +48,7 @@ class Estimates:
         """Return a plan with its estimate. Each stage has the cheapest recomputation that fits, or the one with least memory if none fits.
 
         Args:
-            shape: schedule, microbatches, replicas and options.
+            shape: schedule, microbatches, replicas and options. Slices count as microbatches.
             rows: rows of a microbatch, one of the sizes of the profile.
             starts: the first layer of each stage.
             keep_together: as in `jpipe.Plan`.
@@ -70,13 +72,14 @@ class Estimates:
         computing = shape.microbatches * (times.forward + times.backward).sum() + (replicas * updates * times.update).sum()
         if (cores := self.topology.cores) is not None and computing / cores > seconds * (1 + 1e-9):  # or the difference is a rounding error
             seconds, bound = float(computing / cores), "the cores"
-        sent = (updates * 2 * (replicas - 1) * summed + replicas * stages.sent).sum() / (rows * shape.microbatches)
+        microbatches = shape.microbatches // shape.row_slices
+        sent = (updates * 2 * (replicas - 1) * summed + replicas * stages.sent).sum() / (rows * microbatches)
         over = chosen - links.limits
         worst = int(over.argmax())
         return Candidate(
             schedule=shape.schedule,
             rows=rows,
-            microbatches=shape.microbatches,
+            microbatches=microbatches,
             starts=starts,
             replicas=shape.replicas,
             policies=tuple([self.layers.policies[number] for number in policy.tolist()]),
@@ -85,11 +88,12 @@ class Estimates:
             seconds=seconds,
             bubble=float(1 - computing / (replicas.sum() * seconds)),
             memory=tuple(chosen.tolist()),
-            sent=float(sent + 2 * sum(extras.message_bytes(stages.outputs.tolist())) / rows),
+            sent=float(sent + 2 * shape.row_slices * sum(extras.message_bytes(stages.outputs.tolist())) / rows),
             bound=bound,
             over=(worst, math.ceil(over[worst])) if over[worst] > 0 else None,
             agree=extras.agree,
             links=extras.links,
+            slices=extras.slices,
         )
 
     def lacks_in_host(self, candidate: Candidate) -> bool:

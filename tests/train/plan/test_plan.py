@@ -325,6 +325,8 @@ def test_a_model_that_does_not_fit_reports_the_missing_bytes_and_advice(files, c
             ["tiny.yaml", *BOTH, "--schedules=gpip"],
             r"unknown schedule 'gpip'; did you mean 'gpipe'",
         ),
+        (["tiny.yaml", *BOTH, "--set=plan.slices=2"], r"slices: expected a profile with the costs of half rows, found one without"),
+        (["tiny.yaml", "--set=plan.slices=2", "--offload"], r"--offload: .*plan\.slices"),
         (["tiny.yaml", *BOTH, "--out=plan.yaml"], r"--out: expected a name that ends in .json"),
         (["tiny.yaml", *BOTH, "--png=no/p.png"], r"--png: there is no folder for 'no/p.png'"),
         (
@@ -489,6 +491,17 @@ def test_plans_agree_or_compress_messages_if_the_option_or_the_config_says_so(fi
     assert plan.agree is plan.links is None
     assert "agree" not in out
     assert "links int8" not in out
+
+
+@pytest.mark.usefixtures("not_compiled")
+def test_all_plans_have_the_slices_of_the_config(files, capsys):
+    out = planned(capsys, "tiny.yaml", "--topology=two.yaml", "--set=plan.slices={count: 2, by: cost}", "--out=plan.json")
+    plan = jpipe.Plan.from_json(Path("plan.json").read_text())
+    assert plan.slices == jpipe.plan.ByCost(count=2, by="cost")
+    ranked = [line for line in out.splitlines() if re.match(r"\d+ ", line)]
+    assert ranked
+    assert all(" 2 slices" in line for line in ranked)
+    assert "--set plan.slices" not in out
 
 
 @pytest.mark.usefixtures("not_compiled")

@@ -13,8 +13,10 @@ import pytest
 from rich.console import Console
 
 import jpipe
+from jpipe import InputError
 from jpipe.plan import Agreement
 from jpipe_planner import Plans, Profile, Topology
+from jpipe_planner.profile.profile import HalfRows
 from jpipe_planner.ranking import variants
 from jpipe_planner.ranking.find import Compiled
 from jpipe_planner.search.candidate import Extras
@@ -35,6 +37,7 @@ IDS = ("first", "second", "third")
 LAYERS = {i: lambda x: x + 1 for i in IDS}
 SPEC = jax.ShapeDtypeStruct((1, 2), np.float32)
 TWO = Topology.flat(2, 1e9)
+HALVES = HalfRows(work=(0.5, 0.5), residuals={})
 
 
 def profile(weights: int = 10**6, dispatch: float = 0.0) -> Profile:
@@ -98,6 +101,19 @@ def test_stages_of_pipelines_that_agree_are_not_searched():
     search(profile(), TWO, 8, Request(schedules=("pipedream",), extras=Extras(agree=Agreement(every=4))), False, reporter)
     words = "left out: different numbers of replicas per stage, because pipelines that agree have equal stages"
     assert output.getvalue().count(f"{words}\n") == 1
+
+
+def test_schedules_without_an_order_for_slices_are_left_out():
+    reporter, request = Reporter(1, 1, "samples", Console(file=(output := io.StringIO()), width=200)), Request(extras=Extras(slices=2))
+    layers = [layer.model_copy(update={"halves": HALVES}) for layer in profile().layers]
+    in_halves = profile().model_copy(update={"layers": tuple(layers), "positions": 8})
+    plans = search(in_halves, TWO, 8, request, False, reporter)
+    assert {one.slices for one in plans.candidates} == {2}
+    assert output.getvalue().count("left out, because of plan.slices: zb_v: it has no order for slices\n") == 1
+    with pytest.raises(InputError, match=r"--schedules: zb_v, naive cannot be used with plan\.slices: it has no order for slices"):
+        search(in_halves, TWO, 8, dataclasses.replace(request, schedules=("zb_v", "naive")), False, silent())
+    with pytest.raises(InputError, match=r"--schedules: pipedream cannot be used with .*: without a flush, updates of slices do not wait"):
+        search(in_halves, TWO, 8, dataclasses.replace(request, schedules=("pipedream",)), True, silent())
 
 
 def test_only_schedules_that_flush_are_considered_by_default():

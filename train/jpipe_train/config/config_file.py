@@ -75,8 +75,8 @@ def load(
 
 
 def _beside_plan_file(file: str) -> tuple[str, ...]:
-    """Return the keys of `plan` that a plan file does not replace. A search for a plan (`file: auto`) also uses `agree` and `links`."""
-    return ("file", "max_delay", *(("agree", "links") if file == AUTO else ()))
+    """Return the keys of `plan` that a plan file does not replace. A search for a plan (`file: auto`) also uses other keys."""
+    return ("file", "max_delay", *(("agree", "links", "slices") if file == AUTO else ()))
 
 
 def load_resolved(path: Path) -> Config:

@@ -44,8 +44,8 @@ class PlanConfig(CapabilityOptions, _Layout, ScheduleOptions, _EvenStages):
     The keys are the arguments of `jpipe.Plan.even`, including the options of the schedule and of capabilities. With `layer_costs`, the
     relative costs of layers (default 1), the stages have equal costs. If `file` is "auto", the run first searches for the fastest plan
     among the schedules that flush, or, if `max_delay` is set, among all schedules with at most this mean delay in updates. A plan file with
-    a larger delay is an error. The plans of a search use the values of `agree` and `links`. `mesh` maps axes to sizes: the devices of each
-    replica of every stage. A list has one mesh per stage; {} is one device.
+    a larger delay is an error. The plans of a search use the values of `agree`, `links` and `slices`. `mesh` maps axes to sizes: the
+    devices of each replica of every stage. A list has one mesh per stage; {} is one device.
     """
 
     sum_parts: Count = 1

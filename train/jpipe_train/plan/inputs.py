@@ -27,6 +27,10 @@ _EXCLUSIONS = (
     Exclusion("--pipedream", "--agree", "all stages of pipelines that agree have equally many replicas", "leave one of them out"),
     Exclusion("--pipedream", "plan.agree", "all stages of pipelines that agree have equally many replicas", "leave one of them out"),
     Exclusion("--mesh", "plan.links", "a search cannot price compressed messages on meshes"),
+    Exclusion("--mesh", "plan.slices", "slices are not computed on meshes"),
+    Exclusion("--offload", "plan.slices", "a search prices no slices in host memory"),
+    Exclusion("--pipedream", "plan.slices", "PipeDream's stages are searched for whole rows", "leave one of them out"),
+    Exclusion("plan.links", "plan.slices", "messages of slices are not compressed"),
     Exclusion("plan.links.sums", "search for a plan", "a search cannot price compressed sums", "remove it, or write the plan by hand"),
 )
 """The options that a search cannot combine."""
@@ -40,7 +44,7 @@ class Request(Options):
         all_devices: whether plans must use all devices, because each device belongs to a separate process.
         replicas: whether stages may have replicas; false if layers carry state for each row from batch to batch.
         share_optimizer: whether replicas may share an optimizer; false with a moving average of the weights.
-        extras: the agreements and compressed messages that `agree` and the config request.
+        extras: the agreements, compressed messages and slices that `agree` and the config request.
     """
 
     all_devices: bool = False
@@ -49,15 +53,22 @@ class Request(Options):
     extras: Extras = NO_EXTRAS
 
     def with_extras(self, plan: PlanConfig | None) -> "Request":
-        """Return the request with the agreements and compressed messages that `agree` and the config request.
+        """Return the request with the agreements, compressed messages and slices that `agree` and the config request.
 
         Raises:
             InputError: `agree` contradicts the agreement of the config, or options cannot be combined.
         """
-        agree, links = (None, None) if plan is None else (plan.agree, plan.links)
+        agree, links, slices = (None, None, None) if plan is None else (plan.agree, plan.links, plan.slices)
         sums, meshes = None if links is None else links.sums, None if self.degrees in (None, (NO_MESH,)) else self.meshes
-        given = {"--agree": self.agree, "--mesh": meshes, "--pipedream": self.pipedream, "search for a plan": True}
-        if problem := excluded(None, _EXCLUSIONS, **given, **{"plan.agree": agree, "plan.links": links, "plan.links.sums": sums}):
+        given = {
+            "--agree": self.agree,
+            "--mesh": meshes,
+            "--pipedream": self.pipedream,
+            "--offload": self.offload,
+            "search for a plan": True,
+        }
+        of_plan = {"plan.agree": agree, "plan.links": links, "plan.links.sums": sums, "plan.slices": slices}
+        if problem := excluded(None, _EXCLUSIONS, **given, **of_plan):
             raise InputError(problem)
         if self.agree is not None:  # the agreement has the options of the config, or default options
             fields = {} if agree is None else agree.model_dump()
@@ -65,7 +76,7 @@ class Request(Options):
                 agree = Agreement.model_validate(fields | {"every": self.agree})
             except pydantic.ValidationError as error:
                 raise jpipe.errors.explain(error, Agreement, "--agree") from None
-        return replace(self, extras=Extras(agree, links))
+        return replace(self, extras=Extras(agree, links, slices))
 
     @property
     def allowed(self) -> tuple[str, ...]:

@@ -133,7 +133,9 @@ def _finish(
     _write(reporter, request, plans)
     if request.out is not None and request.config is not None and parts is not None and not _other_targets(choice.topology):
         planned = choice.ranked[0].candidate.batch
-        kept = [override for override in request.overrides if not override.startswith(("plan.agree", "plan.links"))]  # they are in the plan
+        kept = [
+            override for override in request.overrides if not override.startswith(("plan.agree", "plan.links", "plan.slices"))
+        ]  # they are in the plan
         changes = [*kept, *([] if planned == parts.config.train.batch_size else [f"train.batch_size={planned}"])]
         command = ["jpipe", "train", request.config, "--plan", request.out, *(word for change in changes for word in ("--set", change))]
         reporter.say(f"train with it: {shlex.join(command)}")

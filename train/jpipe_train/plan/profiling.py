@@ -69,7 +69,7 @@ class Parts:
     def profile_options(self) -> dict[str, Any]:
         """The options of a profile that describe how the model is trained."""
         of_optimizer = {name: getattr(self.config.optimizer, name) for name in ("ema_decay", "delay_correction")}
-        return {"precision": self.precision, **of_optimizer}
+        return {"precision": self.precision, "in_slices": self.config.plan.slices is not None, **of_optimizer}
 
     def complete(self, request: Request, team: Team) -> Request:
         """Return the request with the options that follow from the config and the number of processes."""

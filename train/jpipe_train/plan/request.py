@@ -26,7 +26,7 @@ class Options:
     """The options of `jpipe plan`.
 
     Attributes:
-        config: The YAML file of a run, such as configs/gpt-bytes.yaml. Only agree, links and max_delay of its plan count.
+        config: The YAML file of a run, such as configs/gpt-bytes.yaml. Only agree, links, slices and max_delay of its plan count.
         overrides: Replace one key of the config, such as model.depth=8.
         topology: The machines: a YAML file, such as configs/topologies/cluster-a.yaml, or local for the devices of this run.
         profile: A file from --profile-out with the costs of the layers, or a graph.txt of PipeDream; by default layers are profiled here.

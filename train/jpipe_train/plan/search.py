@@ -40,13 +40,26 @@ def refused_schedules(request: Request, global_norm: bool, shares: bool = False)
     arguments, reasons = {"skip_nonfinite": global_norm, "ties": shares}, dict[str, str]()
     needs = " or ".join(_NEEDS[option] for option, is_set in arguments.items() if is_set)
     for name in request.allowed:
+        if request.extras.slices is not None and (reason := _refuses_slices(name, bool(needs))):
+            reasons[name] = reason
+            continue
         fields = {"schedule": name, "agree": request.extras.agree, "vertical_sync": bool(needs) and needs_vertical_sync(name)}
         if problem := excluded(_SMALL.model_copy(update=fields), **arguments):
             reasons[name] = problem._replace(where="").text()
     if all(name in reasons for name in request.allowed):
         names = {why: ", ".join(name for name in reasons if reasons[name] == why) for why in reasons.values()}
-        raise InputError("--schedules: " + "; ".join(f"{name} cannot be used with {needs}: {why}" for why, name in names.items()))
+        raise InputError(
+            "--schedules: " + "; ".join(f"{name} cannot be used with {needs or 'plan.slices'}: {why}" for why, name in names.items())
+        )
     return needs, reasons
+
+
+def _refuses_slices(schedule: str, waits: bool) -> str:
+    """Return why a schedule cannot run rows in slices, or "". `waits`: whether updates wait for the gradients of all stages."""
+    rules = jpipe.schedules.SCHEDULES[schedule]
+    if not rules.takes_slices:
+        return "it has no order for slices"
+    return "" if rules.flushes or not waits else "without a flush, updates of slices do not wait for other stages"
 
 
 def search(profile: Profile, topology: Topology, batch: int, request: Request, global_norm: bool, reporter: Reporter) -> Plans:
@@ -66,7 +79,7 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
     needs, reasons = refused_schedules(request, global_norm, bool(profile.shared))
     schedules = tuple(name for name in request.allowed if name not in reasons)
     for name, why in reasons.items():
-        reporter.say(f"left out, because of {needs}: {name}: {why}")
+        reporter.say(f"left out, because of {needs or 'plan.slices'}: {name}: {why}")
     for name in filter(needs_vertical_sync, schedules if needs else ()):
         reporter.say(f"{name} is tried with vertical_sync and equal pipelines only, because of {needs}")
     if "pipedream" in schedules and request.extras.agree is not None:
@@ -153,7 +166,7 @@ def _meshes(profile: Profile, topology: Topology, request: Request, reporter: Re
     Raises:
         InputError: a requested mesh does not fit the devices or the layers.
     """
-    if request.extras.links is not None:
+    if request.extras.links is not None or request.extras.slices is not None:
         return (NO_MESH,)
     if request.degrees is None:
         return possible_degrees(profile, topology)

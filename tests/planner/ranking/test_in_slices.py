@@ -1,0 +1,76 @@
+"""Plans in slices: proposed for few microbatches and for little memory, and only where they gain enough."""
+
+import pytest
+
+import jpipe
+from jpipe_planner import Profile, Topology, find_plans
+from jpipe_planner.ranking import table
+from jpipe_planner.search.candidate import Extras
+
+
+def profile(positions=4096, work=(0.5, 0.5), residuals=10**6) -> Profile:
+    """Return eight layers that compute for 1 and 2 seconds."""
+    at = [{"forward": 1.0, "backward": 2.0, "outputs": 1000, "residuals": {"none": residuals, "full": 1000}}]
+    halves = {"work": work, "residuals": {"none": (residuals / 2, residuals / 2), "full": (500, 500)}, "carry": 200}
+    layers = [{"id": f"layer {n}", "weights": 10**8, "at": at, "halves": halves} for n in range(8)]
+    return Profile(source="analytic", sizes=[1], inputs=[8], labels=[8], layers=layers, positions=positions)
+
+
+def topology(memory=0.5e9):
+    """Return four devices, each of which holds two layers with their gradients, not eight."""
+    return Topology.flat(4, 1e9, memory=memory)
+
+
+def test_few_microbatches_go_through_a_pipeline_in_slices():
+    """The bubble of two microbatches in four stages is 60%, in eight slices 3/19."""
+    plans = find_plans(profile(), topology(), 2, schedules=["pipedream_flush"])
+    bubbles = {table.schedule(one.candidate): one.bubble for one in plans.choice.ranked}
+    assert bubbles["pipedream_flush 8 slices"] == pytest.approx(3 / 19, abs=1e-3)
+    assert bubbles["pipedream_flush"] == pytest.approx(0.6, abs=1e-3)
+    assert next(iter(bubbles)) == "pipedream_flush early 8 slices"
+    plan = jpipe.Plan.from_json(plans.choice.plan(plans.choice.ranked[0]).to_json())
+    assert (plan.slices, plan.microbatches, plan.depth) == (8, 2, 4)
+
+
+def test_later_slices_that_attend_to_more_are_shorter():
+    plans = find_plans(profile(work=(0.25, 0.5)), topology(), 2, schedules=["pipedream_flush"])
+    candidate = plans.choice.ranked[0].candidate
+    assert candidate.slices == jpipe.plan.ByCost(count=8, by="cost")
+    lengths = plans.choice.profile.slice_lengths(candidate.slices)
+    assert list(lengths) == sorted(lengths, reverse=True)
+    assert lengths[0] > 2 * lengths[-1]
+
+
+@pytest.mark.parametrize(
+    ("batch", "changes"),
+    [(128, {}), (2, {"positions": 0}), (2, {"positions": 500})],
+    ids=["the bubble is small", "rows cannot be cut", "slices would be short"],
+)
+def test_whole_rows_are_chosen_where_slices_gain_little(batch, changes):
+    plans = find_plans(profile(**changes), topology(), batch, schedules=["pipedream_flush"])
+    without = find_plans(profile(positions=0), topology(), batch, schedules=["pipedream_flush"])
+    assert plans.choice.ranked == without.choice.ranked
+    assert plans.choice.ranked[0].candidate.slices is None
+
+
+def test_slices_save_memory():
+    """Whole rows fit only if a stage recomputes. A slice is an eighth of a microbatch, so the first stage holds 11/8 microbatches."""
+    plans = find_plans(profile(residuals=10**9), topology(5e9), 32, schedules=["pipedream_flush"])
+    best, whole = plans.choice.ranked[0], next(one for one in plans.choice.ranked if one.candidate.slices is None)
+    assert (best.candidate.num_slices, set(best.candidate.policies)) == (8, {"none"})
+    assert "full" in whole.candidate.policies
+    assert best.memory[0] == pytest.approx(4e8 + 11 / 8 * 2e9, rel=1e-3)
+
+
+def test_all_plans_have_the_slices_that_are_asked_for():
+    plans = find_plans(profile(), topology(), 16, extras=Extras(slices=(2048, 1024, 1024)))
+    assert {one.slices for one in plans.candidates} == {(2048, 1024, 1024)}
+    schedules = {one.candidate.schedule for one in plans.choice.ranked}
+    assert {"pipedream_flush", "interleaved_1f1b", "zb_h1"} <= schedules
+    assert all(jpipe.schedules.SCHEDULES[name].takes_slices for name in schedules)
+
+
+def test_without_a_flush_no_update_of_slices_waits_for_other_stages():
+    plans = find_plans(profile(), topology(), 16, extras=Extras(slices=2), global_norm=True)
+    assert all(jpipe.schedules.SCHEDULES[one.candidate.schedule].flushes for one in plans.choice.ranked)
+    assert plans.choice.ranked
