@@ -111,7 +111,8 @@ class _Confirm:
     def ranked(self) -> tuple[Ranked, ...]:
         """Compile plans of other kinds that are predicted to be as fast as the first plan that fits, and return the new ranking."""
         first = self.fitting[0].ranked
-        for compilations_left in range(MOST_EQUAL - 1, -1, -1):
+        more = MOST_EQUAL - 1 if first.candidate.slices is None else 0  # each slice has programs of its own, which take long to compile
+        for compilations_left in range(more, -1, -1):
             kinds = {one.ranked.candidate.kind for one in self.fitting}
             others = best_of_kinds(one for one in self._queue if one.candidate.over is None and one.candidate.kind not in kinds)
             near = others and others[0].samples_per_second * (1 + ERROR) >= first.samples_per_second
