@@ -119,16 +119,8 @@ def mean_of_slices(costs: Sequence[StageCost]) -> StageCost:
 
 
 _SIZES_OF_SLICES = (
-    "inputs",
-    "labels",
-    "outputs",
-    "residuals",
-    "kept_outputs",
-    "stash",
-    "message",
-    "gradient",
-    "carry_message",
-    "carry_gradient",
+    *("inputs", "labels", "outputs", "residuals", "kept_outputs", "stash", "message", "gradient"),
+    *("carries", "carry_message", "carry_gradient"),
 )
 
 

@@ -117,8 +117,6 @@ def _bases(candidates: Iterable[Candidate], most: int) -> list[Candidate]:
 
 def is_legal(candidate: Candidate, ids: tuple[str, ...], needs: Mapping[str, bool]) -> bool:
     """Return whether a plan of the layers `ids` can be run; `needs` are arguments of `excluded`."""
-    if candidate.slices is not None and any(needs.values()) and not jpipe.schedules.SCHEDULES[candidate.schedule].flushes:
-        return False
     try:
         return not excluded(candidate.plan(ids), **needs)
     except InputError:  # such as an option that cannot be combined with slices

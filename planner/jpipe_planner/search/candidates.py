@@ -65,8 +65,7 @@ def find_candidates(
     if is_restricted:
         schedules = tuple(name for name in schedules if not updates_early(name))
     if in_slices:
-        rules = {name: jpipe.schedules.SCHEDULES[name] for name in schedules}
-        schedules = tuple(name for name in schedules if rules[name].takes_slices and (rules[name].flushes or not is_restricted))
+        schedules = tuple(name for name in schedules if jpipe.schedules.SCHEDULES[name].takes_slices)
 
     def search(on_devices: Topology) -> Iterator[Candidate]:
         estimates = Estimates(of_mesh, on_devices, extras)

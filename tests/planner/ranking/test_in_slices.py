@@ -70,7 +70,6 @@ def test_all_plans_have_the_slices_that_are_asked_for():
     assert all(jpipe.schedules.SCHEDULES[name].takes_slices for name in schedules)
 
 
-def test_without_a_flush_no_update_of_slices_waits_for_other_stages():
-    plans = find_plans(profile(), topology(), 16, extras=Extras(slices=2), global_norm=True)
-    assert all(jpipe.schedules.SCHEDULES[one.candidate.schedule].flushes for one in plans.choice.ranked)
-    assert plans.choice.ranked
+def test_without_a_flush_updates_of_slices_may_wait_for_other_stages():
+    plans = find_plans(profile(), topology(1e9), 16, extras=Extras(slices=2), global_norm=True)
+    assert any(one.candidate.options.vertical_sync for one in plans.choice.ranked)

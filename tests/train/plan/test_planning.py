@@ -112,8 +112,6 @@ def test_schedules_without_an_order_for_slices_are_left_out():
     assert output.getvalue().count("left out, because of plan.slices: zb_v: it has no order for slices\n") == 1
     with pytest.raises(InputError, match=r"--schedules: zb_v, naive cannot be used with plan\.slices: it has no order for slices"):
         search(in_halves, TWO, 8, dataclasses.replace(request, schedules=("zb_v", "naive")), False, silent())
-    with pytest.raises(InputError, match=r"--schedules: pipedream cannot be used with .*: without a flush, updates of slices do not wait"):
-        search(in_halves, TWO, 8, dataclasses.replace(request, schedules=("pipedream",)), True, silent())
 
 
 def test_only_schedules_that_flush_are_considered_by_default():

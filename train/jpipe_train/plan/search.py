@@ -40,8 +40,8 @@ def refused_schedules(request: Request, global_norm: bool, shares: bool = False)
     arguments, reasons = {"skip_nonfinite": global_norm, "ties": shares}, dict[str, str]()
     needs = " or ".join(_NEEDS[option] for option, is_set in arguments.items() if is_set)
     for name in request.allowed:
-        if request.extras.slices is not None and (reason := _refuses_slices(name, bool(needs))):
-            reasons[name] = reason
+        if request.extras.slices is not None and not jpipe.schedules.SCHEDULES[name].takes_slices:
+            reasons[name] = "it has no order for slices"
             continue
         fields = {"schedule": name, "agree": request.extras.agree, "vertical_sync": bool(needs) and needs_vertical_sync(name)}
         if problem := excluded(_SMALL.model_copy(update=fields), **arguments):
@@ -52,14 +52,6 @@ def refused_schedules(request: Request, global_norm: bool, shares: bool = False)
             "--schedules: " + "; ".join(f"{name} cannot be used with {needs or 'plan.slices'}: {why}" for why, name in names.items())
         )
     return needs, reasons
-
-
-def _refuses_slices(schedule: str, waits: bool) -> str:
-    """Return why a schedule cannot run rows in slices, or "". `waits`: whether updates wait for the gradients of all stages."""
-    rules = jpipe.schedules.SCHEDULES[schedule]
-    if not rules.takes_slices:
-        return "it has no order for slices"
-    return "" if rules.flushes or not waits else "without a flush, updates of slices do not wait for other stages"
 
 
 def search(profile: Profile, topology: Topology, batch: int, request: Request, global_norm: bool, reporter: Reporter) -> Plans:
