@@ -78,11 +78,12 @@ def of(**fields):
     [
         ({"tied": True, "dropout": 0.2}, {"slices": (1, 7, 4)}),
         ({**LLAMA, "window": 5}, {"slices": 3, "recompute": "full"}),
+        (LLAMA, {"slices": 2, "mesh": {"data": 2, "model": 2}, "rules": {"vocab": None}}),
     ],
 )
 def test_numbers_are_those_of_whole_rows(config, options):
     with jax.enable_x64(True), LENIENT():
-        whole = trained(of(**config), **{name: value for name, value in options.items() if name != "slices"})
+        whole = trained(of(**config), recompute=options.get("recompute", "auto"))
         check_close(trained(of(**config), **options), whole, 1e-10)
 
 

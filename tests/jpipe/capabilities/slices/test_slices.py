@@ -82,6 +82,15 @@ def test_numbers_are_those_of_whole_rows(schedule, slices, sizes, options):
 
 
 @pytest.mark.thinned(most=1, most_slow=1)
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize(("schedule", "fields"), [("pipedream_2bw", {}), ("zb_h1", {"replicas": 2})])
+def test_numbers_on_a_mesh_are_those_of_whole_rows(schedule, fields):
+    plans = [Plan.even(models.stack().ids, 2, schedule, 2, mesh={"data": 2}, slices=slices, **fields) for slices in (None, (1, 6, 3))]
+    whole, sliced = (trained(pipeline(plan), models.batches(3, 2)) for plan in plans)
+    check_close(sliced, whole, 1e-10)
+
+
+@pytest.mark.thinned(most=1, most_slow=1)
 @pytest.mark.parametrize(
     ("schedule", "m", "options"),
     [
