@@ -222,6 +222,13 @@ def test_a_bad_plan_file_is_refused(refused, tmp_path, spoil, message):
     assert re.search(message, refused(f"plan.file={tmp_path / 'plan.json'}"))
 
 
+@pytest.mark.parametrize(
+    ("slices", "message"), [("[4, 3]", "plan.slices: expected rows of 7 positions, found 8"), ("9", "rows of at least 9 positions, found 8")]
+)
+def test_slices_that_do_not_fit_are_refused_before_there_is_a_folder(refused, slices, message):
+    assert message in refused("plan.schedule=gpipe", f"plan.slices={slices}")
+
+
 def test_layers_that_do_not_fit_are_named_with_their_shapes(refused, monkeypatch):
     real = layers.layers(ModelConfig(depth=1, width=8, heads=2, seq_len=8))
     stack = {"embed": real.layers["embed"], "flat": lambda x: x[:, :, :4], "head": real.layers["head"]}

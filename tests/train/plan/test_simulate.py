@@ -183,6 +183,12 @@ def test_an_uncompiled_plan_shows_no_peak_memory(simulated, config):
     )
 
 
+def test_the_lengths_of_slices_are_shown(simulated, config):
+    printed = simulated(config, "--no-compile", "--set", "plan.slices={count: 2, by: cost}", "--set", "plan.schedule=gpipe")
+    first, second = map(int, re.search(r"\nrows of 8 positions in slices of (\d) \+ (\d)\n", printed).groups())
+    assert first + second == 8
+
+
 def test_what_waits_in_host_memory_is_shown(simulated, config):
     printed = simulated(config, "--no-compile", "--set", "plan.offload={optimizer: all}")
     columns, head = table(printed), 4 * 2 * (8 + 8 * 256)  # two moments of its norm and its weights

@@ -288,6 +288,17 @@ def test_the_times_of_a_stage_are_those_of_its_chunk_on_its_ranks():
     assert abs(busy / 100 - (1 - window.bubble)) < 0.02
 
 
+def test_slices_are_told_from_microbatches():
+    plan = jpipe.Plan.even("ab", 2, "gpipe", 2, slices=2)
+    slices = [jpipe.programs.StageCost(forward=0.01 * n, backward=0.02 * n) for n in (1, 2)]
+    run = jpipe.simulate(jpipe.lower(plan, 4), [dataclasses.replace(slices[0], by_slice=tuple(slices))] * 2)
+    window = jpipe.programs.extract_window(run.timeline, run.memory, 4, first=1, batches=2)
+    assert stage_times.microbatch_seconds(plan, window) == [{0: pytest.approx(0.09)}, {1: pytest.approx(0.09)}]
+    sliced = report(plan=plan, measured=window, stages=[Stage(("a",), 1, ((0, 0),)), Stage(("b",), 1, ((1, 0),))])
+    assert "medians over the measured slices of microbatches" in report_module._stages(sliced)
+    assert "With 2 slices, numbers count slices: number n is slice n mod 2 of microbatch ⌊n / 2⌋." in report_module._timeline(sliced, b"")
+
+
 @pytest.mark.slow
 def test_an_explanation_of_much_slower_steps_is_shown(tmp_path):
     assert why_slower(window(), window(1.4)) is None

@@ -233,3 +233,4 @@ def test_an_age_is_in_the_largest_unit_of_which_there_are_two(seconds, words):
 def test_a_plan_with_uneven_replicas_names_those_of_each_stage():
     uneven = jpipe.Plan.even("abcd", num_stages=2, schedule="pipedream_flush", microbatches=2, replicas=[2, 1])
     assert reading.plan_words(uneven) == "pipedream_flush, 2 stages, replicas 2, 1"
+    assert reading.plan_words(jpipe.Plan.even("abcd", 2, "gpipe", 2, slices=3)) == "gpipe, 3 slices, 2 stages"
