@@ -138,7 +138,7 @@ class Schedule:
 
     def backward_version(self, plan: Shape, s: int, k: int) -> int:
         """Return the weight version that the backward of microbatch k reads at stage s: without a stash, the newest one."""
-        return self.version(plan, s, k) if plan.options.stash else k // plan.microbatches
+        return self.version(plan, s, k) if plan.options.stash else k // plan.microbatches_per_update(s)
 
     def delay(self, plan: Shape, s: int, update: int) -> float:
         """Return the mean age, in updates, of the weights that an update's gradients were computed with.

@@ -223,7 +223,8 @@ def test_a_bad_plan_file_is_refused(refused, tmp_path, spoil, message):
 
 
 @pytest.mark.parametrize(
-    ("slices", "message"), [("[4, 3]", "plan.slices: expected rows of 7 positions, found 8"), ("9", "rows of at least 9 positions, found 8")]
+    ("slices", "message"),
+    [("[4, 3]", "plan.slices: expected rows of 7 positions, found 8"), ("9", "rows of at least 9 positions, found 8")],
 )
 def test_slices_that_do_not_fit_are_refused_before_there_is_a_folder(refused, slices, message):
     assert message in refused("plan.schedule=gpipe", f"plan.slices={slices}")

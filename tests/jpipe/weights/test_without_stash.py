@@ -104,6 +104,14 @@ def test_backwards_read_the_newest_weights_and_one_version_is_held(m):
                 assert held == {made}
 
 
+@pytest.mark.parametrize("slices", [1, 3])
+def test_stages_may_update_after_each_microbatch(slices):
+    program = lower(plan_of(2, update_every="replicas", slices=slices), 6)
+    simulate(program)  # verifies it
+    backwards = [i for i in program.instructions if isinstance(i, Compute) and OPS[i.op].finishes]
+    assert all(i.version == i.microbatch // slices for i in backwards)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

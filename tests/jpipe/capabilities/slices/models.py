@@ -134,6 +134,7 @@ def in_sequence(slices, calls, update, start, plan, lengths, all_batches):
             rows = jax.tree.map(lambda leaf: leaf[k * ROWS : (k + 1) * ROWS], batch)  # noqa: B023 - called at once
             carries, tape = [{} for _ in range(d)], []
             read = [weights[s][version(plan, s, t * m + k)] for s in range(d)]
+            read_back = read if plan.stash else [weights[s][t] for s in range(d)]
             for j, functions in enumerate(slices):
                 x, labels = jax.tree.map(lambda leaf: leaf[:, ends[j] - lengths[j] : ends[j]], rows)  # noqa: B023
                 for s, f in enumerate(functions):
@@ -147,7 +148,7 @@ def in_sequence(slices, calls, update, start, plan, lengths, all_batches):
                 f = slices[j][s]
                 first, weight = ([y[0]], y[1]) if f.last else message
                 message = [*first, *of_carries[s]], weight
-                (gradient, weight), sums[s] = calls[j][s]["backward"](read[s], kept, saved, message, sums[s], rng)
+                (gradient, weight), sums[s] = calls[j][s]["backward"](read_back[s], kept, saved, message, sums[s], rng)
                 count = len(gradient) - len(jax.tree.leaves(f.specs.input[1]))
                 message, of_carries[s] = (gradient[:count], weight), gradient[count:]
         for s in range(d):

@@ -100,6 +100,7 @@ def test_numbers_on_a_mesh_are_those_of_whole_rows(schedule, fields):
         ("pipedream", 2, {"vertical_sync": True, "offload": {"residuals": "all", "versions": "all"}}),
         ("pipedream_2bw", 2, {"flush_first": 1}),
         ("pipedream", 3, {"sizes": (1, 2, 1, 2), "ranks": ((0, 2), (1, 3))}),
+        ("pipedream", 2, {"stash": False}),
     ],
 )
 def test_bits_are_those_of_the_slices_one_after_the_other(schedule, m, options):
