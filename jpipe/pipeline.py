@@ -58,7 +58,7 @@ from jpipe.stages._batch import (
     bucket_of_inputs,
     check_buckets,
     describe_shapes,
-    filled,
+    in_microbatches,
     microbatch_spec,
     rows_of,
 )
@@ -496,8 +496,8 @@ class Pipeline:
 
         Args:
             state: any state that is not consumed.
-            batch: as in `step`, with any number of rows. Copies of the last row fill the last microbatch, but the loss and the metrics get
-                only the rows of the batch; for each such number of rows the evaluation of the last stage is compiled at the first use.
+            batch: as in `step`, with any number of rows. Rows that do not fill a microbatch are repeated until they fill microbatches, all
+                equally often, and their sums and weights are divided by this number.
             metrics: functions by name. Each is `(outputs, labels) -> (sum, weight)` of one microbatch, two scalars like the loss. They run
                 at the last stage, and get random numbers as the loss does. They are compiled at first use, so pass the same function
                 objects each time. They must be the same in all processes.
@@ -508,8 +508,7 @@ class Pipeline:
 
         Raises:
             InputError: the state was already consumed; the batch is unlike the batches of `init`; the loss or a metric does not accept the
-                model's outputs in evaluation; these do not have one row for each row of a last microbatch that is not full; or
-                weights="ema" without `ema_decay`.
+                model's outputs in evaluation; or weights="ema" without `ema_decay`.
 
         Example:
             >>> def accuracy(logits, labels):
@@ -520,9 +519,10 @@ class Pipeline:
         """
         check_weights(weights, self.ema_decay)
         (executor, state), metrics = self._running(state), checked_metrics(metrics)
-        batch, count, last_rows = filled(batch, rows_of(executor.specs[0]))
+        evaluated = in_microbatches(batch, rows_of(executor.specs[0]))
+        bucket = bucket_of(evaluated.batch, evaluated.microbatches, executor.specs)
         with self._undivided():
-            return executor.evaluate(state, batch, count, last_rows, bucket_of(batch, count, executor.specs), metrics, weights)
+            return executor.evaluate(state, evaluated, bucket, metrics, weights)
 
     @overload
     def predict(self, state: State, batch: Tree, *, weights: Weights = ..., to: Literal["all"] = ...) -> Tree: ...
@@ -533,7 +533,7 @@ class Pipeline:
     def predict(self, state: State, batch: Tree, *, weights: Weights = "newest", to: To = "all") -> Tree | None:
         """Return the outputs of the last layer for each row, in evaluation mode; the state is not changed.
 
-        The weight version and the layer state are the same as in `evaluate`. Copies of the last row fill the last microbatch: layers that
+        The weight version and the layer state are the same as in `evaluate`. Copies of the last rows fill the last microbatch: layers that
         mix rows see these copies, but their outputs are dropped. The programs are compiled at the first call.
 
         Args:

@@ -27,7 +27,7 @@ from jpipe.runtime._worker import Added, Data, RunResults
 from jpipe.runtime.state import State, WeightVersions, WorkerState, copied, fetched, fingerprint, model_of
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._arrays import Arrays, shardings_of, shares_of
-from jpipe.stages._batch import Batch, Bucket, Padded, check_outputs, describe_shapes, joined_rows, rows_of, to_host
+from jpipe.stages._batch import Batch, Bucket, InMicrobatches, Repeated, check_outputs, describe_shapes, joined_rows, rows_of, to_host
 from jpipe.stages._compile import compile_workers, with_metrics, with_outputs
 from jpipe.stages._compiled_stage import CompiledStage
 from jpipe.stages.functions._evaluation import check_evaluation
@@ -117,7 +117,7 @@ class Executor:
         if processes is not None:
             self._comparison = BatchComparison(self._exchange.name, processes, rows_of(self.specs[0]), len(buckets) > 1)
         # The workers of the last stage, by bucket and by the names and ids of metrics.
-        self._measuring: dict[tuple[int, int, tuple[tuple[str, int], ...]], dict[int, CompiledStage]] = {}
+        self._measuring: dict[tuple[int, tuple[tuple[str, int], ...]], dict[int, CompiledStage]] = {}
         self._predicting: dict[int, dict[int, CompiledStage]] = {}  # by bucket, compiled at the first use
         self.initializers: dict[tuple[str, Place], jax.stages.Compiled] = {}
         if before is not None:
@@ -243,21 +243,16 @@ class Executor:
             return self.drained_copy(state), state.batch
         return state, version
 
-    def evaluate(
-        self, state: State, batch: Batch, count: int, last_rows: int, bucket: int, metrics: Mapping[str, Loss], weights: Weights
-    ) -> Evaluation:
-        """Forward `count` microbatches of a bucket, and count the first `last_rows` rows of the last one; see `Pipeline.evaluate`."""
-        host = _on_host(batch)
+    def evaluate(self, state: State, batch: InMicrobatches, bucket: int, metrics: Mapping[str, Loss], weights: Weights) -> Evaluation:
+        """Forward the microbatches of a bucket; see `Pipeline.evaluate`."""
+        host = _on_host(batch.batch)
         if self._comparison is not None:
             self._comparison.evaluation(host, {"the names of the metrics": ", ".join(metrics) or "none", "the kind of weights": weights})
         workers, version = self._for_evaluation(state, weights)
-        rows_each = rows_of(self.specs[0])
-        results, whole = RunResults({}, {}, {}), count - (last_rows < rows_each)
-        for numbers, rows in ((range(whole), rows_each), (range(whole, count), last_rows)):
-            if numbers:
-                more = self._forward(workers, version, host, numbers, bucket, self._evaluating(bucket, metrics, rows))
-                results.evaluations.update(more.evaluations)
-        return self._exchange.evaluation(results, version, list(metrics), count)
+        results = self._forward(workers, version, host, range(batch.microbatches), bucket, self._evaluating(bucket, metrics))
+        for k in results.evaluations.keys() & range(batch.whole, batch.microbatches):
+            results.evaluations[k] = jax.tree.map(lambda number: number / batch.copies, results.evaluations[k])
+        return self._exchange.evaluation(results, version, list(metrics), batch.microbatches)
 
     def predict(self, state: State, inputs: Tree, bucket: int, weights: Weights, to: To) -> Tree | None:
         """Return the outputs for any number of rows of a bucket; see `Pipeline.predict`."""
@@ -272,13 +267,13 @@ class Executor:
             if self._processes is not None:
                 self._processes.barrier(f"{self._exchange.name}: predictions of bucket {bucket} compiled")
         count = -(-size // rows_each)
-        padded = jax.tree.map(lambda leaf: Padded(leaf, count * rows_each), to_host(inputs)) if size % rows_each else to_host(inputs)
+        filled = jax.tree.map(lambda leaf: Repeated(leaf, size - size % rows_each, count * rows_each), to_host(inputs))
         workers, version = self._for_evaluation(state, weights)
         parts: dict[int, Tree] = {}
         at_once = max(self._plan.microbatches, _FILLS * self._plan.depth * max(self._plan.replicas))  # the devices hold these outputs
         for first in range(0, count, at_once):
             numbers = range(first, min(first + at_once, count))
-            results = self._forward(workers, version, {"inputs": padded}, numbers, bucket, self._predicting[bucket])
+            results = self._forward(workers, version, {"inputs": filled}, numbers, bucket, self._predicting[bucket])
             parts |= {k: jax.tree.map(np.asarray, results.evaluations.pop(k)) for k in sorted(results.evaluations)}
         if self._processes is not None:
             sources = [self._places[self._plan.worker(self._plan.depth - 1, k)].process_index for k in range(count)]
@@ -406,19 +401,13 @@ class Executor:
         """Return the number of the compiled stages for whole rows of a bucket."""
         return self._variants * (bucket + 1) - 1
 
-    def _evaluating(self, bucket: int, metrics: Mapping[str, Loss], rows: int) -> dict[int, CompiledStage]:
-        """Return the stages of this process. The last stage's evaluation computes these metrics for the first `rows` rows of a microbatch.
-
-        It is compiled at the first use.
-        """
-        key, stages = (bucket, rows, tuple((name, id(metric)) for name, metric in metrics.items())), self._compiled[self._whole(bucket)]
+    def _evaluating(self, bucket: int, metrics: Mapping[str, Loss]) -> dict[int, CompiledStage]:
+        """Return the stages of this process; the evaluation of the last stage computes these metrics, and is compiled at the first use."""
+        key, stages = (bucket, tuple((name, id(metric)) for name, metric in metrics.items())), self._compiled[self._whole(bucket)]
         if key not in self._measuring:
-            last, rows_each = self.buckets[bucket].functions[-1], rows_of(self.specs[0])
-            check_evaluation(last, metrics)
-            if rows < rows_each:
-                check_outputs(last.last_layer.evaluated, rows_each, last.stage.layers[-1], "evaluate")
+            check_evaluation(self.buckets[bucket].functions[-1], metrics)
             last_stages = {w: stage for w, stage in stages.items() if stage.functions.last}
-            self._measuring[key] = with_metrics(last_stages, metrics, rows) if metrics or rows < rows_each else {}
+            self._measuring[key] = with_metrics(last_stages, metrics) if metrics else {}
         return stages | self._measuring[key]
 
 

@@ -1,5 +1,6 @@
 """Batches and their microbatches: checks of shapes, buckets, padding, and reading rows on the host."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -55,16 +56,30 @@ def _checked_rows(batch: Tree, where: str) -> int:
     return int(sizes.pop())
 
 
-def filled(batch: Batch, rows_each: int) -> tuple[Batch, int, int]:
-    """Fill the last microbatch of `rows_each` rows with copies of the last row.
+class InMicrobatches(NamedTuple):
+    """A batch of any number of rows in whole microbatches. The rows that do not fill a microbatch are repeated, all equally often.
 
-    Returns:
-        The batch, the number of microbatches, and the number of rows of the last one that are not copies.
+    Attributes:
+        batch: the rows.
+        microbatches: their number.
+        whole: how many of them have no repeated rows.
+        copies: how often the rows of the others are repeated.
     """
+
+    batch: Batch
+    microbatches: int
+    whole: int
+    copies: int
+
+
+def in_microbatches(batch: Batch, rows_each: int) -> InMicrobatches:
+    """Return a batch in microbatches of `rows_each` rows."""
     size = rows_of(microbatch_spec(batch, 1))
-    count = -(-size // rows_each)
-    filled_batch = jax.tree.map(lambda leaf: Padded(leaf, count * rows_each), batch) if size % rows_each else batch
-    return filled_batch, count, size - (count - 1) * rows_each
+    odd, whole = size % rows_each, size // rows_each
+    copies = rows_each // math.gcd(odd, rows_each)
+    count = whole + odd * copies // rows_each
+    repeated = jax.tree.map(lambda leaf: Repeated(leaf, whole * rows_each, count * rows_each), batch) if odd else batch
+    return InMicrobatches(repeated, count, whole, copies)
 
 
 def rows_of(spec: Tree) -> int:
@@ -193,20 +208,24 @@ def describe_shapes(specs: Sequence[Tree]) -> str:
     return " or ".join(map(describe, specs))
 
 
-class Padded:
-    """An array padded with copies of its last row, which are valid values for layers that check their inputs.
+class Repeated:
+    """An array whose rows from `first` on are repeated in turn.
 
     Args:
         leaf: an array, or any object with a shape, a dtype and slices of rows.
+        first: the first repeated row.
         size: the number of rows including the copies.
     """
 
-    def __init__(self, leaf: Any, size: int) -> None:
-        self._leaf, self.shape, self.dtype, self.ndim = leaf, (size, *leaf.shape[1:]), leaf.dtype, len(leaf.shape)
+    def __init__(self, leaf: Any, first: int, size: int) -> None:
+        self._leaf, self._first, self.shape, self.dtype, self.ndim = leaf, first, (size, *leaf.shape[1:]), leaf.dtype, len(leaf.shape)
 
     def __getitem__(self, rows: slice) -> np.ndarray:
-        values = np.asarray(self._leaf[rows.start : min(rows.stop, self._leaf.shape[0])])
-        return np.concatenate([values, np.repeat(values[-1:], rows.stop - rows.start - len(values), axis=0)])
+        first, size = self._first, self._leaf.shape[0]
+        if rows.stop <= size:
+            return np.asarray(self._leaf[rows.start : rows.stop])
+        odd, repeated = np.asarray(self._leaf[first:size]), np.arange(max(rows.start - first, 0), rows.stop - first)
+        return np.concatenate([np.asarray(self._leaf[rows.start : max(first, rows.start)]), odd[repeated % len(odd)]])
 
 
 class Cut:
@@ -225,24 +244,23 @@ class Cut:
         return np.asarray(self._leaf[rows])[:, self._positions.start : self._positions.stop]
 
 
-def check_outputs(outputs: Tree, rows: int, layer_id: str, where: str = "predict") -> None:
-    """Check that the outputs of microbatches can be cut into rows.
+def check_outputs(outputs: Tree, rows: int, layer_id: str) -> None:
+    """Check that the outputs of microbatches can be concatenated.
 
     Args:
         outputs: the specs of the outputs of one microbatch.
         rows: the number of rows of a microbatch.
         layer_id: the id of the last layer.
-        where: the name of the call, for messages.
 
     Raises:
         InputError: an array does not have one row for each row of the inputs.
     """
     for path, leaf in jax.tree_util.tree_flatten_with_path(outputs)[0]:
         if leaf.shape[:1] != (rows,):
-            place = f" at {jax.tree_util.keystr(path)}" if path else ""
+            where = f" at {jax.tree_util.keystr(path)}" if path else ""
             raise InputError(
-                f"{where}: expected every output of layer '{layer_id}' to have one row for each row of the inputs, {rows} for a "
-                f"microbatch, found {describe(leaf)}{place}; return one row for each input row, or remove this output from the layer"
+                f"predict: expected every output of layer '{layer_id}' to have one row for each row of the inputs, {rows} for a "
+                f"microbatch, found {describe(leaf)}{where}; return one row for each input row, or remove this output from the layer"
             )
 
 

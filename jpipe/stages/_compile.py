@@ -139,9 +139,9 @@ def _compile_unknown(programs: Iterable[tuple[Place, jax.stages.Lowered]], known
     return keys
 
 
-def with_metrics(workers: Mapping[int, CompiledStage], metrics: Mapping[str, Loss], rows: int) -> dict[int, CompiledStage]:
-    """Return copies of workers of the last stage that also compute these metrics in evaluations, of the first `rows` rows alone."""
-    measuring = {w: replace(one.arrays, functions=replace(one.functions, metrics=metrics, rows=rows)) for w, one in workers.items()}
+def with_metrics(workers: Mapping[int, CompiledStage], metrics: Mapping[str, Loss]) -> dict[int, CompiledStage]:
+    """Return copies of workers of the last stage that also compute these metrics in evaluations."""
+    measuring = {w: replace(stage.arrays, functions=replace(stage.functions, metrics=metrics)) for w, stage in workers.items()}
     return _evaluating_by({w: replace(workers[w], arrays=arrays) for w, arrays in measuring.items()}, "evaluate")
 
 

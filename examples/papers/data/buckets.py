@@ -120,9 +120,9 @@ class HeldOutBatches:
         bucket, number = self.locations[index]
         return self.buckets[bucket][number]
 
-    def with_remainder(self, microbatch: int) -> "AllBatches":
+    def with_remainder(self) -> "AllBatches":
         """Return these batches, followed by smaller ones with the rows that fill none."""
-        return AllBatches(self, microbatch)
+        return AllBatches(self)
 
     @cached_property
     def locations(self) -> list[Place]:
@@ -138,11 +138,9 @@ class AllBatches:
 
     Attributes:
         batches: the whole ones.
-        microbatch: rows of a microbatch.
     """
 
     batches: HeldOutBatches
-    microbatch: int
 
     def __len__(self) -> int:
         return len(self._locations)
@@ -161,14 +159,9 @@ class AllBatches:
         part, number = self._locations[index]
         return part.rows_of(number)
 
-    def copies_of(self, index: int) -> int:
-        """Return how many copies of each of these rows a batch has."""
-        part, number = self._locations[index]
-        return part.copies_of(number)
-
     @cached_property
     def _locations(self) -> list[tuple[AllRows, int]]:
-        parts = [AllRows(bucket, self.microbatch) for bucket in self.batches.buckets]
+        parts = [AllRows(bucket) for bucket in self.batches.buckets]
         partial = [(part, i) for part in parts for i in range(len(part.batches), len(part))]
         return [(parts[bucket], number) for bucket, number in self.batches.locations] + partial
 

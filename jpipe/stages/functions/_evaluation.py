@@ -3,11 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-
 from jpipe.errors import InputError
 from jpipe.model._function_arguments import Loss
-from jpipe.stages._batch import rows_of
 from jpipe.stages.functions._loss import call_loss, check_loss
 from jpipe.stages.functions._stage_functions import StageFunctions
 
@@ -19,8 +16,6 @@ def evaluate(f: StageFunctions, params: Tree, state: Tree, x: Tree, labels: Tree
     y = predict(f, params, state, x, None, rng)
     if not f.last:
         return f.sent(y, None)
-    if f.rows is not None and f.rows < rows_of(labels):
-        y, labels = jax.tree.map(lambda leaf: leaf[: f.rows], (y, labels))
     sums = [f.loss_of(y, labels, f.draw_key(f.loss, "", rng, train=False))]
     for name, metric in f.metrics.items():
         key = f.draw_key(metric, name, rng, train=False, of_metric=True)

@@ -100,7 +100,6 @@ class StageFunctions:
         capabilities: for each capability with its own programs the values of its options, by key; see `values_of`.
         average_state: when replicas average their layer state: at each "update", when the state is "read" from the run, or never (None).
         metrics: functions like the loss, by name, which an evaluation also computes.
-        rows: how many of the first rows of a microbatch count in the loss and the metrics of an evaluation; None: all.
         number: the number of the stage in its plan.
         counted: the entries that this stage counts in sums over all stages, which count each entry once.
         precision: the dtypes of weight versions and accumulators, and the loss scale; the layers of `stack` already compute in it.
@@ -122,7 +121,6 @@ class StageFunctions:
     capabilities: Mapping[str, Any] = field(default_factory=dict)
     average_state: Literal["update", "read"] | None = None
     metrics: Mapping[str, Loss] = field(default_factory=dict)
-    rows: int | None = None
     precision: Precision = PLAIN
     number: int = 0
     counted: tuple[str, ...] = ()

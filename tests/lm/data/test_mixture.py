@@ -181,7 +181,7 @@ def test_every_format_can_be_mixed(form, tiny, tokenizer, tmp_path):
             file.writelines(json.dumps(ROWS[form](100 * number + i)) + "\n" for i in range(60))
     model = {"vocab_size": 300, "seq_len": 64} | ({"head": "classification", "labels": 2} if form == "labels" else {})
     config = changed(tiny | {"data": keys | {"sources": sources}}, model=model)
-    read = data.load(config).with_some_validation(2)
+    read = data.load(config).with_some_validation()
     for t in range(3):
         inputs, labels = read.train[t]
         for row in range(4):

@@ -143,8 +143,8 @@ def test_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(tmp_path):
 
 def test_epochs_are_the_steps_that_have_all_their_rows(tmp_path):
     """30 rows of 20 are four batches of eight; the fifth batch of a list of four is its first one again."""
-    assert fit_data.load(ARRAYS, None, 8, 2, 0, None, 1.5)[0].steps == 4
-    data, _ = fit_data.load(BATCHES[:4], None, None, 2, 0, None, 1.25)
+    assert fit_data.load(ARRAYS, None, 8, 0, None, 1.5)[0].steps == 4
+    data, _ = fit_data.load(BATCHES[:4], None, None, 0, None, 1.25)
     assert data.steps == 5
     np.testing.assert_array_equal(data.train[4][0][:], BATCHES[0][0])
     for losses in (2, 0):  # the second call finds nothing left to train
@@ -187,7 +187,7 @@ def test_a_run_goes_on_from_a_state(tmp_path):
 )
 def test_batches_by_number_are_those_of_shuffled_rows(data):
     dataset = grain.MapDataset.source(RowsOfArrays(ARRAYS)).shuffle(seed=3).repeat().batch(8)
-    (expected, rows), (batches, _) = (fit_data.load(*arguments, 2, 3, 6) for arguments in ((ARRAYS, None, 8), (data(dataset), None, None)))
+    (expected, rows), (batches, _) = (fit_data.load(*arguments, 3, 6) for arguments in ((ARRAYS, None, 8), (data(dataset), None, None)))
     assert rows == 8
     for t in (5, 0, 2):
         check_equal(*(jax.tree.map(lambda leaf: leaf[:], each.train[t]) for each in (batches, expected)))

@@ -131,7 +131,7 @@ def validation_losses_after_each_update(config, steps) -> list[float]:
     losses = []
     for step in range(steps + 1):
         drained = pipe.drain(jax.tree.map(jax.numpy.copy, state))
-        losses.append(mean_loss([Evaluated(pipe.evaluate(drained, each.batch), each.copies) for each in batches.held_out(2)]))
+        losses.append(mean_loss([Evaluated(pipe.evaluate(drained, each.batch)) for each in batches.held_out(2)]))
         state, _ = pipe.step(state, batches.train[step])
     return losses
 

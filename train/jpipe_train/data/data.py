@@ -22,7 +22,7 @@ from jpipe_train.console.terminal import count
 from jpipe_train.data import mixture, position, target_data
 from jpipe_train.data.order import ordered
 from jpipe_train.data.position import Ordered, Position
-from jpipe_train.data.rows import Batch, BatchesOfRows, Divisible, Elements
+from jpipe_train.data.rows import Batch, BatchesOfRows, Divisible, Elements, WithRemainder
 
 
 @runtime_checkable
@@ -35,10 +35,9 @@ class Batches(Protocol):
 
 
 class HeldOut(NamedTuple):
-    """A batch of an evaluation, how often it repeats each row and, if there are several sources, its source."""
+    """A batch of an evaluation and, if there are several sources, its source."""
 
     batch: Batch
-    copies: int = 1
     source: SourceConfig | None = None
 
 
@@ -90,7 +89,6 @@ class Data:
         vocab_size: the number of tokens or classes, if the loader knows it; otherwise each batch is checked as it is read.
         shapes: the shapes and dtypes of the batches, if there are several; the largest first.
         first: the first training batch that can be read. Earlier batches belong to an earlier part of a resumed run.
-        copies: for each validation batch, how often it repeats its rows; empty if no batch does.
         rows: the number of rows in an epoch, if the loader knows it.
         steps: the number of steps in the run's `train.epochs`, if it is set.
         largest_class: the largest label of all rows and the name of its row, if labels are classes and the loader knows it.
@@ -106,7 +104,6 @@ class Data:
     vocab_size: int | None = None
     shapes: tuple[Batch, ...] = ()
     first: int = 0
-    copies: tuple[int, ...] = ()
     rows: int | None = None
     steps: int | None = None
     largest_class: tuple[int, str] | None = None
@@ -122,27 +119,21 @@ class Data:
         if self.parts:
             ends = np.cumsum([len(part.validation) for _, part in self.parts]).tolist()
             return [
-                HeldOut(self.validation[end - len(part.validation) + i], copies, source)
+                HeldOut(self.validation[end - len(part.validation) + i], source)
                 for end, (source, part) in zip(ends, self.parts, strict=True)
-                for i, (_, copies, _) in enumerate(part.held_out(most))
+                for i in range(len(part.held_out(most)))
             ]
-        if self.copies:
-            return [HeldOut(self.validation[i], self.copies[i]) for i in range(len(self.validation))]
-        return [HeldOut(self.validation[i]) for i in range(min(most, len(self.validation)))]
+        number = len(self.validation) if isinstance(self.validation, WithRemainder) else min(most, len(self.validation))
+        return [HeldOut(self.validation[i]) for i in range(number)]
 
-    def with_some_validation(self, microbatch: int) -> "Data":
-        """Return these data. If the validation rows do not fill a batch, put them all into smaller batches.
-
-        Args:
-            microbatch: the number of rows in a microbatch.
-        """
+    def with_some_validation(self) -> "Data":
+        """Return these data. If the validation rows do not fill a batch, put them all into smaller batches."""
         if self.parts:
-            parts = tuple((source, part.with_some_validation(microbatch)) for source, part in self.parts)
+            parts = tuple((source, part.with_some_validation()) for source, part in self.parts)
             return replace(self, parts=parts, validation=mixture.Joined(tuple(part.validation for _, part in parts)))
         if len(self.validation) or not isinstance(self.validation, Divisible):
             return self
-        every = self.validation.with_remainder(microbatch)
-        return replace(self, validation=every, copies=tuple(map(every.copies_of, range(len(every)))))
+        return replace(self, validation=self.validation.with_remainder())
 
 
 @contextmanager

@@ -2,12 +2,11 @@
 
 import functools
 import itertools
-import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 import grain
 import jax
@@ -107,9 +106,9 @@ class BatchesOfRows:
         elements = self.elements.in_pieces(position.pieces) if isinstance(self.elements, Pieces) else self.elements
         return replace(self, elements=elements, begins=position)
 
-    def with_remainder(self, microbatch: int) -> "AllRows":
-        """Return these batches, followed by smaller batches with the remaining rows."""
-        return AllRows(self, microbatch)
+    def with_remainder(self) -> "AllRows":
+        """Return these batches, followed by a smaller batch with the remaining rows."""
+        return AllRows(self)
 
     def __getitem__(self, index: int) -> Batch:
         specs, structure = jax.tree.flatten(self.spec)
@@ -175,11 +174,7 @@ class WithRemainder(Protocol):
         ...
 
     def rows_of(self, index: int) -> int:
-        """Return how many different rows of the data a batch has."""
-        ...
-
-    def copies_of(self, index: int) -> int:
-        """Return how often a batch repeats each of its rows."""
+        """Return how many rows a batch has."""
         ...
 
 
@@ -187,39 +182,26 @@ class WithRemainder(Protocol):
 class Divisible(Protocol):
     """Batches that leave out the remaining rows, which do not fill a batch."""
 
-    def with_remainder(self, microbatch: int, /) -> WithRemainder:
-        """Return these batches, followed by smaller batches with the remaining rows, in whole microbatches of `microbatch` rows."""
+    def with_remainder(self) -> WithRemainder:
+        """Return these batches, followed by smaller batches with the remaining rows."""
         ...
-
-
-class _Part(NamedTuple):
-    """The `rows` rows from index `first` on, each repeated `copies` times."""
-
-    first: int
-    rows: int
-    copies: int
 
 
 @dataclass(frozen=True)
 class AllRows:
-    """Full batches, followed by the remaining rows in one or two smaller batches of whole microbatches.
-
-    Rows that do not fill a microbatch are repeated until they fill microbatches, all equally often. So for any loss that is a sum over
-    rows, the mean over the batch is the mean over the rows. Only the weight is multiplied by the number of copies.
+    """Full batches, followed by a smaller batch with the remaining rows.
 
     Attributes:
         batches: the full batches.
-        microbatch: the number of rows in a microbatch.
     """
 
     batches: BatchesOfRows
-    microbatch: int
 
     def __len__(self) -> int:
-        return len(self.batches) + len(self._parts)
+        return -(-self.rows // self.batches.batch_size)
 
     def __getitem__(self, index: int) -> Batch:
-        return self.batches[index] if index < self.whole else _repeated(self.batches, self._parts[index - self.whole])
+        return self.batches[index] if index < self.whole else _cycle(self.batches, index * self.batches.batch_size, self.rows_of(index))
 
     @property
     def whole(self) -> int:
@@ -227,37 +209,23 @@ class AllRows:
         return len(self.batches)
 
     def rows_of(self, index: int) -> int:
-        """Return how many different rows of the data a batch has."""
-        return self.batches.batch_size if index < self.whole else self._parts[index - self.whole].rows
-
-    def copies_of(self, index: int) -> int:
-        """Return how often a batch repeats each of its rows."""
-        return 1 if index < self.whole else self._parts[index - self.whole].copies
+        """Return how many rows a batch has."""
+        return min(self.batches.batch_size, self.rows - index * self.batches.batch_size)
 
     @property
     def rows(self) -> int:
         """The number of rows in the data."""
         return len(self.batches.elements)
 
-    @cached_property
-    def _parts(self) -> list[_Part]:
-        """The rows after the full batches, in two parts: the rows that fill microbatches, and the remaining rows."""
-        remaining = self.rows % self.batches.batch_size
-        odd = remaining % self.microbatch
-        copies = self.microbatch // math.gcd(odd, self.microbatch)
-        parts = _Part(self.rows - remaining, remaining - odd, 1), _Part(self.rows - odd, odd, copies)
-        return [part for part in parts if part.rows]
-
 
 def like_a_batch(batches: BatchesOfRows) -> Batch:
     """Return a full batch. If there are too few rows, they are repeated."""
-    return batches[0] if len(batches) else _repeated(batches, _Part(0, len(batches.elements), batches.batch_size), batches.batch_size)
+    return batches[0] if len(batches) else _cycle(batches, 0, batches.batch_size)
 
 
-def _repeated(batches: BatchesOfRows, part: _Part, size: int | None = None) -> Batch:
-    """Return a batch of the rows of a part, repeated up to `size` rows; by default each row has the part's number of copies."""
-    size = part.rows * part.copies if size is None else size
-    elements = _Cycle(batches.elements, part.first, part.rows, size)
+def _cycle(batches: BatchesOfRows, first: int, size: int) -> Batch:
+    """Return a batch of `size` rows from `first` on; if there are too few, they are repeated."""
+    elements = _Cycle(batches.elements, first, min(size, len(batches.elements) - first), size)
     return replace(batches, elements=grain.MapDataset.source(elements), batch_size=size)[0]
 
 

@@ -20,10 +20,9 @@ from jpipe_train.report.performance.mfu import Utilization
 
 
 class Evaluated(NamedTuple):
-    """The evaluation of a batch, how often the batch repeats each row and, if there are several sources, the batch's source."""
+    """The evaluation of a batch and, if there are several sources, the batch's source."""
 
     evaluation: jpipe.Evaluation
-    copies: int = 1
     source: SourceConfig | None = None
 
 
@@ -266,20 +265,14 @@ def means(results: Validation) -> dict[str, float]:
     """Return the loss and the metrics of a validation as values of a row. They are means over the batches, weighted by their weights."""
     if isinstance(results, Mapping):
         return dict(results)
-    return mean_of([means_of(each.evaluation, each.copies) for each in results], [each.source for each in results])
+    return mean_of([means_of(each.evaluation) for each in results], [each.source for each in results])
 
 
-def means_of(evaluation: jpipe.Evaluation, copies: int = 1) -> dict[str, tuple[float, float]]:
-    """Wait for the loss and the metrics of an evaluation, and return a dict from their names in a row to (mean, weight).
-
-    Args:
-        evaluation: the evaluation of a batch.
-        copies: how often the batch repeats each row; the weights are divided by this number, so that each row counts once.
-    """
+def means_of(evaluation: jpipe.Evaluation) -> dict[str, tuple[float, float]]:
+    """Wait for the loss and the metrics of an evaluation of a batch, and return a dict from their names in a row to (mean, weight)."""
     means = {"loss": jpipe.Mean(evaluation.loss, evaluation.weight), **evaluation.metrics}
     numbers = {name: (float(mean.mean), float(mean.weight)) for name, mean in means.items()}
-    centred_numbers = centred(numbers, evaluation.microbatches)
-    return {f"val_{name}": (mean, weight / copies) for name, (mean, weight) in centred_numbers.items()}
+    return {f"val_{name}": number for name, number in centred(numbers, evaluation.microbatches).items()}
 
 
 Means = Mapping[str, tuple[float, float]]

@@ -202,7 +202,7 @@ def _built(config: Config, request: EvaluateRequest, reporter: Reporter) -> tupl
 
     pipe, batches = build(config, reporter, load=load)
     if isinstance(rows := batches.validation, Divisible):
-        batches = replace(batches, validation=rows.with_remainder(config.train.batch_size // pipe.plan.microbatches))
+        batches = replace(batches, validation=rows.with_remainder())
     if not isinstance(rows := batches.validation, Joined):
         return pipe, check(config, pipe, batches), _select_batches(config, request, rows)
     selections = [_select_batches(config, request, part) for part in rows.parts]
@@ -216,14 +216,12 @@ class _Selection:
     Attributes:
         numbers: the numbers of the batches.
         rows: the number of rows in each batch.
-        copies: for each batch, how often each of its rows is repeated.
         total: the number of rows in the data, including rows that are not evaluated.
         sources: the source of each batch, if there are several sources.
     """
 
     numbers: Sequence[int]
     rows: list[int]
-    copies: list[int]
     total: int
     sources: Sequence[SourceConfig] = ()
 
@@ -231,13 +229,12 @@ class _Selection:
 def _select_batches(config: Config, request: EvaluateRequest, batches: data.Batches) -> _Selection:
     """Select the first `request.batches` whole batches. If that is all of the data, also select the remaining rows."""
     rows = [config.train.batch_size] * len(batches)
-    copies = [1] * len(batches)
     whole = len(batches)
     if isinstance(batches, WithRemainder):
         whole = batches.whole
-        rows, copies = ([of(i) for i in range(len(batches))] for of in (batches.rows_of, batches.copies_of))
+        rows = [batches.rows_of(i) for i in range(len(batches))]
     number = len(batches) if request.batches is None or request.batches > whole else request.batches
-    return _Selection(range(number), rows[:number], copies[:number], sum(rows))
+    return _Selection(range(number), rows[:number], sum(rows))
 
 
 def _of_sources(sources: Sequence[SourceConfig], batches: Joined, selections: Sequence[_Selection]) -> _Selection:
@@ -246,7 +243,6 @@ def _of_sources(sources: Sequence[SourceConfig], batches: Joined, selections: Se
     return _Selection(
         [start + number for start, each in zip(starts, selections, strict=False) for number in each.numbers],
         [rows for each in selections for rows in each.rows],
-        [copies for each in selections for copies in each.copies],
         sum(each.total for each in selections),
         [source for source, each in zip(sources, selections, strict=True) for _ in each.numbers],
     )
@@ -268,7 +264,7 @@ def _evaluate(
     total, done = sum(selection.rows), 0
 
     def finish() -> None:
-        results.append(means_of(pending.pop(0), selection.copies[len(results)]))
+        results.append(means_of(pending.pop(0)))
 
     with reporter.counting(f"evaluating {count(total, 'row')}") as progress:
         for index, rows in zip(selection.numbers, selection.rows, strict=True):

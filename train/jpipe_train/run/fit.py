@@ -128,7 +128,7 @@ def fit(
     folder = _folder(run_dir, checkpoint, resume)
     length, called = _length(steps, epochs), Callbacks(callbacks)
     with interrupt.watched(), joined(jax.process_count(), _CONNECT_LIMIT, _WAIT_LIMIT) as team:
-        batches, rows = team.run_on_all(lambda: fit_data.load(data, eval_data, batch_size, pipe.plan.microbatches, seed, **length))
+        batches, rows = team.run_on_all(lambda: fit_data.load(data, eval_data, batch_size, seed, **length))
         train = {**length, "batch_size": rows, "log_every": log_every, "eval_every": eval_every}
         train |= {"eval_batches": max(len(batches.validation), 1), **({} if folder else {"trace_batches": 0})}
         saves = dict(checkpoint) if isinstance(checkpoint, Mapping) else {"every": checkpoint}

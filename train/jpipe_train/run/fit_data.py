@@ -26,7 +26,6 @@ def load(
     train: Any,
     held_out: Any,
     batch_size: SupportsIndex | None,
-    microbatches: int,
     seed: SupportsIndex,
     steps: SupportsIndex | None = None,
     epochs: float | None = None,
@@ -37,7 +36,6 @@ def load(
         train: the training data, as in `jpipe_train.fit`.
         held_out: the evaluation data; None for no evaluation.
         batch_size: the number of rows in a batch, if `train` are arrays; None if `train` has batches.
-        microbatches: the number of microbatches in a batch.
         seed: the seed for shuffling rows.
         steps: the number of batches in the run; None if the run has `epochs`.
         epochs: the number of passes over the data; None if the run has `steps`.
@@ -57,10 +55,10 @@ def load(
         batches = _training_batches(Repeated(train) if again else train, needed)
         rows = len(jax.tree.leaves(batches[0])[0])
         in_epoch = None if length is None else length * rows
-    validation, copies = ([], ()) if held_out is None else _held_out(held_out, rows, max(rows // microbatches, 1))
+    validation = [] if held_out is None else _held_out(held_out, rows)
     amount = f"{count(len(validation), 'batch', 'es')} for evaluation" if len(validation) else "no evaluation"
     digest = partial(_digest, batches, validation)
-    loaded = Data(batches, validation, _source(train), amount, digest, copies=copies, rows=in_epoch)
+    loaded = Data(batches, validation, _source(train), amount, digest, rows=in_epoch)
     return _with_steps(loaded, position.start(rows), rows, epochs), rows
 
 
@@ -240,30 +238,28 @@ def _shuffled_rows(train: Any, batch_size: int, seed: int) -> BatchesOfRows:
     return BatchesOfRows(shuffled(rows, seed, epochs=True), batch_size, rows.spec)
 
 
-def _held_out(held_out: Any, batch_size: int, microbatch: int) -> tuple[Batches, tuple[int, ...]]:
-    """Return the batches of an evaluation and, for arrays, how often each batch repeats its rows.
+def _held_out(held_out: Any, batch_size: int) -> Batches:
+    """Return the batches of an evaluation.
 
     Args:
         held_out: arrays, or an object that has batches.
         batch_size: the number of rows in a batch of arrays.
-        microbatch: the number of rows in a microbatch.
 
     Raises:
         InputError: `held_out` is neither, or has no batch.
     """
     if _is_arrays(held_out):
         rows = _rows(held_out, "eval_data")
-        every = BatchesOfRows(rows, batch_size, rows.spec).with_remainder(microbatch)
-        return every, tuple(map(every.copies_of, range(len(every))))
+        return BatchesOfRows(rows, batch_size, rows.spec).with_remainder()
     if isinstance(held_out, Ordered) and isinstance(held_out, Batches):
-        return held_out, ()
+        return held_out
     batches = _by_number(held_out, "eval_data")
     if not batches.length:
         found = f"a {type(held_out).__name__} {'of none' if batches.length == 0 else 'without a length'}"
         raise InputError(
             f"eval_data: expected at least one batch, eval_data[i] for i < len(eval_data), found {found}; give a list, or arrays"
         )
-    return batches, ()
+    return batches
 
 
 def _by_number(batches: Any, name: str) -> OwnBatches:

@@ -273,7 +273,7 @@ def build_and_check(
     """Build the pipeline and its data, and check everything that can be checked without running on a device."""
     position = None if resumed is None else resumed.position(config.train.batch_size)
     pipe, batches = build(config, reporter, plan, lambda config: data.load(config, position))
-    batches = batches.with_some_validation(config.train.batch_size // pipe.plan.microbatches)
+    batches = batches.with_some_validation()
     params = pipe.stack.ties.without_seconds(param_specs(pipe.stack, pipe.plan, batches.like))
     if (line := frozen.words(config.tune, params, random=resumed is None and config.warm_start.file is None)) is not None:
         reporter.say(line)

@@ -161,8 +161,7 @@ class Training:
         if self.pipe.ema_decay is not None:
             averaged = [self.pipe.evaluate(state, each.batch, self.metrics, weights="ema") for each in self.held_out]
             evaluations = [_with_averaged(newest, ema) for newest, ema in zip(evaluations, averaged, strict=True)]
-        each = zip(evaluations, self.held_out, strict=True)
-        return [Evaluated(evaluation, held_out.copies, held_out.source) for evaluation, held_out in each]
+        return [Evaluated(evaluation, held_out.source) for evaluation, held_out in zip(evaluations, self.held_out, strict=True)]
 
     def _validation_before(self, state: jpipe.State, resumed: Resumed | None) -> Validation:
         """Evaluate and log before training, and return the results. A resumed run reads them from its checkpoint."""

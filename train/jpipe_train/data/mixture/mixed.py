@@ -86,6 +86,6 @@ class Joined:
             index -= len(part)
         raise IndexError(index)
 
-    def with_remainder(self, microbatch: int) -> "Joined":
+    def with_remainder(self) -> "Joined":
         """Return the same batches; the remaining rows of each source follow its batches in smaller batches."""
-        return Joined(tuple(part.with_remainder(microbatch) if isinstance(part, Divisible) else part for part in self.parts))
+        return Joined(tuple(part.with_remainder() if isinstance(part, Divisible) else part for part in self.parts))
