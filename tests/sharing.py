@@ -78,7 +78,7 @@ def shared(patch: pytest.MonkeyPatch) -> None:
     share(
         _compile,
         "_lower_call",
-        lambda a, name: ((a.functions.stage.layers, a.place, name, a.share), a.functions, a.chosen),
+        lambda a, name: ((a.functions.stage.layers, a.place, name, a.share, a.any_layout), a.functions, a.chosen),
     )
     share(_compile, "_lower_initializer", lambda layer, x, device: (device, layer, x))
     share(

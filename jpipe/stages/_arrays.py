@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+from jax.experimental.layout import Format, Layout
 
 from jpipe.capabilities.protocol import hooks
 from jpipe.capabilities.registry import runtimes_for, runtimes_of, updates_for
@@ -17,11 +18,19 @@ from jpipe.stages.functions._stage_functions import StageFunctions
 
 Tree = Any
 Spec = jax.ShapeDtypeStruct
+ANY_LAYOUT = Format(Layout.AUTO)
+"""In place of the spec of a result: XLA chooses sharding and layout."""
 
 
 def shardings_of(specs: Tree) -> Tree:
-    """Return the sharding of each spec of a tree."""
-    return jax.tree.map(lambda spec: spec.sharding, specs)
+    """Return the sharding of each spec of a tree, with the layout if the spec has one. `ANY_LAYOUT` stays as it is."""
+
+    def sharding(spec: Any) -> Any:
+        if isinstance(spec, Format):
+            return spec
+        return spec.sharding if spec.format.layout is None else spec.format
+
+    return jax.tree.map(sharding, specs)
 
 
 @dataclass(frozen=True)
@@ -63,12 +72,14 @@ class Arrays:
         chosen: the shardings that XLA chose for arrays that one program leaves for another, in order: "saved" by the forward, "stash" by
             the first half of a backward. Until they are known, such arrays count as sharded like messages between stages.
         share: the entries that this replica updates; None: all.
+        any_layout: whether XLA also chooses the layouts of the arrays in `chosen`.
     """
 
     functions: StageFunctions
     place: Place
     chosen: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     share: Share | None = None
+    any_layout: bool = False
 
     @cached_property
     def params(self) -> Tree:
@@ -250,6 +261,11 @@ class Arrays:
 
     def _flow(self, tree: Tree) -> Tree:
         return self.place.specs(tree, self.functions.partition.flow(tree))
+
+    @property
+    def open(self) -> Any:
+        """In place of the specs of arrays that XLA is to choose: None for their shardings, `ANY_LAYOUT` for their layouts, too."""
+        return ANY_LAYOUT if self.any_layout else None
 
     def as_chosen(self, name: str, specs: Sequence[Spec]) -> list[Spec]:
         """Return specs with the shardings that XLA chose, or with the default shardings if `chosen` lacks this name."""

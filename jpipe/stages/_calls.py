@@ -74,7 +74,8 @@ def trace_call(arrays: Arrays, name: str, *, with_effects: bool = True, call: Ca
         function, outputs = _with_done(function), (outputs, place.specs(_DONE))
     function = _named(function, name)
     options: dict[str, Any] = {"donate_argnums": call.donated, "keep_unused": name.startswith(("in_place", "into_retired"))}
-    if place.mesh or name in ("zero_accumulators", "init_optimizer"):  # they use no argument, so JAX would place them on the first device
+    unplaced = name in ("zero_accumulators", "init_optimizer")  # they use no argument, so JAX would place them on the first device
+    if place.mesh or arrays.any_layout or unplaced:
         options["out_shardings"] = shardings_of(outputs)
     traced = jax.jit(function, **options).trace(*call.inputs)
     if with_effects or not traced.jaxpr.effects:
@@ -125,15 +126,15 @@ def _call_of_op(a: Arrays, op: Op) -> Call:
 
 
 def _result_of_op(a: Arrays, op: Op, kind: Leaves) -> Any:
-    """Return the specs of one kind of result of an op; None if XLA is to choose the sharding."""
+    """Return the specs of one kind of result of an op; `Arrays.open` in place of specs that XLA is to choose."""
     if kind == "residuals":
-        return a.saved if "saved" in a.chosen else None
+        return a.saved if "saved" in a.chosen else a.open
     if kind == "stash":
-        stash = a.stash[1] if "stash" in a.chosen else None
+        stash = a.stash[1] if "stash" in a.chosen else a.open
         if not op.begins:
             return stash
-        is_chosen = "saved" in a.chosen and stash is not None
-        return a.outputs, *(([a.saved[i] for i in a.functions.halves.late_saved], stash) if is_chosen else (None, None))
+        is_chosen = {"saved", "stash"} <= {*a.chosen}
+        return a.outputs, *(([a.saved[i] for i in a.functions.halves.late_saved], stash) if is_chosen else (a.open, a.open))
     results = {"output": a.outputs, "state": a.changed, "gradient": a.gradient, "accumulators": a.accumulators}
     return results[kind]
 

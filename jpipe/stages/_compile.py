@@ -93,19 +93,23 @@ def _always_used(f: StageFunctions) -> set[str]:
 def _compile_in_turns(
     stages: Sequence[tuple[Arrays, list[str]]], known: CompiledPrograms | None = None
 ) -> list[dict[str, jax.stages.Compiled]]:
-    """Compile the named calls of each stage. On a mesh the calls of `sharded_by_xla` precede those that read their results.
+    """Compile the named calls of each stage.
+
+    On a mesh and on a TPU the calls of `sharded_by_xla` precede those that read their results. In the default layouts, a TPU would copy
+    many residuals after the forward and before the backward.
 
     With `known` the calls are compiled only for analysis, while further calls are traced. Programs in `known` are not compiled again, and
     new programs are added to it.
     """
     compiled: list[dict[str, jax.stages.Compiled]] = [{} for _ in stages]
-    arrays = [a for a, _ in stages]
+    arrays = [replace(a, any_layout=a.place.first.platform in _ANY_LAYOUT) for a, _ in stages]
+    is_open = [bool(a.place.mesh) or a.any_layout for a in arrays]
     for turn in (*dict.fromkeys(name for a in arrays for name in sharded_by_xla(a.functions)), None):
         due = [
             (i, name)
             for i, (a, names) in enumerate(stages)
             for name in names
-            if name not in compiled[i] and (turn is None or (a.place.mesh and name == turn and name in sharded_by_xla(a.functions)))
+            if name not in compiled[i] and (turn is None or (is_open[i] and name == turn and name in sharded_by_xla(a.functions)))
         ]
         lowered = (_lower_call(arrays[i], name) for i, name in due)
         if known is None:
@@ -116,8 +120,13 @@ def _compile_in_turns(
         for (i, name), call in zip(due, calls, strict=True):
             compiled[i][name] = call
             if turn is not None:
-                arrays[i] = replace(arrays[i], chosen={**choices(arrays[i].functions, turn, call), **arrays[i].chosen})
+                chosen = choices(arrays[i].functions, turn, call, layouts=arrays[i].any_layout)
+                arrays[i] = replace(arrays[i], chosen={**chosen, **arrays[i].chosen})
     return compiled
+
+
+_ANY_LAYOUT = ("tpu",)
+"""The platforms on which XLA chooses the layouts of arrays that one program leaves for another."""
 
 
 def _compile_unknown(programs: Iterable[tuple[Place, jax.stages.Lowered]], known: CompiledPrograms) -> list[tuple[Place, str]]:

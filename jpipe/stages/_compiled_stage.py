@@ -22,7 +22,7 @@ Tree = Any
 
 
 def sharded_by_xla(f: StageFunctions) -> dict[str, Op]:
-    """Return the ops that leave arrays for a later op, by the name of their call. XLA chooses the shardings in this order."""
+    """Return the ops that leave arrays for a later op, by the name of their call. XLA chooses shardings and layouts in this order."""
     return {name: op for name, op in ops_of_stage(f).items() if {"residuals", "stash"} & {*op.leaves}}
 
 
@@ -138,9 +138,9 @@ class CompiledStage:
         return max((a.temp_size_in_bytes for a in analyses if a is not None), default=0)
 
 
-def choices(f: StageFunctions, name: str, call: jax.stages.Compiled) -> dict[str, Sequence[Any]]:
-    """Return the shardings that XLA chose for the results of a call in `sharded_by_xla`, in the form of `Arrays.chosen`."""
-    result, _ = call.output_shardings
+def choices(f: StageFunctions, name: str, call: jax.stages.Compiled, *, layouts: bool = False) -> dict[str, Sequence[Any]]:
+    """Return what XLA chose for the results of a call in `sharded_by_xla`, in the form of `Arrays.chosen`."""
+    result, _ = call.output_formats if layouts else call.output_shardings
     op = sharded_by_xla(f)[name]
     if name not in ops_by_call():
         return {name: result[op.leaves.index("stash")]}

@@ -42,7 +42,7 @@ def _call(a: Arrays, whole: Op, number: int) -> Call:
     stage, op = StageInParts.of(a.functions), op_of_part(whole, number, len(a.functions.stage.sum_parts))
     reads = (_held(a, whole.function, number, a.read_by(whole.reads)),) if number else a.read_by(whole.reads)
     sums, scale = stage.accumulators(a.accumulators, number), None if a.scale is None else a.scale.value
-    results = {"state": a.changed, "gradient": a.gradient, "accumulators": sums, "stash": None}
+    results = {"state": a.changed, "gradient": a.gradient, "accumulators": sums, "stash": a.open}
     left = tuple(results[kind] for kind in op.leaves)
     inputs = a.params, *reads, sums, a.rng, scale
     return Call(partial(stage.backward(whole.function).run, op, number), (1 + len(reads),), inputs, left if len(left) > 1 else left[0])

@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 
 from jpipe.model.jaxprs._dependence import calls_host, is_literal, reached
 from jpipe.model.jaxprs._wanted import evaluate_wanted
@@ -64,11 +65,14 @@ class Residuals:
         return outputs, vjp
 
     def saved(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
-        """Select the leaves of the VJP that the forward must return: each array once, in order of first use."""
+        """Select the leaves of the VJP that the forward must return: each array once, in order of first use, without dims of size one.
+
+        With such a dim TPUs keep an array in other tiles than they compute in, so the forward and the backward would copy it.
+        """
         saved: dict[int, Any] = {}
         for source, leaf in zip(self.sources, leaves, strict=True):
-            if source.kind == "saved":
-                saved.setdefault(source.position, leaf)
+            if source.kind == "saved" and source.position not in saved:
+                saved[source.position] = jnp.squeeze(leaf)
         return tuple(saved.values())
 
     def keep(self, arguments: Tree, outputs: Tree) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -105,7 +109,12 @@ class Residuals:
             leaf if source.kind == "weights" else leaves_of_kind[source.kind][source.position]
             for leaf, source in zip(again, self.sources, strict=True)
         ]
-        return jax.tree.unflatten(jax.tree.structure(self.results[1]), leaves)
+        specs, structure = jax.tree.flatten(self.results[1])
+        shaped = [
+            leaf.reshape(spec.shape) if source.kind == "saved" else leaf
+            for leaf, spec, source in zip(leaves, specs, self.sources, strict=True)
+        ]
+        return jax.tree.unflatten(structure, shaped)
 
 
 def find_residuals(forward: Callable[..., tuple[Tree, Any]], params: Tree, arguments: Tree, rng: Tree) -> Residuals:

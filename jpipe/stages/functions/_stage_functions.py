@@ -489,7 +489,7 @@ class StageFunctions:
     @cached_property
     def _forward_spec(self) -> Any:
         (y, new_state), vjp = self.residuals.results
-        return y, self.changed.part(new_state), self.residuals.saved(jax.tree.leaves(vjp))
+        return y, self.changed.part(new_state), jax.eval_shape(self.residuals.saved, jax.tree.leaves(vjp))
 
     @cached_property
     def _gradients_spec(self) -> Tree:
