@@ -57,6 +57,8 @@ def test_the_products_are_those_of_the_model(target):
     wide = [kernel for kernel in programs[0, "forward"].kernels if kernel.flops == 2 * TOKENS * SIZES.width * 4 * SIZES.width]
     assert len(wide) == 2  # of the block's MLP
     assert all("/models/transformer.py:" in kernel.source for kernel in wide)
+    scores = 4 * SIZES.rows * SIZES.heads * SIZES.sequence**2
+    assert not [kernel for kernel in programs[0, "forward"].kernels if kernel.kind == "copy" and kernel.bytes >= scores / 2]
     if target.platform == "cuda":  # a TPU keeps some of it in its fast memory
         weights, narrow = 4 * SIZES.width * 4 * SIZES.width, 2 * TOKENS * SIZES.width
         assert wide[0].bytes == weights + 5 * narrow  # the other one is cut along its long side, and writes more

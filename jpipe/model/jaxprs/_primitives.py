@@ -1,6 +1,10 @@
 """Names of primitives by kind, and policies of `jax.checkpoint` that save all results except from elementwise operations."""
 
+import math
+from collections.abc import Callable
 from typing import Any
+
+import jax.numpy as jnp
 
 _LOGIC = "and eq ge gt is_finite le lt ne not or select_n xor"
 _ARITHMETIC = (
@@ -21,6 +25,8 @@ REPEATABLE |= {"atan2", "dynamic_slice", "full_like", "imag", "random_unwrap", "
 """Primitives that the second half of a backward may repeat: elementwise operations, layouts and reductions."""
 SIZELESS = _COMMON | _FUNCTIONS | {"copy_p", "real"}
 """Elementwise primitives with parameters that do not depend on shapes."""
+_OF_MASKED_SCORES = _LAYOUT | _REDUCING | frozenset(_LOGIC.split())
+_OF_MASKED_SCORES |= frozenset(["add", "convert_element_type", "div", "max", "mul", "stop_gradient", "sub"])
 _ELEMENTWISE = _COMMON | _LAYOUT | _SHIFTS | _FUNCTIONS | _MORE_FUNCTIONS | _RARE
 
 
@@ -46,3 +52,34 @@ def all_but_elementwise_on_gpu(primitive: Any, *operands: Any, **params: Any) ->
         return bool(params["new_dtype"].itemsize < operands[0].dtype.itemsize)
     is_of_rows = primitive.name in ("reduce_max", "reduce_sum") and params["axes"] == (operands[0].ndim - 1,)
     return not is_of_rows and all_but_elementwise(primitive)
+
+
+def all_but_elementwise_on_tpu() -> Callable[..., bool]:
+    """Return a policy for one stage on a TPU, the same as `all_but_elementwise` except for a softmax of a product, as in attention.
+
+    Of such a softmax it saves the exponentials, which are as large as the product, and no maxima. Then the backward needs neither the
+    product nor the maxima, and XLA computes product, maxima, exponentials and sums in one kernel. If something else than masks, factors and
+    changes of layout is between the product and the softmax, or a cast, the product is saved: the backward may need it, or it is smaller.
+    """
+    scores = 0  # the bytes of the last product, until an operation follows that is not in the softmax of attention
+
+    def saves(primitive: Any, *operands: Any, **params: Any) -> bool:
+        nonlocal scores
+        name = primitive.name
+        if name == "dot_general":
+            scores = _product_bytes(params, *operands)
+        elif name in ("exp", "reduce_max") and math.prod(operands[0].shape) * operands[0].dtype.itemsize == scores:
+            return name == "exp"
+        elif name not in _OF_MASKED_SCORES:
+            scores = 0
+        return all_but_elementwise(primitive)
+
+    return saves
+
+
+def _product_bytes(params: Any, left: Any, right: Any) -> int:
+    """Return the bytes of the result of a `dot_general`."""
+    (contracted, _), (_, batch) = params["dimension_numbers"]
+    summed, together = math.prod(left.shape[i] for i in contracted), math.prod(right.shape[i] for i in batch)
+    dtype = jnp.dtype(params["preferred_element_type"] or left.dtype)
+    return math.prod(left.shape) // summed * (math.prod(right.shape) // summed // together) * dtype.itemsize if summed else 0

@@ -144,6 +144,23 @@ def test_on_gpus_elementwise_does_not_keep_the_maximum_and_the_sum_of_a_softmax(
     running.check_close(trained["gpu"], trained["cpu"])
 
 
+@pytest.mark.parametrize(("between", "on_tpus"), [(lambda x: x / 3, [1, 1]), (jnp.tanh, [2, 1])], ids=["scaled", "capped"])
+def test_on_tpus_elementwise_keeps_the_exponentials_of_a_softmax_in_place_of_its_product(between, on_tpus, float64):
+    """And no maxima. If the backward needs the product, too, it keeps the product and the maxima. The results are the same."""
+    layers = {"a": models.dense(WIDTH, between), "b": jax.nn.softmax, "c": models.dense(WIDTH)}
+    plan = models.cut([*layers], (2, 1), microbatches=2, schedule="gpipe", recompute="elementwise")
+    batches, counts, trained = models.masked_batches(2, 2, rows=ROWS, width=WIDTH, dtype=np.float64), {}, {}
+    for platform in ("cpu", "tpu"):
+        with tracing_for(platform):
+            pipe = Pipeline(LayerStack(layers), plan, models.masked_squares, models.momentum())
+            f = pipe.stage_functions(batches[0])[0]
+            saved = jax.eval_shape(f.forward, f.specs.params, *f.specs.arguments, f.specs.rng)[2]
+            counts[platform] = [sum(leaf.size == size for leaf in jax.tree.leaves(saved)) for size in (ROWS, ROWS * WIDTH)]
+            trained[platform] = running.train(pipe, batches)
+    assert counts == {"cpu": [2, 1], "tpu": on_tpus}
+    running.check_close(trained["tpu"], trained["cpu"])
+
+
 def test_on_gpus_elementwise_keeps_what_is_cast_to_a_smaller_dtype():
     """Products read it, so the forward writes it anyway. The results are the same."""
     layers = {"a": models.dense(WIDTH), "b": lambda x: jnp.exp(x).astype(jnp.bfloat16), "c": models.dense(HIDDEN), "d": models.dense(WIDTH)}
