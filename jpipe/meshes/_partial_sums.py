@@ -189,7 +189,17 @@ class PartialSums:
         return [Parts(value) if is_late else value for value, is_late in zip(results, late, strict=True)]
 
     def _each(self, equation: Any, operands: list[Any]) -> list[Parts]:
-        """Apply an operation to each part."""
+        """Apply an operation to each part.
+
+        With one operand each device applies it to its part without the first dim, because XLA then fuses a transposition with its product.
+        """
+        if len(operands) == 1 and isinstance(operands[0], Parts):
+
+            def local(part: Any) -> list[Any]:
+                return [result[None] for result in bind(equation, [part[0]])]
+
+            spec = PartitionSpec(self.axes)
+            return list(map(Parts, self._on_devices(local, (spec,), spec)(operands[0].arrays)))
         arrays = {i: getattr(value, "arrays", value) for i, value in enumerate(operands) if not is_literal(equation.invars[i])}
         axes = tuple(0 if isinstance(operands[i], Parts) else None for i in arrays)
 
