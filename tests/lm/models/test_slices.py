@@ -136,3 +136,10 @@ def test_experts_without_losses_of_whole_rows_have_the_numbers_of_whole_rows(pac
 def test_what_needs_whole_rows_is_refused(config, words):
     with pytest.raises(InputError, match=words), jax.enable_x64(True), LENIENT():
         trained(of(**config), packed=True, slices=2)
+
+
+def test_attention_in_blocks_keeps_only_queries_keys_and_values():
+    config = ModelConfig(depth=1, width=8, heads=2, seq_len=64, attention="blockwise")
+    q, *slices = (np.ones((1, 16, 2, 4), np.float32) for _ in range(4))
+    _, backward = jax.vjp(lambda q, slices: attention.attend_after(q, slices, config), q, tuple((each, each) for each in slices))
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(backward)) == (1 + 2 * len(slices)) * q.nbytes

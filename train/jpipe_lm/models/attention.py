@@ -109,6 +109,8 @@ def attend_after(q: Float[Array, "b s h d"], slices: Sequence[tuple[Any, ...]], 
         config: the config of the block.
     """
     masked = Masked(True, config.window)
+    most = queries_of_block(q.shape[0] * q.shape[2] * sum(k.shape[1] for k, *_ in slices))
+    is_in_blocks = config.attention == "blockwise" or most < q.shape[1]
 
     def attend(q: Any, slices: Any) -> Any:
         k, v, *segments = (jnp.concatenate(parts, axis=1) for parts in zip(*slices, strict=True))
@@ -121,10 +123,9 @@ def attend_after(q: Float[Array, "b s h d"], slices: Sequence[tuple[Any, ...]], 
             return _masked(config, q, k, v, mask & same_segment(*own, *segments) if segments else mask)
 
         own = [whole[:, first:] for whole in segments]
-        block = queries_of_block(rows * heads * k.shape[1])
-        if config.attention != "blockwise" and block >= length:
+        if not is_in_blocks:
             return attend_to(jnp.arange(length), q, own)
-        count = -(-length // min(block, length))
+        count = -(-length // min(most, length))
         block = -(-length // count)
 
         def in_blocks(x: Any) -> Any:
@@ -135,7 +136,8 @@ def attend_after(q: Float[Array, "b s h d"], slices: Sequence[tuple[Any, ...]], 
         outputs = jax.lax.map(lambda given: of_block(*given), (jnp.arange(count), in_blocks(q), jax.tree.map(in_blocks, own)))
         return outputs.swapaxes(0, 1).reshape(rows, count * block, heads, size)[:, :length]
 
-    return jax.checkpoint(attend, policy=_all_but_joined, prevent_cse=False)(q, tuple(entry[:3] for entry in slices))
+    policy = jax.checkpoint_policies.nothing_saveable if is_in_blocks else _all_but_joined  # the policy also holds inside of blocks
+    return jax.checkpoint(attend, policy=policy, prevent_cse=False)(q, tuple(entry[:3] for entry in slices))
 
 
 def _all_but_joined(primitive: Any, *_: Any, **__: Any) -> bool:
