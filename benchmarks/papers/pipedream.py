@@ -319,7 +319,7 @@ def figure_15() -> list[Table]:
         partition = stages.best_cuts(problem, replicas_of("VGG-16", "4 × 4 A", name))
         assert partition is not None, "fewer layers than stages"
         pairs[name] = size / partition.seconds, size * _throughput(profile, problem, partition)
-    rows = [(name, f"{one:.0f}", f"{other:.0f}", f"{other / one - 1:+.0%}") for name, (one, other) in pairs.items()]
+    rows = [(name, f"{one:.0f}", f"{other:.0f}", f"{other / one - 1:+z.0%}") for name, (one, other) in pairs.items()]
     predicted, simulated = zip(*pairs.values(), strict=True)
     rows.append(("correlation", "", "", f"{statistics.correlation(predicted, simulated):.3f}"))
     return [Table("figure 15", ("stages", "predicted: samples/s", "simulated: samples/s", "difference"), rows)]
