@@ -139,7 +139,8 @@ def test_programs_of_all_schedules_are_verified_and_hold_what_their_schedule_say
         except InputError as error:
             assert not SCHEDULES[schedule].flushes, error  # noqa: PT017
             continue
-        prediction, counted, rules = simulate(lower(plan, 4)), plan.counted, SCHEDULES[schedule]
+        rules = SCHEDULES[schedule]
+        prediction, counted = simulate(lower(plan, 2 if rules.flushes else 4)), plan.counted
         batches, of_stages = 1 if rules.flushes else 8, [plan.workers[w][0] for w in range(len(plan.workers))]
         alive = [max(a for a, s in zip(prediction.versions_alive, of_stages, strict=True) if s == stage) for stage in range(d)]
         assert all(each <= rules.versions_alive(counted, s) for s, each in enumerate(alive))
@@ -193,14 +194,13 @@ def test_shared_parameters_norms_and_loss_scales(schedule, m, options):
 
 
 def test_norms_and_shared_gradients_follow_the_rows_without_a_flush():
-    for schedule, chunks, slices, replicas in itertools.product(("pipedream", "pipedream_2bw"), (1, 2, 3), (2, 3, 5), (1, 2)):
-        fields = {"vertical_sync": True} if schedule == "pipedream" else {}
-        for ranks in (1, 2, 3):
+    schedules = {"pipedream": {"vertical_sync": True}, "pipedream_2bw": {}}
+    for schedule, chunks, slices, replicas in itertools.product(schedules, (1, 2), (2, 5), (1, 2)):
+        for ranks in (2, 3):
             d, m = ranks * chunks, 2 * ranks * replicas
-            layers = [f"layer{s}" for s in range(d)]
-            plan = Plan.even(layers, d, schedule, m, chunks_per_rank=chunks, slices=slices, replicas=replicas, **fields)
-            groups = ((0, d - 1),) if d > 1 else ()
-            simulate(lower(plan, 5, global_norm=True, shared_parameters=groups))
+            fields = {"chunks_per_rank": chunks, "slices": slices, "replicas": replicas, **schedules[schedule]}
+            plan = Plan.even([f"layer{s}" for s in range(d)], d, schedule, m, **fields)
+            simulate(lower(plan, 5, global_norm=True, shared_parameters=((0, d - 1),)))
 
 
 def test_costs_are_those_of_each_slice_and_of_the_mean_slice():
