@@ -16,6 +16,8 @@ from jpipe_planner.machine.compiling import bytes_beyond_memory
 from jpipe_planner.machine.roofline import Rates, read_kernels
 from jpipe_planner.profile.model import Meter, Model, StageCosts
 
+__all__ = ["KINDS", "compile_program"]
+
 Kind = Literal["forward", "backward"]
 KINDS: tuple[Kind, ...] = ("forward", "backward")
 _Ids = tuple[str, ...]

@@ -16,6 +16,7 @@ from jpipe_planner.machine.attached import Attached
 from jpipe_planner.machine.roofline import Kernel
 from jpipe_planner.machine.targets import find_target, known_targets
 from jpipe_train import cli
+from jpipe_train.plan import longest_rows
 from jpipe_train.plan import roofline as rooflines
 
 ROOT = Path(__file__).parents[3]
@@ -90,6 +91,26 @@ def test_the_attached_device_is_written_once(printed, tmp_path, monkeypatch):
     monkeypatch.setattr(jpipe_train.plan.target, "attached_target", lambda: Attached("text\n", "b1", "B1", ""))
     assert "the table has no B1: add its peak FLOP/s to 'flops' in the file" in printed("target", "--here", "--out", "mine.yaml")[0]
     assert sorted(path.name for path in tmp_path.glob("*.yaml")) == ["h100-80gb.yaml", "mine.yaml"]
+
+
+def test_the_longest_rows_fit_and_twice_as_long_ones_do_not(printed, of_this_machine, config, monkeypatch):
+    """The target has 1 MB for a plan."""
+    monkeypatch.setattr(longest_rows, "LENGTHS", (32, 64))
+    monkeypatch.setattr(longest_rows, "STEP", 8)
+    monkeypatch.setattr(longest_rows, "SLICES", (None, 4))
+    words = "--set", "plan.schedule=pipedream_flush", "--set", "model.max_positions=4096"
+    out, err, code = printed("target", of_this_machine, "--longest-rows", config, *words)
+    assert (err, code) == ("", 0)
+    rows = {line.split()[0]: [int(word.replace(",", "")) for word in line.split()[1:]] for line in out.splitlines()[2:4]}
+    assert list(rows) == ["1", "4"]
+    assert rows["4"][1] > rows["1"][1] > 0
+    tokens, slices, policy = re.search(r"compiled: ([\d,]+) tokens in (\d) slices with recompute (\w+) need", out).groups()
+    for times, fits in ((1, True), (2, False)):
+        changes = f"model.seq_len={times * int(tokens.replace(',', ''))}", f"plan.slices={slices}", f"plan.recompute={policy}"
+        simulated = printed(
+            "simulate", config, "--target", of_this_machine, *words, *(word for change in changes for word in ("--set", change))
+        )
+        assert ("every rank fits" in simulated[0]) == fits
 
 
 @pytest.mark.parametrize(

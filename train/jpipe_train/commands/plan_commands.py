@@ -58,6 +58,7 @@ def target(
     here: Flag = False,
     out: OptionalFile = None,
     roofline: Annotated[str | None, tyro.conf.arg(metavar="CONFIG")] = None,
+    longest_rows: Annotated[str | None, tyro.conf.arg(metavar="CONFIG")] = None,
     overrides: Overrides = (),
     allow_code: Flag = False,
     json: Flag = False,
@@ -70,11 +71,14 @@ def target(
         out: The file that --here writes; it must not exist. By default it is named after the device, in the current folder.
         roofline: Compile the stages of this config's plan for NAME, and show the bytes, FLOPs and least seconds of each program, its most
             expensive kernels, and the same train step as one program. Nothing is run.
-        overrides: With --roofline, replace one key of the config, such as plan.recompute=none.
-        allow_code: With --roofline, import and run the functions that the config names, as in train.
+        longest_rows: Find how many tokens the rows of this config may have, so that the stages of its plan fit into the memory of NAME, by
+            number of slices and recomputation. Nothing is run.
+        overrides: With a config, replace one key of it, such as plan.recompute=none.
+        allow_code: With a config, import and run the functions that it names, as in train.
         json: With --roofline, print JSON.
     """
     with interrupt.importing():
+        import jpipe_train.plan.longest_rows as longest
         import jpipe_train.plan.roofline as rooflines
         import jpipe_train.plan.target as targets
 
@@ -82,12 +86,18 @@ def target(
         raise jpipe.InputError(where="target", expected="a name or --here", found=f"both '{name}' and --here", change="remove one of them")
     if out is not None and not here:
         raise jpipe.InputError("target: --out has no effect without --here; did you mean jpipe target --here?")
-    if roofline is None and (overrides or allow_code or json):
+    config = roofline or longest_rows
+    if roofline is not None and longest_rows is not None:
+        raise jpipe.InputError("target: --roofline and --longest-rows are two questions; ask one at a time")
+    if (config is None and (overrides or allow_code)) or (roofline is None and json):
         raise jpipe.InputError("target: --set, --allow-code and --json have no effect without --roofline; add --roofline CONFIG")
-    if roofline is not None and name is None:
-        raise jpipe.InputError("target: --roofline needs the name of a target; did you mean jpipe target h100-80gb --roofline CONFIG?")
+    if config is not None and name is None:
+        option = "--roofline" if roofline else "--longest-rows"
+        raise jpipe.InputError(f"target: {option} needs the name of a target; did you mean jpipe target h100-80gb {option} CONFIG?")
     if roofline is not None and name is not None:
         lines = rooflines.main(name, roofline, overrides, allow_code=allow_code, as_json=json)
+    elif longest_rows is not None and name is not None:
+        lines = longest.main(name, longest_rows, overrides, allow_code=allow_code)
     else:
         lines = targets.write_here(out) if here else targets.listing() if name is None else targets.description(name)
     print("\n".join(map(printable, lines)))
