@@ -17,7 +17,7 @@ def profile(positions=4096, work=(0.5, 0.5), residuals=10**6) -> Profile:
 
 
 def topology(memory=0.5e9):
-    """Return four devices, each of which holds two layers with their gradients, not eight."""
+    """Return four devices. Each has memory for two layers with their gradients, not for eight."""
     return Topology.flat(4, 1e9, memory=memory)
 
 
