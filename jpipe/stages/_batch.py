@@ -209,7 +209,7 @@ def describe_shapes(specs: Sequence[Tree]) -> str:
 
 
 class Repeated:
-    """An array whose rows from `first` on are repeated in turn.
+    """An array that repeats its rows from `first` on in turn.
 
     Args:
         leaf: an array, or any object with a shape, a dtype and slices of rows.
