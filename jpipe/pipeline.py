@@ -3,7 +3,6 @@
 import contextlib
 import importlib
 import logging
-import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -186,7 +185,7 @@ class Pipeline:
         self._builder = StageBuilder(self.stack, plan, loss, optimizer, precision, self.ema_decay, self.delay_factor, arguments)
         self._bucket_built: Bucket | None = None  # the last one, because tracing the slices of rows takes long
         self._steps: Steps | None = None
-        self._begun: tuple[jax.Array, Batch] | None = None  # the key and the shapes of a batch of the last `init` or `restore`
+        self._begun: tuple[jax.Array, Batch, Sequence[Batch]] | None = None  # the key, the shapes of a batch and buckets of the last start
         self._executor: Executor | None = None  # set when `init` or `restore` has compiled
 
     def __repr__(self) -> str:
@@ -268,7 +267,7 @@ class Pipeline:
         initializers = executor.initializers
         missing = [each for each in places if is_fresh(initial[each[0]]) and each not in initializers]
         initializers.update(compile_initializers(self.stack, specs, missing))
-        self._begun = key, microbatch_spec(batch, 1)
+        self._begun = key, microbatch_spec(batch, 1), [microbatch_spec(bucket, 1) for bucket in buckets]
         return self._start(executor, [fresh_worker(stage, initializers, key, initial) for stage in executor.stages.values()], 0)
 
     @isolated_context()
@@ -302,7 +301,7 @@ class Pipeline:
         """
         key, at = as_key(key), checked_batch("at", at)
         executor = self._compile(batch, buckets, {"key": _bits(key), "first batch": str(at)})
-        self._begun = key, microbatch_spec(batch, 1)
+        self._begun = key, microbatch_spec(batch, 1), [microbatch_spec(bucket, 1) for bucket in buckets]
         workers = [restored_worker(self.plan, w, stage, layers, at, key, fresh_optimizer) for w, stage in executor.stages.items()]
         return self._start(executor, workers, at)
 
@@ -361,10 +360,18 @@ class Pipeline:
         Raises:
             InputError: an error of `snapshot`, or of `jpipe.checkpoints.save`, which lists further errors.
         """
+        if not isinstance(state, State):
+            raise InputError(where="save", key="state", expected="a state of this pipeline", found=type(state).__name__)
         _checkpoints().save(folder, self.snapshot(state), facts=facts, keep=keep)
 
     def load(
-        self, folder: str | Path, key: jax.Array | None = None, batch: Batch | None = None, *, step: SupportsIndex | None = None
+        self,
+        folder: str | Path,
+        key: jax.Array | None = None,
+        batch: Batch | None = None,
+        *,
+        step: SupportsIndex | None = None,
+        buckets: Sequence[Batch] = (),
     ) -> State:
         """Return the state of a checkpoint of `save`, or of a run of `jpipe train`. The run continues as if it had not ended, bit for bit.
 
@@ -373,8 +380,9 @@ class Pipeline:
         Args:
             folder: the folder of the run.
             key: the random key of the run, as passed to `init`; by default the key of the last `init` or `load` of this pipeline.
-            batch: as in `init`; by default the batch of the last `init` or `load`.
+            batch: as in `init`; by default the batch and the buckets of the last `init` or `load`.
             step: the number of batches before the checkpoint; None: the newest complete checkpoint.
+            buckets: as in `init`, if `batch` is given.
 
         Raises:
             InputError: `key` or `batch` is missing, and neither `init` nor `load` was called; there is no such checkpoint; or an error of
@@ -383,8 +391,10 @@ class Pipeline:
         if key is None or batch is None:
             if self._begun is None:
                 raise InputError("load: this pipeline has not been initialized; give the key and a batch, as for init", where="pipe")
-            key, batch = self._begun[0] if key is None else key, self._begun[1] if batch is None else batch
-        state: State | None = _checkpoints().load(self, folder, key, batch, None if step is None else operator.index(step))
+            key = self._begun[0] if key is None else key
+            batch, buckets = self._begun[1:] if batch is None else (batch, buckets)
+        at = None if step is None else checked_batch("load", step)
+        state: State | None = _checkpoints().load(self, folder, key, batch, at, buckets=buckets)
         if state is None:
             raise InputError("there is no complete checkpoint; call init to begin a run", where=str(folder))
         return state

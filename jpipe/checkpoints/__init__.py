@@ -67,6 +67,10 @@ def save(
         InputError: `folder` cannot be used, `snapshot` is not complete, `keep` is below 1, or another process has finished.
     """
     _check(snapshot, keep)
+    try:
+        json.dumps(facts)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{error}; give numbers, texts, lists and dicts of Python", where="facts") from None
     processes = processes or join_processes()
     run, step, index = run_folder(folder), snapshot.batch, 0 if processes is None else processes.index
     if processes is not None and index > 0:

@@ -27,7 +27,7 @@ EXCLUSIONS = (
         "the correction assumes that every batch makes an update",
         "use more microbatches instead",
     ),
-    Exclusion("stash", "offload", "host memory keeps the versions that backwards read"),
+    Exclusion("stash", "offload.versions", "host memory keeps the versions that backwards read"),
     *(exclusion for option in OPTIONS for exclusion in option.exclusions),
 )
 """All exclusions. The folders of capabilities declare their own."""

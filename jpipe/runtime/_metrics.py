@@ -269,9 +269,10 @@ class MetricsExchange:
         @functools.cache
         def read() -> list[Any]:
             words = "the loss of an evaluation"
-            received = [_receive(processes, topic, self._devices[w].process_index, words) for w, topic in zip(last, topics, strict=True)]
+            sources = zip(last[:count], topics[:count], strict=True)  # replicas without a microbatch send nothing
+            received = [_receive(processes, topic, self._devices[w].process_index, words) for w, topic in sources]
             rows = [np.array(numbers, jax.dtypes.canonicalize_dtype(np.float64)).reshape(-1, 1 + len(names), 2) for numbers in received]
-            return [rows[k % len(rows)][k // len(rows)] for k in range(count)]
+            return [rows[k % len(last)][k // len(last)] for k in range(count)]
 
         @functools.cache
         def means() -> list[tuple[float, float]]:

@@ -38,7 +38,7 @@ OTHER_NAMES: Mapping[str, str] = MappingProxyType(
         "1f1b": "pipedream_flush",
         "interleaved": "interleaved_1f1b",
         "vpp": "interleaved_1f1b",
-        "breadth_first": "looped_bfs",
+        "bfs": "looped_bfs",
         "zbv_zero_bubble": "zb_v",
         "2bw": "pipedream_2bw",
     }
@@ -59,6 +59,8 @@ def name_of(name: str) -> str:
         >>> [name_of(name) for name in ("1F1B", "ZBH1", "Interleaved1F1B", "gpipe")]
         ['pipedream_flush', 'zb_h1', 'interleaved_1f1b', 'gpipe']
     """
+    if not isinstance(name, str):
+        raise InputError(where="schedule", expected="the name of a schedule", found=short(name))
     names = {**dict(zip(_BY_NAME, _BY_NAME, strict=True)), **OTHER_NAMES}
     found = name if name in _BY_NAME else {_plain(known): schedule for known, schedule in names.items()}.get(_plain(name))
     if found is None:
@@ -67,7 +69,7 @@ def name_of(name: str) -> str:
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"[\s_-]", "", name.lower())
+    return re.sub(r"^schedule|[\s_-]", "", name.lower())  # torch calls its classes Schedule1F1B and so on
 
 
 def register(schedule: Schedule) -> Schedule:

@@ -20,7 +20,6 @@ OF_PLANS = {
     "agree": {"agree": {"every": 2}},
     "slices": {"slices": 2},
     "stash": {"stash": False, "replicas": 1, "vertical_sync": False},
-    "offload": {"offload": {"optimizer": "all"}},
     "offload.versions": {"offload": {"versions": "all"}},
     "offload.residuals": {"offload": {"residuals": [1]}},
     "offload.stash": {"offload": {"stash": "all"}},

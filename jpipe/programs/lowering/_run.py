@@ -291,9 +291,8 @@ class Run:
                     return False
                 begins, worker.read = max(begins, whole), version
             worker.in_flight.append(version)
-            if not self.plan.stash and version > worker.oldest:  # the first forwards after a drain read an older version than backwards
-                self.updates.write_release(begins, worker.number, worker.oldest)
-                worker.oldest = version
+            if not self.plan.stash:
+                self._release_before(worker, version)
             if effect.loads:
                 self._load(begins, worker, k)
         of_rank.clock = begins
@@ -414,13 +413,20 @@ class Run:
             self.updates.write_release(worker.clock, w, dead)
 
     def _update_in_place(self, worker: Worker, k: int) -> None:
-        """Without a stash, update after the last backward of a batch, and retire the old version unless the next forward reads it."""
+        """Without a stash, update after the last backward of a batch, in place unless the next forward reads the old version."""
         if worker.backwards % self.each[worker.stage] == 0:
             following = self.version(self.plan, worker.stage, worker.backwards + len(worker.in_flight))
-            dead = worker.oldest if following > worker.oldest else None
-            self.updates.write_update(worker.clock, worker.number, k // self.every[worker.stage], dead)
+            is_last = worker.oldest == worker.updates < following  # the old version is the only one, and no forward reads it any more
+            self.updates.write_update(worker.clock, worker.number, worker.updates, worker.updates if is_last else None)
             worker.updates += 1
-            worker.oldest += dead is not None
+            worker.oldest += is_last
+            self._release_before(worker, following)
+
+    def _release_before(self, worker: Worker, version: int) -> None:
+        """Without a stash, release the versions before the one that the next forward reads: a drain keeps them."""
+        while worker.oldest < version:
+            self.updates.write_release(worker.clock, worker.number, worker.oldest)
+            worker.oldest += 1
 
     def _update_all(self) -> None:
         """Write all pending updates when the pipeline is empty, and the instructions of capabilities before them."""

@@ -9,7 +9,7 @@ PYTORCH = {  # the classes of torch.distributed.pipelining that jpipe has
     "GPipe": "gpipe",
     "1F1B": "pipedream_flush",
     "Interleaved1F1B": "interleaved_1f1b",
-    "LoopedBFS": "looped_bfs",
+    "ScheduleLoopedBFS": "looped_bfs",
     "InterleavedZeroBubble": "interleaved_zero_bubble",
     "ZBVZeroBubble": "zb_v",
     "DualPipeV": "dualpipe_v",
