@@ -411,18 +411,21 @@ def pipeline_in_flight(plan: Shape, s: int) -> int:
 
     Without replicas and `extra_in_flight` n_s is d - s. `max_in_flight` lowers all n_s in proportion, so that no n_s is larger than this
     option. It also keeps (n_s - 1) r_s from growing along the stages: otherwise a stage would wait for microbatches that the previous stage
-    must not begin. The first backward of rows in S slices follows the forwards of all slices, so n_s is larger by S - 1.
+    must not begin. The first backward of rows in S slices follows the forwards of all slices, so n_s is larger by S - 1, and where the next
+    stage has more replicas, all of them need a whole row.
     """
-    return _all_in_flight(plan.replicas, plan.options.extra_in_flight, plan.options.max_in_flight)[s] + plan.row_slices - 1
+    return _all_in_flight(plan.replicas, plan.options.extra_in_flight, plan.options.max_in_flight, plan.row_slices)[s]
 
 
 @lru_cache(maxsize=64)
-def _all_in_flight(replicas: tuple[int, ...], extra: int, most: int | None) -> tuple[int, ...]:
-    ahead = [1]
+def _all_in_flight(replicas: tuple[int, ...], extra: int, most: int | None, slices: int) -> tuple[int, ...]:
+    ahead, sliced = [1], [slices]
     for after, count in zip(reversed(replicas[1:]), reversed(replicas[:-1]), strict=True):
         ahead.append(1 + -(-ahead[-1] * after // count) + extra)
-    ahead.reverse()
-    return tuple(ahead) if most is None else _limited(replicas, ahead, most)
+        sliced.append(max(ahead[-1] + slices - 1, 1 + -(-sliced[-1] * after // count) + extra))
+    if most is not None:
+        return tuple(n + slices - 1 for n in _limited(replicas, ahead[::-1], most))
+    return tuple(reversed(sliced))
 
 
 def _limited(replicas: tuple[int, ...], ahead: Sequence[int], most: int) -> tuple[int, ...]:

@@ -245,6 +245,9 @@ class Run:
             rows[rank].append(Span(i.op, i.microbatch, i.version, time, time + self.ticks[i.op, s], chunk=chunk))
         notes = [(rank, f"waits for what {op} of microbatch {k} at stage {s} needs") for rank, (op, s, k) in waiting.items()]
         what, grid = f"the order deadlocks, ranks {list(waiting)} wait for each other", format_grid(rows, notes)
+        if plan.row_slices > 1 and len(set(self.replicas)) > 1:
+            expected, found = "slices for which the order does not deadlock", f"replicas {list(self.replicas)} and {plan.row_slices} slices"
+            return InputError(where="plan", key="slices", expected=expected, found=found, change="use equal replicas, or fewer slices")
         if plan.order is None:
             return ProgramError(f"{plan.schedule}: {what}\n{grid}")
         expected = "expected an order in which each computation comes after what it needs, on all ranks"
@@ -416,11 +419,11 @@ class Run:
         """Without a stash, update after the last backward of a batch, in place unless the next forward reads the old version."""
         if worker.backwards % self.each[worker.stage] == 0:
             following = self.version(self.plan, worker.stage, worker.backwards + len(worker.in_flight))
+            self._release_before(worker, min(following, worker.updates))
             is_last = worker.oldest == worker.updates < following  # the old version is the only one, and no forward reads it any more
             self.updates.write_update(worker.clock, worker.number, worker.updates, worker.updates if is_last else None)
             worker.updates += 1
             worker.oldest += is_last
-            self._release_before(worker, following)
 
     def _release_before(self, worker: Worker, version: int) -> None:
         """Without a stash, release the versions before the one that the next forward reads: a drain keeps them."""

@@ -129,3 +129,20 @@ def test_what_it_cannot_be_combined_with_is_refused(fields, message):
 def test_other_schedules_have_no_stash():
     with pytest.raises(InputError, match="stash"):
         Plan.even("abcd", 4, "pipedream_2bw", 4, stash=False)
+
+
+@pytest.mark.parametrize(("depth", "m", "fields"), [(2, 1, {}), (3, 1, {}), (3, 3, {"extra_in_flight": 2})])
+def test_a_drain_shortly_after_another_one_needs_no_further_programs(depth, m, fields):
+    """After a drain several versions are held; the next drain may come before they are released."""
+    plan = Plan.even(models.plain_stack(LAYERS).ids, depth, "pipedream", m, stash=False, **fields)
+    pipe = Pipeline(models.plain_stack(LAYERS), plan, models.squares, optax.sgd(RATE))
+    batches = models.batches_of(8, m * models.ROWS)
+    state = running.fresh(pipe, batches)
+    whole = running.fresh(pipe, batches)
+    for t, batch in enumerate(batches):
+        state, _ = pipe.step(state, batch)
+        if t in (3, 4, 6):
+            state = pipe.drain(state)
+    for batch in batches:
+        whole, _ = pipe.step(whole, batch)
+    running.check_equal(pipe.params(pipe.drain(state)), pipe.params(pipe.drain(whole)))

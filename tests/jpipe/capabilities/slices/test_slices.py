@@ -443,3 +443,18 @@ def test_modules_of_flax_have_a_method_for_the_carry(layer):
     plans = (Plan.even(stack.ids, 3, "pipedream_flush", 2, slices=slices) for slices in (None, 3))
     whole, sliced = (trained(pipeline(plan, stack), models.batches(2, 2)) for plan in plans)
     check_close(sliced, whole, 1e-10)
+
+
+@pytest.mark.parametrize("schedule", ["pipedream_flush", "pipedream_2bw"])
+@pytest.mark.parametrize("replicas", [(1, 2), (2, 1, 4)])
+def test_stages_with_more_replicas_than_the_one_before_them_do_not_deadlock(schedule, replicas):
+    for slices in (3, 4):
+        simulate(lower(Plan.even("abc"[: len(replicas)], len(replicas), schedule, 12, replicas=replicas, slices=slices), 2))
+
+
+def test_an_order_that_deadlocks_is_an_error_with_advice():
+    plan = Plan.even("abc", 3, "pipedream_flush", 6, replicas=(1, 2, 1), slices=5, extra_in_flight=1)
+    with pytest.raises(
+        InputError, match=r"slices: expected slices .* does not deadlock, found replicas \[1, 2, 1\] and 5 slices; use equal"
+    ):
+        lower(plan, 1)
