@@ -43,7 +43,7 @@ def test_later_slices_that_attend_to_more_are_shorter():
 
 @pytest.mark.parametrize(
     ("batch", "changes"),
-    [(128, {}), (90, {}), (2, {"positions": 0}), (2, {"positions": 500})],
+    [(128, {}), (60, {}), (2, {"positions": 0}), (2, {"positions": 500})],
     ids=["the bubble is small", "they gain less than 3%", "rows cannot be cut", "slices would be short"],
 )
 def test_whole_rows_are_chosen_where_slices_gain_little(batch, changes):
