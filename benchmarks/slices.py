@@ -22,7 +22,7 @@ from benchmarks import parts
 from benchmarks.pipelines import Runner, fitted_costs
 from benchmarks.planner.markdown import print_table
 from benchmarks.programs import Program, free_port, python_module, steps_per_second
-from benchmarks.serve import serve, step_by_step
+from benchmarks.serve import serve
 from jpipe_lm.config.model_config import ModelConfig
 from jpipe_lm.models import layers
 from jpipe_train.losses.cross_entropy import loss
@@ -37,9 +37,9 @@ STEPS, ROUNDS = 6, 3
 
 
 def pipeline(name: str, microbatches: int, slices: Any) -> tuple[jpipe.Pipeline, Any]:
-    """Return a pipeline of two stages, and a batch with a row for each microbatch."""
+    """Return a pipeline of two stages, or of four for long rows, and a batch with a row for each microbatch."""
     stack, config = layers.layers(MODELS[name], 1024 if name == "long" else None), MODELS[name]
-    plan = jpipe.Plan.even(stack.ids, 2, "pipedream_flush", microbatches, slices=slices)
+    plan = jpipe.Plan.even(stack.ids, 4 if name == "long" else 2, "pipedream_flush", microbatches, slices=slices)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (microbatches, config.seq_len + 1)).astype(np.int32)
     return jpipe.Pipeline(stack, plan, loss, optax.adamw(1e-3)), (tokens[:, :-1], tokens[:, 1:])
 
@@ -52,17 +52,10 @@ def process(name: str, microbatches: int, slices: int, number: int, count: int, 
         jax.distributed.initialize(f"127.0.0.1:{port}", count, number)
     pipe, batch = pipeline(name, microbatches, slices)
     if name == "long":
-        state = pipe.init(jax.random.key(0), batch)
-
-        def step() -> None:
-            nonlocal state
-            state, metrics = pipe.step(state, batch)
-            jax.block_until_ready((state, metrics.losses))
-
-        step()
-        serve(
-            step_by_step(step), predicted=_predicted(pipe, batch).peak_bytes, peak=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        )
+        state, began = pipe.init(jax.random.key(0), batch), time.perf_counter()
+        jax.block_until_ready(pipe.step(state, batch)[0])
+        seconds, peak = time.perf_counter() - began, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        serve(lambda steps: {}, predicted=_predicted(pipe, batch).peak_bytes, peak=peak, seconds=seconds)
     elif count == 1:
         serve(lambda steps: {"costs": [dataclasses.asdict(cost) for cost in fitted_costs(pipe, batch, steps)]})
     else:
@@ -152,27 +145,16 @@ def _cost(fields: dict[str, Any]) -> jpipe.programs.StageCost:
     return jpipe.programs.StageCost(**{**fields, **tuples, "by_slice": tuple(map(_cost, fields["by_slice"])), "passed": ()})
 
 
-def long(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure memory and time of a step on rows of 32,768 tokens."""
+def long(_: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure memory and time of a step on four rows of 32,768 tokens."""
     rows = []
     for slices in (1, 8):
-        with _started("long", 1, slices, 1) as program:
+        with _started("long", 4, slices, 1) as program:
             (fact,) = program.facts(3600)
-            began = time.perf_counter()
-            program.run(1, 3600)
-            seconds = time.perf_counter() - began
-        rows.append({"slices": slices, **fact, "seconds": seconds})
-        print_table(
-            ("slices", "memory of the process", "predicted for each rank", "seconds of a step"),
-            [
-                (
-                    str(slices),
-                    f"{fact['peak'] / 1e9:.2f} GB",
-                    ", ".join(f"{size / 1e9:.2f} GB" for size in fact["predicted"]),
-                    f"{seconds:.0f}",
-                )
-            ],
-        )
+        rows.append({"slices": slices, **fact})
+        sizes = ", ".join(f"{size / 1e9:.2f}" for size in fact["predicted"])
+        head = "slices", "memory of the process", "predicted arrays of each rank, GB", "seconds of a step"
+        print_table(head, [(str(slices), f"{fact['peak'] / 1e9:.2f} GB", sizes, f"{fact['seconds']:.0f}")])
     return rows
 
 

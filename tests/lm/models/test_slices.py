@@ -11,7 +11,7 @@ import jpipe
 from jpipe import InputError
 from jpipe_lm.config.model_config import ModelConfig
 from jpipe_lm.config.tune_config import LoraConfig, TuneConfig
-from jpipe_lm.models import attention
+from jpipe_lm.models import attention, blockwise
 from jpipe_lm.models.layers import layers
 from jpipe_train.assemble.frozen import trains_part
 from jpipe_train.losses.cross_entropy import loss
@@ -97,7 +97,8 @@ def test_adapters_are_trained_as_with_whole_rows():
 
 @pytest.mark.slow
 def test_long_rows_are_computed_in_blocks_and_the_loss_in_chunks(monkeypatch):
-    monkeypatch.setattr(attention, "queries_of_block", lambda keys: 3)
+    monkeypatch.setattr(attention, "LONG", LENGTH)
+    monkeypatch.setattr(blockwise, "queries_of_block", lambda keys: 3)
     with jax.enable_x64(True), LENIENT():
         check_close(trained(of(), 5, slices=2), trained(of(), 5), 1e-10)
 
@@ -109,7 +110,8 @@ def test_long_rows_are_computed_in_blocks_and_the_loss_in_chunks(monkeypatch):
 )
 def test_documents_may_cross_slices(config, options, monkeypatch):
     if block := options.pop("blocks", None):
-        monkeypatch.setattr(attention, "queries_of_block", lambda keys: block)
+        monkeypatch.setattr(attention, "LONG", LENGTH)
+        monkeypatch.setattr(blockwise, "queries_of_block", lambda keys: block)
     with jax.enable_x64(True), LENIENT():
         check_close(trained(of(**config), packed=True, **options), trained(of(**config), packed=True), 1e-10)
 

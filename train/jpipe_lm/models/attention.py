@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jpipe import InputError
-from jpipe.context import traced_platform
+from jpipe.context import traced_platform, traced_positions
 from jpipe_lm.config.model_config import ModelConfig
 from jpipe_lm.models import kernels
-from jpipe_lm.models.blockwise import LONG, Masked, attend_in_blocks, queries_of_block
+from jpipe_lm.models.blockwise import LONG, Masked, attend_in_blocks
 from jpipe_train.losses.cross_entropy import soft_capped, wider
 
 
@@ -100,8 +100,8 @@ def _by_cudnn(q: Any, k: Any, v: Any, segments: Any, masked: Masked, config: Mod
 def attend_after(q: Float[Array, "b s h d"], slices: Sequence[tuple[Any, ...]], config: ModelConfig) -> Float[Array, "b s h d"]:
     """Compute causal attention of the last slice of rows to the keys and values of all slices.
 
-    The backward pass joins keys and values again: they are kept only once, not once for each later slice. If there are many pairs of a
-    query and a key, attention is computed in blocks of queries, and the backward pass recomputes each block.
+    The backward pass joins keys and values again: they are kept only once, not once for each later slice. Attention of long
+    rows is computed in blocks of queries, and the backward pass recomputes each block.
 
     Args:
         q: the queries of the last slice.
@@ -109,34 +109,18 @@ def attend_after(q: Float[Array, "b s h d"], slices: Sequence[tuple[Any, ...]], 
         config: the config of the block.
     """
     masked = Masked(True, config.window)
-    most = queries_of_block(q.shape[0] * q.shape[2] * sum(k.shape[1] for k, *_ in slices))
-    is_in_blocks = config.attention == "blockwise" or most < q.shape[1]
+    positions = traced_positions()
+    is_in_blocks = config.attention == "blockwise" or (positions is not None and positions.length >= LONG)
 
     def attend(q: Any, slices: Any) -> Any:
         k, v, *segments = (jnp.concatenate(parts, axis=1) for parts in zip(*slices, strict=True))
-        rows, length, heads, size = q.shape
-        keys, first = jnp.arange(k.shape[1]), k.shape[1] - length
+        if is_in_blocks:
+            return attend_in_blocks(partial(_masked, config), q, k, v, segments[0] if segments else None, masked)
+        first = k.shape[1] - q.shape[1]
+        mask = masked.pairs(first + jnp.arange(q.shape[1]), jnp.arange(k.shape[1]))[None, None]
+        return _masked(config, q, k, v, mask & same_segment(segments[0][:, first:], segments[0]) if segments else mask)
 
-        def attend_to(at: Any, q: Any, own: Any) -> Any:
-            """Compute attention for queries at these positions of the slice; `own` are their segments, if there are any."""
-            mask = masked.pairs(first + at, keys)[None, None]
-            return _masked(config, q, k, v, mask & same_segment(*own, *segments) if segments else mask)
-
-        own = [whole[:, first:] for whole in segments]
-        if not is_in_blocks:
-            return attend_to(jnp.arange(length), q, own)
-        count = -(-length // min(most, length))
-        block = -(-length // count)
-
-        def in_blocks(x: Any) -> Any:
-            padded = jnp.pad(x, ((0, 0), (0, count * block - length), *[(0, 0)] * (x.ndim - 2)))
-            return padded.reshape(rows, count, block, *x.shape[2:]).swapaxes(0, 1)
-
-        of_block = jax.checkpoint(lambda number, q, own: attend_to(number * block + jnp.arange(block), q, own))
-        outputs = jax.lax.map(lambda given: of_block(*given), (jnp.arange(count), in_blocks(q), jax.tree.map(in_blocks, own)))
-        return outputs.swapaxes(0, 1).reshape(rows, count * block, heads, size)[:, :length]
-
-    policy = jax.checkpoint_policies.nothing_saveable if is_in_blocks else _all_but_joined  # the policy also holds inside of blocks
+    policy = jax.checkpoint_policies.nothing_saveable if is_in_blocks else _all_but_joined
     return jax.checkpoint(attend, policy=policy, prevent_cse=False)(q, tuple(entry[:3] for entry in slices))
 
 

@@ -44,9 +44,9 @@ class Masked:
 def attend_in_blocks(
     core: Core,
     q: Float[Array, "b s h d"],
-    k: Float[Array, "b s k d"],
-    v: Float[Array, "b s k d"],
-    segments: Int[Array, "b s"] | None,
+    k: Float[Array, "b t k d"],
+    v: Float[Array, "b t k d"],
+    segments: Int[Array, "b t"] | None,
     masked: Masked,
     size: int | None = None,
 ) -> Float[Array, "b s h d"]:
@@ -56,24 +56,24 @@ def attend_in_blocks(
 
     Args:
         core: computes the attention of some queries to some keys. Its mask (b or 1, 1, q, t) is True where a query attends to a key.
-        q: the queries.
+        q: the queries, which are at the last s positions.
         k: the keys.
         v: the values.
         segments: the segment of each position. Queries attend only to keys of their own segment.
         masked: the rule that says which keys in its segment a query attends to.
         size: the number of queries of a block; None chooses a number for which a block needs moderate memory.
     """
-    rows, length, heads, _ = q.shape
+    (rows, length, heads, _), before = q.shape, k.shape[1] - q.shape[1]
     if size is None:
-        size = queries_of_block(rows * heads * length)
+        size = queries_of_block(rows * heads * k.shape[1])
     count = -(-length // min(size, length))
     size = -(-length // count)
     fill = count * size - length
     if segments is None:
-        segments = jnp.zeros((1, length), jnp.int32)
+        segments = jnp.zeros((1, k.shape[1]), jnp.int32)
     q, k, v = (jnp.pad(x, ((0, 0), (0, fill), (0, 0), (0, 0))) for x in (q, k, v))
     segments = jnp.pad(segments, ((0, 0), (0, fill)), constant_values=-1)
-    return _in_blocks(_Blocks(core, masked, size, count), q, k, v, segments)[:, :length]
+    return _in_blocks(_Blocks(core, masked, size, count, before), q, k, v, segments)[:, :length]
 
 
 def queries_of_block(keys: int) -> int:
@@ -87,26 +87,27 @@ def queries_of_block(keys: int) -> int:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """The division of attention into `count` blocks of `size` queries. See `attend_in_blocks` for `core` and `masked`."""
+    """The division of attention into `count` blocks of `size` queries, which `before` keys precede. See `attend_in_blocks`."""
 
     core: Core
     masked: Masked
     size: int
     count: int
+    before: int
 
     @property
     def keys(self) -> int:
         """The number of keys that a block reads."""
-        length, window = self.size * self.count, self.masked.window
+        length, window = self.before + self.size * self.count, self.masked.window
         return length if window is None or not self.masked.is_causal else min(length, self.size + window - 1)
 
     def first_key(self, block: Any) -> Any:
         """Return the position of the first key that a block reads."""
-        return jnp.maximum((block + 1) * self.size - self.keys, 0)
+        return jnp.maximum(self.before + (block + 1) * self.size - self.keys, 0)
 
     def compute(self, block: Any, q: Any, k: Any, v: Any, segments: Any) -> Any:
         """Compute the attention of one block, given its queries and the keys that it reads."""
-        start, first = block * self.size, self.first_key(block)
+        start, first = self.before + block * self.size, self.first_key(block)
         pairs = self.masked.pairs(start + jnp.arange(self.size), first + jnp.arange(self.keys))
         own = jax.lax.dynamic_slice_in_dim(segments, start, self.size, 1)
         others = jax.lax.dynamic_slice_in_dim(segments, first, self.keys, 1)
