@@ -23,12 +23,12 @@ ANY_LAYOUT = Format(Layout.AUTO)
 
 
 def shardings_of(specs: Tree) -> Tree:
-    """Return the sharding of each spec of a tree, with the layout if the spec has one. `ANY_LAYOUT` stays as it is."""
+    """Return the sharding of each spec or array of a tree, with the layout if a spec has one. `ANY_LAYOUT` stays as it is."""
 
     def sharding(spec: Any) -> Any:
         if isinstance(spec, Format):
             return spec
-        return spec.sharding if spec.format.layout is None else spec.format
+        return spec.format if isinstance(spec, Spec) and spec.format.layout is not None else spec.sharding
 
     return jax.tree.map(sharding, specs)
 

@@ -494,6 +494,7 @@ def test_plans_agree_or_compress_messages_if_the_option_or_the_config_says_so(fi
 
 
 @pytest.mark.usefixtures("not_compiled")
+@pytest.mark.slow
 def test_all_plans_have_the_slices_of_the_config(files, capsys):
     out = planned(capsys, "tiny.yaml", "--topology=two.yaml", "--set=plan.slices={count: 2, by: cost}", "--out=plan.json")
     plan = jpipe.Plan.from_json(Path("plan.json").read_text())

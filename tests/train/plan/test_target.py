@@ -93,6 +93,7 @@ def test_the_attached_device_is_written_once(printed, tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.glob("*.yaml")) == ["h100-80gb.yaml", "mine.yaml"]
 
 
+@pytest.mark.slow
 def test_the_longest_rows_fit_and_twice_as_long_ones_do_not(printed, of_this_machine, config, monkeypatch):
     """The target has 1 MB for a plan."""
     monkeypatch.setattr(longest_rows, "LENGTHS", (32, 64))
