@@ -129,6 +129,7 @@ def test_the_bubble_is_that_of_slices():
             assert len(prediction.timeline[0]) == 2 * m * slices
 
 
+@pytest.mark.slow
 def test_programs_of_all_schedules_are_verified_and_hold_what_their_schedule_says():
     for schedule, chunks, m, slices, replicas in itertools.product(SCHEDULES, (1, 2, 3), (1, 3, 4, 7), (2, 3, 5), (1, 2)):
         if not SCHEDULES[schedule].takes_slices or SCHEDULES[schedule].refuses_chunks(chunks):
