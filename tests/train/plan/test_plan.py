@@ -176,9 +176,7 @@ def test_the_written_plan_trains_and_is_compared_with_its_prediction(files, caps
 @pytest.mark.usefixtures("no_report")
 def test_auto_profiles_plans_and_trains(files, capsys, monkeypatch):
     seen = []
-    monkeypatch.setattr(
-        profiling, "measure", lambda *model, seconds, progress, precision, ema_decay, delay_correction: seen.append(model) or profile()
-    )
+    monkeypatch.setattr(profiling, "measure", lambda *model, **options: seen.append(model) or profile())
     monkeypatch.setattr(auto, "cores_of", lambda *_: None)
     monkeypatch.setattr(auto, "local_topology", lambda cores: Topology.flat(2, 1e9))
     assert cli.main(["train", "tiny.yaml", "--plan=auto", *MEASURED]) == 0
