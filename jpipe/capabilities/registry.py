@@ -23,6 +23,7 @@ from jpipe.capabilities.shared_parameters.option import OPTION as SHARED_PARAMET
 from jpipe.capabilities.shared_parameters.option import SharedCosts
 from jpipe.capabilities.slices.option import OPTION as SLICES
 from jpipe.capabilities.slices.option import ByCost, Slices, lengths_by_cost, lengths_of
+from jpipe.capabilities.slices.option import Field as SlicesField
 from jpipe.capabilities.sums_in_parts.option import OPTION as SUMS_IN_PARTS
 from jpipe.capabilities.sums_in_parts.option import PartCosts, SumParts
 
@@ -69,7 +70,7 @@ class CapabilityOptions(pydantic.BaseModel):
     shard_optimizer: bool = False
     agree: Agreement | None = None
     offload: HostMemory | None = None
-    slices: Slices | None = None
+    slices: SlicesField = None
 
 
 class StageOptions(

@@ -59,7 +59,8 @@ def _checked(value: Any) -> Any:
     return None if value == 1 or (len(numbers) == 1 and isinstance(value, tuple)) else value
 
 
-Slices = Annotated[int | tuple[int, ...] | ByCost | None, pydantic.BeforeValidator(_checked)]
+Slices = int | tuple[int, ...] | ByCost
+Field = Annotated[Slices | None, pydantic.BeforeValidator(_checked)]
 
 
 def check(plan: "jpipe.Plan") -> None:
