@@ -60,6 +60,7 @@ def _checked(value: Any) -> Any:
 
 
 Slices = int | tuple[int, ...] | ByCost
+"""The slices of rows in a plan: their number, their lengths in positions, or a number of slices that take equally long."""
 Field = Annotated[Slices | None, pydantic.BeforeValidator(_checked)]
 
 
