@@ -61,7 +61,8 @@ def records(file: Path) -> list:
 
 def read_runs(folder: Path) -> list[dict]:
     """Return what each part of a run wrote to disk, in order: its id, names, config, rows by step and exit codes."""
-    sys.modules["wandb"].teardown()  # as where Python ends: until then rows may wait in wandb's process
+    if "wandb" in sys.modules:
+        sys.modules["wandb"].teardown()  # as where Python ends: until then rows may wait in wandb's process
     runs = []
     for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb"), key=lambda file: file.stat().st_mtime_ns):
         file_records = records(file)
