@@ -290,6 +290,8 @@ def train(fields: dict) -> dict[str, np.ndarray]:
     state, metrics = pipe.drain(state, with_metrics=True)
     numbers |= numbers_of(metrics)
     numbers |= {f"{name} at the end": number for name, number in evaluated(pipe, state, batches[0]).items()}
+    row = jax.tree.map(lambda leaf: leaf[:1], batches[0])  # one microbatch: further replicas of the last stage evaluate nothing
+    numbers["loss of a row"] = float(pipe.evaluate(state, row).loss)
     for layer_id, params in pipe.params(state).items():
         numbers |= {f"{layer_id}{jax.tree_util.keystr(path)}": leaf for path, leaf in jax.tree.leaves_with_path(params)}
     for w, worker in zip(pipe._executor.stages, state.workers, strict=True):
