@@ -138,8 +138,6 @@ def checked_arguments(plan: Plan, precision: Precision, **arguments: Any) -> dic
     """Check that the options of a pipeline can be combined with each other and with the plan.
 
     Args:
-        plan: the plan of the pipeline.
-        precision: the precision of the pipeline.
         arguments: the other options by name; None or False means that an option is not set.
 
     Returns:

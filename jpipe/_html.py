@@ -10,8 +10,6 @@ def html_table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]])
     """Return a table as HTML, with all text escaped.
 
     Args:
-        caption: the text above the table.
-        head: the names of the columns.
         rows: the cells of each row, one for each column.
 
     Returns:

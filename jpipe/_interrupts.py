@@ -102,9 +102,7 @@ def consuming(before: State, current: State, observe: Observer | None) -> Iterat
     The body sets `Outcome.result`. The caller sets `Outcome.result` to None when it returns the result.
 
     Args:
-        before: the state that the caller passed.
         current: the state to consume: `before`, or the result of an interrupted call that consumed `before`.
-        observe: the caller's observer.
 
     Yields:
         The outcome, and the observer for the body. It calls the caller's observer until that raises an error.

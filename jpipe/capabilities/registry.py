@@ -147,13 +147,7 @@ def updates_for(capabilities: Collection[str]) -> dict[str, UpdateHooks]:
 
 
 def values_of(plan: Any, arguments: Mapping[str, Any] = NOTHING, entries: Any = None) -> dict[str, Any]:
-    """Return the values for `StageFunctions.capabilities`, by key, of all capabilities with their own programs of stages.
-
-    Args:
-        plan: the plan of the pipeline.
-        arguments: the arguments of the pipeline, as in `excluded`.
-        entries: the `StageEntries` of the model.
-    """
+    """Return the values for `StageFunctions.capabilities`, by key, of all capabilities with their own programs of stages."""
     values: dict[str, Any] = {}
     for option in OPTIONS:
         if option.of_arguments is not None and (value := option.of_arguments(arguments, entries)) is not None:

@@ -172,11 +172,7 @@ def discard(folder: Path, step: int) -> None:
 
 
 def check_keep(keep: Any) -> None:
-    """Check that `keep` is a number of checkpoints to keep.
-
-    Raises:
-        InputError: `keep` is not an integer of at least 1.
-    """
+    """Check that `keep` is a number of checkpoints to keep."""
     if not is_int(keep) or keep < 1:
         raise InputError(where="keep", expected="a number of checkpoints, 1 or more", found=repr(keep))
 

@@ -44,7 +44,6 @@ def write_part(path: Path, layers: Mapping[str, Tree], process: int) -> list[Pat
     Args:
         path: a new folder; its parent exists.
         layers: `{layer id: nested dicts of arrays}`. The arrays are copied to the host here.
-        process: the index of the process.
 
     Returns:
         The files of the part's arrays.
@@ -126,7 +125,6 @@ def read_item(path: Path, specs: Mapping[str, Tree]) -> dict[str, Tree]:
     """Read some layers of an item that `join_parts` has written, without waiting for other processes.
 
     Args:
-        path: the item.
         specs: the shapes and dtypes of these layers, from `item_specs`, which rejects arrays that declare more bytes than the item's files
             have.
 
@@ -164,7 +162,6 @@ def read_tree(path: Path, specs: Tree) -> Tree:
     """Read arrays of any Orbax item.
 
     Args:
-        path: the item.
         specs: the result of `tree_specs`, or a part of it; `...` in place of a leaf means that this leaf is not read.
 
     Returns:
@@ -206,11 +203,7 @@ def escape_names(tree: Any) -> Any:
 
 
 def unescape_names(tree: Any) -> Any:
-    """Invert `escape_names`.
-
-    Raises:
-        ValueError: two keys of a dict become equal.
-    """
+    """Invert `escape_names`. Raise ValueError if two keys of a dict become equal."""
     if not isinstance(tree, dict):
         return tree
     unescaped = {unquote(key): unescape_names(value) for key, value in tree.items()}
@@ -286,11 +279,7 @@ def _read_metadata(path: Path) -> dict[str, Any]:
 
 
 def _open_arrays(path: Path, metadata: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Open arrays of an item, all at once.
-
-    Raises:
-        ValueError: an array is missing or cannot be opened.
-    """
+    """Open arrays of an item, all at once. Raise ValueError if an array is missing or cannot be opened."""
     base = {"driver": "file", "path": f"{path.absolute()}/"}
     context, opening = ts.Context({"cache_pool": {"total_bytes_limit": _MOST_INDEX}}), {}  # all together read the index once
     for name in names:

@@ -150,11 +150,7 @@ def read_parts(folder: Path, marker: Marker) -> list[ProcessRecord]:
 
 
 def read_rows(folder: Path, marker: Marker) -> bytes:
-    """Read the rows that the run had when the checkpoint was completed.
-
-    Raises:
-        Damaged: the file of the rows is missing or was changed.
-    """
+    """Read the rows that the run had when the checkpoint was completed. Raise Damaged if the file of the rows is missing or was changed."""
     return _read_whole(folder / ROWS, marker.rows, _MOST_ROWS)
 
 
@@ -193,11 +189,7 @@ def files_in(folder: Path, parts: Iterable[ProcessRecord]) -> dict[Path, File]:
 
 
 def describe(path: Path) -> File:
-    """Return the size and hash of a file.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Return the size and hash of a file. Raise OSError if the file cannot be read."""
     with open_to_read(path) as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return File(size=file.tell(), sha256=sha256)

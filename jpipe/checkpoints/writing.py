@@ -36,7 +36,6 @@ def write_layers(folder: Path, step: int, layers: Mapping[str, Tree], process: i
         step: the number of batches that the weights have seen.
         layers: `{layer id: nested dicts of arrays}` of this process, on its devices or as NumPy arrays. On CPUs the copies for writing may
             share the memory of JAX's arrays, so the caller must copy arrays that are donated later.
-        process: the index of this process.
 
     Raises:
         OSError: the disk is full, for example.
@@ -64,8 +63,6 @@ def await_parts(folder: Path, step: int, processes: Collection[int], limit: floa
 
     Args:
         folder: the folder of the run.
-        step: as in `write_layers`.
-        processes: the indices of the processes.
         limit: seconds to wait.
 
     Raises:
@@ -83,7 +80,6 @@ def complete(folder: Path, step: int, processes: int, facts: Any, rows: bytes = 
 
     Args:
         folder: the folder of the run.
-        step: as in `write_layers`.
         processes: the number of processes that have written a part.
         facts: anything of JSON types; `Checkpoint.facts` returns it.
         rows: the rows of the run's metrics so far; they may include rows of later steps.

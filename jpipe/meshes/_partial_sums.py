@@ -62,8 +62,6 @@ class PartialSums:
         """Evaluate a jaxpr; late results may be `Parts`.
 
         Args:
-            jaxpr: the computation.
-            consts: the constants of the jaxpr.
             inputs: the inputs: arrays or `Parts`.
             dims: for each input the dim of its rows, or None.
             late: for each result whether it may be `Parts`.

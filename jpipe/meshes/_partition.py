@@ -121,9 +121,6 @@ def partitions(plan: Plan, stack: LayerStack, layers: Mapping[str, LayerSpec], r
     """Return the partition of each stage.
 
     Args:
-        plan: the plan, with meshes, rules and patterns.
-        stack: the model.
-        layers: the specs of all layers, from `LayerStack.specs`.
         rows: the number of rows of a microbatch.
 
     Raises:

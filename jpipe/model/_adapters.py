@@ -121,7 +121,6 @@ def linen_layer(where: str, module: linen.Module, num_inputs: int | None = None)
     """Make a layer from a Linen module. Its collection "params" is trained; all other collections are layer state.
 
     Args:
-        where: the name of the module, for messages.
         module: a module that is not bound to variables.
         num_inputs: for a whole model the number of its inputs; the model is initialized with the unchanged key, and may draw from any
             random streams. None for a layer of a stack.

@@ -47,7 +47,6 @@ def modes(where: str, call: Callable[..., Any], is_set: Callable[[inspect.Parame
     """Return a function from `train` to the arguments of a call that select training or evaluation.
 
     Args:
-        where: the name of the callable, for messages.
         call: the callable, which takes the inputs first.
         is_set: returns whether a parameter already has a value.
         num_inputs: the number of inputs; None for one.

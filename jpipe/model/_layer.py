@@ -100,12 +100,7 @@ def _describe_leaf(leaf: Any) -> str:
 
 
 def with_arrays(layer_id: str, layer: Layer) -> Layer:
-    """Wrap a layer so that its parameters and state are arrays, and so that they and its output have no weak types.
-
-    Args:
-        layer_id: the id of the layer, for messages.
-        layer: any layer.
-    """
+    """Wrap a layer so that its parameters and state are arrays, and so that they and its output have no weak types."""
 
     def init(key: jax.Array, x: Tree) -> tuple[Tree, Tree]:
         params, state = layer.init(key, x)
@@ -127,11 +122,7 @@ def with_arrays(layer_id: str, layer: Layer) -> Layer:
 
 
 def reject_python_values(layer_id: str, y: Tree) -> None:
-    """Check that a layer returns arrays: the cut would decide whether the next layer gets a Python number or an array.
-
-    Raises:
-        InputError: a leaf is not an array.
-    """
+    """Check that a layer returns arrays: the cut would decide whether the next layer gets a Python number or an array."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(y)[0]:
         if not hasattr(leaf, "dtype"):
             actual = f"the Python {type(leaf).__name__} {short(leaf)} at {jax.tree_util.keystr(path) or 'its top'}"

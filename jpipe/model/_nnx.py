@@ -25,8 +25,6 @@ def nnx_functions(where: str, constructor: Callable[..., nnx.Module], num_inputs
     """Return the functions of the module that a constructor makes.
 
     Args:
-        where: the name of the module, for messages.
-        constructor: a callable that takes `rngs`.
         num_inputs: the number of inputs of a whole model; None for a layer of a stack.
 
     Raises:
@@ -50,7 +48,6 @@ def built_functions(where: str, module: nnx.Module, num_inputs: int | None = Non
     """Return the functions of a built module, or of an abstract module from `nnx.eval_shape`; the arrays are not copied.
 
     Args:
-        where: the name of the module, for messages.
         module: the module, which is not changed.
         num_inputs: the number of inputs of a whole model; None for a layer of a stack.
 
@@ -82,7 +79,6 @@ def abstract(where: str, instead: str) -> InputError:
     """Return the error for the initialization of a model without arrays.
 
     Args:
-        where: the name of the model.
         instead: what the user can pass instead of the model.
     """
     return InputError("an abstract model has no arrays to begin with", where=where, change=f"give init(…, params=…), or {instead}")
@@ -320,10 +316,7 @@ def _reject_learning(where: str, written: Callable[[Tree, Tree], Tree], params: 
     Values that depend only on the weights (`nnx.WeightNorm`) are allowed: each forward computes them again.
 
     Args:
-        where: the name of the module, for the message.
         written: `(parameters, input) -> parameters after a forward`.
-        params: the parameters.
-        x: the input.
     """
     jaxpr = jax.make_jaxpr(written)(params, x).jaxpr
     by_input = reached(jaxpr, [0] * len(jax.tree.leaves(params)) + [1] * len(jax.tree.leaves(x)))

@@ -180,11 +180,7 @@ def _checked_scale(scale: Any) -> float | DynamicLossScale:
 
 
 def check_precision(precision: Any) -> None:
-    """Check that a value is a `Precision`, and that JAX has enabled its dtypes.
-
-    Raises:
-        InputError: the value is not a `Precision`, or JAX has not enabled float64.
-    """
+    """Check that a value is a `Precision`, and that JAX has enabled its dtypes."""
     if not isinstance(precision, Precision):
         raise InputError(
             where="precision", expected="a jpipe.Precision", found=type(precision).__name__, change="give Precision(params=…, compute=…)"

@@ -45,7 +45,6 @@ class Subset:
         """Join chosen and unchosen leaves into whole trees.
 
         Args:
-            part: the chosen leaves of some trees.
             unchosen: trees with at least the other leaves; their chosen leaves are ignored.
         """
         return {name: self.filled(name, tree, unchosen.get(name)) for name, tree in part.items()}

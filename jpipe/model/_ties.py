@@ -149,7 +149,6 @@ class Ties:
         Args:
             subset: the subset, by entry.
             entries: the parameters of the layers, or their specs, by entry.
-            ids: the ids of the layers.
         """
         if subset.is_all:
             return subset

@@ -170,11 +170,7 @@ def _check_microbatches(plan: "jpipe.Plan") -> None:
 
 
 def check_layers_of_model(layers: Sequence[str], ids: Sequence[str]) -> None:
-    """Check that a plan and a model have the same layers, in the same order.
-
-    Raises:
-        InputError: a layer is missing, unknown or in another place.
-    """
+    """Check that a plan and a model have the same layers, in the same order."""
     missing = [layer_id for layer_id in ids if layer_id not in layers]
     unknown = [layer_id for layer_id in layers if layer_id not in ids]
     if missing:

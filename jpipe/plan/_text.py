@@ -44,8 +44,6 @@ def html_of_plan(plan: "jpipe.Plan", name: str, facts: str = "", devices: Sequen
     """Return the plan as an HTML table of stages for a notebook, with the other fields in the caption.
 
     Args:
-        plan: the plan to show.
-        name: the name of the object that has the plan.
         facts: more text for the caption, beginning with a comma.
         devices: the device of each worker; None: no column of devices.
     """

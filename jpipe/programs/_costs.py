@@ -254,7 +254,6 @@ def check_costs(plan: Plan, costs: Sequence[StageCost]) -> None:
     """Check that times and sizes are finite numbers of at least 0, and that fields for pieces of a sum have one number per piece.
 
     Args:
-        plan: the plan.
         costs: the cost of each stage of the plan.
 
     Raises:
@@ -391,7 +390,6 @@ def _scratch(layers: Sequence[LayerCost], unchanged: int, remade: int, inputs: i
     """Return the scratch memory of a stage with these layers.
 
     Args:
-        layers: the layers of the stage.
         unchanged: bytes of the residuals of these layers without recomputation.
         remade: the part of these residuals that the backward's program recomputes.
         inputs: bytes of the stage input, which no program computes.

@@ -154,9 +154,6 @@ def verify(program: Program) -> None:
 
     In a part, all its workers are verified, and deadlocks between them are found. Outputs and gradients must go to and come from the right
     workers, but the instructions of workers outside the part are not verified.
-
-    Raises:
-        ProgramError: the verification fails.
     """
     try:
         _verify(program, [])
@@ -167,11 +164,7 @@ def verify(program: Program) -> None:
 
 
 def _verify(program: Program, executed: list[Instruction]) -> None:
-    """Verify the instructions in an executable order, append each to `executed`, and at the end mark the program as verified.
-
-    Raises:
-        Violation: the verification fails.
-    """
+    """Verify the instructions in an executable order, append each to `executed`, and at the end mark the program as verified."""
     orders, rank_of = rank_computations(program), program.plan.rank_of
     workers = range(len(rank_of)) if program.workers is None else sorted(program.workers)
     verifiers = {w: Verifier(program, w, orders[rank_of[w]]) for w in workers}

@@ -77,22 +77,14 @@ class Verifier:
         self.buffers |= self._held_before(program.start)
 
     def check(self, i: Instruction) -> None:
-        """Check the worker's next instruction.
-
-        Raises:
-            Violation: the instruction breaks a rule.
-        """
+        """Check the worker's next instruction."""
         if (added := self._added.get(type(i))) is not None:
             added(i)
         else:
             _CHECKS.get(type(i), Verifier._fail_unused)(self, i)
 
     def check_end(self) -> None:
-        """Check what the worker holds after the last instruction.
-
-        Raises:
-            Violation: a computation is missing, or buffers or versions are left.
-        """
+        """Check what the worker holds after the last instruction."""
         for computation in self._computations:
             self.fail(f"the program ends before {computation}")
         if self.buffers != (held := self._held_before(self._program.end)):

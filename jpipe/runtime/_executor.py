@@ -160,9 +160,7 @@ class Executor:
         """Read the rows of a batch that the workers of this process load in the next step.
 
         Args:
-            state: the state before the step.
             batch: (inputs, labels).
-            bucket: the bucket of the batch.
 
         Returns:
             The parts of the batch as host arrays, by name, and the rows.
@@ -342,7 +340,6 @@ class Executor:
         """Return for each worker of this process the weights of one version without prediction, or their moving average.
 
         Args:
-            state: the state, from `settle`.
             version: the version, in batches.
             weights: "newest", or "ema" for the moving average.
             masters: whether to return masters, if there are any; then nothing may be in flight.

@@ -63,12 +63,9 @@ def run(
     """Dispatch all instructions of `program`, `shift` batches later than it was lowered for.
 
     Args:
-        program: the program to run, with only the instructions of this process's workers.
         shift: the number of batches to add to every batch and version of the program, and m times to every microbatch.
-        stages: for each worker of this process its stage for each bucket.
         buckets: a function that returns the number of the stage in `stages` for a microbatch, counted over the whole run.
         states: the states of this process's workers, by worker.
-        transport: the transport between the workers.
         data: the data from `read_data`, which is consumed.
         observe: a function that is called after each instruction is dispatched.
         added: the additions of the plan's capabilities; None looks them up.
@@ -113,7 +110,6 @@ def read_data(program: Program, batches: Mapping[str, Tree], rows_each: int, sli
     """Read all rows that the program loads. Reading may fail, so it precedes the run, which consumes the states.
 
     Args:
-        program: the program that will run.
         batches: host arrays `{"inputs": …, "labels": …}` of the program's batches, concatenated.
         rows_each: the number of rows per microbatch.
         slices: the positions of each slice, if the program counts slices of the rows.

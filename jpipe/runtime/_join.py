@@ -123,7 +123,6 @@ def share_rows(
     """Send the outputs of each microbatch to all processes, bit for bit. All processes call this function.
 
     Args:
-        processes: the processes of the run.
         name: the name of the call, the same in all processes.
         parts: the outputs that this process has, by microbatch.
         sources: for each microbatch the process that has its outputs.

@@ -154,11 +154,7 @@ class MetricsExchange:
         self._evaluations = self._delay_norms = 0
 
     def check(self, run: Program) -> None:
-        """Check that a run from an empty pipeline to an empty pipeline reports every batch once.
-
-        Raises:
-            RuntimeError: it does not. This is an error in jpipe, which would lose results.
-        """
+        """Check that a run from an empty pipeline to an empty pipeline reports every batch once."""
         for what, batches in (("loss", run.ended), *(("gradient norm", of_stage) for of_stage in run.updated)):
             _check_complete(what, range(run.start, run.end), batches)
 
@@ -195,8 +191,6 @@ class MetricsExchange:
         """Put the losses and weights of these batches into the metrics. With pipelines that agree, they are over all pipelines.
 
         Args:
-            batches: the batches.
-            results: the results of this process.
             metrics: what to put them into.
             unchanged: for each pipeline, by batch, a number other than 0 if its update changed nothing; None if no
                 capability reports this.
@@ -317,11 +311,7 @@ _pipelines = itertools.count()
 
 
 def _check_complete(what: str, expected: Sequence[int], reported: Collection[int]) -> None:
-    """Check that exactly the batches that a program finishes have results.
-
-    Raises:
-        RuntimeError: other batches have results.
-    """
+    """Check that exactly the batches that a program finishes have results."""
     if sorted(reported) != sorted(expected):
         raise RuntimeError(
             f"internal error: expected the {what} of the batches {list(expected)} from this program, found {sorted(reported)}; "

@@ -21,10 +21,6 @@ def checked(plan: Plan, stages: Mapping[int, Sequence[CompiledStage]]) -> dict[i
     """Return copies of the stages in which each call waits for its results and checks them.
 
     JAX itself checks only the first results of a compiled program.
-
-    Args:
-        plan: the plan.
-        stages: for each worker its stage for each bucket.
     """
 
     def of(w: int, stage: CompiledStage) -> CompiledStage:

@@ -158,11 +158,7 @@ def _check_apart(plan: Plan, of_ranks: Sequence[tuple[jax.Device, ...]]) -> None
 
 
 def checked_devices(devices: Any) -> tuple[jax.Device, ...]:
-    """Check that a caller has passed a list of devices, and return it.
-
-    Raises:
-        InputError: it is not a list of devices.
-    """
+    """Check that a caller has passed a list of devices, and return it."""
     if not isinstance(devices, Iterable) or isinstance(devices, str):
         raise InputError(where="devices", expected="a list of devices", found=type(devices).__name__, change="give some of jax.devices()")
     checked = tuple(devices)

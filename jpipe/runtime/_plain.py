@@ -34,9 +34,7 @@ def from_plain(specs: Tree, plain: Any, where: str, hint: str = "is it of anothe
     """Convert the result of `to_plain` back to a pytree.
 
     Args:
-        specs: the pytree with the shapes and dtypes of its leaves.
         plain: the result of `to_plain`, with arrays of any kind.
-        where: the name of the data, for error messages.
         hint: the likely reason for a missing or additional leaf.
 
     Raises:
@@ -65,15 +63,7 @@ def _leaves(flat: Flat, values: Mapping[Names, Any], unmatched: Mapping[Names, A
 
 
 def checked_dict(plain: Any, where: str) -> Plain:
-    """Check that `plain` is a dict, and return it.
-
-    Args:
-        plain: a value from any source.
-        where: the name of the data, for the error message.
-
-    Raises:
-        InputError: `plain` is not a dict.
-    """
+    """Check that `plain` is a dict, and return it."""
     if not isinstance(plain, dict):
         raise InputError(where=where, expected="a dict", found=describe(plain), change="was it written by jpipe?")
     return plain
@@ -83,9 +73,7 @@ def filled(specs: Tree, arrays: Tree, where: str) -> Tree:
     """Replace specs with arrays, where there are arrays.
 
     Args:
-        specs: a pytree of specs, none of a random key.
         arrays: a pytree of the same structure, or plain dicts; leaves may be missing.
-        where: the name of the data, for error messages.
 
     Raises:
         InputError: a leaf of `arrays` is not in `specs`, has another shape or dtype, or is not an array.

@@ -287,11 +287,7 @@ def shared_place(name: str, layers: Mapping[str, Plain]) -> tuple[str, str] | No
 
 
 def with_optimizers(layers: Mapping[str, Plain]) -> dict[str, Plain]:
-    """Return the layers, each with its optimizer state, which may be in another entry of `layers` with `Plan.shard_optimizer`.
-
-    Args:
-        layers: the layers from `Snapshot.layers`, with arrays of any kind.
-    """
+    """Return the layers, each with its optimizer state, which may be in another entry of `layers` with `Plan.shard_optimizer`."""
     merged = dict(layers)
     for name, plain in layers.items():
         layer_id, between, replica = name.rpartition(" replica ")
@@ -311,9 +307,6 @@ def fitting(
 
     Args:
         plan: the plan of the restored run, which may differ from the plan of the snapshot.
-        worker: the worker.
-        f: the functions of the worker's stage.
-        layers: the layers of the stage, from `for_stage`.
         batch: the first batch of the restored run.
         fresh: leave out the optimizer state.
 
@@ -368,8 +361,6 @@ def for_stage(f: StageFunctions, layers: Mapping[str, Plain], fresh: bool) -> Ma
     """Prepare a snapshot's layers for a stage: put the optimizer state into each layer, and remove the prediction if the stage uses none.
 
     Args:
-        f: the functions of the stage.
-        layers: the layers from `Snapshot.layers`, with arrays of any kind.
         fresh: whether the optimizer state is left out.
     """
     layers = with_optimizers(layers)
@@ -385,12 +376,7 @@ def restored_worker(
     """Return a worker before `batch` with the arrays of a snapshot and nothing in flight.
 
     Args:
-        plan: the plan of the restored run.
-        worker: the worker.
-        stage: the stage of the worker.
-        layers: the layers that `fitting` needs, as in `for_stage`.
         batch: the first batch of the restored run.
-        key: the random key of the run.
         fresh: begin with new optimizer state.
 
     Raises:

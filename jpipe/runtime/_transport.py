@@ -113,11 +113,7 @@ class PendingTransfer:
         self._future.add_done_callback(lambda future: call() if future.exception() is None else None)
 
     def wait(self) -> Tree:
-        """Wait for the arrays, and return them.
-
-        Raises:
-            PeerLost: a process of the run died, hung or stopped.
-        """
+        """Wait for the arrays, and return them. Raise PeerLost if a process of the run died, hung or stopped."""
         assert self._future is not None
         if not self._future.done() or self._future.exception() is not None:
             with self._processes.waiting(self._words, self._on):
@@ -337,9 +333,7 @@ class Transport:
         """Contribute a replica's part to the sum of `batch`, and consume the part.
 
         Args:
-            i: the instruction.
             batch: the batch, counted over the whole run.
-            part: the part of this replica.
             add: a function that adds two parts, on the device of the first replica of this process.
             finish: the program that turns the sum into the result for the replicas.
             words: a description of the result, for messages; by default the sum of gradients.
@@ -365,11 +359,7 @@ class Transport:
         """Sum the parts of a stage's replicas. All processes with some of these replicas call this.
 
         Args:
-            replicas: the workers.
             parts: the parts of this process's replicas; the dict is emptied.
-            add: as in `all_reduce`.
-            finish: as in `all_reduce`.
-            words: a description of the result, for messages.
 
         Returns:
             The result of `all_reduce` for each replica of this process.
@@ -402,9 +392,7 @@ class Transport:
         """Send a replica's part of the sum of `batch` to all replicas; each replica computes the sum itself.
 
         Args:
-            i: the instruction.
             batch: the batch, counted over the whole run.
-            part: the part of this replica.
             total: the program that computes the result from the parts of all replicas, in order.
 
         Returns:

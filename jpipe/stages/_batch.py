@@ -251,9 +251,6 @@ def check_outputs(outputs: Tree, rows: int, layer_id: str) -> None:
         outputs: the specs of the outputs of one microbatch.
         rows: the number of rows of a microbatch.
         layer_id: the id of the last layer.
-
-    Raises:
-        InputError: an array does not have one row for each row of the inputs.
     """
     for path, leaf in jax.tree_util.tree_flatten_with_path(outputs)[0]:
         if leaf.shape[:1] != (rows,):

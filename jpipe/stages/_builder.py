@@ -137,7 +137,6 @@ def stage_functions(
 
     Args:
         stack, stage, loss, optimizer, precision: fields of `StageFunctions`.
-        layers: the specs of all layers, from `LayerStack.specs`.
         labels: the shapes and dtypes of the labels of a microbatch.
         options: further fields of `StageFunctions`.
 

@@ -24,8 +24,6 @@ def measure_stages(plan: Plan, functions: Sequence[StageFunctions], compiled: Ma
     """Return the bytes of all stages of a plan; `measure_bytes` computes each stage.
 
     Args:
-        plan: the plan.
-        functions: the functions of each stage.
         compiled: the compiled stages by number; their temporaries and shardings are known.
     """
     splits = [SCHEDULES[plan.schedule].splits(plan, s) for s in range(plan.depth)]
@@ -55,10 +53,8 @@ def measure_bytes(
     because the parameters that it would need are frozen, takes 0.
 
     Args:
-        functions: the functions of the stage.
         recomputes: whether the backward repeats the forward.
         splits: whether the backward runs in two halves; only then the size of the stash is computed.
-        chosen: as in `Arrays`.
     """
     f, a = functions, arrays_of(functions, chosen)
     (kept_arguments, kept_outputs), unchanged_late = _of_microbatch(a, splits)
@@ -121,7 +117,6 @@ def joined_costs(functions: Sequence[Sequence[StageFunctions]], costs: Sequence[
     products in its forward. The unit is the mean slice, so units of plans with other slices differ.
 
     Args:
-        functions: the functions of all stages for each slice.
         costs: the costs of all stages for each slice.
     """
     if len(costs) == 1:
@@ -146,8 +141,6 @@ def kept_by_both(before: StageFunctions, after: StageFunctions, splits: tuple[bo
     """Return the arrays that a stage sends to the next stage and that both keep.
 
     Args:
-        before: the stage.
-        after: the next stage.
         splits: for each of the two stages whether its backward runs in two halves.
     """
     sizes, state = list(map(nbytes, jax.tree.leaves(arrays_of(after).x))), len(jax.tree.leaves(after.specs.state))

@@ -61,8 +61,6 @@ def trace_call(arrays: Arrays, name: str, *, with_effects: bool = True, call: Ca
     """Trace the call of a `CompiledStage` that has this name.
 
     Args:
-        arrays: the arrays of the stage, with its functions and its place.
-        name: the name of the call.
         with_effects: whether to keep side effects, such as host callbacks, that no result needs.
         call: another call to trace instead, with this name.
     """

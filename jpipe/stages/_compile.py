@@ -57,7 +57,6 @@ def compile_workers(
 
     Args:
         workers: the arrays of each worker.
-        programs: the programs that will run.
         like: the same workers, compiled for microbatches of other shapes. Calls that do not depend on the shapes are reused.
     """
     names = {w: {name for name in _always_used(a.functions) if like is None or name == "evaluate"} for w, a in workers.items()}
@@ -172,12 +171,6 @@ def compile_stages(
     """Compile the calls of some stages, except evaluations, only for analysis; equal stages are compiled once.
 
     Programs in `known` are not compiled again; new programs are added to it.
-
-    Args:
-        plan: the plan.
-        stages: the arrays of one replica of each stage, by its number.
-        programs: the programs that would run.
-        known: the programs that are compiled already.
     """
     names = {s: set[str]() for s in stages}
     for program in programs:

@@ -101,7 +101,6 @@ class CompiledStage:
         """Call an update.
 
         Args:
-            kind: the kind of the update.
             retired: the version that the update overwrites; empty if it overwrites none.
             params, optimizer, accumulators, others: the arguments of the stage function `update`.
             number: the number of the update.

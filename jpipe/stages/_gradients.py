@@ -26,7 +26,6 @@ def has_gradient(trained: Subset, params: Mapping[str, Tree]) -> bool:
     """Return whether a gradient is computed for the output of layers with these parameters: not if all are frozen.
 
     Args:
-        trained: the parameters that updates change.
         params: the parameters of all layers up to some point, or their specs. If empty, a gradient is computed.
     """
     return trained.has_any(params) or not any(name in trained.chosen for name in params)
@@ -36,7 +35,6 @@ def with_gradients(functions: Sequence[StageFunctions], earlier: Mapping[str, Tr
     """Set for consecutive stages which gradients they compute: none if all earlier parameters are frozen.
 
     Args:
-        functions: the functions of the stages.
         earlier: the parameters of all earlier stages, by entry.
     """
     results, before = [], dict(earlier)
@@ -55,11 +53,8 @@ def check_gradients(
     Layers that are the same object are checked once.
 
     Args:
-        stack: the model.
-        layers: the specs of all layers, from `LayerStack.specs`.
         first_stage: the number of layers of the first stage. Inputs of later layers have a gradient unless all earlier parameters are
             frozen.
-        loss: as in `Pipeline`.
         labels: the shapes and dtypes of the labels of a microbatch.
         trained: the parameters that updates change, by entry.
 

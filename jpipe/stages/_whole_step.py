@@ -16,7 +16,6 @@ def trace_whole_step(arrays: Arrays, microbatches: int) -> jax.stages.Traced:
     What capabilities pass to an update, such as the norm of the gradients, is an argument here, too, and is not computed.
 
     Args:
-        arrays: the arrays of a stage with all layers of the model, on one device.
         microbatches: microbatches of a step.
     """
     f = arrays.functions

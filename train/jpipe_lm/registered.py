@@ -32,11 +32,7 @@ class Tuning(TuneConfig):
     """The section `tune` for language models. It knows the parameters of adapters and of quantized kernels."""
 
     def check_names(self, names: Sequence[str]) -> None:
-        """Check that `train_only` does not select quantized kernels, and that the model has the layers named in `lora.targets`.
-
-        Raises:
-            InputError: one of the two conditions is violated.
-        """
+        """Check that `train_only` does not select quantized kernels, and that the model has the layers named in `lora.targets`."""
         from jpipe_lm.models.lora import is_quantized, parts_of
 
         for pattern in self.train_only if self.quantize is not None else ():
@@ -89,9 +85,6 @@ class LanguageModel(ModelConfig):
         """Check that meshes do not split an attention head, and that all devices of a mesh get the same number of experts.
 
         The library itself checks the dimensions of parameters.
-
-        Raises:
-            InputError: a number of heads or experts is not a multiple of the size of its axis.
         """
         rules = mesh_rules(plan)
         for s, stage in enumerate(plan.stages):

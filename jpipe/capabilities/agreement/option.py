@@ -132,11 +132,7 @@ def agreement_under_way(plan: "jpipe.Plan", s: int, updates: int) -> int | None:
 
 
 def check(plan: "jpipe.Plan") -> None:
-    """Check that the replicas of a plan can be parallel pipelines that agree on their weights.
-
-    Raises:
-        ValueError: they cannot.
-    """
+    """Check that the replicas of a plan can be parallel pipelines that agree on their weights."""
     assert plan.agree is not None
     if len(set(plan.replicas)) > 1 or plan.replicas[0] == 1:
         expected = "the same number of replicas for each stage, 2 or more, which form parallel pipelines"

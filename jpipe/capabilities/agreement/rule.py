@@ -52,7 +52,6 @@ def agree(outer: OuterOptimizer, agreed: Agreed, mean: Tree) -> Agreed:
     """Move the agreed weights.
 
     Args:
-        outer: the outer optimizer.
         agreed: the result of the last agreement.
         mean: D, the mean of the pipelines' changes.
 
@@ -78,8 +77,6 @@ def mix(mixing: float, own: Tree, agreed: Tree) -> Tree:
 
     Args:
         mixing: α, the share of the pipeline's own parameters.
-        own: the pipeline's own parameters.
-        agreed: the parameters from the agreement.
     """
     if not mixing:  # even if its own parameters are not finite
         return jax.tree.map(jnp.copy, agreed)

@@ -32,7 +32,6 @@ def last_agreed(stage: CompiledStage, agreed: Agreed, changes: Tree) -> Agreed:
     """Return the result of the last agreement that has begun.
 
     Args:
-        stage: the stage of the worker.
         agreed: the result of the last agreement that the worker has applied.
         changes: the result of `changes_under_way` for this worker or another replica of its stage.
     """

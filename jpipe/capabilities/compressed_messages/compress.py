@@ -21,7 +21,6 @@ def compress(tree: Tree, kind: Kind | None, key: jax.Array | None = None) -> Tre
     """Compress the floating-point leaves of a tree that become smaller.
 
     Args:
-        tree: a tree of arrays.
         kind: the kind of compression; None: the tree is returned unchanged.
         key: a random key for stochastic rounding; None: round to nearest.
 

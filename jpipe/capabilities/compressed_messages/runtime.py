@@ -58,7 +58,6 @@ def sum_compressed(f: StageFunctions, parts: Sequence[tuple[Tree, list[jax.Array
     """Sum the parts of all replicas, in order, and apply `finish` to the sum.
 
     Args:
-        f: the functions of the stage.
         parts: for each replica (accumulators with compressed gradients, layer state), or one piece of them.
     """
     specs, of_replicas = f.accumulators_spec["gradients"], []

@@ -33,9 +33,7 @@ def with_feedback(
     """Compress a replica's gradients for a sum, after adding the rounding error of earlier updates.
 
     Args:
-        f: the functions of the stage.
         gradients: the gradients summed over the microbatches of the replica, by entry.
-        weight: the total weight of these microbatches.
         errors: the rounding errors of earlier updates, a tree like the gradients.
         rng: (number of the update and the replica, key of the run); (None, None): round to nearest.
 

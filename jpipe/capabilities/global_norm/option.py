@@ -49,11 +49,7 @@ _OF_ALL |= dict.fromkeys(("skip_nonfinite", "precision: loss_scale: dynamic"), "
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Check the values of clipping and of skipping.
-
-    Raises:
-        InputError: a norm is not a finite number above 0, or `skip_nonfinite` is not a bool.
-    """
+    """Check the values of clipping and of skipping."""
     for option in ("clip_global_norm", "clip_stage_norm"):
         if (norm := arguments[option]) is not None and (not is_number(norm) or not 0 < norm < math.inf):
             raise InputError(where=option, expected="a finite number above 0", found=repr(norm))

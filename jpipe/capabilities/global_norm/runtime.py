@@ -74,7 +74,6 @@ def with_stage_norm(f: StageFunctions, accumulators: Tree, norm: GlobalNorm | No
     """Return what an update gets with `clip_stage_norm`: the norm of the stage's mean gradient, and `nonfinite` for all stages.
 
     Args:
-        f: the functions of the stage.
         accumulators: the sums over the batch for all trained parameters of the stage, including parameters that other replicas update.
         norm: the norm of all stages, if updates use it.
     """

@@ -72,11 +72,7 @@ def offloads(plan: "jpipe.Plan", what: Kept, s: int) -> bool:
 
 
 def check(plan: "jpipe.Plan") -> None:
-    """Check that the stages in `offload` exist.
-
-    Raises:
-        ValueError: the plan does not have a stage in `offload`.
-    """
+    """Check that the stages in `offload` exist."""
     assert plan.offload is not None
     for part, stages in plan.offload:
         beyond = [s for s in stages if s >= plan.depth] if stages != "all" else []

@@ -65,11 +65,7 @@ def copy_for_snapshot(plan: Plan, s: int, what: Kept, tree: Tree) -> Tree:
 
 
 def check_devices(plan: Plan, devices: Sequence[jax.Device]) -> None:
-    """Check that devices can keep arrays in host memory.
-
-    Raises:
-        InputError: a device cannot.
-    """
+    """Check that devices can keep arrays in host memory."""
     for device in devices:
         kinds = sorted(memory.kind for memory in device.addressable_memories())
         if AWAY not in kinds or device.default_memory().kind == AWAY:

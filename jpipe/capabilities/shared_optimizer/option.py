@@ -10,11 +10,7 @@ if TYPE_CHECKING:
 
 
 def check(plan: "jpipe.Plan") -> None:
-    """Check that some stage has replicas, because replicas send each other what they have updated.
-
-    Raises:
-        InputError: no stage has replicas.
-    """
+    """Check that some stage has replicas, because replicas send each other what they have updated."""
     if max(plan.replicas) == 1:
         raise InputError(
             key="shard_optimizer", expected="a stage with replicas", found="none", change="remove it, or give a stage replicas"

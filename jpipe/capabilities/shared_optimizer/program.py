@@ -71,10 +71,7 @@ def lower_weights(plan: Plan, stages: Collection[int], batch: int, *, workers: C
     """Return a program by which the replicas of stages send each other their shares of the weights after `batch` batches.
 
     Args:
-        plan: a plan with replicas that share the optimizer state.
-        stages: the stages with these replicas.
         batch: the number of batches that the weights have seen.
-        workers: the workers to write instructions for.
     """
     pairs = chain.from_iterable(permutations(plan.stage_workers[s], 2) for s in stages)
     moves = chain.from_iterable(transfer(w, other, last_microbatch(plan, batch - 1), "weights") for w, other in pairs)

@@ -44,7 +44,6 @@ def refusal(plan: "jpipe.Plan", groups: Any) -> str:
     """Return why the stages of a plan cannot share parameters, or "".
 
     Args:
-        plan: the plan.
         groups: for each group of parameters the stages that hold it.
     """
     for stages in groups:

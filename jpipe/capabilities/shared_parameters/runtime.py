@@ -52,9 +52,7 @@ def add_shared(f: StageFunctions, group: int, accumulators: Tree, received: Mapp
     """Sum the gradients of a group of shared parameters over its stages, in the order of the stages.
 
     Args:
-        f: the functions of the stage.
         group: the number of the group.
-        accumulators: the accumulators of the stage.
         received: the gradients from the other stages of the group, by stage.
 
     Returns:

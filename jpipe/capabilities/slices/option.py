@@ -65,11 +65,7 @@ Field = Annotated[Slices | None, pydantic.BeforeValidator(_checked)]
 
 
 def check(plan: "jpipe.Plan") -> None:
-    """Check that the schedule has an order for slices.
-
-    Raises:
-        InputError: it has none.
-    """
+    """Check that the schedule has an order for slices."""
     if not SCHEDULES[plan.schedule].takes_slices:
         known = ", ".join(name for name, schedule in SCHEDULES.items() if schedule.takes_slices)
         expected = f"one of the schedules with an order for slices, {known}"

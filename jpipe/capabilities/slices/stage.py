@@ -38,12 +38,7 @@ def row_length(batch: Tree) -> int:
 
 
 def positions_of(value: Any, functions: Sequence[StageFunctions], spec: tuple[Tree, Tree]) -> list[Positions]:
-    """Return the positions of each slice of the rows.
-
-    Args:
-        value: the value of the option in a plan.
-        functions, spec: as in `functions_of_slices`.
-    """
+    """Return the positions of each slice of the rows."""
     lengths, half = lengths_of(value, length := row_length(spec)), length // 2
     if isinstance(value, ByCost):
         halves = functions_of_slices(functions, spec, _positions((half, length - half), length))
@@ -64,7 +59,6 @@ def functions_of_slices(
     """Return for each slice the functions of all stages.
 
     Args:
-        functions: the functions of all stages for whole rows.
         spec: the shapes and dtypes of one microbatch, (inputs, labels).
         slices: the positions of each slice.
 
@@ -92,12 +86,7 @@ def check_model(functions: Sequence[StageFunctions], layers: Mapping[str, LayerS
     """Check that layers without a carry, and the loss, compute each position separately.
 
     Args:
-        functions: the functions of all stages for whole rows.
-        layers: the specs of all layers for whole rows.
         labels: the specs of the labels of a microbatch.
-
-    Raises:
-        InputError: they do not, or the model is of a kind that cannot be cut into slices.
     """
     stack, loss = functions[0].stack, functions[-1].loss
     if stack.traced is not None:

@@ -66,11 +66,7 @@ def _by_layers(stage: "jpipe.Stage") -> list[float]:
 
 
 def check(plan: "jpipe.Plan") -> None:
-    """Check that the parts of a stage hold all its layers, and that the stage has replicas.
-
-    Raises:
-        ValueError: the parts do not hold all layers, or the stage has no replicas.
-    """
+    """Check that the parts of a stage hold all its layers, and that the stage has replicas."""
     for s, stage in enumerate(plan.stages):
         where, actual = f"stages.{s}.sum_parts", list(stage.sum_parts)
         if actual and sum(actual) != len(stage.layers):

@@ -52,10 +52,8 @@ def _held(a: Arrays, function: str, number: int, reads: tuple[Tree, ...]) -> lis
     """Return the arrays that a later part of the stage reads: some of the whole op's arrays, and the stashes of the earlier parts.
 
     Args:
-        a: the arrays of the stage.
         function: the function of the whole op.
         number: the number of the part, 1 or more.
-        reads: the arrays that the whole op reads.
     """
     backward, held = StageInParts.of(a.functions).backward(function), list[Tree](reads)
     for n in range(number):

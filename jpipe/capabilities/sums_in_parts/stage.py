@@ -140,9 +140,7 @@ class BackwardInParts:
         """Run one part.
 
         Args:
-            op: the op of this part.
             number: the number of the part, counted from the last layers.
-            params: the parameters, as for the whole op.
             arguments: the arrays that the part reads (after part 0, the result of `held`), the accumulators of the part, rng and scale.
 
         Returns:

@@ -27,9 +27,7 @@ def reject_constants(layer_id: str, layer: Any, traced: Any, trace: Callable[[],
     Integers, arrays that the forward makes itself, arrays of a few numbers, and NumPy arrays outside of modules are constants.
 
     Args:
-        layer_id: the id of the layer, for the message.
         layer: the layer that the user has passed, to find the names of the arrays.
-        traced: the closed jaxpr of the forward.
         trace: a function that traces the forward once more.
 
     Raises:

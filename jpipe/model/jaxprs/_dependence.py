@@ -19,8 +19,6 @@ def reached(jaxpr: Any, marks: Sequence[int], host: int = 0) -> list[int]:
     The function looks into nested calls, loops and branches. Results of unknown equations depend on all inputs of the equation.
 
     Args:
-        jaxpr: the computation.
-        marks: the marks of the inputs.
         host: the mark for results of equations with side effects or host callbacks. With it, every equation except calls and scans makes
             each result depend on all its inputs, as in `evaluate_wanted`.
     """
@@ -94,8 +92,6 @@ def always_zero(jaxpr: Any, consts: Sequence[Any], zeros: Sequence[bool]) -> lis
     The function looks into nested calls and branches, but not into loops. Results of unknown equations count as not zero.
 
     Args:
-        jaxpr: the computation.
-        consts: the values of the constants.
         zeros: for each input whether it is always zero.
     """
     with np.errstate(all="ignore"):

@@ -15,7 +15,6 @@ def row_dims(jaxpr: Any, inputs: Sequence[Dim]) -> dict[Any, int]:
     If rows are merged with other dims, or a dim of rows is split, it is the dim in which the rows are outermost.
 
     Args:
-        jaxpr: the computation.
         inputs: for each input the dim of its rows, or None.
     """
     dims = {var: dim for var, dim in zip(jaxpr.invars, inputs, strict=True) if dim is not None}

@@ -29,7 +29,6 @@ def warn_of_mixed_rows(stack: LayerStack, layers: Mapping[str, LayerSpec], label
     """Log a warning, once in a process, for layers and losses that mix the rows of a microbatch.
 
     Args:
-        stack, layers, labels, loss: the arguments of `rows_together`.
         rows: the number of rows of a microbatch.
         microbatches: the number of microbatches in a batch. If it is 1, or if the stack `mixes_rows`, there is no warning.
     """
@@ -68,10 +67,7 @@ def rows_together(stack: LayerStack, layers: Mapping[str, LayerSpec], labels: Tr
     examined.
 
     Args:
-        stack: the model.
-        layers: the specs from `LayerStack.specs`.
         labels: specs of the labels of a microbatch.
-        loss: the loss given to `Pipeline`.
         dim: the dim of the rows in inputs and labels.
     """
     x = layers[stack.ids[0]].x
@@ -144,13 +140,7 @@ _FEW_STEPS = 64  # the same for a scan with a counter
 
 
 def follow(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Origin]) -> list[Origin]:
-    """Return the origins of the outputs of a jaxpr.
-
-    Args:
-        jaxpr: the computation.
-        consts: the values of its constants.
-        inputs: the origins of its inputs.
-    """
+    """Return the origins of the outputs of a jaxpr."""
     known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(_of_constant, consts), *inputs], strict=True))
 
     def read(var: Any) -> Origin:

@@ -49,7 +49,6 @@ def split(backward: Callable[..., Sequence[Any]], specs: Sequence[Any], in_first
 
     Args:
         backward: a pure function of flat arguments that returns flat outputs.
-        specs: shapes and dtypes of the arguments.
         in_first: for each output whether the first half computes it.
         free: for each argument whether keeping it costs nothing, because it is kept anyway, like weights.
 

@@ -54,8 +54,6 @@ def evaluate_wanted(
     """Evaluate the wanted results of a jaxpr, with its calls inlined.
 
     Args:
-        jaxpr: the computation.
-        consts: the constants of the jaxpr.
         arguments: the arguments; None for an argument that the wanted results do not need.
         wanted: for each result whether it is wanted.
         is_dummy: for each argument whether its values are dummies. A side effect stays if it depends on no dummy. By default only the side
@@ -153,8 +151,6 @@ def needed(
     """Return the variables, and the ordered numbers of the equations, that are needed to compute wanted variables from known ones.
 
     Args:
-        jaxpr: the computation.
-        wanted: the wanted variables of the jaxpr.
         known: the variables with known values.
         inside: whether a call or a scan needs only the inputs that its wanted results depend on; otherwise it needs all its inputs.
         doubtful: the variables with dummy values. If given, equations with side effects that read no dummy are needed, too.

@@ -176,10 +176,7 @@ def traced_in(
     """Trace an optimizer for the tree of a model, using the tree's first structure for which it succeeds.
 
     Args:
-        transformation: the optimizer.
-        tree: the tree of the model.
         specs: shapes and dtypes of the parameters by layer id.
-        num_stages: as in `trace_optimizer`.
 
     Returns:
         The structure, and the traced optimizer.
@@ -206,7 +203,6 @@ def whole_specs(tree: ModelTree, specs: Mapping[str, Tree], *, sliced: bool = Fa
     """Return the shapes and dtypes of the leaves of a model's tree.
 
     Args:
-        tree: the tree of the model.
         specs: shapes and dtypes of the parameters by layer id.
         sliced: whether stacked leaves have only one slice.
     """
@@ -224,13 +220,6 @@ def one_slice(
     transformation: optax.GradientTransformation, structure: Any, specs: Sequence[Any], num_stages: int | None, traced: TracedOptimizer
 ) -> TracedOptimizer:
     """Trace an optimizer for one slice of each stacked leaf, and check that it computes the same as for whole leaves.
-
-    Args:
-        transformation: the optimizer.
-        structure: the structure of the model's tree.
-        specs: the specs of the leaves, with one slice of each stacked leaf.
-        num_stages: as in `trace_optimizer`.
-        traced: the optimizer, traced for whole leaves.
 
     Raises:
         Coupled: the optimizer fails, or computes something else.
@@ -261,11 +250,8 @@ def model_optimizer(
 
     Args:
         traced: the optimizer for one slice of each stacked leaf.
-        tree: the tree of the model.
-        specs: the specs of the leaves, with one slice of each stacked leaf.
         ties: the shared parameters.
         trained: the parameters that updates change, by entry.
-        names: the names of the leaves in messages.
 
     Raises:
         Coupled: the update of an entry depends on another entry, or slices of a stacked leaf depend on another leaf.

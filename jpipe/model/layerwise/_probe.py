@@ -102,10 +102,6 @@ def _find(
     If blocks are stacked in one array, updates of single slices must equal the update of the whole array. So the traced equations must not
     depend on the number of blocks, and a trial on tiny arrays must give equal numbers.
 
-    Args:
-        structure, traced: the results of `traced_in`.
-        transformation, tree, specs, ties, num_stages: as in `find_layerwise`.
-
     Raises:
         InputError: an error of `find_layerwise`.
     """

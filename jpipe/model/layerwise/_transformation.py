@@ -66,7 +66,6 @@ def unfit_mask(transformation: Any, specs: Mapping[str, Tree]) -> str:
     """Describe how a mask, or labels, given as dicts differ from the model's structure; return "" if none does.
 
     Args:
-        transformation: the transformation to search for masks and labels.
         specs: the shapes of all parameters by layer id.
     """
     named = [pair for function in _functions(transformation) for pair in _variables(function)]

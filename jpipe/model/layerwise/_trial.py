@@ -37,7 +37,6 @@ def slice_difference(
     Two slices take turns in a stacked array, which has its real number of blocks, because a rule may depend on this number.
 
     Args:
-        transformation: the optimizer.
         traced: the traced optimizer; state that no update depends on is not compared.
         structure: the structure of the tree of all parameters.
         specs: the specs of the leaves, with one slice of each stacked leaf: the dim of the blocks has size 1.
@@ -94,7 +93,6 @@ def _run(transformation: optax.GradientTransformation, names: Sequence[str], tre
     """Yield the arrays of the updates and of the new state after each step, by path.
 
     Args:
-        transformation: the optimizer.
         names: the names of the `Position` entries that the optimizer gets; their values change from step to step.
         trees: the parameters, and then the gradients of each step.
     """

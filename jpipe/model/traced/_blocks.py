@@ -65,11 +65,6 @@ def one_per_block(chain: Chain, paths: Sequence[Path], positions: Sequence[int])
     Four rules join pieces: all pieces of one numbered block; a piece without a matrix product, such as a norm, with a piece that has one;
     all pieces of one module, if they have at most a quarter of the model's operations; and a small piece outside of numbered blocks with
     its neighbour. A rule that would join the whole model is skipped.
-
-    Args:
-        chain: the model.
-        paths: the paths of its parameters.
-        positions: the positions between the pieces.
     """
     pieces = _Pieces(chain, paths, positions)
     for join in (_within_blocks, _without_light, _within_modules, _without_small):

@@ -165,11 +165,7 @@ def chain_of(closed: Any, num_params: int, num_leaves: int, written: Sequence[in
 
 
 def _needed(jaxpr: Any) -> list[Any]:
-    """Return the equations with results that are needed, or with side effects.
-
-    Raises:
-        InputError: an equation has ordered side effects.
-    """
+    """Return the equations with results that are needed, or with side effects. Raise InputError if an equation has ordered side effects."""
     equations = [jaxpr.eqns[number] for number in needed(jaxpr, jaxpr.outvars, doubtful=())[1]]
     for equation in equations:
         if any("ordered" in type(effect).__name__.lower() for effect in equation.effects):

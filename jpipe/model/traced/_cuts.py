@@ -25,8 +25,6 @@ def choose_cuts(chain: Chain, paths: Sequence[Path], granularity: Granularity, p
     of one block.
 
     Args:
-        chain: the model in training.
-        paths: the paths of the parameters.
         granularity: "block", or "finest" to cut at every place between two parameters that is narrower than the places around it.
         prefixes: prefixes of parameter names; for each prefix, a layer begins before the first parameter with it.
 
@@ -55,8 +53,6 @@ def _candidates(chain: Chain, paths: Sequence[Path], *, of_one_module: bool = Fa
     A module that is read a second time counts as another module.
 
     Args:
-        chain: the model.
-        paths: the paths of its parameters.
         of_one_module: whether a module may be cut where another is read with it, such as the scale that normalizes its kernel.
     """
     forbidden, widths = forbidden_positions(chain), chain.widths
@@ -149,13 +145,6 @@ def _without_forbidden(chain: Chain, positions: Sequence[int], where: str) -> tu
 
 def same_cuts(chain: Chain, like: Chain, positions: Sequence[int], ids: Callable[[], Sequence[str]], names: Sequence[str]) -> list[int]:
     """Return the positions in a chain where each layer reads the same parameters as in another trace of the model.
-
-    Args:
-        chain: the trace to cut.
-        like: the trace that is cut at `positions`.
-        positions: the positions of the cuts.
-        ids: returns the layers' ids, for messages.
-        names: the names of the parameters and layer state, for messages.
 
     Raises:
         InputError: the traces read the parameters in another order.

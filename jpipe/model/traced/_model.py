@@ -81,7 +81,6 @@ class TracedModel:
 
         Args:
             change: a function that changes the whole layer.
-            prepare: the new value of the attribute `prepare`.
         """
         whole = replace(self.whole, layer=change(self.whole.layer))
         return replace(self, whole=whole, prepare=prepare, _cuts={}, _traces={}, _inputs_of={})
@@ -349,9 +348,7 @@ def cut_model(whole: Whole, inputs: Tree, granularity: Granularity, prefixes: Se
     """Trace a whole model and cut it into layers.
 
     Args:
-        whole: the model as one layer.
         inputs: the specs of its inputs.
-        granularity, prefixes: the arguments of `choose_cuts`.
 
     Raises:
         InputError: the model cannot be traced, or cannot be cut.

@@ -60,8 +60,6 @@ def segments_of(chain: Chain, positions: Sequence[int], in_evaluation: Sequence[
     """Return the segments of a chain that is cut at these positions.
 
     Args:
-        chain: the chain of the model.
-        positions: the positions of the cuts.
         in_evaluation: the segments of the model in evaluation, if the chain is the training chain. Layer state that only these segments
             read, such as a counter, is written in the segment that reads it.
     """

@@ -66,7 +66,6 @@ def trace_model(whole: Whole, prepare: Callable[[Tree], Tree], inputs: Tree, tra
     """Trace a whole model.
 
     Args:
-        whole: the model as one layer.
         prepare: a function that is applied to the parameters first.
         inputs: the specs of the model's inputs.
         train: False for evaluation.

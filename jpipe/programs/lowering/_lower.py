@@ -124,7 +124,6 @@ def lower_evaluation(
     """Write the programs that compute only forwards, of `microbatches` microbatches at all stages with the weights after `batch` batches.
 
     Args:
-        plan: the plan.
         microbatches: the number of microbatches.
         batch: the number of batches that the weights have seen.
         first: the number of the first microbatch.

@@ -171,7 +171,6 @@ class PendingUpdates:
         """Note the end of a backward.
 
         Args:
-            worker: the worker of the backward.
             batch: if the backward completes the gradients of a batch: this batch, to update by; otherwise None.
             dead: the version that no microbatch reads any more, if there is one.
         """

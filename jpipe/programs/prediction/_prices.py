@@ -65,8 +65,6 @@ class Prices:
         """Return the change of bytes by a computation.
 
         Args:
-            s: the stage.
-            name: the name of the op.
             before: the parts of ops that the previous stage has computed for the microbatch; None if that stage is on another rank.
             after: the parts of ops that the next stage has computed for the microbatch; None if that stage is on another rank.
         """

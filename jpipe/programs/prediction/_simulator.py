@@ -111,11 +111,7 @@ class Simulator:
         return what, ranks, *self._traffic.link(source, to, size), size
 
     def run(self) -> None:
-        """Execute the program once.
-
-        Raises:
-            ProgramError: the ranks deadlock; verified instructions never do.
-        """
+        """Execute the program once. Raise ProgramError if the ranks deadlock; verified instructions never do."""
         running = [self._execute(rank, rank.actions.queue) for rank in self._ranks]
         self._go_on(running)
         self._check_done([rank for rank, actions in enumerate(running) if next(actions, "done") != "done"])

@@ -20,7 +20,6 @@ def sent_away(tree: Tree, without: Tree = None) -> Tree:
     """Begin to copy arrays to host memory. Arrays that are already there are returned unchanged.
 
     Args:
-        tree: the arrays.
         without: further arrays to return unchanged.
     """
     return _moved(tree, AWAY, without)

@@ -27,9 +27,7 @@ def fresh_worker(
     """Return a worker before batch 0.
 
     Args:
-        stage: the stage of the worker.
         initializers: the programs for the layers with fresh arrays.
-        key: the random key of the run.
         initial: (parameters, state) of each layer; arrays are copied, and specs stand for arrays to initialize.
     """
     f, first, a, params, state = stage.functions, stage.place.first, stage.arrays, {}, {}

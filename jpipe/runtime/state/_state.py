@@ -171,11 +171,8 @@ def fingerprint(
     """Return everything that determines the content of a state, by name.
 
     Args:
-        plan: the plan of the pipeline.
         uses: the names of the capabilities that are used without an option in the plan.
         places: for each worker the devices where it computes.
-        specs: the shapes and dtypes of a microbatch of each bucket.
-        functions: the functions of each stage.
     """
     fields = plan.model_dump(exclude={"format", "stages", "predicted"}).items()
     stages = ((f"stage {s}", f"{stage.replicas} × {', '.join(stage.layers)}") for s, stage in enumerate(plan.stages))

@@ -37,11 +37,8 @@ def layer_backward(
     """Return the gradients of a layer's trained parameters and, if `moves`, of its input; all output gradients are ones.
 
     Args:
-        layer: the layer.
         moves: whether to compute the gradient of the input.
         filled: `(trained parameters, parameters) -> parameters`, the complete tree.
-        trained: the trained parameters.
-        params, state, x, key: as in `Layer.apply`.
     """
 
     def forward(trained: Tree, floats: list[jax.Array]) -> list[jax.Array]:

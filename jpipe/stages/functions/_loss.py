@@ -25,8 +25,6 @@ def call_loss(function: Loss, where: str, outputs: Tree, labels: Tree, key: jax.
     Args:
         function: the loss or metric.
         where: "loss", or the place that names the metric; error messages begin with this text.
-        outputs, labels: the outputs of the model and the labels, for one microbatch.
-        key: a random key, for a function that takes one.
 
     Returns:
         The sum and the weight, scalars of `loss_dtype()`.
@@ -53,12 +51,7 @@ def check_loss(function: Loss, where: str, layer: str, outputs: Tree, labels: Tr
     """Check by tracing that a loss or metric accepts the outputs and labels of the last stage.
 
     Args:
-        function, where: as in `call_loss`.
-        layer: the last layer, for messages.
         outputs, labels: specs for one microbatch.
-
-    Raises:
-        InputError: the function fails, or does not return two scalars.
     """
 
     def message(error: BaseException) -> str:
@@ -95,7 +88,6 @@ def accumulate(
     """Add one microbatch to the accumulators.
 
     Args:
-        accumulators: the sums so far.
         gradients: pairs (entry, gradient), multiplied by the loss scale. An entry occurs twice if two layers share a parameter.
         numbers: (weight,), at the last stage (loss, weight); empty if the accumulators have neither.
         scale: the loss scale, or None.

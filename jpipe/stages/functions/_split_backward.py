@@ -77,7 +77,6 @@ class SplitBackward:
 
         Args:
             arguments: the (state, x, labels) of the forward.
-            new_state: the layer state after the forward.
             results: the last result of `StageFunctions.forward_backward_input`.
         """
         y, late_saved, stash = results

@@ -91,7 +91,6 @@ def average_params(f: StageFunctions, optimizer_state: Tree, newest: Tree) -> di
     """Return the moving average of the parameters, in the dtypes in which it is kept. Needs `optimizer.ema_decay`.
 
     Args:
-        f: the functions of the stage.
         optimizer_state: the optimizer state of the entries that the worker updates; the result has only these entries.
         newest: the newest parameters; a frozen parameter is its own average.
     """
@@ -102,7 +101,6 @@ def newest_params(f: StageFunctions, optimizer_state: Tree, newest: Tree) -> dic
     """Return the newest parameters without prediction: the masters if there are any, else parameters in the dtypes of `newest`.
 
     Args:
-        f: the functions of the stage.
         optimizer_state: the optimizer state of the entries that the worker updates; the result has only these entries.
         newest: the newest parameters, at least of these entries.
     """
@@ -147,10 +145,8 @@ def delay_squares(f: StageFunctions, newest: Tree, before: Tree | None, optimize
     """Return the squared norms of a stage's prediction and of the distance between its two newest weight versions.
 
     Args:
-        f: the functions of the stage.
         newest: the newest version of the entries to count, by entry.
         before: the parameters of the previous version; None if the stage holds one version, which gives NaN for the distance.
-        optimizer_state: the optimizer state of these entries.
 
     Returns:
         Two numbers, shape (2,), in the dtype of losses.

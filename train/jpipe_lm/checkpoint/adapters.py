@@ -22,7 +22,6 @@ def merged(arrays: Mapping[str, Any], model: ModelConfig, tune: TuneConfig) -> d
 
     Args:
         arrays: arrays of any layers by name in an export, such as "block_0/qkv/kernel".
-        model: the section `model` of the run's config.
         tune: the section `tune` of the run's config; without adapters the arrays are returned as they are.
     """
     if tune.lora is None:
@@ -74,8 +73,6 @@ def for_adapters(source: Source, model: Mapping[str, Spec], tune: TuneConfig) ->
 
     Args:
         source: the arrays on disk, by name in an export.
-        model: shapes and dtypes of the parameters of the model.
-        tune: the section `tune` of the run.
     """
     if tune.lora is None:
         return source

@@ -54,7 +54,6 @@ def fill_config(data: dict[Any, Any], where: str) -> None:
 
     Args:
         data: a config, with a `warm_start.file`.
-        where: the config's name, for messages.
 
     Raises:
         InputError: a key contradicts a folder, or there are adapters without a model in Hugging Face's layout.

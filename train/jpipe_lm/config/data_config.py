@@ -92,11 +92,7 @@ class DataConfig(DataSection):
         return " nats per byte" if self.read_as == "bytes" else " nats per token"
 
     def check_config(self, config: "jpipe_train.config.config.Config") -> None:
-        """Check that this section is compatible with the other sections of a config.
-
-        Raises:
-            ValueError: the sections contradict each other.
-        """
+        """Check that this section is compatible with the other sections of a config."""
         if self.format == "labels" and getattr(config.model, "head", "language") == "language":
             raise ValueError(
                 "data.format labels needs a built-in model with model.head classification, regression or multiple_choice; set model.head, "

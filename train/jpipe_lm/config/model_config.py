@@ -161,11 +161,7 @@ class ModelConfig(ModelSection):
         return self.model_copy(update=decided)
 
     def check_config(self, config: "jpipe_train.config.config.Config") -> None:
-        """Check that this section is compatible with the other sections of a config.
-
-        Raises:
-            ValueError: the sections contradict each other.
-        """
+        """Check that this section is compatible with the other sections of a config."""
         computes = config.precision.computes
         if computes is not None and self.compute_dtype not in ("float32", computes):
             raise ValueError(f"model.compute_dtype is {self.compute_dtype} and precision.compute {computes}; remove model.compute_dtype")
@@ -345,7 +341,6 @@ def _shown(info: Any, key: str) -> str:
 
     Args:
         info: pydantic's `ValidationInfo`; its context maps keys to the names in the file.
-        key: the key of `model`.
     """
     names: Mapping[str, str] = info.context or {}
     return names.get(key, key)

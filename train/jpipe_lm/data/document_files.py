@@ -70,11 +70,9 @@ def read(
     """Yield the documents in files in order; texts come in pieces.
 
     Args:
-        files: the form of the documents.
         names: the names of the files; if whole files are held out, the names decide which.
         paths: the paths of the files.
         share: the share to hold out, as in `texts.pieces`.
-        where: the config key or option that names the files, for messages.
         tokenizer: tokenizes texts; None if rows have token ids.
 
     Raises:

@@ -37,7 +37,6 @@ def load_held_out(config: Config, path: str | None) -> Data:
     """Read all held-out documents, and put their rows into batches. The rows may be fewer than a batch.
 
     Args:
-        config: the config of the run.
         path: the path of other data in the same format; all of them are used in place of the held-out documents.
 
     Raises:
@@ -56,11 +55,7 @@ def load_held_out(config: Config, path: str | None) -> Data:
 
 
 def check_files(config: Config, path: str | None) -> None:
-    """Check the text files, the tokenizer and the chat template, without reading data. `path` is the same as in `load_held_out`.
-
-    Raises:
-        InputError: a file cannot be read, or cannot be used with the model.
-    """
+    """Check the text files, the tokenizer and the chat template, without reading data. `path` is the same as in `load_held_out`."""
     if config.data.has_tokens:
         check_objective(config)
     if (symbols := splits.check_files(config, path)) is not None:
@@ -123,11 +118,7 @@ def batches_of(config: Config, rows: AnyRows, part: int, *, apart: bool) -> Batc
 
 
 def check_amount(config: Config, split: Split, train: Rows, validation: Rows) -> None:
-    """Check that training and validation have at least one row each. Masked rows cannot be padded, so at least one batch each is needed.
-
-    Raises:
-        InputError: there are too few rows.
-    """
+    """Check that training and validation have at least one row each. Masked rows cannot be padded, so at least one batch each is needed."""
     batch_size, seq_len = config.train.batch_size, config.model.seq_len
     if min(len(train), len(validation)) >= (batch_size if isinstance(train, masked.Masked) else 1):
         return

@@ -109,11 +109,7 @@ class Documents:
         return bool(self.shards) and all(shard.answers is not None for shard in self.shards)
 
     def read(self, start: int, stop: int) -> Int32[np.ndarray, " n"]:
-        """Read the tokens start to stop - 1.
-
-        Raises:
-            InputError: a token is out of range.
-        """
+        """Read the tokens start to stop - 1. Raise InputError if a token is out of range."""
         parts = [shard.tokens()[first:last] for shard, first, last, _ in self._parts(start, stop)]
         tokens = (parts[0] if len(parts) == 1 else np.concatenate(parts)).astype(np.int32)
         unsigned = tokens.view(np.uint32)
@@ -152,11 +148,7 @@ class Documents:
         return k, _before(ends(), position - self.starts[k] + 1)
 
     def examples(self) -> "Ranges":
-        """Return the beginning and end of each document and of each answer.
-
-        Raises:
-            InputError: the positions are not ascending.
-        """
+        """Return the beginning and end of each document and of each answer. Raise InputError if the positions are not ascending."""
         ranges: list[tuple[np.ndarray, ...]] = [(np.zeros(0, np.int64),) * 4]
         for shard, start in zip(self.shards, self.starts, strict=False):
             assert shard.ends is not None

@@ -42,7 +42,6 @@ def prepare(request: PrepareRequest, reporter: Reporter) -> Index:
     """Tokenize files into a new folder. The folder is written completely or not at all.
 
     Args:
-        request: the arguments of the command.
         reporter: prints the progress, and what was written.
 
     Returns:

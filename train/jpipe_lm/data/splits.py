@@ -62,11 +62,7 @@ class Split:
 
 
 def read(config: Config) -> Split:
-    """Read the documents that `config.data` names.
-
-    Raises:
-        InputError: the documents cannot be read.
-    """
+    """Read the documents that `config.data` names. Raise InputError if the documents cannot be read."""
     with sources.readable():
         split = _read(config)
         return replace(split, remarks=(*split.remarks, *sources.left_out(data_of(config).path, data_of(config).validation_path)))
@@ -86,10 +82,6 @@ def _read(config: Config) -> Split:
 
 def check_files(config: Config, other: str | None = None) -> int | None:
     """Check the files of `config.data` without reading data. Return the size of the vocabulary, or None if it is unknown.
-
-    Args:
-        config: the config of the run.
-        other: the path of other data to check instead.
 
     Raises:
         InputError: a file does not exist, no installed library reads it, or the tokenizer or the chat template cannot be used.
@@ -123,11 +115,7 @@ def check_files(config: Config, other: str | None = None) -> int | None:
 
 
 def _check_kinds(data: DataConfig) -> None:
-    """Check that all files seem to be text.
-
-    Raises:
-        InputError: a file is of another kind; the message says what to do with it.
-    """
+    """Check that all files seem to be text. Raise InputError if a file is of another kind; the message says what to do with it."""
     for path, where in ((data.path, "data.path"), (data.validation_path, "data.validation_path")):
         if path is None:
             continue
@@ -277,11 +265,7 @@ def _whole_folder(config: Config, path: str) -> Split:
 
 
 def check_tokenizers(paths: Sequence[str]) -> None:
-    """Check that all folders of tokens among several sources have the same tokenizer.
-
-    Raises:
-        InputError: a folder has another tokenizer.
-    """
+    """Check that all folders of tokens among several sources have the same tokenizer."""
     first: tuple[str, token_files.Index] | None = None
     for number, path in enumerate(paths):
         if not token_files.is_folder(path):
@@ -386,7 +370,6 @@ def _of_files(config: Config, parts: Sequence[DataPath]) -> Split:
 
     Args:
         config: the config of the run, which says what the files are.
-        parts: the paths to read.
     """
     data = data_of(config)
     form = data.format if data.format in ("prompts", "chat", "tokens") else "text"

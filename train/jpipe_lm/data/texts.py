@@ -67,8 +67,6 @@ def pieces(names: Sequence[str], files: Sequence[Path], form: Format, fraction: 
         form: the form of the documents: texts (whole files, or rows with a text), or rows with prompts and answers.
         fraction: the share to hold out: whole files of several text files, the end of a single text file, or the rows that their hashes
             select.
-        keys: the keys of rows.
-        where: the config key or option that names the files, for messages.
 
     Raises:
         InputError: a file has wrong content.
@@ -111,11 +109,7 @@ def _has_rows(file: Path, key: str, where: str) -> bool:
 
 
 def tokenized(texts: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Piece, np.ndarray]]:
-    """Yield each piece with its tokens. Meanwhile all cores tokenize the next pieces.
-
-    Raises:
-        InputError: the tokenizer fails.
-    """
+    """Yield each piece with its tokens. Meanwhile all cores tokenize the next pieces. Raise InputError if the tokenizer fails."""
 
     def encoded(batch: Sequence[Piece]) -> list[np.ndarray]:
         return tokenizer.encoded([piece.text for piece in batch], [piece.continues for piece in batch])

@@ -87,7 +87,6 @@ class Tokenizer:
         """Tokenize each text on all cores, without the special tokens that begin or end a text.
 
         Args:
-            texts: the texts to tokenize.
             continued: for each text, whether it continues another text, so that no space is put before it; empty if none does.
 
         Raises:
@@ -140,7 +139,6 @@ class Tokenizer:
         """Tokenize texts and pairs of texts on all cores, with the special tokens that the tokenizer adds around and between them.
 
         Args:
-            texts: the texts to tokenize.
             most: the most tokens of a row. Longer rows are cut; in a pair, the longer text is cut first. None: rows may have any length.
 
         Raises:
@@ -163,11 +161,7 @@ class Tokenizer:
         return next((int(number) for number in known if number is not None), self.end if is_free else None)
 
     def decoded(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens. Special tokens are left out.
-
-        Raises:
-            InputError: the tokenizer fails.
-        """
+        """Return the text of tokens. Special tokens are left out. Raise InputError if the tokenizer fails."""
         try:
             return str(self.rules.decode(list(tokens), skip_special_tokens=True))
         except BaseException as error:
@@ -206,7 +200,6 @@ def load(path: str | Path, where: str, end_of_text: str | None = AUTO) -> Tokeni
 
     Args:
         path: the path of the file.
-        where: the config key or option that names the file, for messages.
         end_of_text: the token that ends a document, as text; None for no token. With auto, it is the token that the tokenizer adds after a
             text, or else the first of `ENDS_OF_TEXT` that the tokenizer has.
 

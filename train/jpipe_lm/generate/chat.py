@@ -88,11 +88,9 @@ def main(
     """Hold a conversation.
 
     Args:
-        request: the options.
         said: a function that returns an iterator of the user's messages. Only process 0 calls it.
         write: writes pieces of answers. Only process 0 calls it.
         say: prints a line about the answers. Only process 0 calls it.
-        team: the processes that have the model.
         goes_on: whether the conversation goes on after Ctrl-C has stopped an answer.
 
     Returns:

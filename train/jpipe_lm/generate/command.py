@@ -23,7 +23,6 @@ def run(request: Request, connect: Callable[[], int], connect_limit: float, wait
     """Generate text, from standard input if there is no prompt, or hold a conversation.
 
     Args:
-        request: the arguments of the command.
         connect: connects the processes, and returns how many there are.
         connect_limit: seconds to wait for the other processes at the start.
         wait_limit: seconds without progress after which the processes give up.

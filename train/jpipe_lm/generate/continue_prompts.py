@@ -44,7 +44,6 @@ def main(request: Request, write: Callable[[str], None], say: Callable[[str], No
         request: the arguments of the command, with at least one prompt.
         write: writes pieces of text. Only process 0 calls it.
         say: prints a line about the text. Only process 0 calls it.
-        team: the processes that have the model.
 
     Returns:
         Whether the texts are complete; False if Ctrl-C was pressed.
@@ -72,11 +71,7 @@ def main(request: Request, write: Callable[[str], None], say: Callable[[str], No
 
 
 def agree_on(request: Request, source: model_source.Origin, team: Team) -> None:
-    """Check that all processes have the same request and model.
-
-    Raises:
-        InputError: the requests or models differ.
-    """
+    """Check that all processes have the same request and model."""
     team.agree(lambda: {**code_facts(), "what is generated": repr(request), "the model": f"{source.description} {source.config}"})
 
 
@@ -105,8 +100,6 @@ class Model:
 
         Args:
             prompts: the tokens of each prompt.
-            texts: the texts to which the tokens are added.
-            seed: the seed of sampling.
 
         Returns:
             Whether the texts are complete; False if Ctrl-C was pressed.
@@ -138,13 +131,9 @@ def start(
     """Load a model onto devices, in all processes.
 
     Args:
-        request: the options.
-        source: the source of the model.
-        words: the conversion between text and tokens.
         rows: the number of prompts.
         positions: the largest length of a text with its prompt; memory is reserved for this length.
         say: prints a line about the model.
-        team: the processes.
 
     Raises:
         InputError: the model is too large for the devices, or its parameters do not match its config.
@@ -186,12 +175,10 @@ def sequences(
     """Yield the tokens that follow the prompts, in each step one token per prompt. Meanwhile the next step is already running.
 
     Args:
-        decoder: the model.
         prompts: the tokens of each prompt.
         positions: see `Decoder.begin`.
         most: the number of steps.
         sampling: how a token is chosen.
-        seed: the seed of sampling.
         known: shape (n,): for each of the first n tokens, whether it may be chosen. Later tokens may not be chosen.
     """
     rows = np.arange(len(prompts), dtype=np.int32)
@@ -228,11 +215,7 @@ def _on_cpus(source: model_source.Origin, dtype: str | None) -> model_source.Ori
 
 
 def check_options(request: Request) -> None:
-    """Check the options that do not depend on the model.
-
-    Raises:
-        InputError: an option is out of range, or would have no effect.
-    """
+    """Check the options that do not depend on the model."""
     if not request.prompts and not request.is_chat:
         raise InputError(where="--prompt", expected="a text to continue", found="none", change="give --prompt TEXT, or pipe a text in")
     if request.prompts and request.is_chat:
@@ -251,11 +234,7 @@ def check_options(request: Request) -> None:
 
 
 def _sampling(request: Request) -> Sampling:
-    """Return the sampling that the options describe.
-
-    Raises:
-        InputError: an option is out of range, or would have no effect.
-    """
+    """Return the sampling that the options describe. Raise InputError if an option is out of range, or would have no effect."""
     draws = request.top_k is not None or request.top_p is not None
     temperature = request.temperature if request.temperature is not None else 1.0 if draws else 0.0
     if not (math.isfinite(temperature) and 0 <= temperature <= _LARGEST):
@@ -299,13 +278,7 @@ def check_tokens(tokens: Sequence[int], words: Conversion, config: ModelConfig, 
 
     Args:
         tokens: the tokens of the text, at least one.
-        words: the conversion that made the tokens.
-        config: the config of the model.
-        where: the name of the text in messages.
         hint: what to do if there are too many tokens.
-
-    Raises:
-        InputError: there are too many tokens, or a token that the model does not have.
     """
     longest = config.max_positions_used
     if len(tokens) >= longest:
@@ -321,11 +294,7 @@ def check_tokens(tokens: Sequence[int], words: Conversion, config: ModelConfig, 
 
 
 def check_text(text: str, where: str) -> None:
-    """Check that a text from outside is UTF-8.
-
-    Raises:
-        InputError: the text is not UTF-8.
-    """
+    """Check that a text from outside is UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:  # `surrogateescape` has turned bytes into surrogates

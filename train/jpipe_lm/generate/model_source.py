@@ -58,10 +58,6 @@ class Origin:
 
         Only kernels and embeddings are converted to the dtype of the computation.
 
-        Args:
-            layer_id: the id of the layer.
-            specs: the shapes and dtypes of the parameters of the layer.
-
         Raises:
             InputError: parameters are missing, or have other shapes.
         """
@@ -262,7 +258,6 @@ def parameters(origin: Origin, devices: dict[str, jax.Device], check: Callable[[
     """Load the parameters of this process's layers onto their devices. At most one layer is in memory twice.
 
     Args:
-        origin: the source of the model.
         devices: the device of each layer.
         check: called before each layer.
 

@@ -16,7 +16,6 @@ def place(sizes: Mapping[str, int], devices: Sequence[jax.Device], number: int |
 
     Args:
         sizes: a mapping from layer ids, in order, to bytes.
-        devices: the existing devices.
         number: the number of devices to use; None for the smallest number of devices with enough memory.
         scratch: bytes that each device needs in addition to its layers.
 

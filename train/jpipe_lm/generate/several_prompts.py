@@ -101,11 +101,7 @@ class Texts:
         return all(text.end is not None for text in self.each)
 
     def add(self, tokens: Int[ndarray, " b"]) -> None:
-        """Add the next token to each text that has not ended.
-
-        Raises:
-            InputError: the logits of the model are NaN.
-        """
+        """Add the next token to each text that has not ended. Raise InputError if the logits of the model are NaN."""
         unfinished = [(text, int(token)) for text, token in zip(self.each, tokens, strict=True) if text.end is None]
         for text, token in unfinished:
             if token < 0:
@@ -187,7 +183,6 @@ def start_texts(
     """Return an empty text for each prompt.
 
     Args:
-        prompts: the prompts as strings.
         tokens: the tokens of each prompt.
         most: the largest number of tokens to generate for each prompt.
         positions: the largest number of tokens of a prompt and its continuation together.

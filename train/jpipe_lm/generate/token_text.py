@@ -58,7 +58,6 @@ def of_tokenizer(
     """Return the conversion of a tokenizer.
 
     Args:
-        tokenizer: the tokenizer.
         begins: the tokens of an empty prompt, if the tokenizer has no begin tokens.
         ends: tokens that end a text, in addition to the tokenizer's end token.
         chat_template: see `Conversion`.

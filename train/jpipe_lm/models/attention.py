@@ -106,7 +106,6 @@ def attend_after(q: Float[Array, "b s h d"], slices: Sequence[tuple[Any, ...]], 
     Args:
         q: the queries of the last slice.
         slices: the keys and values of each slice, and their segments if segments do not attend to each other.
-        config: the config of the block.
     """
     masked = Masked(True, config.window)
     positions = traced_positions()
@@ -147,13 +146,9 @@ def attend_cached(
     The cache is a ring buffer: position p is in place p % t. There it replaces position p - t, which is outside all later windows.
 
     Args:
-        q: the queries of the further positions.
-        k: the keys of the further positions.
-        v: the values of the further positions.
         cache: the keys and values of earlier positions; t is `cached_positions`.
         at: the further positions, which are consecutive in each row.
         lengths: the number of positions of each row. Later positions are not kept in the cache.
-        config: the config of the block.
 
     Returns:
         The outputs, and the cache with the further positions.

@@ -57,8 +57,6 @@ def attend_in_blocks(
     Args:
         core: computes the attention of some queries to some keys. Its mask (b or 1, 1, q, t) is True where a query attends to a key.
         q: the queries, which are at the last s positions.
-        k: the keys.
-        v: the values.
         segments: the segment of each position. Queries attend only to keys of their own segment.
         masked: the rule that says which keys in its segment a query attends to.
         size: the number of queries of a block; None chooses a number for which a block needs moderate memory.

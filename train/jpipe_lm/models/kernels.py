@@ -48,12 +48,8 @@ def splash(
     On the mesh of a stage, each device computes its own rows and heads.
 
     Args:
-        q: the queries.
-        k: the keys.
-        v: the values.
         segments: the segment of each position. Queries attend only to keys of their own segment.
         masked: the rule that says which keys in its segment a query attends to.
-        scale: the factor of the products of queries and keys.
         soft_cap: if given, the scores x become cap · tanh(x / cap).
         interpret: compute without a TPU, operation by operation, for tests.
     """
@@ -113,12 +109,8 @@ def packed(
 
     Args:
         otherwise: computes attention if a row has more than `DOCUMENTS` documents.
-        q: the queries.
-        k: the keys.
-        v: the values.
         segments: the document of each position.
         masked: the rule that says which keys in its document a query attends to.
-        scale: the factor of the products of queries and keys.
     """
     return _by_number(partial(_packed, masked, scale), otherwise, q, k, v, segments)
 

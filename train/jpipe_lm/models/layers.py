@@ -22,7 +22,6 @@ def layers(config: ModelConfig, chunk: int | None = None, tune: TuneConfig | Non
     `jpipe_lm.models.heads.Head`.
 
     Args:
-        config: the section `model`, for a built-in model.
         chunk: if given, the loss computes the logits, for this many positions at a time. The outputs then have an
             `jpipe_train.losses.cross_entropy.Unprojected` instead of logits.
         tune: the section `tune`, for adapters; None for no adapters.

@@ -76,8 +76,6 @@ def tuned(layers: Mapping[str, Callable[..., nnx.Module]], config: ModelConfig, 
 
     Args:
         layers: the constructor of each layer of a built-in model, by layer id.
-        config: the section `model`.
-        tune: the section `tune`.
     """
     if tune.lora is None:
         return dict(layers)
@@ -96,7 +94,6 @@ def widths_of(name: str, outputs: int, config: ModelConfig) -> dict[str, int]:
     Args:
         name: the name of the layer, such as "qkv".
         outputs: the number of outputs of the whole layer.
-        config: the section `model`.
     """
     size, kv_heads = config.head_size_used, config.kv_heads_used
     of_parts = (config.heads * size, kv_heads * size, kv_heads * size) if name == "qkv" else (outputs,)

@@ -24,7 +24,6 @@ def quantize(kernel: Float[Array, "i o"], kind: Kind) -> tuple[Integer[Array, "j
 
     Args:
         kernel: the kernel of a linear layer, (inputs, outputs).
-        kind: the kind of the codes.
 
     Returns:
         The codes, (inputs, outputs) or (inputs / 2, outputs) for "nf4", and the scales of the blocks.
@@ -62,14 +61,7 @@ def dequantize(codes: Integer[Array, "j o"], scale: Float[Array, "k o"], kind: K
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def multiply(x: Float[Array, "*n i"], codes: Integer[Array, "j o"], scale: Float[Array, "k o"], kind: Kind) -> Float[Array, "*n o"]:
-    """Multiply `x` by a quantized kernel, in the dtype of `x`. The kernel has no gradient.
-
-    Args:
-        x: the inputs of a linear layer.
-        codes: the codes that `quantize` returned.
-        scale: the scales that `quantize` returned.
-        kind: the kind of the codes.
-    """
+    """Multiply `x` by a quantized kernel, in the dtype of `x`. The kernel has no gradient."""
     return x @ _dequantized_after(x, codes, scale, kind)
 
 

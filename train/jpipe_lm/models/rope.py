@@ -52,7 +52,6 @@ def rotated(
         x: queries or keys.
         positions: the positions of the queries or keys.
         lengths: the length of the text that each position belongs to. LongRoPE chooses between its two scalings by this length.
-        config: the config of the block.
     """
     wide, size = wider(x.dtype), config.rotary_size
     short, long = (jnp.asarray(numbers, wide)[None, None, None] for numbers in frequencies(config))

@@ -119,7 +119,6 @@ class Block(nnx.Module):
         """Apply a decoder's block to a slice of the rows, given the keys and values of the slices before (`jpipe.Layer.carried`).
 
         Args:
-            stream: the input of the block at the positions of the slice.
             carry: for each slice before, the keys and values, and with several documents in a row their segments and positions; None for
                 the first slice.
 
@@ -139,11 +138,7 @@ class Block(nnx.Module):
         return joined(x, segments, routing), carry
 
     def _check_slices(self, segments: Int[Array, "b s"] | None) -> None:
-        """Check that the block can compute rows slice by slice.
-
-        Raises:
-            InputError: it needs whole rows.
-        """
+        """Check that the block can compute rows slice by slice."""
         experts, scaling = self.config.experts, self.config.rope_scaling
         found = ""
         if self.config.kind == "bert":
@@ -164,7 +159,6 @@ class Block(nnx.Module):
         """Apply a decoder's block to further positions, given the keys and values of earlier positions.
 
         Args:
-            x: the input of the block at the further positions.
             cache: the keys and values of earlier positions; see `attend_cached`.
             at: the further positions, which are consecutive in each row.
             lengths: the number of known positions of each row, with the further positions.

@@ -35,7 +35,6 @@ def build(
     """Build the pipeline and the data that `config` describes, without running anything on a device.
 
     Args:
-        config: the config of the run.
         reporter: prints the phases that take long.
         plan: the plan; by default the plan in the config.
         load: reads the data; by default `jpipe_train.data.data.load`.
@@ -71,7 +70,6 @@ def check_by_reading(config: Config, path: str | None = None) -> None:
     """Check a config and the files that it names. No device starts, no data are read, and the model is not traced.
 
     Args:
-        config: the config of the run.
         path: the path of data that replace the data of the run, as in `jpipe_train.data.data.held_out`.
 
     Raises:
@@ -96,11 +94,7 @@ def check_by_reading(config: Config, path: str | None = None) -> None:
 
 
 def check_plan(config: Config, plan: jpipe.Plan) -> None:
-    """Check that a plan is compatible with the other sections of the config.
-
-    Raises:
-        jpipe.InputError: the plan contradicts another section.
-    """
+    """Check that a plan is compatible with the other sections of the config."""
     check_microbatches(plan, config.train.batch_size)
     check_delay(plan, config.plan.max_delay)
     if problem := excluded(plan, **config.optimizer.of_plans):
@@ -114,9 +108,6 @@ def check(config: Config, pipe: jpipe.Pipeline, batches: data.Data) -> data.Data
 
     Returns:
         The data, with checks of the labels of later batches.
-
-    Raises:
-        jpipe.InputError: a check fails.
     """
     batch = batches.like
     with errors_name_config_keys(config.plan.file):
@@ -176,11 +167,7 @@ def make_plan(config: PlanConfig, layer_ids: Sequence[str]) -> jpipe.Plan:
 
 
 def read_plan(file: str) -> jpipe.Plan:
-    """Read the plan that `plan.file` names.
-
-    Raises:
-        jpipe.InputError: the file cannot be read, or is not a plan.
-    """
+    """Read the plan that `plan.file` names. Raise jpipe.InputError if the file cannot be read, or is not a plan."""
     text = read_text(
         expanded(file, "plan.file"),
         MOST_PLAN_BYTES,
@@ -299,16 +286,10 @@ def check_memory(
     """Reject a model that certainly exceeds the memory of the devices. A model that passes may still be too large.
 
     Args:
-        specs: a dict from layer ids to the shapes and dtypes of the layer's parameters.
-        rule: the optimizer.
-        plan: the plan. Each replica of a stage holds all layers of the stage.
         devices: the devices of each worker. Only the devices of this process are checked.
         has_masters: whether `specs` are master weights, so that a copy of the trained weights with half their bytes is needed as well.
         is_trained: a function from the name of a parameter to whether it is trained. Frozen parameters have no gradients and no masters.
             None: all are trained.
-
-    Raises:
-        jpipe.InputError: the model is too large.
     """
     local = [(s, group) for (s, _), group in zip(plan.workers, devices, strict=True) if group[0].process_index == jax.process_index()]
     layers = [{layer_id: specs[layer_id]} for s, _ in local for layer_id in plan.stages[s].layers]

@@ -13,7 +13,6 @@ def delay_words(plan: jpipe.Plan, batches_per_update: int = 1) -> str:
     """Return a sentence about the mean delay of each stage, or "" if no gradient is computed with older weights than it changes.
 
     Args:
-        plan: the plan.
         batches_per_update: the number of batches in an update of the optimizer, `optimizer.accumulate_batches`.
     """
     if not any(plan.delays):

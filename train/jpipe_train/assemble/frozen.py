@@ -17,8 +17,6 @@ def trains_part(rule: optax.GradientTransformation, config: TuneSection, params:
     """Return an optimizer that changes only the trained parameters, or `rule` itself if all are trained.
 
     Args:
-        rule: the optimizer of the trained parameters.
-        config: the section `tune`.
         params: a dict from layer ids to the shapes and dtypes of the layer's parameters.
 
     Raises:
@@ -44,7 +42,6 @@ def words(config: TuneSection, params: Mapping[str, Tree], *, random: bool = Fal
     """Describe how many parameters are trained; None if all are trained.
 
     Args:
-        config: the section `tune`.
         params: a dict from layer ids to the shapes and dtypes of the layer's parameters; shared parameters are only in the first layer.
         random: whether the run begins with random parameters.
     """

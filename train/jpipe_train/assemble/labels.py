@@ -83,8 +83,6 @@ def check_labels(config: Config, batches: data.Data, outputs: Any) -> data.Data:
     """Return the same data with checks of the labels and tokens. Process 0 checks the first training and validation batch immediately.
 
     Args:
-        config: the config of the run.
-        batches: the data of the run.
         outputs: the shapes and dtypes of the outputs of the model.
 
     Raises:
@@ -106,11 +104,7 @@ def check_labels(config: Config, batches: data.Data, outputs: Any) -> data.Data:
 
 
 def _check_largest(limit: Limit, parts: Sequence[data.Data]) -> None:
-    """Check the largest label, if the data say what it is.
-
-    Raises:
-        InputError: the label is out of range.
-    """
+    """Check the largest label, if the data say what it is."""
     _, most, why = limit
     for part in parts:
         if part.largest_class is not None and part.largest_class[0] > most:
@@ -121,11 +115,7 @@ def _check_largest(limit: Limit, parts: Sequence[data.Data]) -> None:
 
 
 def _check_outputs(need: int, batches: data.Data, outputs: Any) -> None:
-    """Check that a model with logits for each label has at least `need` logits, one for each word or class in the data.
-
-    Raises:
-        InputError: the model has fewer logits.
-    """
+    """Check that a model with logits for each label has at least `need` logits, one for each word or class in the data."""
     labels = batches.like[1]
     if not hasattr(outputs, "shape") or not hasattr(labels, "shape") or len(outputs.shape) != len(labels.shape) + 1:
         return

@@ -28,7 +28,6 @@ def metrics(config: EvalConfig, model: ModelSection | None = None) -> dict[str, 
     """Return functions `(outputs, labels) -> (sum, weight)` by name; `combined` computes the metrics from their means.
 
     Args:
-        config: the section `eval`.
         model: the section `model`. It determines the number of classes, and may add metrics.
 
     Raises:

@@ -20,7 +20,6 @@ def layers(config: Config, inputs: Callable[[], Any] | None = None) -> jpipe.Lay
     """Return the layers of the model. Either its kind builds them, or `model.target` returns a LayerStack or a whole model.
 
     Args:
-        config: the config of the run.
         inputs: a function that returns the inputs of a batch, or their shapes and dtypes. A whole model is traced with them and cut into
             layers, which do not depend on the plan. None: whole models are rejected.
 
@@ -40,11 +39,7 @@ def layers(config: Config, inputs: Callable[[], Any] | None = None) -> jpipe.Lay
 
 
 def check_target(config: ModelSection) -> None:
-    """Check that `model.target` exists and accepts `model.arguments`, without calling it.
-
-    Raises:
-        InputError: the target does not exist, or does not accept the arguments.
-    """
+    """Check that `model.target` exists and accepts `model.arguments`, without calling it."""
     target, function = str(config.target), entry_point.load(str(config.target), "model.target")
     signed = getattr(function, "__init__") if inspect.isclass(function) else function  # noqa: B009 - read, never called
     supplied = [name for name in ("self", "rngs", "batch_size") if name in parameters_of(signed) and name not in config.arguments]

@@ -27,7 +27,6 @@ def optimizer(config: OptimizerConfig, steps: int, params: Tree) -> optax.Gradie
     """Return the optimizer with its learning-rate schedule; `jpipe.Pipeline` checks that a pipeline can use it.
 
     Args:
-        config: the section `optimizer`.
         steps: the number of batches of the run.
         params: a dict from layer ids to the shapes and dtypes of the layer's parameters.
 
@@ -55,7 +54,6 @@ def checked_arguments(
     """Return the optimizer's constructor, its arguments, and the arguments that differ between stages. The constructor is not called.
 
     Args:
-        config: the section `optimizer`.
         steps: the number of batches of the run.
         params: a dict from layer ids to parameters, for weight decay. Without it the arguments can only be checked.
 

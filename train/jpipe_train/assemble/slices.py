@@ -9,7 +9,6 @@ def slices_words(pipe: jpipe.Pipeline, batch: Any) -> str:
     """Return a description such as `rows of 4096 positions in slices of 2432 + 1664`; "" for whole rows.
 
     Args:
-        pipe: the pipeline.
         batch: a batch; only shapes and dtypes are used.
     """
     if pipe.plan.counted.row_slices == 1:

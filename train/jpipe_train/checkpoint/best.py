@@ -97,7 +97,6 @@ def values_in(folder: Path, metric: str, steps: Iterable[int] | None = None, sin
 
     Args:
         folder: the folder of the run.
-        metric: the name of the result.
         steps: the steps to consider; None for all.
         since: steps up to this one are left out; so are steps before a change of the validation data (a checkpoint's `val_since`).
     """
@@ -132,7 +131,6 @@ def best_step(folder: Path, where: str) -> int:
 
     Args:
         folder: the folder of the run.
-        where: the command and option, for messages.
 
     Raises:
         InputError: the run does not keep its best checkpoints, or has none yet.
@@ -158,7 +156,6 @@ def find(folder: Path, best: BestConfig, results: Mapping[str, Mode]) -> tuple[i
     Args:
         folder: the folder of the run.
         best: which result determines the best checkpoints.
-        results: the results of the run's validations.
     """
     values = values_in(folder, best.metric)
     steps = ranked(values, mode_of(best, results))

@@ -218,11 +218,7 @@ class Checkpoints:
             raise _NotRemoved(error.errno, error.strerror) from error
 
     def _check_folder(self) -> None:
-        """Check that the run folder is still where it was.
-
-        Raises:
-            FolderChanged: the folder was moved, removed or replaced.
-        """
+        """Check that the run folder is still where it was."""
         assert self._open_folder is not None
         try:
             same = os.path.samestat(os.stat(self._folder), os.fstat(self._open_folder))

@@ -25,7 +25,6 @@ def open_run(request: ExportRequest, report: Callable[[str], None]) -> SavedWeig
     """Open the checkpoint of a run.
 
     Args:
-        request: the run and the step.
         report: a function that prints a line for each damaged newer checkpoint.
 
     Raises:
@@ -108,7 +107,6 @@ def of_whole_model(arrays: Mapping[str, Any], facts: Any) -> dict[str, Any]:
     """Return the arrays of the whole model from which the layers were cut, by path.
 
     Args:
-        arrays: the arrays from `SavedWeights.read`.
         facts: the facts of the checkpoint. They locate the arrays in the whole model.
 
     Raises:

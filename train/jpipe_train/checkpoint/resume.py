@@ -119,11 +119,7 @@ class Resumed:
     steps: tuple[int, ...]
 
     def check_unchanged(self) -> None:
-        """Check that no other process has trained in the folder since the checkpoint was chosen. Lock the folder first.
-
-        Raises:
-            InputError: the folder has other checkpoints now.
-        """
+        """Check that no other process has trained in the folder since the checkpoint was chosen. Lock the folder first."""
         from jpipe.checkpoints import steps
 
         if (now := tuple(steps(self.folder))) != self.steps:
@@ -131,11 +127,7 @@ class Resumed:
             raise _TrainedMeanwhile(f"run.dir: another process has trained in '{shown(self.folder)}' meanwhile; now {last}; start again")
 
     def check_precision(self, wanted: str) -> None:
-        """Check that the run's parameters have the same dtype as the checkpoint's.
-
-        Raises:
-            InputError: the dtypes differ.
-        """
+        """Check that the run's parameters have the same dtype as the checkpoint's."""
         section = _config_in(self.facts.config).get("precision")
         saved = str(section.get("params", "float32")) if isinstance(section, dict) else "float32"
         if saved != wanted:
@@ -199,11 +191,7 @@ class Resumed:
         return [f"{name} {then[name] or 'unset'}, now {now[name] or 'unset'}" for name in now if then.get(name, now[name]) != now[name]]
 
     def rows(self) -> str:
-        """Return the lines of `metrics.jsonl` for the steps before the checkpoint.
-
-        Raises:
-            InputError: the lines are damaged.
-        """
+        """Return the lines of `metrics.jsonl` for the steps before the checkpoint. Raise InputError if the lines are damaged."""
         from jpipe.checkpoints import Checkpoint
 
         lines = Checkpoint(self.folder, self.step).rows().decode("utf-8", errors="ignore").splitlines()
@@ -217,8 +205,6 @@ def history(
     """Return the history of a run that begins or is resumed.
 
     Args:
-        settings: the settings of the run.
-        plan: the plan of the run.
         resumed: the checkpoint from which the run resumes, if any.
         clock: a function that returns the seconds since this part of the run began.
         earlier: the last step that was logged before the run resumed, if known.
@@ -258,7 +244,6 @@ def find(
     """Find the newest complete checkpoint in the run folder. All processes call this.
 
     Args:
-        run_dir: the key `run.dir` of the run.
         resume: whether to resume.
         team: the processes of the run. Process 0 chooses the checkpoint for all.
         say: a function that prints a line for each newer checkpoint that cannot be used.

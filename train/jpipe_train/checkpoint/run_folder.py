@@ -127,11 +127,7 @@ class RunFolder:
         return None
 
     def go_on(self, rows: str) -> None:
-        """Begin writing into the folder, with these rows of the run so far.
-
-        Raises:
-            InputError: the folder cannot be written.
-        """
+        """Begin writing into the folder, with these rows of the run so far. Raise InputError if the folder cannot be written."""
         with _writing(lambda: self.path):
             self._open(rows)
 
@@ -153,11 +149,7 @@ class RunFolder:
                 self._unwritten = self._unwritten[count:]
 
     def _check_file(self) -> None:
-        """Check that `metrics.jsonl` is still in the folder and has the size that it had after the last write.
-
-        Raises:
-            FolderChanged: the file is missing, was replaced, or has another size.
-        """
+        """Check that `metrics.jsonl` is still in the folder and has the size that it had after the last write."""
         assert self._metrics is not None
         file = self.path / METRICS
         try:
@@ -173,11 +165,7 @@ class RunFolder:
             raise FolderChanged(f"'{shown(file)}' was changed: expected {self._size:,} bytes, found {named.st_size:,},")
 
     def keep_planned(self, predicted: Predicted, measured: Predicted) -> None:
-        """Write the planner's prediction and the measurement to `planned.json`.
-
-        Raises:
-            OSError: the disk is full, for example.
-        """
+        """Write the planner's prediction and the measurement to `planned.json`. Raise OSError if the disk is full, for example."""
         both = {"predicted": predicted.model_dump(mode="json"), "measured": measured.model_dump(mode="json")}
         write_atomically(self.path / "planned.json", json.dumps(both, indent=2) + "\n")
 
@@ -240,15 +228,7 @@ class RunFolder:
 
 
 def check_folder(settings: RunSettings, *, anew: bool) -> None:
-    """Check that a new run can begin in its folder, and leave nothing there.
-
-    Args:
-        settings: the settings of the run.
-        anew: as in `RunFolder`.
-
-    Raises:
-        InputError: as in `RunFolder`, but a process that trains there is no error.
-    """
+    """Check that a new run can begin in its folder, and leave nothing there."""
     path = settings.path or resolved(str(_RUNS), "run.dir")
     with _writing(lambda: path) as made, made:  # removes all that is created
         if settings.folder is None:
@@ -336,7 +316,6 @@ def mark_missing_end(settings: RunSettings, path: Path, steps: int, stopped_earl
     unknown.
 
     Args:
-        settings: the settings of the run.
         path: the folder of the run.
         steps: the number of completed steps.
         stopped_early: why the run ended with fewer steps than planned; None if it did not.

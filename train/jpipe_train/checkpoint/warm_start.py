@@ -44,10 +44,6 @@ def load(
     """Read the parameters of this process's layers for `Pipeline.init`. All processes call this.
 
     Args:
-        config: the config of the run, with a `warm_start.file`.
-        pipe: the pipeline of the run.
-        batch: a batch of the run's data.
-        team: the processes of the run.
         say: a function that prints a line about the layers that are used.
 
     Returns:
@@ -87,11 +83,7 @@ def load(
 
 
 def check_files(config: Config) -> None:
-    """Check, from the headers alone, that the files of `warm_start` can be read.
-
-    Raises:
-        InputError: a file cannot be read.
-    """
+    """Check, from the headers alone, that the files of `warm_start` can be read. Raise InputError if a file cannot be read."""
     _source(resolved(str(config.warm_start.file), "warm_start.file"), config, None, lambda _: None)
 
 
@@ -109,8 +101,6 @@ def fitting(source: Source, model: Model, *, strict: bool, hint: str = _HINT) ->
     """Return the names and specs of the model's parameters that a source has.
 
     Args:
-        source: the arrays on disk.
-        model: the parameters of the model.
         strict: whether missing and additional parameters are errors.
         hint: what to change after such an error.
 

@@ -24,10 +24,6 @@ def check_steps(folder: Path, step: Step, where: str) -> None:
     Args:
         folder: the folder of the run.
         step: the step of the checkpoint; with None or "best" any checkpoint is enough.
-        where: the config key or command, for messages.
-
-    Raises:
-        InputError: the run or the checkpoint does not exist.
     """
     try:
         with contextlib.suppress(FileNotFoundError):
@@ -50,7 +46,6 @@ def choose(folder: Path, step: Step, where: str, report: Callable[[str], None]) 
     Args:
         folder: the folder of the run.
         step: the step of the checkpoint, or "best"; None: the newest complete one.
-        where: the config key or command, for messages.
         report: a function that prints a line for each damaged newer checkpoint.
 
     Raises:
@@ -124,9 +119,6 @@ def _layer_of(name: str, entries: Mapping[str, Any]) -> str:
 
 def by_name(layers: Mapping[str, Any]) -> dict[str, Any]:
     """Return the weights of a checkpoint by name.
-
-    Args:
-        layers: the layers from `Checkpoint.read` or `Checkpoint.specs`.
 
     Returns:
         The newest parameters by "layer id/path", without `delay_correction`, in float32 if the checkpoint has master weights; and the layer

@@ -97,11 +97,7 @@ def application(command: str | None) -> tyro.extras.SubcommandApp:
 
 
 def run(arguments: Sequence[str] | None) -> int:
-    """Run the command line `arguments` and return the exit code.
-
-    Raises:
-        SystemExit: the command line is wrong, or asks for help.
-    """
+    """Run the command line `arguments` and return the exit code. Raise SystemExit if the command line is wrong, or asks for help."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     logging.getLogger("jpipe").addHandler(LINES)  # a logger does not add the same handler twice
     try:

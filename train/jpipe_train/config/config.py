@@ -268,22 +268,14 @@ LogNames = Annotated[list[str], AfterValidator(_known_logs)]
 
 
 def model_class(keys: Any) -> type[ModelSection]:
-    """Return the class of a section `model` with these keys; `model.kind` decides it.
-
-    Raises:
-        InputError: no package adds the kind.
-    """
+    """Return the class of a section `model` with these keys; `model.kind` decides it. Raise InputError if no package adds the kind."""
     kind = keys.get("kind", KIND) if isinstance(keys, dict) and keys.get("target") is None else None
     found: type[ModelSection] = registry.find("models", kind) if isinstance(kind, str) else ModelSection
     return found
 
 
 def data_class(keys: Any) -> type[DataSection]:
-    """Return the class of a section `data` with these keys; `data.format` decides it.
-
-    Raises:
-        InputError: no package adds the format.
-    """
+    """Return the class of a section `data` with these keys; `data.format` decides it. Raise InputError if no package adds the format."""
     form = keys.get("format", AUTO) if isinstance(keys, dict) and keys.get("target") is None else None
     found: type[DataSection] = registry.find("formats", form) if isinstance(form, str) else DataSection
     return found

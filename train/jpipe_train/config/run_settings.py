@@ -52,11 +52,7 @@ class RunSettings:
 
     @property
     def path(self) -> Path | None:
-        """The absolute path of `folder`, without symbolic links.
-
-        Raises:
-            InputError: a run cannot be written there.
-        """
+        """The absolute path of `folder`, without symbolic links. Raise InputError if a run cannot be written there."""
         return None if self.folder is None else resolved(self.folder, "run.dir")
 
     @property

@@ -35,7 +35,6 @@ def copy(names: Sequence[str], folder: Path, overwrite: bool, say: Callable[[str
     Args:
         names: configs such as `configs/gpt-bytes.yaml` or `gpt-bytes`. The files that a config names are copied, too. If empty, all files
             are copied.
-        folder: the destination.
         overwrite: whether to replace existing files that differ.
         say: prints one line for each file or, if there are many files, for each folder.
 

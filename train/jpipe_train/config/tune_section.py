@@ -38,11 +38,7 @@ class TuneSection(Section):
         return (lambda name: matches_any(name, self.train_only)) if self.train_only else None
 
     def check_names(self, names: Sequence[str]) -> None:
-        """Check the further keys of a subclass against the names of the model's parameters.
-
-        Raises:
-            InputError: a key does not suit these parameters.
-        """
+        """Check the further keys of a subclass against the names of the model's parameters."""
 
     def adds(self, name: str) -> bool:
         """Return whether this section adds the parameter `name` to the model. If a warm start lacks it, it is initialized anew."""
@@ -60,7 +56,6 @@ class TuneSection(Section):
         """Convert a source of the plain model's parameters to one of the parameters that the model has with this section.
 
         Args:
-            source: the source of the plain model's parameters.
             specs: the shapes and dtypes of the parameters with this section; the keys are their names.
         """
         return source

@@ -122,8 +122,6 @@ def handled(numbers: Collection[int], handler: Callable[[int, FrameType | None],
     """Handle signals in this context. This has no effect if `numbers` is empty, or outside the main thread.
 
     Args:
-        numbers: the signals.
-        handler: the main thread calls it when it runs Python code.
         received: another thread calls it as soon as a signal arrives. While the main thread waits in C, for example for a device, Python
             calls no handler, and merges two signals into one.
     """

@@ -67,7 +67,6 @@ class Preemption:
         """Return what to do before `step`; the decision is the same in all processes. Each process calls this before every step.
 
         Args:
-            step: the next step.
             is_saved: a function that returns whether all processes have written the snapshot or failed. Only process 0 calls it.
 
         Raises:

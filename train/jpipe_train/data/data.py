@@ -152,7 +152,6 @@ def load(config: Config, position: Position | None = None) -> Data:
     """Read the data that `config.data` names and put them into batches, or call `data.target`.
 
     Args:
-        config: the config of the run.
         position: where batches of a new size begin, in a run that resumes with another batch size; None for the first row.
 
     Raises:
@@ -210,7 +209,6 @@ def held_out(config: Config, path: str | None = None) -> Data:
     """Load all validation data of a run as `validation`, even if they fill less than a batch. `train` must not be used for training.
 
     Args:
-        config: the config of the run.
         path: the path of other data in the same format; all of them are used in place of the validation data.
 
     Raises:
@@ -240,7 +238,6 @@ def _mixture(config: Config, sources: Sequence[SourceConfig], read: Callable[[Co
     """Return the data of several sources, mixed in proportion to their weights.
 
     Args:
-        config: the config of the run.
         sources: the sources with their names.
         read: reads the data of one source.
 
@@ -311,15 +308,7 @@ def _from_target(config: Config, **optional: bool) -> Data:
 
 
 def check_files(config: Config, path: str | None = None) -> None:
-    """Check the files that `config.data` names, its tokenizer and its chat template, without reading any data.
-
-    Args:
-        config: the config of the run.
-        path: the path of other data, as in `held_out`.
-
-    Raises:
-        InputError: see `load` and `held_out`.
-    """
+    """Check the files that `config.data` names, its tokenizer and its chat template, without reading any data."""
     data = config.data
     _check_has_path(config, path)
     if data.target is not None:
@@ -354,11 +343,7 @@ def loss_unit(config: Config) -> str:
 
 
 def _of_examples(config: Config, read: Examples) -> Data:
-    """Put the rows for training and for validation into batches.
-
-    Raises:
-        InputError: there are too few rows.
-    """
+    """Put the rows for training and for validation into batches. Raise InputError if there are too few rows."""
     have, need = (len(read.train), len(read.validation)), config.train.batch_size
     expected = f"expected at least {need} examples for training (train.batch_size) and 1 for validation"
     if config.data.content == "numbers" and config.data.validation_path is None and 0 in have and sum(have) > need:

@@ -44,7 +44,6 @@ def steps_until(end: int, first: Position, batch_size: int) -> int:
 
     Args:
         end: the number of rows in the whole run.
-        first: the position from which batches have `batch_size` rows.
         batch_size: the number of rows in a batch.
     """
     return first.batch + max(-(-(end - first.total) // batch_size), 0)

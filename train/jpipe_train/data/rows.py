@@ -148,7 +148,6 @@ def when_sliced(specs: Tree, make: Callable[[], Tree]) -> Tree:
     """Return a batch that is created as a whole when its first rows are read.
 
     Args:
-        specs: the shapes and dtypes of the arrays of the batch.
         make: a function that creates the batch.
     """
     leaves = functools.cache(lambda: jax.tree.leaves(make()))

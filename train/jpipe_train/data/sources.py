@@ -26,11 +26,7 @@ def named(path: str | None) -> str:
 
 @contextmanager
 def readable(where: str = "data.path") -> Iterator[None]:
-    """Convert an OSError about an unreadable file into an InputError.
-
-    Raises:
-        InputError: a file cannot be read.
-    """
+    """Convert an OSError about an unreadable file into an InputError. Raise InputError if a file cannot be read."""
     try:
         yield
     except OSError as error:
@@ -67,8 +63,6 @@ def find_files(path: str | None, where: str = "data.path", content: str = "text"
 
     Args:
         path: a file, a folder or a glob; None means the source code of the standard library.
-        where: the config key or option that names the path, for messages.
-        content: the content of the files, for messages.
 
     Raises:
         InputError: the path does not exist, or has no regular file.
@@ -122,7 +116,6 @@ def with_validation(path: str | None, where: str) -> tuple[str | None, str | Non
 
     Args:
         path: a path as in `find_files`.
-        where: the config key or option that names the path, for messages.
 
     Returns:
         The path of the split `train`, and the path of the split `validation` or None. Without splits, `path` and None.
@@ -182,9 +175,6 @@ def check_rows(data: DataSection, path: str | None = None) -> None:
     Args:
         data: the section that names the files.
         path: the path of other files to check instead.
-
-    Raises:
-        InputError: a path has no file, or the library is not installed.
     """
     for file, _, where in parts_of(data) if path is None else [DataPath(path, 0.0, "data.path")]:
         with readable(where):

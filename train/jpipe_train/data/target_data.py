@@ -88,9 +88,6 @@ class TargetBatches:
         """Check that there are enough batches for a run of `steps` steps, the length that the config key `key` sets.
 
         An object may start over after its last batch, whatever its `len()` is. So the last batch that the run needs is created.
-
-        Raises:
-            InputError: there are fewer batches.
         """
         if not hasattr(self.batches, "__len__"):
             return
@@ -133,11 +130,7 @@ class TargetBatches:
         return batch
 
     def make(self, index: int) -> Batch:
-        """Return batch `index` from the user's code.
-
-        Raises:
-            InputError: the user's code fails, or returns something else.
-        """
+        """Return batch `index` from the user's code. Raise InputError if the user's code fails, or returns something else."""
         with entry_point.user_errors(f"data.target: {self.name}[{index}] fails"):
             batch = self.batches[index]
         expected = f"expected {self.name}[{index}] to be (inputs, labels) of NumPy arrays with {self.batch_size} rows"
@@ -168,9 +161,6 @@ def checked(result: Any, target: str, batch_size: int) -> tuple[TargetBatches, T
 
     `train[t]` must be batch t for any t < `train.steps`; it should depend only on the seed and t. `validation[i]`, for i <
     len(validation), must be the same in every run. A batch is (inputs, labels), pytrees of NumPy arrays with rows as first dimension.
-
-    Raises:
-        InputError: the result has another form.
     """
     if not isinstance(result, Sequence) or len(result) != 2:
         found = type(result).__name__ + (f" of length {len(result)}" if isinstance(result, Sequence) else "")

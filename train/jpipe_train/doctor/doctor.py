@@ -93,7 +93,6 @@ def see_same_folder(team: Team, folder: Path | None, limit: float = _APPEARS) ->
     """Return whether this process sees a file that process 0 writes into a folder; None if process 0 cannot write. All call this.
 
     Args:
-        team: the processes of the job.
         folder: an existing folder, with the same path in all processes; None if this process has no such folder.
         limit: seconds that the file may take to appear.
     """

@@ -54,11 +54,7 @@ class Team:
         self._numbers = itertools.count()  # for the names of the numbers that `largest` exchanges
 
     def agree(self, facts: Callable[[], dict[str, str]]) -> None:
-        """Continue only if these facts are the same in all processes.
-
-        Raises:
-            jpipe.InputError: they differ; reported as by `shared`.
-        """
+        """Continue only if these facts are the same in all processes. Raise jpipe.InputError if they differ; reported as by `shared`."""
         if self.processes is not None:
             try:
                 self.processes.agree(facts())

@@ -19,9 +19,7 @@ def find_plan(config: Config, reporter: Reporter, team: Team) -> jpipe.Plan:
     """Profile the model on this device, measure the links, search, and compile. All processes must call this and get the same plan.
 
     Args:
-        config: the config of the run, which gives the batch size.
         reporter: prints the result.
-        team: the processes of the run.
 
     Raises:
         jpipe.InputError: no plan fits.

@@ -32,7 +32,6 @@ def read_device(name: str, option: str = "--target") -> Device:
 
     Args:
         name: a target of the table, or a YAML file with a target, or with a topology and its device.
-        option: the option that has this name, for messages.
 
     Raises:
         InputError: there is no such target or file.
@@ -57,11 +56,7 @@ def compiled_words(compiling: Compiling) -> str:
 
 @contextlib.contextmanager
 def compiler_errors(kind: str) -> Iterator[None]:
-    """Turn XLA's errors during the compilation of stages into an `InputError`.
-
-    Args:
-        kind: the kind of the devices, for the message.
-    """
+    """Turn XLA's errors during the compilation of stages into an `InputError`."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -77,9 +72,6 @@ def confirm(plans: Plans, parts: Parts, compiling: Compiling, report: Callable[[
     """Compile the fastest plans until one fits, also compile plans that may be as fast, and rank the plans again.
 
     Args:
-        plans: the result of a search.
-        parts: the model.
-        compiling: the devices to compile for.
         report: called with each plan that does not fit.
 
     Raises:

@@ -80,11 +80,7 @@ class Request(Options):
 
     @property
     def allowed(self) -> tuple[str, ...]:
-        """The names of the schedules to try.
-
-        Raises:
-            InputError: a requested name belongs to no schedule.
-        """
+        """The names of the schedules to try. Raise InputError if a requested name belongs to no schedule."""
         if self.schedules:
             try:
                 return tuple(SCHEDULES) if ALL in self.schedules else tuple(map(name_of, self.schedules))
@@ -115,7 +111,6 @@ def read_topology(file: str, option: str = "--topology") -> Topology:
 
     Args:
         file: the name of the file.
-        option: the option that names the file, for messages.
 
     Raises:
         InputError: the file cannot be read, or is not a topology.

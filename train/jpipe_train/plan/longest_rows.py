@@ -128,11 +128,8 @@ def compiled_tokens(cell: Cell, parts_of: Callable[[int], Parts], rows: int, lim
     """Compile the fullest rank of the plan for its longest rows, and for shorter or longer ones while the prediction was wrong.
 
     Args:
-        cell: the plan, and its predicted memory.
         parts_of: returns the model for rows with this number of tokens.
-        rows: the rows of a microbatch.
         limit: the bytes that a rank may use.
-        compiling: the devices to compile for.
 
     Returns:
         A line about the longest rows with which the rank fits.

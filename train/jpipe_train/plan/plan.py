@@ -40,9 +40,6 @@ def main(request: Request, connect_limit: float = 300.0, wait_limit: float = 45.
     """Find the best plan, print it, and write it.
 
     Args:
-        request: the request for a plan.
-        connect_limit: as in `jpipe_train.run.loop.main`, in seconds.
-        wait_limit: as in `jpipe_train.run.loop.main`, in seconds.
         connect: a function that connects the processes, if the plan is for their devices, and returns their number. Process 0 searches,
             prints and writes.
 

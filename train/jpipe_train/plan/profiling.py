@@ -105,7 +105,6 @@ def profile_of(parts: Parts, topology: Topology | None, batch: int, devices: int
     """Profile the layers on this device, or analytically if the topology gives the FLOP/s of its device.
 
     Args:
-        parts: the model.
         topology: the machines; None for the devices of this run.
         batch: rows between two updates.
         devices: the number of devices.
@@ -127,11 +126,9 @@ def profile_together(parts: Parts, batch: int, devices: int, reporter: Reporter,
     Another measurement (`cores_of`) finds how devices slow each other down.
 
     Args:
-        parts: the model.
         batch: rows between two updates.
         devices: the number of devices.
         reporter: shows progress.
-        team: the processes of the run.
     """
     text = team.from_first("the profile of process 0", lambda: profile_of(parts, None, batch, devices, reporter).to_json())
     return Profile.from_json(text)
@@ -141,10 +138,7 @@ def cores_of(parts: Parts, profile: Profile, devices: int, team: Team) -> float 
     """Measure how many devices can compute at the same time as fast as one device alone. All processes must call this.
 
     Args:
-        parts: the model.
-        profile: the costs of the model's layers.
         devices: the number of devices, over all processes.
-        team: the processes of the run.
 
     Returns:
         The number of devices; None with one device, and for accelerators, which do not share cores.

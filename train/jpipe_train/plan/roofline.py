@@ -33,7 +33,6 @@ def main(target: str, source: str, overrides: Sequence[str] = (), *, allow_code:
 
     Args:
         target: the name of the device or file, as in `read_device`.
-        source: the config.
         overrides: `key=value` for the config.
         allow_code: whether to import and run the functions that the config names.
         as_json: whether to return JSON instead of tables.

@@ -27,8 +27,6 @@ def refused_schedules(request: Request, global_norm: bool, shares: bool = False)
     """Return which requested schedules cannot be used.
 
     Args:
-        request: the requirements.
-        global_norm: as in `search`.
         shares: whether layers share parameters.
 
     Returns:
@@ -58,8 +56,6 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
     """Find and rank all plans that a request allows.
 
     Args:
-        profile: the costs of the model's layers.
-        topology: the machines to plan for.
         batch: rows between two updates.
         request: further requirements.
         global_norm: whether updates use the norm of the gradients of all stages, which not all schedules support.

@@ -119,7 +119,6 @@ def with_agreements(
     changes.
 
     Args:
-        plan: the plan.
         costs: the costs of its stages, if they are known.
         prediction: the prediction of the plan, which is returned if pipelines do not agree.
         batches: the number of batches in the prediction.
@@ -216,7 +215,6 @@ def plan_and_costs(config: Config, compile: bool = True, device: Device | None =
     """Return the plan of a config and the exact costs of its stages, from shapes alone.
 
     Args:
-        config: the config.
         compile: whether to compile the stages, which gives the temporaries.
         device: the device to compile for; None: the devices of this machine.
     """
@@ -272,8 +270,6 @@ def table(
     It has sizes only if they are known, and temporaries and peak memory only if the stages are compiled.
 
     Args:
-        plan: the plan.
-        prediction: the prediction of enough batches for a steady state.
         moved: for each rank the bytes that it sends per batch.
         sized: whether sizes are known.
         compiled: whether the stages are compiled.

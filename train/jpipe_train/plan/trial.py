@@ -115,10 +115,8 @@ def measure(find: Callable[[], Plans], parts: Parts, most: int, reporter: Report
 
     Args:
         find: searches for the plans and compiles them, in process 0 alone.
-        parts: the model.
         most: the number of plans to run.
         reporter: prints the plans that run.
-        team: the processes of the run.
 
     Returns:
         The measurements; None in other processes than process 0.

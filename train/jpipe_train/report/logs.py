@@ -12,11 +12,7 @@ from jpipe_train.report.loggers.tensorboard import TensorBoard
 
 
 def check(names: Sequence[str]) -> None:
-    """Check that the libraries of the logs with these names are installed.
-
-    Raises:
-        jpipe.InputError: a library is missing.
-    """
+    """Check that the libraries of the logs with these names are installed."""
     for service in SERVICES:
         if service in names:
             check_installed(service)

@@ -116,7 +116,6 @@ def draw_metrics(rows: Sequence[Mapping[str, int | float]], names: Sequence[str]
     Values that are not finite are left out. If there are very many, only the highest and the lowest value of each interval are drawn.
 
     Args:
-        rows: the rows of `metrics.jsonl`.
         names: the names of at least one metric.
 
     Returns:
@@ -152,14 +151,7 @@ def draw_metrics(rows: Sequence[Mapping[str, int | float]], names: Sequence[str]
 
 
 def dress(axes: "matplotlib.axes.Axes", label: str, along: str = "step", size: float = 10) -> None:
-    """Set the labels and the style of a panel.
-
-    Args:
-        axes: the panel.
-        label: the label of the vertical axis.
-        along: the label of the horizontal axis.
-        size: the size of the labels, in points.
-    """
+    """Set the labels and the style of a panel."""
     axes.set_xlabel(along, fontsize=size)
     axes.set_ylabel(label, fontsize=size, parse_math=False)
     axes.tick_params(labelsize=max(size - 0.5, 9.5), length=3, color="#888888")

@@ -15,10 +15,8 @@ def document(title: str, results: str, sections: Mapping[str, str], generator: s
     """Return a whole HTML page.
 
     Args:
-        title: the title, as text.
         results: the HTML below the title; may be empty.
         sections: a mapping from the heading of each section, as text, to its content, as HTML.
-        generator: the program that wrote the page, for the metadata.
         beside: the heading of a section that wide windows show to the right of the previous section.
     """
     names, bodies = list(sections), []
@@ -79,8 +77,6 @@ def figure(picture: bytes, size: str, alt: str, caption: str, kind: str = "png",
     Args:
         picture: the content of the file.
         size: a CSS class: `narrow`, `small` or `wide`. A wide picture scrolls on a phone, also with the keyboard.
-        alt: the description of the picture in words.
-        caption: the text below the picture.
         kind: `png` or `svg+xml`.
         wide: the content of a second file of the same kind, which replaces the picture in wide windows.
     """

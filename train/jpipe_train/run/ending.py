@@ -68,8 +68,6 @@ def nonfinite_data_named(log: MetricsLog, batches: data.Batches, first: int) -> 
 
     Args:
         log: the log, which knows the last finished step.
-        batches: the training batches.
-        first: the step at which the run begins.
 
     Raises:
         NonFiniteLoss: the code in this context raised it.

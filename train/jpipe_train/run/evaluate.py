@@ -168,11 +168,7 @@ def _other_shapes_named(config: Config, request: EvaluateRequest) -> Iterator[No
 
 
 def _check_shapes(config: Config, path: str) -> None:
-    """Check that the rows at `path` have the same shapes as the rows of the run, if both can be read.
-
-    Raises:
-        InputError: the shapes differ.
-    """
+    """Check that the rows at `path` have the same shapes as the rows of the run, if both can be read."""
     specs = []
     for each in (None, path):
         try:

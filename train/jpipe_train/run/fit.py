@@ -190,8 +190,6 @@ def _settings(pipe: jpipe.Pipeline, arguments: Mapping[str, Any], metrics: Mappi
     """Return the settings of a run.
 
     Args:
-        pipe: the pipeline.
-        arguments: the fields of `_Arguments`, except the metrics.
         metrics: a mapping from names to metrics: functions, or names of built-in ones.
 
     Raises:

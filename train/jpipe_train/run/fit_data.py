@@ -33,10 +33,8 @@ def load(
     """Return the data of a new run, and the number of rows of a training batch.
 
     Args:
-        train: the training data, as in `jpipe_train.fit`.
         held_out: the evaluation data; None for no evaluation.
         batch_size: the number of rows in a batch, if `train` are arrays; None if `train` has batches.
-        seed: the seed for shuffling rows.
         steps: the number of batches in the run; None if the run has `epochs`.
         epochs: the number of passes over the data; None if the run has `steps`.
 
@@ -176,11 +174,7 @@ def _as_numpy(leaf: Any) -> Any:
 
 
 def _batches_in_epoch(train: Any) -> int:
-    """Return the number of batches of an epoch.
-
-    Raises:
-        InputError: the number is unknown.
-    """
+    """Return the number of batches of an epoch. Raise InputError if the number is unknown."""
     length = len(train) if hasattr(train, "__getitem__") and hasattr(train, "__len__") else None
     if not length or length > MOST_ROWS:
         found = f"a {type(train).__name__} {'without' if length is None else 'of none' if not length else 'without end'}"
@@ -286,11 +280,7 @@ def _is_arrays(data: Any) -> bool:
 
 
 def _rows(data: Any, name: str) -> RowsOfArrays:
-    """Return the rows of arrays.
-
-    Raises:
-        InputError: the arrays have different numbers of rows, or none.
-    """
+    """Return the rows of arrays. Raise InputError if the arrays have different numbers of rows, or none."""
     arrays: Batch = jax.tree.map(np.asarray, data)
     shapes = [leaf.shape for leaf in jax.tree.leaves(arrays)]
     if any(shape[:1] != shapes[0][:1] for shape in shapes) or not shapes[0] or not shapes[0][0]:

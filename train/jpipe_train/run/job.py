@@ -56,7 +56,6 @@ def plan(find: Callable[[Callable[[], int]], None], process: Process, *, alone: 
 
     Args:
         find: searches for the plan. It gets a function that connects the processes and returns how many there are.
-        process: the place of this process in the job.
         alone: whether only one process may plan, because the plan is for other machines.
     """
 
@@ -86,7 +85,6 @@ def run_process(work: Callable[[Callable[[], int]], int], process: Process) -> i
 
     Args:
         work: the job. It gets a function that connects the processes and returns how many there are; it returns the exit code.
-        process: the place of this process in the job.
     """
     keep_freed_memory()
     code, done = 0, 0

@@ -71,7 +71,6 @@ def main(
     """Train a model that a config describes.
 
     Args:
-        config: the config, the same in all processes of the run.
         num_processes: the number of processes. Each calls this after `jpipe_train.launch.distributed.start` has connected them.
         connect_limit: seconds that each process waits for the other processes at the start.
         wait_limit: seconds without progress in any process after which the run fails.
@@ -140,9 +139,6 @@ def start(
     """Build the pipeline, open the run folder, train and report.
 
     Args:
-        settings: the settings of the run.
-        parts: the pipeline, data and initial state.
-        team: the processes of the run.
         resumed: the checkpoint to resume from, or None.
         resume: whether to resume from the run folder.
         reporter: prints the progress.
@@ -199,11 +195,7 @@ def agree_on_config(
 
 
 def check_early(config: Config, settings: RunSettings, team: Team, resumed: Resumed | None, resume: Resume) -> None:
-    """Check everything that needs neither devices nor data, so that a mistake is reported within seconds.
-
-    Raises:
-        jpipe.InputError: the config is invalid, or the run folder cannot be used.
-    """
+    """Check everything that needs neither devices nor data, so that a mistake is reported within seconds."""
     stopping.check(settings)
     check_by_reading(config)
     if config.plan.file == AUTO:
@@ -229,7 +221,6 @@ def prepare(
     """Build the pipeline and read the checkpoint to resume from, falling back to earlier checkpoints if one is damaged.
 
     Args:
-        settings: the settings of the run.
         parts: its `build` builds the pipeline and its data.
         team: the processes of the run, which all use the same checkpoint.
         resumed: the first checkpoint to try, or None.

@@ -107,13 +107,8 @@ def check_shared(settings: RunSettings, folder: Path, team: Team, limit: float =
     """Check that this process sees the run folder of process 0. All processes write their checkpoints there.
 
     Args:
-        settings: the settings of the run.
         folder: the folder of the run.
-        team: the processes of the run.
         limit: seconds to wait until the folder appears, because a network file system may show new folders late.
-
-    Raises:
-        jpipe.InputError: the folder does not exist.
     """
     checkpoints, end = folder / "checkpoints", time.monotonic() + limit
     with team.working("the run folder"):

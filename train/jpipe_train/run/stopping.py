@@ -19,11 +19,7 @@ from jpipe_train.launch.team import Team
 
 
 def check(settings: RunSettings) -> None:
-    """Check that the metrics in `train.stop` and `checkpoint.best` are results of the run's validations.
-
-    Raises:
-        InputError: a metric is not one of these results.
-    """
+    """Check that the metrics in `train.stop` and `checkpoint.best` are results of the run's validations."""
     known = settings.results
     for key, chosen in (("train.stop", settings.train.stop), ("checkpoint.best", settings.checkpoint.best)):
         if chosen is not None and chosen.metric not in known:
@@ -53,7 +49,6 @@ class Stopping:
         """Record the validation before `step`, and return whether the run ends there. A validation is recorded only once.
 
         Args:
-            step: the next step.
             results: the results of the validation; the keys are the names in `metrics.jsonl`.
         """
         if self._config is None or (self._states and step <= self._states[-1].step):
@@ -90,10 +85,7 @@ def remarks(settings: RunSettings, folder: Path, stopping: Stopping, end: int) -
     """Return remarks about the end of the run and its best checkpoint, for the summary and the report.
 
     Args:
-        settings: the settings of the run.
         folder: the folder of the run.
-        stopping: the record of the run's validations.
-        end: the step before which the run ended.
     """
     early = stopping.words(end)
     remarks = {"stopped early": f"at step {end}: {early}"} if early else {}

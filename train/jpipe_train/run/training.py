@@ -180,9 +180,7 @@ class Training:
         """Return the facts about the run that are stored in the checkpoint at `step`.
 
         Args:
-            before: the validation before training.
             since: validations up to this step used other data.
-            step: the step of the checkpoint.
             end: the step at which the run has ended, if it has; the last row has the validation of the final weights.
             earlier: the validation before the last step, if there was one; the last row no longer has it.
         """
@@ -205,10 +203,6 @@ class Training:
     def _check_complete(self, step: int, why: str = "") -> None:
         """Check that the rows of all steps before `step` are written, and the checkpoint, if one is due.
 
-        Args:
-            step: the step at which the run ends.
-            why: the beginning of the message: why the run ends.
-
         Raises:
             RunStopped: rows or the checkpoint are missing.
             OSError: the rows cannot be read, or another program has changed them.
@@ -219,11 +213,7 @@ class Training:
             raise RunStopped(f"{why}{problem}")
 
     def _stopped(self, state: jpipe.State, before: float | None) -> Summary:
-        """End a run that a signal has stopped, once its checkpoint is written.
-
-        Raises:
-            RunStopped: the checkpoint could not be written.
-        """
+        """End a run that a signal has stopped, once its checkpoint is written. Raise RunStopped if the checkpoint could not be written."""
         number, cut = self.preemption.signal or signal.SIGTERM, self.preemption.cut
         self.checkpoints.finish()
         self._report_saved()

@@ -60,7 +60,6 @@ def draw(curves: Sequence[Curve], unit: str, *, wide: bool = False) -> "matplotl
     The x axes of the panels are steps, tokens (or examples, if a run has no tokens) and time.
 
     Args:
-        curves: the losses of at most `MOST_DRAWN` runs.
         unit: the unit of the losses; may be empty.
         wide: whether the panels are beside each other, for wide windows, or below each other.
     """

@@ -105,7 +105,6 @@ def flatten(
     with a name that begins with `CUT` stay single equations.
 
     Args:
-        closed: the closed jaxpr.
         num_leaves: the number of inputs, from the first, that may be split: parameters and layer state.
         replaces: for the number of an output that is a leaf's new value, this leaf; the output is split like the leaf.
         axes: for some leaves the axes along which they must be split, because another trace of the same model splits them.

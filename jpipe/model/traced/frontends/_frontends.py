@@ -81,7 +81,6 @@ def open_function(fn: Any, params: Tree, inputs: tuple[Any, ...], *, state: Tree
         params: a pytree of arrays or specs. Floating-point arrays are trained, other arrays stay as they are, and all other leaves are part
             of the function.
         inputs: specs of the inputs.
-        state: arrays or specs that each training step passes on to the next one.
 
     Raises:
         InputError: `fn` is not such a function.

@@ -62,7 +62,6 @@ def whole(
     Args:
         layer: the layer, with the user's tree as its parameters.
         params: the user's tree, with arrays or specs.
-        state: the state of the layer, with arrays or specs.
         rebuild: a function of (user's tree, state) that returns the user's model.
         trees: a function from the user's model or tree to (tree, state).
         others: further structures of the user's tree, with its leaves in the same order.
@@ -178,7 +177,6 @@ def matched(where: str, specs: Tree, tree: Tree, *, any_float: bool = False) -> 
     """Return the arrays of a tree in the structure of `specs`, found by their paths, with None in place of missing arrays.
 
     Args:
-        where: the name of the tree in messages.
         specs: specs of the arrays; leaves that are not specs are left out.
         tree: any pytree with arrays at the same paths.
         any_float: whether floating-point arrays may have another floating-point dtype than their specs.

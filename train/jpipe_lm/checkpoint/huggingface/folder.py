@@ -83,11 +83,7 @@ def is_meant(path: Path) -> bool:
 
 
 def reject_file(path: Path) -> None:
-    """Check that a file is neither a pickle nor part of a folder in Hugging Face's layout; only its name is looked at.
-
-    Raises:
-        InputError: it is one of them.
-    """
+    """Check that a file is neither a pickle nor part of a folder in Hugging Face's layout; only its name is looked at."""
     if path.suffix in _PICKLES:
         raise InputError(f"'{shown(path)}': {_PICKLE_HINT}")
     if _WEIGHTS.fullmatch(path.name) and (path.parent / CONFIG).is_file():
@@ -101,9 +97,6 @@ def reject_adapters(path: Path, where: str, instead: str) -> None:
         path: the path of the folder.
         where: the key or command that names the folder.
         instead: the key or option that takes adapters.
-
-    Raises:
-        InputError: the folder holds adapters.
     """
     if (path / ADAPTER_CONFIG).is_file():
         raise InputError(

@@ -94,9 +94,6 @@ class Module(NamedTuple):
 
         Args:
             a: the matrix A, as in the folder.
-            b: the matrix B.
-            rank: the rank of the adapter of one part.
-            where: the file, for messages.
 
         Raises:
             InputError: B has numbers outside its blocks.
@@ -127,9 +124,7 @@ def modules_of(row: Row, names: Collection[str], model: ModelConfig) -> list[Mod
     """Return the modules of a row of the layout that have adapters.
 
     Args:
-        row: the tensors of parameters that are stored together.
         names: the names of all parameters of the model with adapters.
-        model: the section `model`.
     """
     parts = {part: f"{linear}/lora/{part}" for linear, _ in _linears(row) for part in PARTS[_kind(linear)]}
     if not any(f"{adapter}/a" in names for adapter in parts.values()):
@@ -162,10 +157,7 @@ def with_adapters(source: Source, path: Path, base: Description, head: str, mode
     """Add to a source the adapters of a folder in PEFT's layout, and the modules that the folder stores whole.
 
     Args:
-        source: the parameters of the adapters' base model.
         path: the path of the folder.
-        base: the base model.
-        head: the head of the model that is trained.
         model: shapes and dtypes of the model's parameters; None: as the adapters have them.
 
     Raises:

@@ -29,7 +29,6 @@ def source(path: Path, *, head: str = "language", strict: bool = True, named_by:
         head: the head of the new model. A head other than `language` may begin with a language model: it uses the parameters that both
             have, such as the pooler; its other parameters are optional.
         strict: whether missing tensors, additional tensors and other shapes are errors; otherwise such tensors are left out.
-        named_by: the key of a config, or the command, that names the folder, for messages.
         hint: what the user can change if tensors differ.
 
     Raises:

@@ -113,7 +113,6 @@ def _ends(chosen: Collection[str], every: Collection[str], before: str) -> list[
     """Return for each chosen module the shortest ending that identifies its name, or the whole name.
 
     Args:
-        chosen: the names of the chosen modules.
         every: the names of all modules.
         before: what PEFT requires before the ending.
     """

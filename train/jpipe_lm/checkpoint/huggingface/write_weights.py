@@ -86,7 +86,6 @@ def of_run(request: ExportRequest, report: Callable[[str], None], *, merge: bool
     """Open the parameters of a checkpoint.
 
     Args:
-        request, report: as in `open_run`.
         merge: whether adapters are added to the weights; otherwise they remain separate parameters.
 
     Raises:

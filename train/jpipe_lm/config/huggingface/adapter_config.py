@@ -86,7 +86,6 @@ def read_adapters(folder: Path, base: Description) -> Adapters:
 
     Args:
         folder: a folder in PEFT's layout.
-        base: the model that the adapters are for.
 
     Raises:
         InputError: the file cannot be read, or describes adapters that jpipe does not support or that do not belong to the model.
@@ -129,10 +128,7 @@ def fill_lora(section: Mapping[str, Any], folder: Path, base: Description, where
     """Return the section `tune.lora` with the keys that a folder in PEFT's layout determines.
 
     Args:
-        section: the section in the config.
         folder: a folder in PEFT's layout.
-        base: the model that the adapters are for.
-        where: the source of the section, for messages.
 
     Raises:
         InputError: see `read_adapters`; or a key contradicts the folder.

@@ -28,7 +28,6 @@ def keys_of(family: Family, content: BaseModel) -> dict[str, Any]:
     """Return the keys of `model` that `config.json` determines.
 
     Args:
-        family: the row of the table of families.
         content: the content of `config.json`, an instance of `schema(family)`.
 
     Raises:

@@ -85,9 +85,7 @@ def fill_section(section: Mapping[str, Any], folder: Path, where: str, partial: 
     """Return the section `model` with the keys that a folder determines.
 
     Args:
-        section: the section in the config.
         folder: a folder in Hugging Face's layout.
-        where: the source of the section, for messages.
         partial: whether keys may contradict the folder. If so, only parameters that match are read from the folder later.
 
     Raises:
@@ -194,17 +192,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 def validated(model: type[_Model], data: Any, where: str, theirs: Mapping[str, str] | None = None) -> _Model:
-    """Validate untrusted JSON.
-
-    Args:
-        model: the schema of the content.
-        data: the content.
-        where: the file, for messages.
-        theirs: a mapping from jpipe's names of keys to Hugging Face's.
-
-    Raises:
-        InputError: the content is invalid; the message uses Hugging Face's names.
-    """
+    """Validate untrusted JSON. Raise InputError if the content is invalid; the message uses Hugging Face's names."""
     try:
         return model.model_validate(data, context=theirs)
     except pydantic.ValidationError as error:

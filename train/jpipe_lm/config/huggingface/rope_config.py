@@ -76,8 +76,6 @@ class Rope(BaseModel):
         """Return the key `rope_scaling` of `model`.
 
         Args:
-            where: the JSON key, for messages.
-            kinds: the kinds of scaling that the family supports.
             original: the number of positions before the scaling, if these parameters do not have it.
         """
         kind = self.kind
@@ -116,7 +114,6 @@ def rope(theta: float = 10_000.0, kinds: Sequence[str] = KINDS, share: bool = Fa
 
     Args:
         theta: the default of `rope_theta`.
-        kinds: the kinds of scaling that the family supports.
         share: whether only a part of each head may be rotated (`partial_rotary_factor`).
         original: the default of the top-level JSON key `original_max_position_embeddings`; None if the family does not have this key.
     """
@@ -170,7 +167,6 @@ def rope_by_layer(theta: float, local: float, kinds: Sequence[str] = KINDS) -> K
     Args:
         theta: the default base of layers without a window.
         local: the default base of layers with a window.
-        kinds: the kinds of scaling that the family supports.
     """
     fields: dict[str, tuple[Any, Any]] = {
         "rope_theta": (Number | None, None),

@@ -24,7 +24,6 @@ def to_json_keys(model: ModelSection, preferred: str | None = None) -> dict[str,
     A family can express a model if reading the written content gives the same model.
 
     Args:
-        model: the section `model`.
         preferred: the architecture to use if several can express the model; None for the first in the table.
 
     Raises:

@@ -34,11 +34,7 @@ Labels = Annotated[int | list[str] | None, BeforeValidator(_checked)]
 
 
 def check(head: Head, labels: int | list[str] | None) -> None:
-    """Check that `labels` is set if, and only if, the head distinguishes labels.
-
-    Raises:
-        ValueError: it is missing, or has no effect.
-    """
+    """Check that `labels` is set if, and only if, the head distinguishes labels."""
     if head in _OF_LABELS and labels is None:
         what = "classes" if head == "classification" else "choices of an example"
         raise InputError(f"head {head} needs labels, the number of {what} or their names", change="add labels")

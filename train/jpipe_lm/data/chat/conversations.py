@@ -54,11 +54,7 @@ def conversation(values: Mapping[str, Any]) -> Conversation:
 
 
 def _message(message: Any, number: int) -> dict[str, Any]:
-    """Return a message without null values.
-
-    Raises:
-        WrongLine: the value is not a message.
-    """
+    """Return a message without null values. Raise WrongLine if the value is not a message."""
     where = f"message {number}"
     if not isinstance(message, dict):
         raise WrongLine(f'{where}: expected an object such as {{"role": "user", "content": "…"}}, found {short(message)}')

@@ -36,7 +36,6 @@ def read(
         renderer: renders conversations.
         tokenizer: tokenizes the texts.
         share: the share of the conversations to hold out.
-        where: the config key or option that names the files, for messages.
 
     Raises:
         InputError: a row is wrong, or the template cannot render it.

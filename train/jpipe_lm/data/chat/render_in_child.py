@@ -68,11 +68,7 @@ class Generation(jinja2.ext.Extension):
         self.before, self.spans, self._texts = 0, [], []
 
     def check(self, text: str) -> None:
-        """Check that each block is at its recorded position in the text.
-
-        Raises:
-            Refused: a block is elsewhere, because a macro or a filter has moved it.
-        """
+        """Check that each block is at its recorded position in the text."""
         if any(text[start:stop] != block for (start, stop), block in zip(self.spans, self._texts, strict=True)):
             raise Refused("expected {% generation %} outside of macros and {% set %} blocks, because its text is not found inside them")
 
@@ -138,7 +134,6 @@ def compiled(
     """Compile a template.
 
     Args:
-        source: the template.
         variables: further names that the template may use, such as bos_token.
         most: the largest number of characters in a text.
         now: see `environment`.
@@ -179,7 +174,6 @@ def with_answers(messages: Sequence[Message], render: Render, is_marked: bool) -
     text. So every answer is learned once, after the same text that the model gets as a prompt.
 
     Args:
-        messages: the conversation.
         render: renders messages, with or without a generation prompt after them.
         is_marked: whether the template marks answers.
 

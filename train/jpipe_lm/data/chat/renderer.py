@@ -120,7 +120,6 @@ class Renderer:
         """Render a conversation without looking for answers.
 
         Args:
-            messages: the messages of the conversation.
             tools: the tools that the assistant may call.
             generation_prompt: whether the text ends with the beginning of an answer.
 
@@ -181,11 +180,7 @@ class Renderer:
         return found
 
     def _reply(self, process: subprocess.Popen[bytes], request: bytes) -> bytes:
-        """Send a request, and return the line of the reply.
-
-        Raises:
-            Ended: the process has ended, or does not reply.
-        """
+        """Send a request, and return the line of the reply. Raise Ended if the process has ended, or does not reply."""
         assert process.stdin is not None
         assert process.stdout is not None
         until = (

@@ -20,7 +20,6 @@ def lines(config: Config, most: int, *, bold: bool) -> Iterator[str]:
     """Yield lines that show the first conversations.
 
     Args:
-        config: the config that names the conversations.
         most: the largest number of conversations to show.
         bold: whether learned parts are bold, for a terminal; otherwise they are in double brackets.
 

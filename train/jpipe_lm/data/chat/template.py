@@ -56,7 +56,6 @@ def find(tokenizer: Tokenizer, chosen: str | None = None, where: str = "data.cha
     Args:
         tokenizer: the tokenizer, read from a file.
         chosen: a template file that replaces the tokenizer's own template.
-        where: the config key or option that names this file, for messages.
 
     Raises:
         InputError: there is no template, or a file cannot be read or is too large.

@@ -18,9 +18,7 @@ def read(files: Sequence[Path], key: str, share: float, where: str, largest: int
 
     Args:
         files: the files to read.
-        key: the column with the ids.
         share: the share of the documents to hold out.
-        where: the config key or option that names the files, for messages.
         largest: ids must be below this number.
 
     Raises:
@@ -33,11 +31,7 @@ def read(files: Sequence[Path], key: str, share: float, where: str, largest: int
 
 
 def _ids(record: Mapping[str, Any], key: str, largest: int) -> np.ndarray:
-    """Return the ids of a row.
-
-    Raises:
-        WrongLine: the value is not a list of ids, or an id is out of range.
-    """
+    """Return the ids of a row. Raise WrongLine if the value is not a list of ids, or an id is out of range."""
     value = value_of(record, key)
     if not isinstance(value, np.ndarray):
         if not isinstance(value, list) or not all(type(item) is int for item in value):

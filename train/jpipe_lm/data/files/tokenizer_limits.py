@@ -65,11 +65,7 @@ def check_content(content: bytes) -> set[str]:
 
 
 def check_vocabulary(tokens: Mapping[str, int]) -> None:
-    """Check the lengths of all tokens.
-
-    Raises:
-        TooMuch: a token is longer than the limit.
-    """
+    """Check the lengths of all tokens."""
     if (longest := max(map(len, tokens), default=0)) > LONGEST_TOKEN:
         raise TooMuch(f"tokens of at most {LONGEST_TOKEN:,} characters, found one of {longest:,}")
 
@@ -78,10 +74,6 @@ def check_time(rules: Any, expressions: Iterable[str]) -> None:
     """Tokenize and decode short texts for which a regular expression with catastrophic backtracking would take long.
 
     The library ends a search after ten million steps, so the time for a single text is bounded.
-
-    Args:
-        rules: the tokenizer as an object of the tokenizers library.
-        expressions: the regular expressions of the tokenizer.
 
     Raises:
         TooMuch: the texts take longer than the limit.
@@ -193,11 +185,7 @@ def _longest_of_map(step: Mapping[str, Any]) -> int:
 
 
 def _check_template(steps: Sequence[Mapping[str, Any]]) -> None:
-    """Check that a template adds only a few tokens to a text, and does not repeat the text.
-
-    Raises:
-        TooMuch: the template adds too many tokens, or repeats a text.
-    """
+    """Check that a template adds only a few tokens to a text, and does not repeat the text."""
     for step in steps:
         for name in ("single", "pair"):
             pieces = step.get(name)
@@ -217,11 +205,7 @@ def _ids(pieces: Any, kind: str) -> Iterator[str]:
 
 
 def _check_model(model: Any) -> None:
-    """Check the text that a model adds to each character or word, and the longest word that it searches for parts.
-
-    Raises:
-        TooMuch: the model exceeds the limits.
-    """
+    """Check the text that a model adds to each character or word, and the longest word that it searches for parts."""
     if not isinstance(model, dict):
         return
     longest = model.get("max_input_chars_per_word")

@@ -38,7 +38,6 @@ def read(files: Sequence[Path], config: Config, share: float, where: str) -> Ite
         files: the files to read.
         config: the config of the run. The section `data` names the keys, and `model` has the head and the labels.
         share: the share of the examples to hold out.
-        where: the config key that names the files, for messages.
 
     Raises:
         InputError: rows are wrong.

@@ -29,7 +29,6 @@ def read(config: Config, path: str | None = None) -> Examples:
     """Read the examples that `config.data` names.
 
     Args:
-        config: the config of the run.
         path: the path of other examples; all of them are for validation.
 
     Raises:

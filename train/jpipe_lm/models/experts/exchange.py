@@ -37,7 +37,6 @@ def gathered(
 
     Args:
         compute: computes the experts of this device.
-        x: the tokens of this device.
         weights: the weights of the experts that each token chose.
         chosen: the numbers of the experts that each token chose.
         over: the axis of the mesh over which experts and tokens are sharded.
@@ -63,9 +62,6 @@ def sent(
     First the devices gather the choices of all tokens, so that each device knows which tokens every device sends to every other device.
     No token is dropped: each device has room to receive the tokens of all devices, and to send each token to `k` devices, or to all if
     there are fewer.
-
-    Args:
-        compute, x, weights, chosen, over, rows, count: as in `gathered`.
     """
     (n, k), devices = chosen.shape, jax.lax.axis_size(over)
     most = devices * n, n * min(k, devices)  # rows that a device receives and sends
@@ -95,8 +91,6 @@ def exchanged(over: str, rows: tuple[str, ...], most: tuple[int, int], x: Float[
     The gradient is the exchange with `most` reversed and `sizes` transposed. Rows that are not sent have gradient 0.
 
     Args:
-        over: the axis of the mesh.
-        rows: the axes of the mesh over which x is sharded.
         most: the largest numbers of rows that a device sends and receives.
         x: first the rows for each device, one device after the other, then rows that are not sent.
         sizes: (from, to), the number of rows that each device sends to each device.

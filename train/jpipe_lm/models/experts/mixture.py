@@ -133,13 +133,9 @@ def _mixture(
     """Route and compute the tokens of one device.
 
     Args:
-        config: the config of the experts.
-        activation: the activation of the MLPs.
         over: the axis of the mesh over which the experts are sharded, or None.
         inner: the axis over which each expert is sharded, or None.
-        rows: the axes over which the rows are sharded.
         x, is_counted, router: see the result of `on_stage`.
-        kernels: the kernels of this device's experts.
     """
     logits = jnp.einsum("bsw,we->bse", x.astype(router.dtype), router)
     probabilities = jax.nn.softmax(logits, axis=-1)
@@ -186,11 +182,9 @@ def computed(
     original order.
 
     Args:
-        x: the tokens.
         weights: the weights of the experts that each token chose.
         chosen: the numbers of the experts that each token chose.
         kernels: the kernels (e, in, out) by name.
-        activation: the activation of the MLPs.
         are_some: whether `chosen` may contain numbers outside 0 to e - 1. There are no kernels for these experts; their outputs count as
             zero.
     """

@@ -33,8 +33,6 @@ def renamed(source: Source, names: Mapping[str, str], wanted: list[str]) -> Sour
 
     Args:
         source: the arrays in the file.
-        names: as in `name_in_file`.
-        wanted: the names in the model.
     """
     in_file = {name: name_in_file(name, names) for name in wanted}
     used = set(in_file.values())
@@ -63,7 +61,6 @@ def of_whole_model(source: Source, places: Mapping[str, Places], names: Mapping[
     Args:
         source: the arrays in the file; a stack of layers is one array.
         places: the places of the "params" and the "state" of all layers.
-        names: as in `name_in_file`, for the paths of the whole model.
         separator: the separator of the parts of a name in the file; `names` has slashes.
     """
     paths = {path for kind in places.values() for path, _, _ in kind.values()}

@@ -73,8 +73,6 @@ def tensors_file(path: Path, where: str, expected: str = "a safetensors file", h
 
     Args:
         path: a regular file, or a symbolic link to one.
-        where: the name of the file, for messages.
-        expected: a description of the expected file, for messages.
         hint: what to do if it is another kind of file.
 
     Raises:

@@ -69,8 +69,6 @@ class Format(Protocol):
 
         Args:
             path: the path of the file or folder.
-            config: the section `warm_start`.
-            model: the section `model`.
             specs: the specs of the model's parameters, by name; None if they are not known yet.
 
         Raises:
@@ -79,13 +77,5 @@ class Format(Protocol):
         ...
 
     def fill_config(self, data: dict[Any, Any], where: str) -> None:
-        """If `warm_start.file` is of this kind, add the config keys that it determines.
-
-        Args:
-            data: the config, as it was read.
-            where: the name of the config, for messages.
-
-        Raises:
-            InputError: a key contradicts the file.
-        """
+        """If `warm_start.file` is of this kind, add the config keys that it determines. Raise InputError if a key contradicts the file."""
         ...

@@ -28,8 +28,6 @@ def check_names(function: Callable[..., Any], name: str, names: Iterable[str], r
 
     Args:
         function: the function to call.
-        name: the function's name in messages.
-        names: the names of the arguments that the config sets.
         reserved: the arguments that jpipe sets itself, each with the message for a config that sets it too.
 
     Raises:
@@ -59,7 +57,6 @@ def convert(function: Callable[..., Any], name: str, values: Mapping[str, Any]) 
 
     Args:
         function: an annotated function.
-        name: the function's name in messages.
         values: the values from the config; the keys are argument names.
 
     Raises:

@@ -49,7 +49,6 @@ def load(target: str, key: str) -> Callable[..., Any]:
 
     Args:
         target: `module:function`.
-        key: the config key with this target, for messages.
 
     Raises:
         InputError: the module or function does not exist; importing the module fails; the target is not a function or class of the user's
@@ -114,7 +113,6 @@ def call(
 
     Args:
         target: `module:function`.
-        key: the config key with this target, for messages.
         arguments: arguments from the config.
         supplied: arguments that jpipe supplies.
         optional: arguments that jpipe supplies if the function has a parameter of that name and the config does not set it.

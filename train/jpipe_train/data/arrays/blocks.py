@@ -21,7 +21,6 @@ def arrays_of(records: Sequence[Mapping[str, Any]], key: Key, *, is_target: bool
 
     Args:
         records: at least one row, each a mapping from columns to values.
-        key: the column, or several columns, which then form a vector.
         is_target: whether the numbers are targets.
 
     Returns:

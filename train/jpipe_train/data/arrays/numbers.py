@@ -26,11 +26,7 @@ def result_type(dtype: np.dtype[Any], *, is_target: bool) -> np.dtype[Any]:
 
 
 def fitted(numbers: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
-    """Convert numbers to a dtype.
-
-    Raises:
-        WrongLine: a number is out of the range of the dtype.
-    """
+    """Convert numbers to a dtype. Raise WrongLine if a number is out of the range of the dtype."""
     if numbers.dtype == dtype:
         return numbers
     if dtype.kind in "iu":
@@ -52,8 +48,6 @@ def array_of(record: Mapping[str, Any], key: Key, *, is_target: bool) -> np.ndar
     In a file without types, such as CSV or JSON lines, inputs are floating-point, and targets are integers if they are written as integers.
 
     Args:
-        record: a mapping from columns to the values of the row.
-        key: the column, or several columns, which then form a vector.
         is_target: whether the numbers are targets.
 
     Raises:
@@ -101,8 +95,6 @@ def first_not_integer(record: Mapping[str, Any], key: Key, numbers: np.ndarray) 
     """Describe the first number of a row that is not a 64-bit integer: the text of a cell, or a number with its dtype.
 
     Args:
-        record: a mapping from columns to the values of the row.
-        key: the column, or several columns.
         numbers: the numbers of the row.
     """
     values = [record[name] for name in ([key] if isinstance(key, str) else key)]

@@ -97,8 +97,6 @@ def find(names: Sequence[str], files: Sequence[Path], keys: Sequence[Key], where
     Args:
         names: the names of the files, relative to their folder.
         files: the files at a path, in the same order.
-        keys: the names of the arrays.
-        where: the config key that names the path, for messages.
 
     Raises:
         InputError: an array does not exist, or has no numbers; there are several archives; arrays differ in their number of rows.

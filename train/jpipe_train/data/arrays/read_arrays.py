@@ -30,7 +30,6 @@ def read(config: Config, path: str | None = None) -> Examples:
     """Read the arrays that `config.data` names.
 
     Args:
-        config: the config of the run.
         path: a path of other arrays; all of them are for validation.
 
     Raises:
@@ -85,11 +84,7 @@ class _Array:
         self._dtype = np.dtype(np.int32 if has_classes else np.float32)
 
     def of_row(self, record: Mapping[str, Any]) -> np.ndarray:
-        """Return the numbers of a row.
-
-        Raises:
-            WrongLine: the row has no such numbers, or they differ in form from the earlier rows.
-        """
+        """Return the numbers of a row. Raise WrongLine if the row has no such numbers, or they differ in form from the earlier rows."""
         numbers = array_of(record, self.key, is_target=self.is_target)
         self.add(numbers.shape, numbers.dtype, lambda: first_not_integer(record, self.key, numbers))
         return numbers
@@ -109,7 +104,6 @@ class _Array:
 
         Args:
             shape: the shape of the row.
-            dtype: the dtype of a batch of such rows.
             example: returns one of the numbers, for a message.
 
         Raises:
@@ -128,11 +122,7 @@ class _Array:
             self._dtype = result_type(np.result_type(dtype, self._dtype), is_target=self.is_target)
 
     def check_fit(self, stored: Stored, where: str) -> None:
-        """Check that the common dtype of all files can hold the integers of rows in memory. Rows of NumPy files are checked when read.
-
-        Raises:
-            InputError: an integer is out of the range of the dtype.
-        """
+        """Check that the common dtype of all files can hold the integers of rows in memory. Rows of NumPy files are checked when read."""
         for number, place in stored.extremes if isinstance(stored, Memory) else ():
             try:
                 fitted(np.asarray(number), self._dtype)

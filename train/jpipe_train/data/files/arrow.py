@@ -59,9 +59,7 @@ def rows(opened: BufferedReader, file: Path, form: Form, columns: Sequence[Colum
 
     Args:
         opened: the file.
-        file: the path of the file, for messages.
         form: the format of the file.
-        columns: the columns to read.
         check: see `Check`.
 
     Raises:
@@ -238,11 +236,6 @@ def _as_json(pa: Any, scalar: Any, where: str) -> Any:
     """Convert a value to JSON: a map to an object, a decimal to a number, dates and times to text.
 
     Keys with null values are left out, because every row of a column has the keys of all rows.
-
-    Args:
-        pa: the module pyarrow.
-        scalar: the value.
-        where: the column and the keys that lead to the value, for messages.
 
     Raises:
         WrongLine: JSON cannot express the value.

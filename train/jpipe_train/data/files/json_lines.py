@@ -17,8 +17,6 @@ def rows(opened: BufferedReader, file: Path, example: str) -> Iterator[tuple[Pla
 
     Args:
         opened: the content of the file.
-        file: the path of the file, for messages.
-        example: a key that an object must have, for messages.
     """
     number = 0
     while line := opened.readline(wrong_lines.LONGEST + 1):
@@ -36,11 +34,7 @@ def rows(opened: BufferedReader, file: Path, example: str) -> Iterator[tuple[Pla
 
 
 def _object(line: bytes, example: str) -> dict[str, Any]:
-    """Return the object in a line.
-
-    Raises:
-        WrongLine: the line is not an object.
-    """
+    """Return the object in a line. Raise WrongLine if the line is not an object."""
     try:
         values = json.loads(line)
     except UnicodeDecodeError as error:

@@ -78,7 +78,6 @@ def content_of(path: Path, key: str | None = None) -> Kind | None:
 
     Args:
         path: the file.
-        key: see `kind_of`.
 
     Raises:
         OSError: the file cannot be read, is not a regular file, or is compressed and of a kind that can only be read uncompressed.

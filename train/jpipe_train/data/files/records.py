@@ -54,7 +54,6 @@ def records(
     Args:
         files: the files to read. Each is read as Parquet, Arrow or a table if it has such content, otherwise as JSON lines.
         wrong: collects the errors; the caller reports them.
-        columns: the columns to read.
         convert: converts the values of a row, a mapping from columns to values, or raises WrongLine.
         key: returns bytes for a converted row; their hash decides whether the row is held out.
         share: the share of the rows to hold out.
@@ -123,11 +122,7 @@ def _rows(file: Path, opened: BufferedReader, where: str, columns: Sequence[Colu
 
 
 def _check_columns(file: Path, where: str, columns: Sequence[Column], names: Sequence[str], other_types: Mapping[str, str]) -> None:
-    """Check that each column exists exactly once and has the right type.
-
-    Raises:
-        InputError: a column is missing, occurs twice or has another type.
-    """
+    """Check that each column exists exactly once and has the right type."""
     counts = Counter(names)
     for column in columns:
         setting = "rename it" if column.key is None else f"set {setting_of(where, column.key)}"

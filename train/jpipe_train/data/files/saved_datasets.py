@@ -25,7 +25,6 @@ def splits(folder: Path, where: str) -> dict[str, Path]:
 
     Args:
         folder: a folder.
-        where: the config key or option that names the folder, for messages.
 
     Raises:
         InputError: the folder is a damaged `DatasetDict`.

@@ -23,7 +23,6 @@ def pyarrow(file: Path, what: str) -> Any:
     """Import the library pyarrow, which is optional.
 
     Args:
-        file: the file to read, for the message.
         what: the kind of the file, such as "a Parquet file".
 
     Raises:
@@ -47,10 +46,6 @@ def check_unpacked(count: int, packed: int, file: Path) -> None:
     Args:
         count: the number of bytes unpacked so far.
         packed: the number of bytes of the compressed file.
-        file: the path of the file, for messages.
-
-    Raises:
-        OSError: `count` is too large.
     """
     if count > max(_FREE, most := _MOST_TIMES * packed):
         words = f"it has {packed:,} bytes and unpacks to more than {max(_FREE, most):,}, which is unusual for data; save it uncompressed"
@@ -67,7 +62,6 @@ def unpacked(opened: BufferedReader, file: Path) -> BufferedReader:
 
     Args:
         opened: the file, at its beginning.
-        file: the path of the file, for messages.
 
     Raises:
         InputError: the file needs pyarrow, which is not installed.
@@ -117,11 +111,7 @@ def skip(opened: BufferedReader, count: int) -> None:
 
 
 def size(file: Path) -> int:
-    """Return the decompressed size of a file in bytes. A compressed file is read completely.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Return the decompressed size of a file in bytes. A compressed file is read completely. Raise OSError if the file cannot be read."""
     with open_to_read(file) as opened:
         if compression(opened.peek(4)) is None:
             return os.fstat(opened.fileno()).st_size

@@ -21,8 +21,6 @@ def rows(
 
     Args:
         opened: the content of the file.
-        file: the path of the file, for messages.
-        delimiter: the character between cells.
         check: a function of the names of the columns that raises if a column is missing.
     """
     csv.field_size_limit(wrong_lines.LONGEST)  # for the whole process; texts are often longer than the default, 131,072 characters

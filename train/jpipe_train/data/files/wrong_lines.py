@@ -57,11 +57,7 @@ class WrongLines:
         self._first: list[tuple[str, str]] = []
 
     def add(self, place: Place, error: WrongLine) -> None:
-        """Add an error in a line.
-
-        Raises:
-            InputError: no later line can be read.
-        """
+        """Add an error in a line. Raise InputError if no later line can be read."""
         if error.change is not None:
             raise InputError(str(error), where=self.where, key=place, change=error.change) from None
         self.number += 1
@@ -86,22 +82,14 @@ class WrongLines:
 
 
 def value_of(record: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a key.
-
-    Raises:
-        WrongLine: the row does not have the key.
-    """
+    """Return the value of a key. Raise WrongLine if the row does not have the key."""
     if key not in record:
         raise WrongLine(f"expected the key {key!r}, found {short(list(record)[:10])}")
     return record[key]
 
 
 def text_of(value: Any, key: str) -> str:
-    """Return `value`, the value of a key, after checking that it is text.
-
-    Raises:
-        WrongLine: the value is not text, or is too long.
-    """
+    """Return `value`, the value of a key, after checking that it is text. Raise WrongLine if the value is not text, or is too long."""
     if not isinstance(value, str):
         raise WrongLine(f"expected text in {key!r}, found {'null' if value is None else type(value).__name__}")
     if len(value) > LONGEST:
@@ -111,11 +99,7 @@ def text_of(value: Any, key: str) -> str:
 
 
 def check_characters(text: str, where: str = "") -> None:
-    """Check that a text has no lone surrogates, which a tokenizer cannot read.
-
-    Raises:
-        WrongLine: the text has one.
-    """
+    """Check that a text has no lone surrogates, which a tokenizer cannot read."""
     try:
         text.encode()
     except UnicodeEncodeError:

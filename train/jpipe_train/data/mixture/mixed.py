@@ -27,7 +27,6 @@ def source_of(index: int, shares: Sequence[int], totals: Sequence[int] | None = 
     shares.
 
     Args:
-        index: the index of the row in the mixture.
         shares: the proportions of the sources, as whole numbers.
         totals: the cumulative sums of `shares`, if the caller has computed them.
     """

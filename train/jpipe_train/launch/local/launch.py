@@ -38,7 +38,6 @@ def main(request: Request, *, program: Sequence[str] = JPIPE, grace: float = GRA
     this one is killed. All attempts have the same `JPIPE_JOB`, which identifies the run folder (`jpipe_train.checkpoint.run_folder`).
 
     Args:
-        request: the valid arguments of the command.
         program: the program that gets the command, the coordinator and the numbers of processes as arguments.
         grace: seconds from SIGTERM to SIGKILL.
         pause: seconds before the first restart; doubled each time, up to a minute.

@@ -54,11 +54,7 @@ class Request:
         return int((self.elastic or "").partition(":")[2])
 
     def check(self) -> None:
-        """Check the arguments.
-
-        Raises:
-            InputError: they are invalid, or do not fit together.
-        """
+        """Check the arguments."""
         if self.elastic is None:
             self._check_number()
         else:

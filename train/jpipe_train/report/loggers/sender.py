@@ -24,11 +24,7 @@ _late: list[str] = []  # services that did not end in time
 
 
 def check_installed(service: str) -> None:
-    """Check that the library of a service is installed.
-
-    Raises:
-        InputError: it is not installed.
-    """
+    """Check that the library of a service is installed."""
     spec = importlib.util.find_spec(service)
     if spec is None or spec.origin is None:  # no module; a folder ./wandb also has a spec
         raise InputError(f"log: {service} is not installed; install it with pip install {service}, or remove {service} from log")

@@ -27,8 +27,6 @@ def compare(
     """Compare the predicted and the measured step time, bubble, and held and peak memory of each rank.
 
     Args:
-        predicted: the prediction.
-        measured: the measurement.
         temporary: the result of `temporary_bytes`. The peak memory of a rank is shown only if its temporaries are known.
     """
     windows = predicted, measured
@@ -62,8 +60,6 @@ def as_predicted(plan: jpipe.Plan, measured: jpipe.programs.Window, costs: Seque
     """Return the measurement of a plan in the form of the planner's prediction.
 
     Args:
-        plan: the plan of the run.
-        measured: a window of the run.
         costs: the costs of each stage. They include the temporaries, which a window does not; see `temporary_of_ranks`.
     """
     ranks = [[plan.rank_of[w] for w in plan.stage_workers[stages[0]]] for stages in plan.pipeline_ranks]

@@ -95,7 +95,6 @@ def find(pipe: jpipe.Pipeline, batch: Any) -> Utilization | None:
     The peak belongs to the dtype with the most FLOPs.
 
     Args:
-        pipe: the pipeline.
         batch: a batch with the shapes and dtypes of the run; its values are not used.
     """
     kinds = device_kinds(pipe)

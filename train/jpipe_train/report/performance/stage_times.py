@@ -64,10 +64,6 @@ def slow_ranks(plan: jpipe.Plan, window: jpipe.programs.Window) -> dict[int, flo
 
     The plan's prediction says how much work a stage is. Without a prediction only the replicas of a stage are compared. Ranks that take
     less than `SHORT` for a microbatch are left out.
-
-    Args:
-        plan: the plan of the run.
-        window: the measured batches.
     """
     seconds = microbatch_seconds(plan, window)
     if not all(all(row.values()) for row in seconds):
@@ -123,7 +119,6 @@ def slow_words(slow: Mapping[int, float], devices: Sequence[Sequence[int]], proc
     """Return a sentence that names the slow ranks and how to plan with them; "" if no rank is slow.
 
     Args:
-        slow: the result of `slow_ranks`.
         devices: the numbers of the devices of each rank.
         processes: the process of each rank.
     """

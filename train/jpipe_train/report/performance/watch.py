@@ -127,7 +127,6 @@ def judge(
     explains half of the excess, the host is named.
 
     Args:
-        plan: the plan of the run.
         expected: the times with which the steps are compared.
         steps: at least two recent steps.
         window: the last measured window, or None.
