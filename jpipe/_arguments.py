@@ -135,14 +135,7 @@ def check_observer(observe: Any) -> None:
 
 
 def checked_arguments(plan: Plan, precision: Precision, **arguments: Any) -> dict[str, Any]:
-    """Check that the options of a pipeline can be combined with each other and with the plan.
-
-    Args:
-        arguments: the other options by name; None or False means that an option is not set.
-
-    Returns:
-        All options by name, as in `excluded`.
-    """
+    """Check that the options of a pipeline, None or False if not set, fit each other and the plan; return them as in `excluded`."""
     arguments["precision: params"] = precision.params if precision.has_masters else None
     arguments["precision: loss_scale: dynamic"] = precision.dynamic_scale is not None
     for option in OPTIONS:

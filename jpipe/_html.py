@@ -7,14 +7,7 @@ _MAX_ROWS = 40  # the middle of a longer table is left out
 
 
 def html_table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as HTML, with all text escaped.
-
-    Args:
-        rows: the cells of each row, one for each column.
-
-    Returns:
-        A `<div>` with caption and table; a row of `…` replaces the middle of a long table.
-    """
+    """Return a `<div>` with a caption and a table, all text escaped; a row of `…` replaces the middle of a long table."""
     shown = list(rows) if len(rows) <= _MAX_ROWS else [*rows[: _MAX_ROWS - 2], ["…"] * len(head), rows[-1]]
     body = "".join(f"<tr>{_cells('td', row)}</tr>" for row in shown)
     table = f"<table><thead><tr>{_cells('th', head)}</tr></thead><tbody>{body}</tbody></table>"

@@ -137,10 +137,9 @@ def consuming(before: State, current: State, observe: Observer | None) -> Iterat
 
 
 def current_state(state: State) -> State:
-    """Return the state to continue from: the result of an interrupted call that consumed this state, or the state itself.
+    """Return the state to continue from: this one, or the result of an interrupted call that consumed it.
 
-    Raises:
-        InputError: the state is consumed, and no interrupted call has left a result that its caller has not yet received.
+    Raise InputError if the state is consumed, and no interrupted call has left a result that its caller has not yet received.
     """
     outcome, current = state._outcome, state
     if outcome is not None:

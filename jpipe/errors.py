@@ -147,11 +147,7 @@ def cause(error: BaseException) -> str:
 
 @contextmanager
 def callers_code(message: Callable[[BaseException], str | Problem]) -> Iterator[None]:
-    """Convert an exception of the caller's code into an `InputError`. Ctrl-C and an `InputError` pass unchanged.
-
-    Args:
-        message: returns the message for the exception; see `cause`.
-    """
+    """Convert exceptions of the caller's code into `InputError`s with this message (see `cause`). Ctrl-C and `InputError` pass."""
     try:
         yield
     except (InputError, KeyboardInterrupt):

@@ -78,10 +78,8 @@ _LOG = logging.getLogger("jpipe")
 def isolated_context() -> Iterator[None]:
     """Run a method of a pipeline without the mesh and the transfer guard that the user has set.
 
-    The user's other settings of JAX still apply, such as `jax.default_matmul_precision` while `init` compiles.
-
-    Raises:
-        InputError: `jax.disable_jit` is on, or the call is inside a function that JAX traces.
+    Other settings of JAX still apply, such as `jax.default_matmul_precision` while `init` compiles. Raise InputError if `jax.disable_jit`
+    is on, or the call is inside a function that JAX traces.
     """
     if getattr(jax.config, "jax_disable_jit", False):  # not in the types of all versions
         raise InputError(
@@ -817,8 +815,7 @@ class Pipeline:
     def _running(self, state: State) -> tuple[Executor, State]:
         """Return the executor and the state to run: the result of an interrupted call on this state, or the state itself.
 
-        Raises:
-            InputError: the state belongs to another pipeline, or is consumed or lost.
+        Raise InputError if the state belongs to another pipeline, or is consumed or lost.
         """
         check_state(state, None if self._executor is None else self._executor.fingerprint)
         assert self._executor is not None

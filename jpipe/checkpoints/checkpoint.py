@@ -14,11 +14,7 @@ from jpipe.runtime._snapshot import layer_of, with_optimizers
 
 
 def run_folder(folder: str | Path) -> Path:
-    """Return the folder of a run as an absolute path.
-
-    Raises:
-        InputError: `folder` is not a path, or cannot be a local folder's path, such as a URL.
-    """
+    """Return the absolute path of a run's folder. Raise InputError if it is not a path, or cannot be a local folder's, such as a URL."""
     if not isinstance(folder, str | Path):
         raise InputError(where="folder", expected="the path of a run's folder", found=type(folder).__name__)
     return resolved(str(folder), "folder")

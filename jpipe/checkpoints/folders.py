@@ -41,8 +41,7 @@ def steps(folder: str | Path) -> list[int]:
 def step_folders(folder: Path) -> list[tuple[int, Path]]:
     """Return the step and the folder of each checkpoint of a run, ascending, unfinished checkpoints included.
 
-    Raises:
-        InputError: the folder of the checkpoints is a file or a link, or all of them are of format 1.
+    Raise InputError if the folder of the checkpoints is a file or a link, or all of them are of format 1.
     """
     parent = folder / "checkpoints"
     if parent.is_symlink():  # the link may lead to somebody else's folder, and old checkpoints are removed
@@ -110,11 +109,7 @@ def unfinished_folder(folder: Path, step: int) -> Path:
 
 
 def publish(folder: Path, step: int) -> None:
-    """Give the finished checkpoint of a step its final name. An earlier checkpoint of that step is removed.
-
-    Raises:
-        OSError: the earlier checkpoint cannot be removed, or the operating system reports an error.
-    """
+    """Give the finished checkpoint of a step its final name, after removing an earlier one of that step. Raise OSError if that fails."""
     unfinished = unfinished_folder(folder, step)
     path = unfinished.with_name(str(step))
     if os.path.lexists(path):
@@ -129,18 +124,9 @@ def begin(folder: Path, step: int | None) -> list[str]:
 
     Without this, a part that an earlier attempt has written could be mistaken for a part of the next checkpoint. Unfinished checkpoints are
     removed. Complete checkpoints of later steps are renamed, for example to `40.old`, because they are damaged, or the user went back to
-    `step`.
+    `step`; their new names are returned.
 
-    Args:
-        folder: the folder of the run.
-        step: the step of the checkpoint that the run resumes from; None: the run starts from nothing, and the folder must not have a
-            complete checkpoint.
-
-    Returns:
-        The new names of the complete checkpoints of later steps.
-
-    Raises:
-        InputError: the folder cannot be written, or a run that starts from nothing would have to remove something from it.
+    Raise InputError if the folder cannot be written, or if it has a complete checkpoint although the run starts from nothing (None).
     """
     parent = folder / "checkpoints"
     try:
@@ -212,10 +198,8 @@ def prune(
 def remove(path: Path) -> None:
     """Remove the folder of a checkpoint, complete or not.
 
-    The marker is removed first, so that the remainder counts as unfinished, not as damaged, if the process dies before the end.
-
-    Raises:
-        OSError: the folder cannot be removed; or it holds something that jpipe has not written, and is therefore left as it is.
+    The marker is removed first, so that the remainder counts as unfinished, not as damaged, if the process dies before the end. Raise
+    OSError if the folder cannot be removed, or is left as it is because it holds something that jpipe has not written.
     """
     if path.is_symlink():
         path.unlink()
@@ -258,11 +242,7 @@ def _is_complete(path: Path) -> bool:
 
 
 def _set_aside(path: Path) -> Path:
-    """Give a checkpoint a new name that no checkpoint has.
-
-    Raises:
-        OSError: the checkpoint cannot be renamed, or holds something that jpipe has not written.
-    """
+    """Give a checkpoint a new name. Raise OSError if that fails, or if it holds something that jpipe has not written."""
     if problem := _not_ours(path):
         raise OSError(errno.EPERM, problem, str(path))
     names = itertools.chain([f"{path.name}.old"], (f"{path.name}.old-{number}" for number in itertools.count(2)))

@@ -37,19 +37,10 @@ STRUCTURE = "structure.json"
 
 
 def write_part(path: Path, layers: Mapping[str, Tree], process: int) -> list[Path]:
-    """Write the layers of one process as a part of an item, without waiting for other processes.
+    """Write the layers of one process as a part of an item in the new folder `path`, without waiting for other processes.
 
-    After writing, the arrays are read again and compared, to detect files that have vanished or that a disk has lost.
-
-    Args:
-        path: a new folder; its parent exists.
-        layers: `{layer id: nested dicts of arrays}`. The arrays are copied to the host here.
-
-    Returns:
-        The files of the part's arrays.
-
-    Raises:
-        OSError: the disk is full, for example, or the files do not hold what was written.
+    `layers` are nested dicts of arrays, which are copied to the host here. After writing, the arrays are read again and compared, to detect
+    files that have vanished or that a disk has lost. Return the files; raise OSError if the disk is full, for example, or they differ.
     """
     tree = escape_names(jax.tree.map(np.asarray, jax.device_get(dict(layers))))  # starts all copies before it waits for one
     arrays = {".".join(key.key for key in keys): array for keys, array in jax.tree_util.tree_flatten_with_path(tree)[0]}
@@ -69,12 +60,7 @@ def write_part(path: Path, layers: Mapping[str, Tree], process: int) -> list[Pat
 def join_parts(path: Path, parts: Sequence[Path]) -> None:
     """Write an Orbax item from the parts of all processes. The files of their arrays are moved into the item, not copied.
 
-    Args:
-        path: the item, a new folder; its parent exists and is in the same file system as the parts.
-        parts: the folders that `write_part` has written.
-
-    Raises:
-        OSError: the disk is full, for example, or files of a part have vanished.
+    `path` is a new folder in the file system of the parts. Raise OSError if the disk is full, for example, or files have vanished.
     """
     structure: Tree = {}
     for part in parts:
@@ -100,11 +86,7 @@ def step_metadata() -> str:
 
 
 def item_specs(path: Path) -> dict[str, Tree]:
-    """Return the shapes and dtypes of an item that `join_parts` has written, by layer id; no array is read.
-
-    Raises:
-        Exception: of any kind, if `join_parts` did not write the item.
-    """
+    """Return the specs of an item that `join_parts` has written, by layer id, without reading an array. Other items: any Exception."""
     metadata = _read_metadata(path)
     if metadata["use_zarr3"] is not False or metadata["use_ocdbt"] is not True:
         raise ValueError("expected Zarr arrays, version 2, in an OCDBT store")
@@ -122,30 +104,19 @@ def item_specs(path: Path) -> dict[str, Tree]:
 
 
 def read_item(path: Path, specs: Mapping[str, Tree]) -> dict[str, Tree]:
-    """Read some layers of an item that `join_parts` has written, without waiting for other processes.
+    """Read some layers of an item that `join_parts` has written, without waiting for other processes, as nested dicts of NumPy arrays.
 
-    Args:
-        specs: the shapes and dtypes of these layers, from `item_specs`, which rejects arrays that declare more bytes than the item's files
-            have.
-
-    Returns:
-        `{layer id: nested dicts of NumPy arrays}`; the arrays may be read-only.
-
-    Raises:
-        Exception: of any kind, if `join_parts` has not written the item.
+    `specs` comes from `item_specs`, which rejects arrays that declare more bytes than the item's files have. The arrays may be read-only.
+    If `join_parts` has not written the item, exceptions of any kind are possible.
     """
     return unescape_names(read_tree(path, escape_names(dict(specs))))
 
 
 def tree_specs(path: Path) -> Tree:
-    """Return the shapes and dtypes of the tree of any Orbax item, without reading an array.
+    """Return the specs of the tree of any Orbax item, as nested dicts (also for lists), without reading an array.
 
-    Returns:
-        Nested dicts (in place of lists as well) with `jax.ShapeDtypeStruct`s as leaves; a leaf that is not an array, such as a string, is
-        `...`.
-
-    Raises:
-        Exception: of any kind, if `path` is not an Orbax item or its dicts are nested too deeply.
+    A leaf that is not an array, such as a string, is `...`. If `path` is not an Orbax item, or its dicts are nested too deeply, exceptions
+    of any kind are possible.
     """
     metadata, tree = _read_metadata(path), Tree()
     leaves = {tuple(str(part["key"]) for part in e["key_metadata"]): e["value_metadata"] for e in metadata["tree_metadata"].values()}
@@ -161,14 +132,8 @@ def tree_specs(path: Path) -> Tree:
 def read_tree(path: Path, specs: Tree) -> Tree:
     """Read arrays of any Orbax item.
 
-    Args:
-        specs: the result of `tree_specs`, or a part of it; `...` in place of a leaf means that this leaf is not read.
-
-    Returns:
-        The tree of `specs` with NumPy arrays as leaves, and with `...` at the places where `specs` has `...`.
-
-    Raises:
-        Exception: of any kind, if an array cannot be read.
+    `specs` comes from `tree_specs`, or is a part of it; leaves that are `...` are not read and stay `...`. Exceptions of any kind are
+    possible if an array cannot be read.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(specs)
     names = [None if spec is ... else ".".join(key.key for key in keys) for keys, spec in leaves]
@@ -178,11 +143,7 @@ def read_tree(path: Path, specs: Tree) -> Tree:
 
 
 def write_tree(path: Path, tree: Any) -> None:
-    """Write a tree as an Orbax item that `ocp.StandardCheckpointer` can restore. The item replaces the empty folder `path`.
-
-    Raises:
-        OSError: the disk is full, for example.
-    """
+    """Write a tree as an Orbax item for `ocp.StandardCheckpointer` in place of the empty folder `path`, or raise OSError."""
     with _system_errors(path), _without_tracebacks():
         handler = ocp.StandardCheckpointHandler(multiprocessing_options=_alone())
         with ocp.Checkpointer(handler, multiprocessing_options=_alone()) as checkpointer:
@@ -190,11 +151,7 @@ def write_tree(path: Path, tree: Any) -> None:
 
 
 def escape_names(tree: Any) -> Any:
-    """Escape the dots in the keys of nested dicts, because Orbax joins keys by dots: `block.0` becomes `block%2E0`.
-
-    Raises:
-        TypeError: the tree has something else than dicts and arrays.
-    """
+    """Escape the dots in the keys of nested dicts, because Orbax joins keys by dots: `block.0` becomes `block%2E0`."""
     if isinstance(tree, dict):
         return {quote(key, safe=" ").replace(".", "%2E"): escape_names(value) for key, value in tree.items()}
     if not isinstance(tree, np.ndarray | jax.ShapeDtypeStruct):
@@ -243,11 +200,7 @@ def _without_tracebacks() -> Iterator[None]:
 
 
 def _compare(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Read the arrays of a store again, one at a time, and compare them with the arrays that were written.
-
-    Raises:
-        OSError: an array differs or cannot be read.
-    """
+    """Read the arrays of a store again, one at a time, and raise OSError if one differs from what was written or cannot be read."""
     try:
         store = ts.KvStore.open(_store_spec(path)).result()
         equal = all(store.read(_chunk_key(name, array)).result().value == array.tobytes() for name, array in arrays.items())

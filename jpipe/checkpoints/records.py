@@ -131,10 +131,9 @@ def of_other_format(path: Path, found: str) -> InputError:
 
 
 def read_parts(folder: Path, marker: Marker) -> list[ProcessRecord]:
-    """Read the record of each process: its layers, and the files that are needed to read these.
+    """Return for each process its layers and the files that are needed to read these.
 
-    Raises:
-        Damaged: a record is missing or was changed, or names a file outside of the folder.
+    Raise Damaged if a record is missing or was changed, or names a file outside of the folder.
     """
     _reject_link(folder / ITEM)
     parts = []
@@ -155,12 +154,7 @@ def read_rows(folder: Path, marker: Marker) -> bytes:
 
 
 def verify_files(item: Path, files: Mapping[Path, File], contents: bool = True) -> None:
-    """Check the files of an Orbax item against their sizes and hashes.
-
-    Args:
-        item: the folder of the item.
-        files: the sizes and hashes of files in it and beside it, by path.
-        contents: whether to compare hashes, too; for this the files are read.
+    """Check files of an Orbax item, and beside it, against their sizes and, with `contents`, by reading them against their hashes.
 
     Raises:
         Damaged: a file is missing, cut off or changed, or the item has something that is neither a file nor a folder, such as a FIFO.

@@ -31,14 +31,9 @@ from jpipe.files import make_folder, to_disk, write_atomically
 def write_layers(folder: Path, step: int, layers: Mapping[str, Tree], process: int) -> None:
     """Write one process's part of a checkpoint. If writing fails, nothing is left of the part.
 
-    Args:
-        folder: the folder of the run.
-        step: the number of batches that the weights have seen.
-        layers: `{layer id: nested dicts of arrays}` of this process, on its devices or as NumPy arrays. On CPUs the copies for writing may
-            share the memory of JAX's arrays, so the caller must copy arrays that are donated later.
-
-    Raises:
-        OSError: the disk is full, for example.
+    `step` is the number of batches that the weights have seen, and `layers` are nested dicts of arrays, on devices or as NumPy arrays. On
+    CPUs the copies for writing may share the memory of JAX's arrays, so the caller must copy arrays that are donated later. Raise OSError
+    if the disk is full, for example.
     """
     place = unfinished_folder(folder, step)
     make_folder(place.parent)
@@ -59,14 +54,9 @@ def write_layers(folder: Path, step: int, layers: Mapping[str, Tree], process: i
 
 
 def await_parts(folder: Path, step: int, processes: Collection[int], limit: float) -> None:
-    """Wait until these processes have written their parts into the shared folder. Process 0 calls this.
+    """Wait until these processes have written their parts into the shared folder, at most `limit` seconds. Process 0 calls this.
 
-    Args:
-        folder: the folder of the run.
-        limit: seconds to wait.
-
-    Raises:
-        TimeoutError: parts are missing after this time; the message names their processes.
+    Raise TimeoutError if parts are missing then; the message names their processes.
     """
     place, end = unfinished_folder(folder, step), time.monotonic() + limit
     while missing := [name for process in processes if not (place / (name := f"process-{process}.json")).exists()]:
@@ -78,14 +68,8 @@ def await_parts(folder: Path, step: int, processes: Collection[int], limit: floa
 def complete(folder: Path, step: int, processes: int, facts: Any, rows: bytes = b"") -> None:
     """Join the parts of all processes, write the marker and give the checkpoint its name. Process 0 calls this.
 
-    Args:
-        folder: the folder of the run.
-        processes: the number of processes that have written a part.
-        facts: anything of JSON types; `Checkpoint.facts` returns it.
-        rows: the rows of the run's metrics so far; they may include rows of later steps.
-
-    Raises:
-        OSError: the disk is full, for example, or files that were written have vanished.
+    `facts` is anything of JSON types, for `Checkpoint.facts`; `rows` of the run's metrics may go beyond the step.
+    Raise OSError if the disk is full, for example, or files that were written have vanished.
     """
     place, names = unfinished_folder(folder, step), [f"process-{process}.json" for process in range(processes)]
     parts = [_read_part(place, name) for name in names]
@@ -110,11 +94,7 @@ def complete(folder: Path, step: int, processes: int, facts: Any, rows: bytes = 
 
 
 def _read_part(place: Path, name: str) -> ProcessRecord:
-    """Read the record of a part that a process has just written.
-
-    Raises:
-        OSError: the record has been changed, or files of the part are missing or cut off.
-    """
+    """Read the record of a part that was just written. Raise OSError if it was changed, or files of the part are missing or cut off."""
     path = place / name.removesuffix(".json")
     try:
         part = ProcessRecord.model_validate_json((place / name).read_bytes())

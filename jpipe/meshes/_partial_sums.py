@@ -59,12 +59,9 @@ class PartialSums:
     axes: tuple[str, ...]
 
     def evaluate(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], dims: Sequence[Dim], late: Sequence[bool]) -> list[Any]:
-        """Evaluate a jaxpr; late results may be `Parts`.
+        """Evaluate a jaxpr with inputs that are arrays or `Parts`; the results that are `late` may be `Parts`.
 
-        Args:
-            inputs: the inputs: arrays or `Parts`.
-            dims: for each input the dim of its rows, or None.
-            late: for each result whether it may be `Parts`.
+        `dims` has for each input the dim of its rows, or None.
         """
         rows, only_summed = row_dims(jaxpr, dims), _only_summed(jaxpr, late)
         values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))

@@ -118,14 +118,10 @@ class _Parameter(NamedTuple):
 
 
 def partitions(plan: Plan, stack: LayerStack, layers: Mapping[str, LayerSpec], rows: int) -> tuple[Partition, ...]:
-    """Return the partition of each stage.
+    """Return the partition of each stage for microbatches of `rows` rows.
 
-    Args:
-        rows: the number of rows of a microbatch.
-
-    Raises:
-        InputError: a mesh axis does not divide a dim, a logical axis has no rule, a pattern or rule matches nothing, or nothing is sharded
-            over an axis of a mesh.
+    Raise InputError if a mesh axis does not divide a dim, a logical axis has no rule, a pattern or rule matches nothing, or nothing is
+    sharded over an axis of a mesh.
     """
     meshes = [stage.shape for stage in plan.stages]
     if not any(meshes) and not plan.param_axes:

@@ -19,11 +19,7 @@ Tree = Any
 
 
 def adapt(layer_id: str, layer: Any) -> Layer:
-    """Make a layer from a function, a Linen module, an NNX module or its constructor; a `Layer` is returned unchanged.
-
-    Raises:
-        InputError: the value cannot be a layer.
-    """
+    """Make a layer from a function, or a Linen or NNX module or constructor, or raise InputError; a `Layer` is returned unchanged."""
     if isinstance(layer, Layer):
         return layer
     if isinstance(layer, linen.Module):
@@ -76,8 +72,7 @@ def _built(layer_id: str, module: nnx.Module) -> NnxFunctions:
 def layers_by_id(layers: Any) -> Mapping[Any, Any]:
     """Return the layers by id. The ids of a list, a tuple, an `nnx.List` or a `Sequential` of NNX or Linen are numbers, as text.
 
-    Raises:
-        InputError: the value is none of these and not a mapping.
+    Raise InputError if the value is none of these and not a mapping.
     """
     if isinstance(layers, Mapping):
         return layers
@@ -118,15 +113,11 @@ def _function(layer_id: str, function: Callable[..., Tree]) -> Layer:
 
 
 def linen_layer(where: str, module: linen.Module, num_inputs: int | None = None) -> Layer:
-    """Make a layer from a Linen module. Its collection "params" is trained; all other collections are layer state.
+    """Make a layer from an unbound Linen module. Its collection "params" is trained; all other collections are layer state.
 
-    Args:
-        module: a module that is not bound to variables.
-        num_inputs: for a whole model the number of its inputs; the model is initialized with the unchanged key, and may draw from any
-            random streams. None for a layer of a stack.
-
-    Raises:
-        InputError: while it is traced, a forward makes variables, or draws random numbers that jpipe does not provide.
+    For a whole model `num_inputs` is the number of its inputs; it is initialized with the unchanged key, and may draw from any random
+    streams. While a layer is traced, InputError is raised if a forward makes variables, or draws random numbers that jpipe does not
+    provide.
     """
     # If an attribute is set, Linen rejects the argument of the same name, and the attribute decides.
     call = functools.partial(type(module).__call__, module)

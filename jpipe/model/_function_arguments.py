@@ -46,13 +46,8 @@ def closed_over(function: Any) -> Iterator[tuple[str, Any]]:
 def modes(where: str, call: Callable[..., Any], is_set: Callable[[inspect.Parameter], bool], num_inputs: int | None = None) -> Modes:
     """Return a function from `train` to the arguments of a call that select training or evaluation.
 
-    Args:
-        call: the callable, which takes the inputs first.
-        is_set: returns whether a parameter already has a value.
-        num_inputs: the number of inputs; None for one.
-
-    Raises:
-        InputError: a parameter looks like a mode parameter but has an unknown name.
+    `call` takes `num_inputs` inputs first (None: one), and `is_set` tells whether a parameter already has a value. Raise InputError if a
+    parameter looks like a mode parameter but has an unknown name.
     """
     parameters = list(parameters_of(call).values())
     names = [parameter.name for parameter in parameters if parameter.name in _MODES and not is_set(parameter)]
@@ -116,13 +111,7 @@ def arguments_of(x: Tree, num_inputs: int | None) -> tuple[Any, ...]:
 
 
 def call_by_name(function: Callable[..., Any], positional: Sequence[Any], named: Mapping[str, Any]) -> Any:
-    """Call a function with named arguments that may stand between positional arguments, as in `apply(params, rng, x)`.
-
-    Args:
-        function: any function.
-        positional: the positional arguments, in order.
-        named: the named arguments, by the name of the parameter.
-    """
+    """Call a function with named arguments that may stand between positional arguments, as in `apply(params, rng, x)`."""
     arguments, remaining, keywords = [], list(positional), dict(named)
     for parameter in parameters_of(function).values():
         if not remaining or parameter.kind not in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):

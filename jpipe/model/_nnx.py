@@ -22,13 +22,9 @@ _FROZEN = ("deterministic", "use_running_average")  # the attributes that nnx.Mo
 
 
 def nnx_functions(where: str, constructor: Callable[..., nnx.Module], num_inputs: int | None = None) -> "NnxFunctions":
-    """Return the functions of the module that a constructor makes.
+    """Return the functions of the module that a constructor makes. A whole model has `num_inputs` inputs; for a layer it is None.
 
-    Args:
-        num_inputs: the number of inputs of a whole model; None for a layer of a stack.
-
-    Raises:
-        InputError: the constructor fails or returns something else.
+    Raise InputError if the constructor fails or returns something else.
     """
     traced: list[Any] = []
 
@@ -45,14 +41,9 @@ def nnx_functions(where: str, constructor: Callable[..., nnx.Module], num_inputs
 
 
 def built_functions(where: str, module: nnx.Module, num_inputs: int | None = None) -> "NnxFunctions":
-    """Return the functions of a built module, or of an abstract module from `nnx.eval_shape`; the arrays are not copied.
+    """Return the functions of a built module, or of an abstract module from `nnx.eval_shape`, without copying its arrays.
 
-    Args:
-        module: the module, which is not changed.
-        num_inputs: the number of inputs of a whole model; None for a layer of a stack.
-
-    Raises:
-        InputError: an abstract module has lost an array.
+    The module is not changed; `num_inputs` is as in `nnx_functions`. Raise InputError if an abstract module has lost an array.
     """
     for path, part in nnx.iter_modules(module):
         for name, value in _attributes(part):
@@ -76,11 +67,7 @@ def built_functions(where: str, module: nnx.Module, num_inputs: int | None = Non
 
 
 def abstract(where: str, instead: str) -> InputError:
-    """Return the error for the initialization of a model without arrays.
-
-    Args:
-        instead: what the user can pass instead of the model.
-    """
+    """Return the error for the initialization of a model without arrays; `instead` is what the user can pass."""
     return InputError("an abstract model has no arrays to begin with", where=where, change=f"give init(…, params=…), or {instead}")
 
 
@@ -204,11 +191,7 @@ def _build(where: str, constructor: Callable[..., Any], key: jax.Array) -> nnx.M
 
 
 def _graphs(module: nnx.Module) -> tuple[dict[bool | None, Any], Any]:
-    """Return a module's static part by mode, unchanged (None), training (True) and evaluation (False); and its arrays.
-
-    Args:
-        module: the module, which is changed.
-    """
+    """Return static parts by mode, unchanged (None), training (True), evaluation (False); and the arrays. The module is changed."""
     _mark_arrays(module)
     graphs: dict[bool | None, Any] = {None: _split(module)[0]}
     _set_to_train(module)
@@ -313,10 +296,8 @@ def _reject_new(where: str, before: dict[str, tuple[str, Any]], after: dict[str,
 def _reject_learning(where: str, written: Callable[[Tree, Tree], Tree], params: Tree, x: Tree) -> None:
     """Raise `InputError` if a forward writes values computed from its input into a parameter.
 
-    Values that depend only on the weights (`nnx.WeightNorm`) are allowed: each forward computes them again.
-
-    Args:
-        written: `(parameters, input) -> parameters after a forward`.
+    `written` maps (parameters, input) to the parameters after a forward. Values that depend only on the weights (`nnx.WeightNorm`) are
+    allowed: each forward computes them again.
     """
     jaxpr = jax.make_jaxpr(written)(params, x).jaxpr
     by_input = reached(jaxpr, [0] * len(jax.tree.leaves(params)) + [1] * len(jax.tree.leaves(x)))

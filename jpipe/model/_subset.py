@@ -42,11 +42,7 @@ class Subset:
         return {name: opposite.of(name, tree) for name, tree in trees.items() if name in self.chosen}
 
     def joined(self, part: Mapping[str, Tree], unchosen: Mapping[str, Tree]) -> dict[str, Tree]:
-        """Join chosen and unchosen leaves into whole trees.
-
-        Args:
-            unchosen: trees with at least the other leaves; their chosen leaves are ignored.
-        """
+        """Join chosen leaves with the others into whole trees; `unchosen` may have chosen leaves, too, which are ignored."""
         return {name: self.filled(name, tree, unchosen.get(name)) for name, tree in part.items()}
 
     def filled(self, name: str, part: Tree, unchosen: Tree) -> Tree:

@@ -121,12 +121,9 @@ class Ties:
         return StageEntries(tuple((holders, tuple(names)) for holders, names in groups.items()), counted)
 
     def split(self, params: Mapping[str, Tree], ids: Sequence[str] | None = None) -> dict[str, Tree]:
-        """Split whole parameters of some layers into entries.
+        """Split whole parameters of the layers `ids`, by default of all, into entries.
 
-        Args:
-            params: the parameters by layer id, including the layers with the first places of shared parameters; for specs these are
-                optional.
-            ids: the layers; by default all layers of `params`.
+        `params` must have the layers with the first places of shared parameters, too, unless they are specs.
         """
         entries: dict[str, Tree] = {}
         for layer_id in params if ids is None else ids:
@@ -144,12 +141,7 @@ class Ties:
         return _replaced(entries[layer_id], {path: entries[name] for path, name in shared.items()})
 
     def in_layers(self, subset: Subset, entries: Mapping[str, Tree], ids: Iterable[str]) -> Subset:
-        """Convert a subset of the leaves of entries to a subset of the leaves of whole layers.
-
-        Args:
-            subset: the subset, by entry.
-            entries: the parameters of the layers, or their specs, by entry.
-        """
+        """Convert a subset of the leaves of entries to one of the leaves of whole layers; `entries` has their parameters or specs."""
         if subset.is_all:
             return subset
         by_layer, part = {}, subset.part(entries)
@@ -169,9 +161,7 @@ class Ties:
     def parts(self, params: Mapping[str, Tree], trained: Subset = EVERYTHING) -> dict[str, dict[str, Tree]]:
         """Return each entry for an optimizer: its arrays in the structure of its layer, with masked nodes elsewhere.
 
-        Args:
-            params: the parameters by layer id; parameters in second places are dropped.
-            trained: the trained parameters by entry; masked nodes also replace frozen parameters.
+        `params` is by layer id; parameters in second places are dropped. Masked nodes also replace parameters that are not in `trained`.
         """
         firsts = {place: name for name, place in self.first.items()}
         parts: dict[str, dict[str, Tree]] = {}
@@ -196,13 +186,9 @@ class Ties:
         }
 
     def check(self, params: Mapping[str, Tree]) -> None:
-        """Check that ties fit the parameters of the layers.
+        """Check that ties fit the specs of all layers' parameters.
 
-        Args:
-            params: the specs of all parameters, by layer id.
-
-        Raises:
-            InputError: a path does not exist, or the two places of a tie have different shapes or dtypes.
+        Raise InputError if a path does not exist, or the two places of a tie have different shapes or dtypes.
         """
         leaves = {layer_id: dict(_paths(params[layer_id])) for layer_id in self.shared}
         for layer_id, shared in self.shared.items():
@@ -239,13 +225,9 @@ class Ties:
         }
 
     def check_values(self, params: Mapping[str, Tree]) -> None:
-        """Check that parameters that the user passes have the same values in all places of a tie.
+        """Check that parameters that the user passes, or specs for missing ones, have the same values in all places of a tie.
 
-        Args:
-            params: the parameters of all layers, with a `jax.ShapeDtypeStruct` in place of each missing parameter.
-
-        Raises:
-            InputError: a second place has a value but the first place has none, or has other values.
+        Raise InputError if a second place has a value but the first place has none, or has other values.
         """
         for layer_id, shared in self.shared.items():
             for path, name in shared.items():

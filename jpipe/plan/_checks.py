@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 
 def check(plan: "jpipe.Plan") -> None:
-    """Check that a plan can run.
-
-    Raises:
-        InputError: parts of the plan do not fit together, or the schedule cannot run the plan.
-    """
+    """Raise InputError if parts of a plan do not fit together, or the schedule cannot run it."""
     _check_layers(plan.stages)
     _check_ranks(plan)
     _check_per_rank(plan)

@@ -41,11 +41,9 @@ def _mesh_text(stage: Stage) -> str:
 
 
 def html_of_plan(plan: "jpipe.Plan", name: str, facts: str = "", devices: Sequence[str] | None = None) -> str:
-    """Return the plan as an HTML table of stages for a notebook, with the other fields in the caption.
+    """Return the plan as an HTML table of stages for a notebook, with the other fields and `facts`, after a comma, in the caption.
 
-    Args:
-        facts: more text for the caption, beginning with a comma.
-        devices: the device of each worker; None: no column of devices.
+    With `devices` there is a column with the device of each worker.
     """
     caption = f"{name}: {plan.schedule}, {plan.microbatches} microbatches, {plan.depth} stages{_options_text(plan)}{facts}"
     columns = {

@@ -50,11 +50,7 @@ class Refused(Exception):
 def find_secret(file: str | None = None) -> bytes | None:
     """Return the secret of this run from `file`, or without a file from the variable `JPIPE_SECRET`; None if there is neither.
 
-    Args:
-        file: a regular file that only its owner may read.
-
-    Raises:
-        InputError: the secret has less than 16 bytes, the file cannot be read, or other users may read it.
+    Raise InputError if it has less than 16 bytes, the file is not regular or cannot be read, or other users may read it.
     """
     if file is None and VARIABLE not in os.environ:
         return None

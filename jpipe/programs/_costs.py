@@ -253,11 +253,7 @@ def _is_amount(value: Any) -> bool:
 def check_costs(plan: Plan, costs: Sequence[StageCost]) -> None:
     """Check that times and sizes are finite numbers of at least 0, and that fields for pieces of a sum have one number per piece.
 
-    Args:
-        costs: the cost of each stage of the plan.
-
-    Raises:
-        InputError: a cost is wrong; the message names the stage and the field.
+    `costs` has one cost per stage. Raise InputError if one is wrong; the message names the stage and the field.
     """
     per_piece, slices = {name for used in programs_of(plan) for name in used.per_piece}, plan.counted.row_slices
     for s, (stage, cost) in enumerate(zip(plan.stages, costs, strict=True)):
@@ -387,12 +383,9 @@ def sum_layer_costs(
 
 
 def _scratch(layers: Sequence[LayerCost], unchanged: int, remade: int, inputs: int) -> int:
-    """Return the scratch memory of a stage with these layers.
+    """Return the scratch bytes of a stage with these layers, from the bytes of its residuals without recomputation.
 
-    Args:
-        unchanged: bytes of the residuals of these layers without recomputation.
-        remade: the part of these residuals that the backward's program recomputes.
-        inputs: bytes of the stage input, which no program computes.
+    `remade` is the part of these that the backward's program recomputes; `inputs` is the stage input, which no program computes.
     """
     scratch = max(layer.temporary for layer in layers) + sum(layer.temporary_more for layer in layers[:-1])
     last = layers[-1].remaking

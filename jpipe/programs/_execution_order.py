@@ -48,10 +48,8 @@ def walk(program: Program) -> Iterator[Instruction]:
 
     A transfer waits until both ranks have reached it; then its receive follows its send directly. An update, and any instruction between it
     and its sum, waits until all replicas have begun to sum the batch's gradients. Likewise an agreement waits for the sum of the weight
-    changes. If the program has only some workers' instructions, no instruction waits for other workers.
-
-    Raises:
-        Violation: a send has no receiver, the total order has an instruction before one that it waits for, or the ranks deadlock.
+    changes. If the program has only some workers' instructions, no instruction waits for other workers. Raise Violation if a send has no
+    receiver, the total order has an instruction before one that it waits for, or the ranks deadlock.
     """
     plan, instructions, rank_of = program.plan, program.instructions, program.plan.rank_of
     workers = range(len(plan.workers)) if program.workers is None else program.workers
@@ -135,8 +133,7 @@ class _Sums:
     def allow(self, i: Any, index: int) -> bool:
         """Record that an instruction begins a sum. Return whether all replicas have begun the sum that the instruction waits for.
 
-        Raises:
-            Violation: in the total order the instruction stands before the sum.
+        Raise Violation if in the total order the instruction stands before the sum.
         """
         s, kind = self._plan.workers[i.worker][0], type(i)
         if kind in self.kinds:

@@ -80,13 +80,9 @@ def in_rows(transfers: Iterable[Transfer]) -> dict[str, list[Transfer]]:
 
 
 def transfer_rows(transfers: Iterable[Transfer], tick: float) -> dict[str, list[Cell]]:
-    """Return the cells of transfers that take time, by row, without their latency.
+    """Return the cells of transfers that take time, by row, without their latency; `tick` is in seconds.
 
     Each transfer takes at least one tick, as computations do. The times of each row are rounded independently.
-
-    Args:
-        transfers: the transfers in any order.
-        tick: length of a tick in seconds.
     """
     rows: dict[str, list[Cell]] = {}
     for name, moved in in_rows(transfers).items():

@@ -157,16 +157,9 @@ class Executor:
         return State(tuple(workers), batch, start, self.functions[0].average_state != "read", self.fingerprint, buckets)
 
     def read(self, state: State, batch: Batch, bucket: int) -> tuple[Mapping[str, Tree], Data]:
-        """Read the rows of a batch that the workers of this process load in the next step.
+        """Read the rows of a batch (inputs, labels) that the workers of this process load in the next step.
 
-        Args:
-            batch: (inputs, labels).
-
-        Returns:
-            The parts of the batch as host arrays, by name, and the rows.
-
-        Raises:
-            InputError: an error of `read_data`; the state is unchanged.
+        Return the parts of the batch as host arrays, by name, and the rows. After an error of `read_data` the state is unchanged.
         """
         program, _ = self._steps.program(state.batch - state.start, state.batch, False)
         host = _on_host(batch)
@@ -337,15 +330,10 @@ class Executor:
         return self._exchange.delay_norms(squared)
 
     def _read(self, state: State, version: int, weights: Weights, *, masters: bool = False) -> dict[int, dict[str, Tree]]:
-        """Return for each worker of this process the weights of one version without prediction, or their moving average.
+        """Return for each worker of this process the weights of one version, in batches, or their moving average ("ema").
 
-        Args:
-            version: the version, in batches.
-            weights: "newest", or "ema" for the moving average.
-            masters: whether to return masters, if there are any; then nothing may be in flight.
-
-        Returns:
-            By worker, its entries. If replicas divide the optimizer state and the result needs it, only the entries that it updates.
+        They are without prediction. With `masters` these are returned, if there are any; then nothing may be in flight. If replicas divide
+        the optimizer state and the result needs it, only the entries that the worker updates are returned.
         """
         read = {}
         for (w, stage), worker in zip(self.stages.items(), state.workers, strict=True):

@@ -62,17 +62,14 @@ def run(
 ) -> tuple[dict[int, WorkerState], RunResults]:
     """Dispatch all instructions of `program`, `shift` batches later than it was lowered for.
 
+    Return the new states, and the losses, evaluations and other numbers.
+
     Args:
-        shift: the number of batches to add to every batch and version of the program, and m times to every microbatch.
         buckets: a function that returns the number of the stage in `stages` for a microbatch, counted over the whole run.
-        states: the states of this process's workers, by worker.
         data: the data from `read_data`, which is consumed.
         observe: a function that is called after each instruction is dispatched.
         added: the additions of the plan's capabilities; None looks them up.
         consume: whether to delete the arrays of the states that the new states do not share. If False, the program must not train.
-
-    Returns:
-        The new states, and the losses, evaluations and other numbers.
     """
     plan, results, consumed, config = program.plan, RunResults({}, {}, defaultdict(dict)), ConsumedArrays(), cast(Any, jax.config)
     if config.jax_debug_nans or config.jax_debug_infs:
@@ -109,13 +106,8 @@ def run(
 def read_data(program: Program, batches: Mapping[str, Tree], rows_each: int, slices: Sequence[Positions] = ()) -> Data:
     """Read all rows that the program loads. Reading may fail, so it precedes the run, which consumes the states.
 
-    Args:
-        batches: host arrays `{"inputs": …, "labels": …}` of the program's batches, concatenated.
-        rows_each: the number of rows per microbatch.
-        slices: the positions of each slice, if the program counts slices of the rows.
-
-    Raises:
-        InputError: the rows of an array do not have the shape or dtype that the array states.
+    `batches` has the program's batches, concatenated, as host arrays `{"inputs": …, "labels": …}`. `slices` has the positions of each
+    slice, if the program counts slices. Raise InputError if rows do not have the shape or dtype that their array states.
     """
     data, plan = Data(), program.plan
     cut = {name: [jax.tree.map(partial(Cut, positions=positions), batch) for positions in slices] for name, batch in batches.items()}

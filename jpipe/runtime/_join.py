@@ -122,15 +122,8 @@ def share_rows(
 ) -> dict[int, Tree]:
     """Send the outputs of each microbatch to all processes, bit for bit. All processes call this function.
 
-    Args:
-        name: the name of the call, the same in all processes.
-        parts: the outputs that this process has, by microbatch.
-        sources: for each microbatch the process that has its outputs.
-        outputs: the specs of the outputs of a microbatch.
-        keep: whether this process returns the outputs.
-
-    Returns:
-        The outputs by microbatch; empty without `keep`.
+    Return the outputs by microbatch, or nothing without `keep`. `name` is the same in all processes. `parts` has the outputs of this
+    process, and `sources` the process that has them, by microbatch. `outputs` are the specs for one microbatch.
     """
     processes.barrier(name)  # then all have computed, and no process waits in a collective for another's computation
     blank = jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), outputs)

@@ -190,10 +190,7 @@ class MetricsExchange:
     ) -> None:
         """Put the losses and weights of these batches into the metrics. With pipelines that agree, they are over all pipelines.
 
-        Args:
-            metrics: what to put them into.
-            unchanged: for each pipeline, by batch, a number other than 0 if its update changed nothing; None if no
-                capability reports this.
+        `unchanged` has for each pipeline, by batch, a number other than 0 if its update changed nothing, if a capability reports this.
         """
         of_pipelines: list[tuple[dict[int, Any], dict[int, Any]]] = []
         for pipeline, worker in enumerate(self.reporting):
@@ -283,11 +280,9 @@ class MetricsExchange:
         return Evaluation(*mean(0), version, {name: mean(1 + i) for i, name in enumerate(names)}, pairs)
 
     def delay_norms(self, local: Mapping[int, jax.Array]) -> DelayNorms:
-        """Return the norms over all stages.
+        """Return the norms over all stages from the squares of the norms (correction, distance) of this process's workers that report.
 
-        Args:
-            local: by worker, the squares of the norms (correction, distance) from the workers of this process that report: the first
-                replica of each stage, or all replicas with `Plan.shard_optimizer`.
+        These are the first replica of each stage, or all replicas with `Plan.shard_optimizer`.
         """
         plan = self.plan
         reporting = [w for w, (_, replica) in enumerate(plan.workers) if not replica or plan.divides_updates]

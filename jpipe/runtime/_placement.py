@@ -16,14 +16,10 @@ from jpipe.plan import Plan
 def place(plan: Plan, devices: Sequence[jax.Device] | None = None) -> tuple[Place, ...]:
     """Return where each worker computes (devices and mesh). All workers of a rank share the rank's place.
 
-    Args:
-        plan: the plan. Its `placement` names the devices; without one, `keep_together` decides the order of the ranks.
-        devices: the devices in the order of the ranks: one for each rank, or as many as the rank's mesh has. None: all devices of all
-            processes, by process; if there are fewer devices than ranks need, neighbouring ranks share devices.
-
-    Raises:
-        InputError: the number of devices is wrong (the message lists workers and devices), the devices are of different kinds, or a mesh
-            has devices of several processes.
+    Without a `placement` in the plan, `keep_together` decides the order of the ranks. `devices` has one device for each rank, or as many as
+    the rank's mesh has. By default it has all devices of all processes, by process; with fewer devices than ranks need, neighbouring ranks
+    share devices. Raise InputError if the number of devices is wrong (the message lists workers and devices), the devices are of different
+    kinds, or a mesh has devices of several processes.
     """
     sizes = [plan.stages[plan.pipeline_ranks[p][0]].devices_each for p, _ in plan.rank_positions]
     of_ranks = _place_ranks(plan, sizes, devices)
@@ -38,8 +34,7 @@ def place(plan: Plan, devices: Sequence[jax.Device] | None = None) -> tuple[Plac
 def place_on(devices: jax.Device | Sequence[jax.Device], mesh: FrozenMapping[int]) -> Place:
     """Return a place to compile for: a mesh on the first of these devices, or, given one device, on local devices of its kind.
 
-    Raises:
-        InputError: there are too few devices.
+    Raise InputError if there are too few devices.
     """
     size = math.prod(mesh.values())
     if not isinstance(devices, jax.Device):

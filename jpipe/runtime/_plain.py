@@ -31,14 +31,9 @@ def to_plain(tree: Tree) -> Plain:
 
 
 def from_plain(specs: Tree, plain: Any, where: str, hint: str = "is it of another model?") -> Tree:
-    """Convert the result of `to_plain` back to a pytree.
+    """Convert the result of `to_plain` back to a pytree; `hint` is the likely reason for a missing or additional leaf.
 
-    Args:
-        plain: the result of `to_plain`, with arrays of any kind.
-        hint: the likely reason for a missing or additional leaf.
-
-    Raises:
-        InputError: a leaf is missing or additional, or has another shape or dtype; or `plain` is not a dict.
+    Raise InputError for such a leaf or another shape or dtype, or if `plain` is not a dict.
     """
     flat, treedef = jax.tree_util.tree_flatten_with_path(specs)
     return jax.tree.unflatten(treedef, _leaves(flat, *_by_names(flat, checked_dict(plain, where)), where, hint))
@@ -70,13 +65,9 @@ def checked_dict(plain: Any, where: str) -> Plain:
 
 
 def filled(specs: Tree, arrays: Tree, where: str) -> Tree:
-    """Replace specs with arrays, where there are arrays.
+    """Replace specs with arrays from a pytree of the same structure, or plain dicts, where these have leaves.
 
-    Args:
-        arrays: a pytree of the same structure, or plain dicts; leaves may be missing.
-
-    Raises:
-        InputError: a leaf of `arrays` is not in `specs`, has another shape or dtype, or is not an array.
+    Raise InputError if a leaf of `arrays` is not in `specs`, has another shape or dtype, or is not an array.
     """
     for path, leaf in jax.tree_util.tree_flatten_with_path(arrays)[0]:
         if not isinstance(leaf, (np.ndarray, np.generic, jax.Array)):

@@ -300,18 +300,11 @@ def with_optimizers(layers: Mapping[str, Plain]) -> dict[str, Plain]:
 def fitting(
     plan: Plan, worker: int, f: StageFunctions, layers: Mapping[str, Plain], batch: int, fresh: bool
 ) -> tuple[dict[int, Tree], Tree, Tree, dict[str, Tree]]:
-    """Return a worker's weights by version, optimizer state, layer state and `capabilities`, from a snapshot.
+    """Return a worker's weights by version, optimizer state unless `fresh`, layer state and `capabilities`, from a snapshot.
 
-    The newest version replaces versions that the snapshot lacks. If the pipeline does not flush and has equally many replicas, layer state
-    comes from the same replica; otherwise it is the mean over the saved replicas. Without `sync_state` it always comes from one replica.
-
-    Args:
-        plan: the plan of the restored run, which may differ from the plan of the snapshot.
-        batch: the first batch of the restored run.
-        fresh: leave out the optimizer state.
-
-    Raises:
-        InputError: a layer is missing, or has another shape.
+    `plan` is the plan of the restored run, which begins with `batch`. The newest version replaces versions that the snapshot lacks. If the
+    pipeline does not flush and has equally many replicas, layer state comes from the same replica; otherwise it is the mean over the saved
+    replicas. Without `sync_state` it always comes from one replica. Raise InputError if a layer is missing, or has another shape.
     """
     s, replica = (plan := plan.counted).workers[worker]
     newest = batch * plan.updates_per_batch(s)
@@ -358,11 +351,7 @@ def fitting(
 
 
 def for_stage(f: StageFunctions, layers: Mapping[str, Plain], fresh: bool) -> Mapping[str, Plain]:
-    """Prepare a snapshot's layers for a stage: put the optimizer state into each layer, and remove the prediction if the stage uses none.
-
-    Args:
-        fresh: whether the optimizer state is left out.
-    """
+    """Put the optimizer state of a snapshot into each layer, unless `fresh`, and remove the prediction if the stage uses none."""
     layers = with_optimizers(layers)
     if f.predicts and not fresh:
         return layers
@@ -373,11 +362,7 @@ def for_stage(f: StageFunctions, layers: Mapping[str, Plain], fresh: bool) -> Ma
 def restored_worker(
     plan: Plan, worker: int, stage: CompiledStage, layers: Mapping[str, Plain], batch: int, key: jax.Array, fresh: bool
 ) -> WorkerState:
-    """Return a worker before `batch` with the arrays of a snapshot and nothing in flight.
-
-    Args:
-        batch: the first batch of the restored run.
-        fresh: begin with new optimizer state.
+    """Return a worker before `batch` with the arrays of a snapshot and nothing in flight; `fresh`: with new optimizer state.
 
     Raises:
         InputError: an error of `fitting`.
@@ -414,10 +399,9 @@ def restored_worker(
 
 
 def _restored_scales(f: StageFunctions, layers: Mapping[str, Plain], versions: Iterable[int]) -> dict[int, LossScale]:
-    """Return the dynamic loss scale of each version, or nothing if the run has none. If the snapshot has none, it is the initial scale.
+    """Return the dynamic loss scale of each version, the initial one if the snapshot has none, or nothing if the run has none.
 
-    Raises:
-        InputError: the arrays in the snapshot are not a loss scale.
+    Raise InputError if the arrays in the snapshot are not a loss scale.
     """
     if f.precision.dynamic_scale is None:
         return {}

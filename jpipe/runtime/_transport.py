@@ -213,9 +213,7 @@ class Transport:
         """Compile the transfers. All processes call this with the same kinds of messages, before the first transfer.
 
         Args:
-            sends: the kinds of messages of all workers.
-            sums: pairs of a stage's first worker and the specs, sharded at this worker, of arrays that the stage's replicas sum. A stage
-                may have several.
+            sums: pairs of a stage's first worker and the specs, sharded at this worker, of arrays that the stage's replicas sum.
             loads: the shardings of host arrays that are loaded, by worker of this process and name.
             gathers: pairs as in `sums`, of arrays that each replica sends to all replicas; each replica computes their sum.
         """
@@ -250,15 +248,10 @@ class Transport:
                 yield reduction_over(devices), shards
 
     def connect(self, name: str) -> None:
-        """Open the connections to other processes. All processes call this, after all have compiled.
+        """Open the connections to other processes. All processes call this with the same name of the pipeline, after all have compiled.
 
-        The connections are opened one after the other, each in its thread, after transfers of other pipelines in the same thread.
-
-        Args:
-            name: the name of the pipeline, the same in all processes.
-
-        Raises:
-            JaxRuntimeError: the processes cannot be connected.
+        The connections are opened one after the other, each in its thread, after transfers of other pipelines in the same thread. Raise
+        JaxRuntimeError if the processes cannot be connected.
         """
         other_processes = tuple(sorted({place.process_index for place in self._places} - {jax.process_index()}))
         for thread, collective in self._used.items():
@@ -330,17 +323,11 @@ class Transport:
         finish: jax.stages.Compiled,
         words: object = None,
     ) -> Mapping[int, Tree]:
-        """Contribute a replica's part to the sum of `batch`, and consume the part.
+        """Contribute a replica's part to the sum of `batch`, counted over the whole run, and consume the part.
 
-        Args:
-            batch: the batch, counted over the whole run.
-            add: a function that adds two parts, on the device of the first replica of this process.
-            finish: the program that turns the sum into the result for the replicas.
-            words: a description of the result, for messages; by default the sum of gradients.
-
-        Returns:
-            Nothing until this process's last replica has called; then, for each of its replicas, `finish` of the sum over all replicas,
-            which may be a `PendingTransfer`. Parts are added in the order of the replicas, first inside each process.
+        Return nothing until this process's last replica has called; then, for each of its replicas, `finish` of the sum over all replicas,
+        which may be a `PendingTransfer`. `add` adds two parts, on the device of the first replica of this process; parts are added in the
+        order of the replicas, first inside each process. `words` describe the result in messages.
         """
         replicas = self._replicas[i.worker]
         local = [w for w in replicas if w in self._local]
@@ -358,11 +345,7 @@ class Transport:
     ) -> Mapping[int, Tree]:
         """Sum the parts of a stage's replicas. All processes with some of these replicas call this.
 
-        Args:
-            parts: the parts of this process's replicas; the dict is emptied.
-
-        Returns:
-            The result of `all_reduce` for each replica of this process.
+        Return the result of `all_reduce` for each replica of this process. The dict `parts` is emptied.
         """
         local, group = list(parts), self._group(replicas)
         first, total = self._places[local[0]], parts.pop(local[0])
@@ -391,12 +374,7 @@ class Transport:
     def sum_gathered(self, i: AllReduce, batch: int, part: Tree, total: jax.stages.Compiled) -> Mapping[int, Tree]:
         """Send a replica's part of the sum of `batch` to all replicas; each replica computes the sum itself.
 
-        Args:
-            batch: the batch, counted over the whole run.
-            total: the program that computes the result from the parts of all replicas, in order.
-
-        Returns:
-            Nothing until this process's last replica has called; then, for each of its replicas, `total` of all parts.
+        Return nothing until this process's last replica has called; then, for each of its replicas, `total` of all parts, in order.
         """
         replicas = self._replicas[i.worker]
         local = [w for w in replicas if w in self._local]

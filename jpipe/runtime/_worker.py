@@ -332,10 +332,9 @@ class Worker:
                 self.after_backward(k)
 
     def run(self, i: Compute, op: Op, stage: CompiledStage, reads: tuple[Any, ...], sums: tuple[Tree, ...]) -> dict[Leaves, Tree]:
-        """Run the program of an op on the fields `reads`; `sums` has the accumulators if the op adds to them, and is empty otherwise.
+        """Run the program of an op on the fields `reads`, adding to the accumulators in `sums`, if it has any.
 
-        Returns:
-            The results of the op. The worker has already stored the layer state and the gradient.
+        Return the results; the worker has already stored the layer state and the gradient.
         """
         state, k, version = self.state, i.microbatch + self.microbatch_shift, i.version + self.version_shift
         rng, before = (np.uint32(k // self.plan.row_slices), state.key) if self.has_rng else (None, None), state.layer_state

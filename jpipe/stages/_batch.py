@@ -119,8 +119,7 @@ class Bucket(NamedTuple):
 def bucket_of(batch: Any, count: int, specs: Sequence[Batch]) -> int:
     """Return the index of the spec that the `count` microbatches of a batch have.
 
-    Raises:
-        InputError: the microbatches have none of the specs, or the batch is not a pair of arrays with a multiple of `count` rows.
+    Raise InputError if they have none of the specs, or the batch is not a pair of arrays with a multiple of `count` rows.
     """
     for number, spec in enumerate(specs):
         if _has_spec(batch, count, spec):
@@ -154,11 +153,7 @@ def _has_spec(batch: Any, count: int, spec: Batch) -> bool:
 
 
 def bucket_of_inputs(inputs: Tree, specs: Sequence[Tree]) -> int:
-    """Return the index of the spec that microbatches of these inputs have; the inputs may have any number of rows.
-
-    Raises:
-        InputError: no spec fits.
-    """
+    """Return the index of the spec that fits inputs with any number of rows. Raise InputError if none does."""
     _checked_rows(inputs, "predict")
     rows = rows_of(specs[0])
     spec = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), spec_of(leaf).dtype), inputs)
@@ -174,8 +169,7 @@ def _those(specs: Sequence[Tree]) -> str:
 def check_buckets(buckets: Sequence[Bucket]) -> None:
     """Check that batches of these shapes can alternate in one run.
 
-    Raises:
-        InputError: buckets differ in their rows or in the names of their arrays, or change the parameters or the state of a layer.
+    Raise InputError if buckets differ in their rows or in the names of their arrays, or change the parameters or state of a layer.
     """
     first = buckets[0]
     for bucket in buckets[1:]:
@@ -245,13 +239,7 @@ class Cut:
 
 
 def check_outputs(outputs: Tree, rows: int, layer_id: str) -> None:
-    """Check that the outputs of microbatches can be concatenated.
-
-    Args:
-        outputs: the specs of the outputs of one microbatch.
-        rows: the number of rows of a microbatch.
-        layer_id: the id of the last layer.
-    """
+    """Check that the outputs of microbatches of `rows` rows, given as specs, can be concatenated."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(outputs)[0]:
         if leaf.shape[:1] != (rows,):
             where = f" at {jax.tree_util.keystr(path)}" if path else ""
@@ -269,8 +257,7 @@ def joined_rows(spec: Any, parts: Sequence[np.ndarray], size: int) -> np.ndarray
 def to_host(batch: Tree) -> Tree:
     """Convert the JAX arrays of a batch to NumPy. Other objects with rows are not converted: they are read one microbatch at a time.
 
-    Raises:
-        InputError: a leaf has no rows that can be read: it has only a shape, or is a deleted array.
+    Raise InputError if a leaf has no rows that can be read: it has only a shape, or is a deleted array.
     """
     for leaf in jax.tree.leaves(batch):
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
@@ -283,8 +270,7 @@ def to_host(batch: Tree) -> Tree:
 def read_rows(batch: Tree, start: int, stop: int) -> Tree:
     """Copy rows start .. stop - 1 of every array of a batch, because `device_put` reads late and the caller may overwrite the batch.
 
-    Raises:
-        InputError: the rows do not have the dtype and the shape that their array states.
+    Raise InputError if the rows do not have the dtype and the shape that their array states.
     """
     return jax.tree.map(lambda leaf: _rows_of_leaf(leaf, start, stop), batch)
 

@@ -56,13 +56,9 @@ class StageBuilder:
     _built: tuple[Any, list[StageFunctions]] | None = None  # what the last result depends on, and the last result
 
     def build(self, spec: Batch) -> list[StageFunctions]:
-        """Return the functions of each stage.
+        """Return the functions of each stage for microbatches of the spec (inputs, labels).
 
-        Args:
-            spec: the shapes and dtypes of one microbatch, (inputs, labels).
-
-        Raises:
-            InputError: the layers or the loss do not fit, or the optimizer cannot be applied layer by layer.
+        Raise InputError if the layers or the loss do not fit, or the optimizer cannot be applied layer by layer.
         """
         known = spec, jax.dtypes.canonicalize_dtype(np.float64), traced_platform()  # losses are summed in this dtype
         if self._built is not None and self._built[0] == known:
@@ -133,15 +129,9 @@ def stage_functions(
     precision: Precision,
     **options: Any,
 ) -> StageFunctions:
-    """Return the functions of one stage of a model.
+    """Return the functions of one stage of a model; arguments and `options` are fields of `StageFunctions`.
 
-    Args:
-        stack, stage, loss, optimizer, precision: fields of `StageFunctions`.
-        labels: the shapes and dtypes of the labels of a microbatch.
-        options: further fields of `StageFunctions`.
-
-    Raises:
-        InputError: the loss does not fit the outputs or the labels.
+    Raise InputError if the loss does not fit the outputs or the labels.
     """
     stage = stage.resolved(platform := traced_platform())
     first, last, exchange = stage.layers[0] == stack.ids[0], stage.layers[-1] == stack.ids[-1], exchange_of(options.get("capabilities", {}))

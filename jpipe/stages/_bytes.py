@@ -21,11 +21,7 @@ from jpipe.stages.functions._stage_functions import StageFunctions
 
 
 def measure_stages(plan: Plan, functions: Sequence[StageFunctions], compiled: Mapping[int, CompiledStage]) -> tuple[StageCost, ...]:
-    """Return the bytes of all stages of a plan; `measure_bytes` computes each stage.
-
-    Args:
-        compiled: the compiled stages by number; their temporaries and shardings are known.
-    """
+    """Return the bytes of all stages from `measure_bytes`, with the temporaries and shardings of compiled stages, by number."""
     splits = [SCHEDULES[plan.schedule].splits(plan, s) for s in range(plan.depth)]
     chosen = [compiled[s].chosen if s in compiled else {} for s in range(plan.depth)]
     recompute = [repeats_forward(f.stage.recompute) for f in functions]
@@ -47,14 +43,11 @@ def measure_bytes(
     """Compute the bytes of one stage on each of its devices from shapes.
 
     The bytes are exact, with one exception. On a mesh XLA chooses the sharding of some arrays. Until that is known (`chosen`), they count
-    as sharded only over the rows, usually with more bytes than a device holds.
+    as sharded only over the rows, usually with more bytes than a device holds. The size of the stash is computed only if the backward
+    `splits` into two halves.
 
     Times are in units: a forward takes 1, a backward 2, each half of a backward 1, and recomputation 1 more. A half that computes nothing,
     because the parameters that it would need are frozen, takes 0.
-
-    Args:
-        recomputes: whether the backward repeats the forward.
-        splits: whether the backward runs in two halves; only then the size of the stash is computed.
     """
     f, a = functions, arrays_of(functions, chosen)
     (kept_arguments, kept_outputs), unchanged_late = _of_microbatch(a, splits)
@@ -88,10 +81,9 @@ def measure_bytes(
 
 
 def _of_microbatch(a: Arrays, splits: bool) -> tuple[tuple[list[Any], list[Any]], int]:
-    """Select the arguments and outputs of one microbatch that are kept for the backward, without unchanged layer state and carries.
+    """Select the (arguments, outputs) of one microbatch that are kept for the backward, without unchanged layer state and carries.
 
-    Returns:
-        (arguments, outputs), and the bytes of unchanged state that the second half of a backward reads, 0 without halves.
+    Also return the bytes of unchanged state that the second half of a backward reads, 0 without halves.
     """
     f, (arguments, outputs) = a.functions, a.forward_arrays
     unchanged = {i for i, changes in enumerate(f.changed.flags(f.specs.state)) if not changes}
@@ -111,13 +103,10 @@ def _of_microbatch(a: Arrays, splits: bool) -> tuple[tuple[list[Any], list[Any]]
 
 
 def joined_costs(functions: Sequence[Sequence[StageFunctions]], costs: Sequence[Sequence[StageCost]]) -> tuple[StageCost, ...]:
-    """Return the costs of all stages from the costs for each slice of the rows.
+    """Return the costs of all stages from the costs of all stages for each slice of the rows.
 
     Each cost has the mean of the bytes, the largest temporaries, and the costs of the slices. The times of a slice are in proportion to the
     products in its forward. The unit is the mean slice, so units of plans with other slices differ.
-
-    Args:
-        costs: the costs of all stages for each slice.
     """
     if len(costs) == 1:
         return tuple(costs[0])
@@ -138,11 +127,7 @@ def arrays_of(functions: StageFunctions, chosen: Mapping[str, Sequence[Any]] | N
 
 
 def kept_by_both(before: StageFunctions, after: StageFunctions, splits: tuple[bool, bool]) -> tuple[KeptByBoth, ...]:
-    """Return the arrays that a stage sends to the next stage and that both keep.
-
-    Args:
-        splits: for each of the two stages whether its backward runs in two halves.
-    """
+    """Return the arrays that a stage sends to the next stage and that both keep; `splits` tells which backwards run in two halves."""
     sizes, state = list(map(nbytes, jax.tree.leaves(arrays_of(after).x))), len(jax.tree.leaves(after.specs.state))
     passed: list[KeptByBoth] = []
     for i, size in enumerate(sizes):

@@ -58,11 +58,9 @@ class Call(NamedTuple):
 
 
 def trace_call(arrays: Arrays, name: str, *, with_effects: bool = True, call: Call | None = None) -> jax.stages.Traced:
-    """Trace the call of a `CompiledStage` that has this name.
+    """Trace the call of a `CompiledStage` that has this name, or another `call` in its place.
 
-    Args:
-        with_effects: whether to keep side effects, such as host callbacks, that no result needs.
-        call: another call to trace instead, with this name.
+    Without `with_effects` side effects that no result needs, such as host callbacks, are dropped.
     """
     call, place = call or call_of(arrays, name), arrays.place
     function, outputs, op = call.function, call.outputs, ops_of_stage(arrays.functions).get(name)
@@ -175,11 +173,7 @@ def _with_done(function: Callable[..., Any]) -> Callable[..., Any]:
 def update_calls(update: Callable[..., Any], updated: Sequence[Tree], others: Sequence[Tree], results: Tree) -> dict[str, Call]:
     """Return the calls of each kind of an update.
 
-    Args:
-        update: the function.
-        updated: the specs of its first arguments: a version, optimizer state, accumulators.
-        others: the specs of the remaining arguments.
-        results: the specs of its results.
+    `updated` are the specs of its first arguments: a version, optimizer state, accumulators; `others` are for the remaining ones.
     """
 
     def into_retired(retired: Tree, *arguments: Tree) -> Tree:

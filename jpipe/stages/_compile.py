@@ -53,11 +53,8 @@ def compile_workers(
 ) -> dict[int, CompiledStage]:
     """Compile for each of these workers the calls that the programs need, and the evaluation. Workers in one place share calls.
 
-    Calls are traced one after the other and compiled in parallel.
-
-    Args:
-        workers: the arrays of each worker.
-        like: the same workers, compiled for microbatches of other shapes. Calls that do not depend on the shapes are reused.
+    Calls are traced one after the other and compiled in parallel. `like` has the same workers, compiled for microbatches of other shapes:
+    calls that do not depend on the shapes are reused.
     """
     names = {w: {name for name in _always_used(a.functions) if like is None or name == "evaluate"} for w, a in workers.items()}
     for program in programs:

@@ -98,16 +98,10 @@ class CompiledStage:
         others: Mapping[str, Any],
         number: UpdateNumber,
     ) -> tuple[tuple[Tree, Tree, Tree, Any], jax.Array]:
-        """Call an update.
+        """Call an update, and return the results of the stage function `update`, and `done`.
 
-        Args:
-            retired: the version that the update overwrites; empty if it overwrites none.
-            params, optimizer, accumulators, others: the arguments of the stage function `update`.
-            number: the number of the update.
-
-        Returns:
-            The results of the stage function `update`, and `done`. With a share, the new params are only that share. Frozen parameters are
-            the arrays from `params`; the update does not read them.
+        `retired` is the version that the update overwrites, if any; the arguments from `params` to `others` are for `update`. With a
+        share, the new params are only that share. Frozen parameters are the arrays from `params`; the update does not read them.
         """
         f, position = self.functions, self.position(number)
         *retired, params = map(self.arrays.updated, (*retired, params))

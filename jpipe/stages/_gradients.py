@@ -23,20 +23,12 @@ _REMEDY = "use operations that JAX differentiates in reverse (lax.scan, not whil
 
 
 def has_gradient(trained: Subset, params: Mapping[str, Tree]) -> bool:
-    """Return whether a gradient is computed for the output of layers with these parameters: not if all are frozen.
-
-    Args:
-        params: the parameters of all layers up to some point, or their specs. If empty, a gradient is computed.
-    """
+    """Return whether a gradient is computed for the output of layers with these parameters: not if there are any and all are frozen."""
     return trained.has_any(params) or not any(name in trained.chosen for name in params)
 
 
 def with_gradients(functions: Sequence[StageFunctions], earlier: Mapping[str, Tree] = MappingProxyType({})) -> list[StageFunctions]:
-    """Set for consecutive stages which gradients they compute: none if all earlier parameters are frozen.
-
-    Args:
-        earlier: the parameters of all earlier stages, by entry.
-    """
+    """Set for consecutive stages which gradients they compute: none if all earlier parameters are frozen."""
     results, before = [], dict(earlier)
     for f in functions:
         of_input = not f.first and has_gradient(f.trained, before)
@@ -50,16 +42,8 @@ def check_gradients(
 ) -> None:
     """Check by tracing that the backward of the loss, and of each layer that needs one, can be computed.
 
-    Layers that are the same object are checked once.
-
-    Args:
-        first_stage: the number of layers of the first stage. Inputs of later layers have a gradient unless all earlier parameters are
-            frozen.
-        labels: the shapes and dtypes of the labels of a microbatch.
-        trained: the parameters that updates change, by entry.
-
-    Raises:
-        InputError: a backward fails; the message names the layer, or the loss.
+    Layers that are the same object are checked once. Inputs of layers after the first `first_stage` ones have a gradient unless all earlier
+    parameters are frozen. Raise InputError if a backward fails; the message names the layer, or the loss.
     """
     params = {layer_id: spec.params for layer_id, spec in layers.items()}
     in_layers, before = stack.ties.in_layers(trained, stack.ties.split(params), params), dict[str, Tree]()

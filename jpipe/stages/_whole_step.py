@@ -14,9 +14,6 @@ def trace_whole_step(arrays: Arrays, microbatches: int) -> jax.stages.Traced:
     """Trace a step that scans over microbatches, sums their gradients and updates the weights, with the weights donated.
 
     What capabilities pass to an update, such as the norm of the gradients, is an argument here, too, and is not computed.
-
-    Args:
-        microbatches: microbatches of a step.
     """
     f = arrays.functions
     compute, update = call_of(arrays, "forward_backward"), call_of(arrays, "in_place")

@@ -49,15 +49,7 @@ def mean_changes(pipelines: int, total: Tree) -> Tree:
 
 
 def agree(outer: OuterOptimizer, agreed: Agreed, mean: Tree) -> Agreed:
-    """Move the agreed weights.
-
-    Args:
-        agreed: the result of the last agreement.
-        mean: D, the mean of the pipelines' changes.
-
-    Returns:
-        The result of this agreement.
-    """
+    """Return the new agreed weights from the last ones and `mean`, the mean of the pipelines' changes (D)."""
     momentum: Tree = {}
     if outer.momentum:
         mean, state = optax.trace(outer.momentum, nesterov=True).update(mean, optax.TraceState(agreed.momentum))
@@ -73,11 +65,7 @@ def agree_at_once(outer: OuterOptimizer, agreed: Agreed, mean: Tree) -> tuple[Ag
 
 
 def mix(mixing: float, own: Tree, agreed: Tree) -> Tree:
-    """Return the mixed parameters of a pipeline that applies an agreement late.
-
-    Args:
-        mixing: α, the share of the pipeline's own parameters.
-    """
+    """Return the mixed parameters of a pipeline that applies an agreement late; `mixing` (α) is the share of its own parameters."""
     if not mixing:  # even if its own parameters are not finite
         return jax.tree.map(jnp.copy, agreed)
     return jax.tree.map(lambda own_leaf, leaf: mixing * own_leaf + (1 - mixing) * leaf, own, agreed)

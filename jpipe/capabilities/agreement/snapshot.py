@@ -29,11 +29,9 @@ def changes_under_way(worker: WorkerState) -> Tree:
 
 
 def last_agreed(stage: CompiledStage, agreed: Agreed, changes: Tree) -> Agreed:
-    """Return the result of the last agreement that has begun.
+    """Return the result of the last agreement that has begun, from the last one that the worker has applied.
 
-    Args:
-        agreed: the result of the last agreement that the worker has applied.
-        changes: the result of `changes_under_way` for this worker or another replica of its stage.
+    `changes` comes from `changes_under_way` for this worker or another replica of its stage.
     """
     mean = arrived(changes)
     if mean is None or mean in (ALREADY_AGREED, ALREADY_APPLIED):

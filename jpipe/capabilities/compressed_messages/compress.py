@@ -18,15 +18,10 @@ Tree = Any
 
 
 def compress(tree: Tree, kind: Kind | None, key: jax.Array | None = None) -> Tree:
-    """Compress the floating-point leaves of a tree that become smaller.
+    """Compress the floating-point leaves of a tree that become smaller; without a kind return the tree unchanged.
 
-    Args:
-        kind: the kind of compression; None: the tree is returned unchanged.
-        key: a random key for stochastic rounding; None: round to nearest.
-
-    Returns:
-        The tree. A compressed leaf is replaced by an array, or by a dict of two arrays: "values" with the shape of the leaf, and "scales"
-        with the shape (rows, blocks).
+    A compressed leaf is replaced by an array, or by a dict of two arrays: "values" with the shape of the leaf, and "scales" with the shape
+    (rows, blocks). With a random key numbers are rounded stochastically, without one to nearest.
     """
     if kind is None:
         return tree

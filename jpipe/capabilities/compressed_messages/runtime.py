@@ -55,11 +55,7 @@ def exchange(values: Mapping[str, Any]) -> Exchange:
 
 
 def sum_compressed(f: StageFunctions, parts: Sequence[tuple[Tree, list[jax.Array]]]) -> tuple[Tree, list[jax.Array], Any]:
-    """Sum the parts of all replicas, in order, and apply `finish` to the sum.
-
-    Args:
-        parts: for each replica (accumulators with compressed gradients, layer state), or one piece of them.
-    """
+    """Sum the replicas' (accumulators with compressed gradients, layer state), or a piece of these, in order, and apply `finish`."""
     specs, of_replicas = f.accumulators_spec["gradients"], []
     for accumulators, state in parts:
         sent = accumulators["gradients"]

@@ -30,15 +30,10 @@ Keys = Mapping[str, jax.Array]
 def with_feedback(
     f: StageFunctions, gradients: Mapping[str, Tree], weight: jax.Array, errors: Tree, rng: tuple[Any, Any]
 ) -> tuple[Tree, Tree]:
-    """Compress a replica's gradients for a sum, after adding the rounding error of earlier updates.
+    """Return (compressed gradients, new errors) of a replica for a sum, after adding the rounding errors of earlier updates.
 
-    Args:
-        gradients: the gradients summed over the microbatches of the replica, by entry.
-        errors: the rounding errors of earlier updates, a tree like the gradients.
-        rng: (number of the update and the replica, key of the run); (None, None): round to nearest.
-
-    Returns:
-        The compressed gradients; the new errors.
+    `gradients` are summed over the microbatches of the replica, by entry; `errors` is a tree like them. `rng` is (number of the update and
+    the replica, key of the run), or (None, None) to round to nearest.
     """
     keys = None
     if rng[1] is not None:

@@ -47,8 +47,7 @@ class _Lowering(LoweringHooks):
     def settle(self, worker: Worker) -> bool:
         """Sum the squares that are due, and send them to the stage before.
 
-        Returns:
-            Whether the worker can continue; False if the gradients, or the squares of the next stage, are not available yet.
+        Return False if the worker must wait for gradients, or for the squares of the next stage.
         """
         run, s, due = self._run, worker.stage, self._due[worker.number]
         while due:

@@ -73,9 +73,7 @@ def norm_of(squares: tuple[GlobalNorm, ...]) -> GlobalNorm:
 def with_stage_norm(f: StageFunctions, accumulators: Tree, norm: GlobalNorm | None) -> GlobalNorm:
     """Return what an update gets with `clip_stage_norm`: the norm of the stage's mean gradient, and `nonfinite` for all stages.
 
-    Args:
-        accumulators: the sums over the batch for all trained parameters of the stage, including parameters that other replicas update.
-        norm: the norm of all stages, if updates use it.
+    `accumulators` has all trained parameters of the stage, including those that other replicas update.
     """
     return GlobalNorm(norm_of((sum_squares(f, accumulators),)).norm, None if norm is None else norm.nonfinite)
 
@@ -196,9 +194,7 @@ def report(
 ) -> list[dict[int, Any]] | None:
     """Put the norms, the counts of elements that are not finite, and the loss scales into the metrics.
 
-    Returns:
-        If updates that are not finite are skipped: for each pipeline, how many elements of its gradient are not finite, by batch. Otherwise
-        None.
+    If updates that are not finite are skipped, return for each pipeline, by batch, how many elements of its gradient are not finite.
     """
     norms, of_pipelines = norms_of(f), list[dict[int, Any]]()
     for pipeline, worker in enumerate(exchange.reporting) if norms.of_all else ():

@@ -29,8 +29,7 @@ class _Lowering(LoweringHooks):
     def settle(self, worker: Worker) -> bool:
         """Make a pending update half a batch after its gradients, so that the other half is left for messages with the weights.
 
-        Returns:
-            Whether the worker can continue; False if that update waits for its sum.
+        Return False if the worker must wait for the sum of that update.
         """
         if len(worker.pending) != 1:
             return True
@@ -68,11 +67,7 @@ class _Lowering(LoweringHooks):
 
 
 def lower_weights(plan: Plan, stages: Collection[int], batch: int, *, workers: Collection[int]) -> Program:
-    """Return a program by which the replicas of stages send each other their shares of the weights after `batch` batches.
-
-    Args:
-        batch: the number of batches that the weights have seen.
-    """
+    """Return a program by which the replicas of stages send each other their shares of the weights after `batch` batches."""
     pairs = chain.from_iterable(permutations(plan.stage_workers[s], 2) for s in stages)
     moves = chain.from_iterable(transfer(w, other, last_microbatch(plan, batch - 1), "weights") for w, other in pairs)
     return without_training(plan, [i for i in moves if i.worker in workers], workers)
@@ -136,14 +131,9 @@ def stage_cost(plan: Plan, stage: Stage, cost: StageCost, layers: Mapping[str, L
 
 
 def deal(sizes: Sequence[tuple[int, int]], replicas: int) -> list[int]:
-    """Assign the parts of a stage's optimizer state to its replicas, the largest parts first, each to the least loaded replica.
+    """Return the replica of each part of a stage's optimizer state: the largest parts first, each to the least loaded replica.
 
-    Args:
-        sizes: for each part the bytes of optimizer state and of weights; the weights decide if parts have equal optimizer state.
-        replicas: the number of replicas.
-
-    Returns:
-        The replica of each part.
+    `sizes` are the bytes of optimizer state and of weights; the weights decide if parts have equal optimizer state.
     """
     loads, owners = [(0, 0)] * replicas, [0] * len(sizes)
     for part in sorted(range(len(sizes)), key=lambda part: sizes[part], reverse=True):

@@ -26,11 +26,7 @@ class SharedCosts:
 
 
 def check_model(plan: "jpipe.Plan", entries: Any) -> None:
-    """Check that stages can share the parameters of a model.
-
-    Raises:
-        InputError: stages on different meshes share a parameter; they would round it differently.
-    """
+    """Raise InputError if stages on different meshes share a parameter, which they would round differently."""
     for stages, names in entries.groups:
         meshes = [(plan.stages[s].shape, plan.stages[s].fsdp) for s in stages]
         if len(set(meshes)) > 1:
@@ -41,11 +37,7 @@ def check_model(plan: "jpipe.Plan", entries: Any) -> None:
 
 
 def refusal(plan: "jpipe.Plan", groups: Any) -> str:
-    """Return why the stages of a plan cannot share parameters, or "".
-
-    Args:
-        groups: for each group of parameters the stages that hold it.
-    """
+    """Return why the stages of a plan cannot share parameters, or ""; `groups` has for each group of parameters its stages."""
     for stages in groups:
         if len(stages) < 2 or list(stages) != sorted(set(stages)) or not set(stages) <= set(range(plan.depth)):
             return f"expected two or more stages of {plan.depth} in order, found {short(stages)}"

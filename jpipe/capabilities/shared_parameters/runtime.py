@@ -49,15 +49,7 @@ def take_shared(accumulators: Tree, names: Sequence[str]) -> dict[str, jax.Array
 
 
 def add_shared(f: StageFunctions, group: int, accumulators: Tree, received: Mapping[int, Mapping[str, jax.Array]]) -> Tree:
-    """Sum the gradients of a group of shared parameters over its stages, in the order of the stages.
-
-    Args:
-        group: the number of the group.
-        received: the gradients from the other stages of the group, by stage.
-
-    Returns:
-        The accumulators with the sums.
-    """
+    """Return the accumulators with the gradients of a group of shared parameters summed over its stages, in the order of the stages."""
     stages, names = _groups(f)[group]
     gradients = dict(accumulators["gradients"])
     for name in names:

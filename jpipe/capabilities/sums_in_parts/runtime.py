@@ -49,12 +49,7 @@ def _call(a: Arrays, whole: Op, number: int) -> Call:
 
 
 def _held(a: Arrays, function: str, number: int, reads: tuple[Tree, ...]) -> list[Any]:
-    """Return the arrays that a later part of the stage reads: some of the whole op's arrays, and the stashes of the earlier parts.
-
-    Args:
-        function: the function of the whole op.
-        number: the number of the part, 1 or more.
-    """
+    """Return the arrays that part `number`, 1 or more, reads: some of the whole op's arrays, and the stashes of the earlier parts."""
     backward, held = StageInParts.of(a.functions).backward(function), list[Tree](reads)
     for n in range(number):
         count = len(backward.held(n, held, ()))

@@ -35,17 +35,10 @@ class FunctionPart:
 def cut(
     function: _Flat, free: Sequence[Any], held: Sequence[Any], part_of: Sequence[int], parts: int
 ) -> tuple[list[FunctionPart], NotSplittable | None]:
-    """Cut a function into parts, so that few bytes are held from one part to the next (see `split`).
+    """Cut a pure function of flat arguments, the free ones first, so that few bytes are held from part to part (see `split`).
 
-    Args:
-        function: a pure function of flat arguments, the free arguments first, that returns flat results.
-        free, held: the shapes and dtypes of the free arguments and of the other arguments.
-        part_of: for each result the number of the part that computes it.
-        parts: the number of parts.
-
-    Returns:
-        The parts, and an error or None. If the function cannot be cut because of side effects, part 0 computes everything, and the error
-        gives the reason.
+    `free` and `held` are the specs of the arguments, and `part_of` has for each result the part that computes it. Return the parts, and an
+    error or None. If the function cannot be cut because of side effects, part 0 computes everything, and the error gives the reason.
     """
     result, error = list[FunctionPart](), None
     for n in range(parts - 1):
@@ -137,14 +130,9 @@ class BackwardInParts:
         self._arguments = f.specs.params, reads(), f.specs.rng, scale
 
     def run(self, op: Op, number: int, params: Tree, *arguments: Any) -> Any:
-        """Run one part.
+        """Run one part of an op, counted from the last layers, and return the results of the op.
 
-        Args:
-            number: the number of the part, counted from the last layers.
-            arguments: the arrays that the part reads (after part 0, the result of `held`), the accumulators of the part, rng and scale.
-
-        Returns:
-            The results of the op.
+        `arguments` are what the part reads (after part 0, the result of `held`), the accumulators of the part, rng and scale.
         """
         *reads, sums, rng, scale = arguments
         held = reads[0] if number else tuple(reads)

@@ -24,14 +24,8 @@ _MOST_OBJECTS = 10_000  # the most objects that are searched for the name of an 
 def reject_constants(layer_id: str, layer: Any, traced: Any, trace: Callable[[], Any]) -> None:
     """Raise `InputError` if the forward of a layer closes over floating-point arrays: parameters that would not be trained.
 
-    Integers, arrays that the forward makes itself, arrays of a few numbers, and NumPy arrays outside of modules are constants.
-
-    Args:
-        layer: the layer that the user has passed, to find the names of the arrays.
-        trace: a function that traces the forward once more.
-
-    Raises:
-        InputError: there is such an array; the message names it and says what to do.
+    Integers, arrays that the forward makes itself, arrays of a few numbers, and NumPy arrays outside of modules are constants. The names in
+    the message are found in `layer`, which the user has passed; `trace` traces the forward once more.
     """
     of_jax, of_numpy = _floats(traced), _floats(traced, (np.ndarray,))
     if not of_jax and not of_numpy:

@@ -14,13 +14,11 @@ CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "remat2", "checkpo
 
 
 def reached(jaxpr: Any, marks: Sequence[int], host: int = 0) -> list[int]:
-    """Return for each output of a jaxpr the union of the marks of all inputs that it depends on. Marks are sets, as bits of an int.
+    """Return for each output of a jaxpr the union of the marks, bits of an int, of all inputs that it depends on.
 
-    The function looks into nested calls, loops and branches. Results of unknown equations depend on all inputs of the equation.
-
-    Args:
-        host: the mark for results of equations with side effects or host callbacks. With it, every equation except calls and scans makes
-            each result depend on all its inputs, as in `evaluate_wanted`.
+    The function looks into nested calls, loops and branches. Results of unknown equations depend on all inputs of the equation. `host`
+    marks results of equations with side effects or host callbacks; with it, every equation except calls and scans makes each result depend
+    on all its inputs, as in `evaluate_wanted`.
     """
     mark_of = {var: mark for var, mark in zip(jaxpr.invars, marks, strict=True) if mark}
     for equation in jaxpr.eqns:
@@ -87,12 +85,9 @@ _Known = float | None
 
 
 def always_zero(jaxpr: Any, consts: Sequence[Any], zeros: Sequence[bool]) -> list[bool]:
-    """Return for each output of a jaxpr whether it is always zero, given that some inputs are.
+    """Return for each output of a jaxpr whether it is always zero, given the inputs that are.
 
     The function looks into nested calls and branches, but not into loops. Results of unknown equations count as not zero.
-
-    Args:
-        zeros: for each input whether it is always zero.
     """
     with np.errstate(all="ignore"):
         return [value == 0 for value in _known(jaxpr, consts, [0.0 if zero else None for zero in zeros])]

@@ -14,14 +14,10 @@ _ENDLESS = 2**30
 
 
 def cheapest_cut(wanted: Iterable[Node], cost: Callable[[Node], int], inputs_of: Callable[[Node], Collection[Node] | None]) -> list[Node]:
-    """Return the nodes with the least total cost from which all sinks can be computed.
+    """Return the nodes with the least total cost from which all wanted nodes can be computed; these may be chosen themselves.
 
-    Among sets of the same cost, sets with few nodes are preferred.
-
-    Args:
-        wanted: the sinks, which may be chosen themselves.
-        cost: returns the cost of a node.
-        inputs_of: returns the nodes from which a node can be computed at no cost; None if a needed node must be chosen itself.
+    Among sets of the same cost, sets with few nodes are preferred. `inputs_of` returns the nodes from which a node can be computed at no
+    cost, or None if a needed node must be chosen itself.
     """
     wanted = set(to_do := list(wanted))
     costs, inputs = dict[Node, int](), dict[Node, set[Node]]()

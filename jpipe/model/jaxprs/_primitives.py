@@ -31,13 +31,10 @@ _ELEMENTWISE = _COMMON | _LAYOUT | _SHIFTS | _FUNCTIONS | _MORE_FUNCTIONS | _RAR
 
 
 def all_but_elementwise(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Return whether a forward saves the results of an operation. It does not for elementwise operations and changes of layout.
+    """Return whether a forward saves the results of an operation: not of elementwise operations and changes of layout.
 
-    XLA fuses such operations into the one that reads their results, so a backward recomputes them in almost no time, while saving the
-    results would write and read memory.
-
-    Args:
-        primitive: the primitive of the operation, which `jax.checkpoint` passes to policies.
+    XLA fuses these into the operation that reads their results, so a backward recomputes them in almost no time, while saving the results
+    would write and read memory. This is a policy of `jax.checkpoint`.
     """
     return primitive.name not in _ELEMENTWISE
 

@@ -10,12 +10,9 @@ Dim = int | None
 
 
 def row_dims(jaxpr: Any, inputs: Sequence[Dim]) -> dict[Any, int]:
-    """Return the dim of the rows for the variables of a jaxpr that have one.
+    """Return the dim of the rows for the variables of a jaxpr that have one, given the dim of each input, or None.
 
     If rows are merged with other dims, or a dim of rows is split, it is the dim in which the rows are outermost.
-
-    Args:
-        inputs: for each input the dim of its rows, or None.
     """
     dims = {var: dim for var, dim in zip(jaxpr.invars, inputs, strict=True) if dim is not None}
     for equation in jaxpr.eqns:

@@ -28,9 +28,7 @@ COUNTS = (3, 5, 7, 11, 13, 17, 19, 23)
 def warn_of_mixed_rows(stack: LayerStack, layers: Mapping[str, LayerSpec], labels: Tree, loss: Loss, rows: int, microbatches: int) -> None:
     """Log a warning, once in a process, for layers and losses that mix the rows of a microbatch.
 
-    Args:
-        rows: the number of rows of a microbatch.
-        microbatches: the number of microbatches in a batch. If it is 1, or if the stack `mixes_rows`, there is no warning.
+    There is none if a batch has one microbatch, or if the stack `mixes_rows`.
     """
     if microbatches == 1 or stack.mixes_rows or jax.process_index() > 0:
         return
@@ -60,15 +58,9 @@ def _warn_once(message: str) -> None:
 def rows_together(stack: LayerStack, layers: Mapping[str, LayerSpec], labels: Tree, loss: Loss, dim: int = 0) -> tuple[list[str], bool]:
     """Return the layers that mix rows in their training forward, and whether the loss is more than a sum over rows.
 
-    With dim 1, the positions of rows count as rows.
-
-    A layer mixes rows if one row of its outputs, or its new state, depends on another row of its inputs. If a layer or the loss does not
-    accept another number of rows, all are traced with the rows of a microbatch. If one then fails, the later layers and the loss are not
-    examined.
-
-    Args:
-        labels: specs of the labels of a microbatch.
-        dim: the dim of the rows in inputs and labels.
+    A layer mixes rows if one row of its outputs, or its new state, depends on another row of its inputs. With `dim` 1, positions count as
+    rows. If a layer or the loss does not accept another number of rows, all are traced with the rows of a microbatch. If one then fails,
+    the later layers and the loss are not examined.
     """
     x = layers[stack.ids[0]].x
     known = [x, labels, [(layer.params, layer.state, layer.output) for layer in layers.values()]]

@@ -45,15 +45,10 @@ class Halves:
 
 
 def split(backward: Callable[..., Sequence[Any]], specs: Sequence[Any], in_first: Sequence[bool], free: Sequence[bool]) -> Halves:
-    """Cut a backward in two.
+    """Cut a backward, a pure function of flat arguments and outputs, in two.
 
-    Args:
-        backward: a pure function of flat arguments that returns flat outputs.
-        in_first: for each output whether the first half computes it.
-        free: for each argument whether keeping it costs nothing, because it is kept anyway, like weights.
-
-    Raises:
-        NotSplittable: the backward has side effects.
+    The first half computes the outputs that are `in_first`. Keeping a `free` argument costs nothing, because it is kept anyway, like
+    weights. Raise NotSplittable if the backward has side effects.
     """
     traced = jax.make_jaxpr(backward)(*specs)
     if traced.effects:

@@ -20,12 +20,9 @@ UNKNOWN = jex.DebugInfo("evaluated in part", "<unknown>", None, None)
 
 
 def without_effects(function: Callable[..., Tree], is_dummy: Sequence[bool] | None = None) -> Callable[..., Tree]:
-    """Return the function without side effects that would get dummy values and that no result needs.
+    """Return a function of pytrees without the side effects that no result needs and that depend on a dummy argument.
 
-    Args:
-        function: a function of pytrees of arrays.
-        is_dummy: for each argument whether its values are dummies. A side effect stays if it depends on no dummy. By default only the side
-            effects that a result needs stay.
+    Without `is_dummy` only the side effects that a result needs stay.
     """
 
     def quiet(*arguments: Tree) -> Tree:
@@ -51,17 +48,10 @@ def evaluate_wanted(
     is_dummy: Sequence[bool] | None = None,
     replaced: Replaced = MappingProxyType({}),
 ) -> list[Any]:
-    """Evaluate the wanted results of a jaxpr, with its calls inlined.
+    """Return the wanted results of a jaxpr, with its calls inlined, and None for the others.
 
-    Args:
-        arguments: the arguments; None for an argument that the wanted results do not need.
-        wanted: for each result whether it is wanted.
-        is_dummy: for each argument whether its values are dummies. A side effect stays if it depends on no dummy. By default only the side
-            effects that the results need stay.
-        replaced: by number of an equation, a function that computes all its results from all its inputs.
-
-    Returns:
-        The results; None for each unwanted result.
+    Arguments that these do not need may be None. A side effect that no result needs stays only if it depends on no dummy; without
+    `is_dummy` none stays. `replaced` has, by number of an equation, a function that computes all its results from all its inputs.
     """
     doubtful = None if is_dummy is None else _dummies(jaxpr, is_dummy)
     needs, numbers = needed(
@@ -150,10 +140,8 @@ def needed(
 ) -> tuple[set[Any], list[int]]:
     """Return the variables, and the ordered numbers of the equations, that are needed to compute wanted variables from known ones.
 
-    Args:
-        known: the variables with known values.
-        inside: whether a call or a scan needs only the inputs that its wanted results depend on; otherwise it needs all its inputs.
-        doubtful: the variables with dummy values. If given, equations with side effects that read no dummy are needed, too.
+    With `inside` a call or a scan needs only the inputs that its wanted results depend on, otherwise all. If `doubtful` has the variables
+    with dummy values, equations with side effects that read none are needed, too.
     """
     needs, numbers = {var for var in wanted if not is_literal(var)}, []
     for number in reversed(range(len(jaxpr.eqns))):

@@ -19,11 +19,7 @@ Tree = Any
 
 
 def with_swapped_products(function: Callable[..., Tree]) -> Callable[..., Tree]:
-    """Return the function with each transpose of a matrix product as a product with swapped operands.
-
-    Args:
-        function: a function of pytrees of arrays.
-    """
+    """Return the function with each transpose of a matrix product as a product with swapped operands."""
 
     def swapped(*arguments: Tree) -> Tree:
         closed, outputs = jax.make_jaxpr(function, return_shape=True)(*arguments)

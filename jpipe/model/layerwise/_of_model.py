@@ -173,16 +173,9 @@ class Coupled(Exception):
 def traced_in(
     transformation: optax.GradientTransformation, tree: ModelTree, specs: Mapping[str, Tree], num_stages: int | None
 ) -> tuple[Any, TracedOptimizer]:
-    """Trace an optimizer for the tree of a model, using the tree's first structure for which it succeeds.
+    """Return the tree's first structure for which an optimizer can be traced, and the traced optimizer.
 
-    Args:
-        specs: shapes and dtypes of the parameters by layer id.
-
-    Returns:
-        The structure, and the traced optimizer.
-
-    Raises:
-        Exception: the optimizer fails for all structures; this is the error for the first one.
+    `specs` is by layer id. If the optimizer fails for all structures, the error for the first one is raised.
     """
     failures = []
     for structure in tree.structures:
@@ -200,12 +193,7 @@ def tree_by_id(specs: Mapping[str, Tree]) -> ModelTree:
 
 
 def whole_specs(tree: ModelTree, specs: Mapping[str, Tree], *, sliced: bool = False) -> list[jax.ShapeDtypeStruct]:
-    """Return the shapes and dtypes of the leaves of a model's tree.
-
-    Args:
-        specs: shapes and dtypes of the parameters by layer id.
-        sliced: whether stacked leaves have only one slice.
-    """
+    """Return the shapes and dtypes of the leaves of a model's tree, with one slice of stacked leaves if they are `sliced`."""
     axes, dtypes = tree.axes() if sliced else {}, {}
     for layer_id, places in tree.layers.items():
         for place, spec in zip(jax.tree.leaves(places), jax.tree.leaves(specs[layer_id]), strict=True):
@@ -219,11 +207,7 @@ def whole_specs(tree: ModelTree, specs: Mapping[str, Tree], *, sliced: bool = Fa
 def one_slice(
     transformation: optax.GradientTransformation, structure: Any, specs: Sequence[Any], num_stages: int | None, traced: TracedOptimizer
 ) -> TracedOptimizer:
-    """Trace an optimizer for one slice of each stacked leaf, and check that it computes the same as for whole leaves.
-
-    Raises:
-        Coupled: the optimizer fails, or computes something else.
-    """
+    """Trace an optimizer for one slice of each stacked leaf; raise Coupled if it fails or computes something else than for whole leaves."""
     why = "its computation depends on the number of blocks that the model stacks in one array"
     try:
         sliced = trace_optimizer(transformation, structure.unflatten(specs), num_stages)
@@ -246,15 +230,9 @@ def _program(jaxpr: Any) -> str:
 def model_optimizer(
     traced: TracedOptimizer, tree: ModelTree, specs: Sequence[Any], ties: Ties, trained: Subset, names: Sequence[str]
 ) -> ModelOptimizer:
-    """Return the optimizer for one entry at a time.
+    """Return the optimizer for one entry at a time, from one that is traced for one slice of each stacked leaf.
 
-    Args:
-        traced: the optimizer for one slice of each stacked leaf.
-        ties: the shared parameters.
-        trained: the parameters that updates change, by entry.
-
-    Raises:
-        Coupled: the update of an entry depends on another entry, or slices of a stacked leaf depend on another leaf.
+    Raise Coupled if the update of an entry depends on another entry, or slices of a stacked leaf depend on another leaf.
     """
     groups = groups_of(tree, ties)
     bits = {group: 1 << bit for bit, group in enumerate(dict.fromkeys(groups))}

@@ -97,13 +97,10 @@ def _find(
     ties: Ties,
     num_stages: int | None,
 ) -> LayerwiseOptimizer:
-    """Return the optimizer of a tree of parameters; each entry evaluates its part. See `find_layerwise`.
+    """Return the optimizer of a tree of parameters; each entry evaluates its part. See `find_layerwise`, also for errors.
 
     If blocks are stacked in one array, updates of single slices must equal the update of the whole array. So the traced equations must not
     depend on the number of blocks, and a trial on tiny arrays must give equal numbers.
-
-    Raises:
-        InputError: an error of `find_layerwise`.
     """
     axes, sliced, names = tree.axes(), whole_specs(tree, specs, sliced=True), _names_in(tree, ties, structure)
     frozen = frozen_leaves(traced)

@@ -63,11 +63,7 @@ def has_nesterov(transformation: Any) -> bool:
 
 
 def unfit_mask(transformation: Any, specs: Mapping[str, Tree]) -> str:
-    """Describe how a mask, or labels, given as dicts differ from the model's structure; return "" if none does.
-
-    Args:
-        specs: the shapes of all parameters by layer id.
-    """
+    """Describe how a mask, or labels, given as dicts differ from the model's structure, by layer id; return "" if none does."""
     named = [pair for function in _functions(transformation) for pair in _variables(function)]
     # arguments of optax.inject_hyperparams
     named += [(str(name), value) for _, values in named if isinstance(values, Mapping) for name, value in values.items()]

@@ -34,15 +34,9 @@ def slice_difference(
 ) -> bool:
     """Return whether slices that are updated one by one differ from slices of stacked arrays.
 
-    Two slices take turns in a stacked array, which has its real number of blocks, because a rule may depend on this number.
-
-    Args:
-        traced: the traced optimizer; state that no update depends on is not compared.
-        structure: the structure of the tree of all parameters.
-        specs: the specs of the leaves, with one slice of each stacked leaf: the dim of the blocks has size 1.
-        axes: the axes of stacked leaves, by number.
-        shapes: the shapes of the leaves with all slices.
-        keeps_axes: whether a slice alone keeps the dim of the blocks.
+    Two slices take turns in a stacked array, which has its real number of blocks, because a rule may depend on this number. State that no
+    update depends on is not compared. In `specs` stacked leaves have one slice, with a dim of size 1; `shapes` are whole; and `keeps_axes`
+    tells whether a slice alone keeps that dim.
     """
     compared = [True] * len(specs) + read_state(traced)
 
@@ -92,9 +86,7 @@ def _are_slices(whole: np.ndarray, slices: Sequence[np.ndarray]) -> bool:
 def _run(transformation: optax.GradientTransformation, names: Sequence[str], trees: Iterator[Tree]) -> Iterator[dict[Any, np.ndarray]]:
     """Yield the arrays of the updates and of the new state after each step, by path.
 
-    Args:
-        names: the names of the `Position` entries that the optimizer gets; their values change from step to step.
-        trees: the parameters, and then the gradients of each step.
+    `names` are the `Position` entries that the optimizer gets, with values that change. `trees` are the parameters, and then gradients.
     """
 
     def update(gradients: Tree, state: Tree, params: Tree, position: Position) -> tuple[Tree, Tree, Tree]:

@@ -136,17 +136,10 @@ class Chain:
 
 
 def chain_of(closed: Any, num_params: int, num_leaves: int, written: Sequence[int], num_outputs: int) -> Chain:
-    """Return the chain of a flat jaxpr.
+    """Return the chain of a flat jaxpr from (parameters, layer state, key, inputs) to (outputs, new layer state).
 
-    Args:
-        closed: the jaxpr from (parameters, layer state, key, inputs) to (outputs, new layer state).
-        num_params: the number of arguments that are parameters.
-        num_leaves: the number of arguments that are parameters or layer state.
-        written: for each result after the outputs, which leaf of layer state it updates, by number among parameters and state.
-        num_outputs: the number of results that are outputs.
-
-    Raises:
-        InputError: the model has ordered side effects.
+    `num_leaves` counts parameters and layer state; `written` has for each result after the outputs the leaf of state that it updates, by
+    number among these. Raise InputError if the model has ordered side effects.
     """
     jaxpr = closed.jaxpr
     leaves, key, inputs = jaxpr.invars[:num_leaves], jaxpr.invars[num_leaves], jaxpr.invars[num_leaves + 1 :]

@@ -20,16 +20,12 @@ _TOLERANCE = 1.3  # a place is narrow if it passes at most this multiple of the 
 def choose_cuts(chain: Chain, paths: Sequence[Path], granularity: Granularity, prefixes: Sequence[str]) -> tuple[int, ...]:
     """Return the positions at which a model is cut.
 
-    If the model has marks (`jpipe.cut`), or if there are `prefixes`, only these decide. Otherwise the model is cut where the fewest bytes
-    pass; a piece with more than a quarter of its operations is cut again at its own narrowest places. Then `one_per_block` joins the pieces
-    of one block.
+    If the model has marks (`jpipe.cut`), or if there are `prefixes` of parameter names, only these decide: a layer begins before the first
+    parameter with a prefix. Otherwise the model is cut where the fewest bytes pass; a piece with more than a quarter of its operations is
+    cut again at its own narrowest places. Then `one_per_block` joins the pieces of one block. With granularity "finest" it is cut at every
+    place between two parameters that is narrower than the places around it.
 
-    Args:
-        granularity: "block", or "finest" to cut at every place between two parameters that is narrower than the places around it.
-        prefixes: prefixes of parameter names; for each prefix, a layer begins before the first parameter with it.
-
-    Raises:
-        InputError: no parameter has a prefix, or a cut is between the places that read and write one array of layer state.
+    Raise InputError if no parameter has a prefix, or a cut is between the places that read and write one array of layer state.
     """
     if chain.marks and not prefixes:
         positions = [position for position in chain.marks if 0 < position < len(chain.equations)]
@@ -50,10 +46,8 @@ def readers(chain: Chain) -> list[int]:
 def _candidates(chain: Chain, paths: Sequence[Path], *, of_one_module: bool = False) -> list[int]:
     """Return the narrowest position between each two modules that are read in succession; of equally narrow ones, the last.
 
-    A module that is read a second time counts as another module.
-
-    Args:
-        of_one_module: whether a module may be cut where another is read with it, such as the scale that normalizes its kernel.
+    A module that is read a second time counts as another module. With `of_one_module` a module may be cut where another is read with it,
+    such as the scale that normalizes its kernel.
     """
     forbidden, widths = forbidden_positions(chain), chain.widths
     candidates: list[int] = []
@@ -144,10 +138,9 @@ def _without_forbidden(chain: Chain, positions: Sequence[int], where: str) -> tu
 
 
 def same_cuts(chain: Chain, like: Chain, positions: Sequence[int], ids: Callable[[], Sequence[str]], names: Sequence[str]) -> list[int]:
-    """Return the positions in a chain where each layer reads the same parameters as in another trace of the model.
+    """Return the positions where each layer reads the same parameters as in another trace of the model.
 
-    Raises:
-        InputError: the traces read the parameters in another order.
+    Raise InputError if the traces read the parameters in another order.
     """
     theirs, ours = _positions_of(like), _positions_of(chain)
     same_params = all(theirs.get(leaf) == ours.get(leaf) for leaf in range(chain.num_params))

@@ -77,11 +77,7 @@ class TracedModel:
     _inputs_of: dict[Any, Tree] = field(default_factory=dict, compare=False)
 
     def recut(self, change: Callable[[Layer], Layer], prepare: Callable[[Tree], Tree]) -> "TracedModel":
-        """Return a copy of the model with a changed whole layer, cut at the same places.
-
-        Args:
-            change: a function that changes the whole layer.
-        """
+        """Return a copy of the model with a changed whole layer, cut at the same places."""
         whole = replace(self.whole, layer=change(self.whole.layer))
         return replace(self, whole=whole, prepare=prepare, _cuts={}, _traces={}, _inputs_of={})
 
@@ -276,12 +272,10 @@ class TracedModel:
         return take_slice(leaf, np.asarray(array)) if leaf.axes else array
 
     def places(self) -> dict[str, dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]]]:
-        """Return the place in the whole model of each array of the layers.
+        """Return the place in the whole model of each array of the layers, in a dict for "params" and one for "state".
 
-        Returns:
-            One dict for "params" and one for "state", from "layer id/path" to (path in the whole model, index, axes). Index and axes say
-            which slice of a stacked array it is; both are `()` for a whole array. An array that several layers have is listed for only one
-            of these layers.
+        Each maps "layer id/path" to (path in the whole model, index, axes). Index and axes say which slice of a stacked array it is; both
+        are `()` for a whole array. An array that several layers have is listed for only one of these layers.
         """
         places: dict[str, dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]]] = {"params": {}, "state": {}}
         for k, part in enumerate(self.parts):
@@ -294,11 +288,9 @@ class TracedModel:
         return places
 
     def join(self, params: Mapping[str, Tree], state: Mapping[str, Tree]) -> tuple[Tree, Tree]:
-        """Return the parameters and the layer state of the whole model from the arrays of its layers.
+        """Return the parameters and the layer state of the whole model from the arrays of its layers, both by layer id.
 
-        Args:
-            params: the parameters by layer id. Leaves of the whole model that no layer has are `jax.ShapeDtypeStruct`s.
-            state: the state by layer id.
+        Leaves of the whole model that no layer has are `jax.ShapeDtypeStruct`s.
         """
         specs, treedef = jax.tree.flatten(self.whole.specs)
         slices: list[dict[Leaf, Any]] = [{} for _ in specs]
@@ -345,14 +337,7 @@ def _joined(segments: Mapping[bool, Sequence[Segment]], outputs: Mapping[bool, C
 
 
 def cut_model(whole: Whole, inputs: Tree, granularity: Granularity, prefixes: Sequence[str]) -> TracedModel:
-    """Trace a whole model and cut it into layers.
-
-    Args:
-        inputs: the specs of its inputs.
-
-    Raises:
-        InputError: the model cannot be traced, or cannot be cut.
-    """
+    """Trace a whole model for inputs of these specs and cut it into layers. Raise InputError if either is impossible."""
     abstract = None
     if whole.params is None:
         try:

@@ -39,15 +39,10 @@ def paths_in(tree: Mapping[str, Any]) -> dict[int, str]:
 
 
 def _layer_ids(first_read: Sequence[Sequence[Path]], read: Sequence[Sequence[Path]], named: Mapping[int, str]) -> list[str]:
-    """Return a unique id for each layer.
+    """Return a unique id for each layer, or the id that the user chose in `named`.
 
     The id is the shortest unique prefix of the path of the largest parameter that the layer is the first to read. It includes the first
     number in the common path of all such parameters, as in "blocks.3".
-
-    Args:
-        first_read: for each layer the paths of the parameters that it is the first to read, the largest first.
-        read: for each layer the paths of all parameters that it reads.
-        named: ids that the user chose, by number of the layer.
     """
     owners: dict[Path, set[int]] = {}
     for number, paths in enumerate(first_read):

@@ -57,11 +57,9 @@ class Segment:
 
 
 def segments_of(chain: Chain, positions: Sequence[int], in_evaluation: Sequence[Segment] | None = None) -> list[Segment]:
-    """Return the segments of a chain that is cut at these positions.
+    """Return the segments of a chain that is cut at these positions; for the training chain `in_evaluation` has those in evaluation.
 
-    Args:
-        in_evaluation: the segments of the model in evaluation, if the chain is the training chain. Layer state that only these segments
-            read, such as a counter, is written in the segment that reads it.
+    Layer state that only these read, such as a counter, is written in the segment that reads it.
     """
     bounds = [0, *positions, len(chain.equations)]
     passes, again = _passing(chain, bounds)

@@ -63,16 +63,9 @@ class Trace:
 
 
 def trace_model(whole: Whole, prepare: Callable[[Tree], Tree], inputs: Tree, train: bool, axes: Mapping[int, tuple[int, ...]]) -> Trace:
-    """Trace a whole model.
+    """Trace a whole model after applying `prepare` to its parameters. Raise InputError if the model raises an error.
 
-    Args:
-        prepare: a function that is applied to the parameters first.
-        inputs: the specs of the model's inputs.
-        train: False for evaluation.
-        axes: by number of a stacked leaf, the axes along which another trace splits it.
-
-    Raises:
-        InputError: the model raises an error.
+    `axes` has, by number of a stacked leaf, the axes along which another trace splits it.
     """
     words, change = f"the model cannot be traced with inputs {describe(inputs)}", partial(_remedy, whole, inputs, train)
     with callers_code(lambda error: Problem(f"{words}: {cause(error)}", "from_model", change=change())):

@@ -123,12 +123,7 @@ def lower_evaluation(
 ) -> Program:
     """Write the programs that compute only forwards, of `microbatches` microbatches at all stages with the weights after `batch` batches.
 
-    Args:
-        microbatches: the number of microbatches.
-        batch: the number of batches that the weights have seen.
-        first: the number of the first microbatch.
-        labels: whether the last stage loads labels.
-        workers: the workers with instructions in the programs; None: all.
+    `first` is the number of the first microbatch. The last stage may load labels. Only `workers` (None: all) have instructions.
     """
     instructions: list[Instruction] = []
     written = frozenset(range(len(plan.workers)) if workers is None else workers)

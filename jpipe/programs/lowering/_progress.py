@@ -168,12 +168,7 @@ class PendingUpdates:
         self._sums_elsewhere = {s for lowering in lowerings for s in getattr(lowering, "begins_sums", ())}
 
     def add(self, worker: Worker, batch: int | None, dead: int | None) -> None:
-        """Note the end of a backward.
-
-        Args:
-            batch: if the backward completes the gradients of a batch: this batch, to update by; otherwise None.
-            dead: the version that no microbatch reads any more, if there is one.
-        """
+        """Note the end of a backward; it may complete the gradients of a batch, and may leave a version dead, which nothing reads."""
         pending = worker.pending
         if batch is not None:
             pending.append(Pending(batch, None))
@@ -187,11 +182,7 @@ class PendingUpdates:
             self.begin_sum(worker, batch)
 
     def settle(self, worker: Worker) -> bool:
-        """If two updates are pending, make the first.
-
-        Returns:
-            Whether the worker can continue; False if the first update waits for its sum.
-        """
+        """If two updates are pending, make the first. Return False if the worker must wait for the sum of that update."""
         if len(worker.pending) == 2 and not self.routed[worker.stage]:
             summed = self.available.time("sum", worker.stage, worker.pending[0].batch, worker)
             if summed is None:

@@ -372,8 +372,7 @@ class Run:
     def _settled(self, workers: Sequence[Worker]) -> bool:
         """Make the updates that are due before the next computation of a rank, and run the hooks of capabilities for this place.
 
-        Returns:
-            Whether the rank can continue; False if something that updates or hooks need is not available yet.
+        Return False if the rank must wait for something that updates or hooks need.
         """
         for worker in workers:
             if not worker.pending:

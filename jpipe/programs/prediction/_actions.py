@@ -284,13 +284,11 @@ class Worker:
     def begin(
         self, order: tuple[Any, ...], participants: int, route: tuple[Any, ...], waiting: Iterable[tuple[Any, ...]], sent: int
     ) -> None:
-        """Take part in an event.
+        """Take part in an event with this order and number of participants.
 
-        Args:
-            order, participants: the order and the number of participants of the event.
-            route: the kind of message or sum, the workers, and further arguments of the price.
-            waiting: the workers that wait for the event, each with the name and numbers of the array for which it waits.
-            sent: the place of the array that this worker sends, or NOWHERE if it is there now.
+        `route` has the kind of message or sum, the workers, and further arguments of the price. `waiting` are the workers that wait for the
+        event, each with the name and numbers of the array for which it waits. `sent` is the place of the array that this worker sends, or
+        NOWHERE if it is there now.
         """
         event = self.all.events.get(order)
         if event is None:

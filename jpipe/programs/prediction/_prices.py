@@ -64,9 +64,8 @@ class Prices:
     def computes(self, s: int, name: str, before: str | None, after: str | None) -> Change:
         """Return the change of bytes by a computation.
 
-        Args:
-            before: the parts of ops that the previous stage has computed for the microbatch; None if that stage is on another rank.
-            after: the parts of ops that the next stage has computed for the microbatch; None if that stage is on another rank.
+        `before` and `after` are the parts of ops that the previous and the next stage have computed for the microbatch; None: on another
+        rank.
         """
         op, cost = OPS[name], self.costs[s]
         left, made = {"residuals": cost.residuals, "stash": cost.stash}, cost.gradient + cost.carry_gradient if op.gives_gradient else 0

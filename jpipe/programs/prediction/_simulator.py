@@ -119,18 +119,10 @@ class Simulator:
     def run_repeated(self, first: int, most: int, until_periodic: bool) -> float:
         """Execute the repeated part of the program several times, until all ranks have begun the repetition after the last one.
 
-        A repetition depends only on the previous one. So if it repeats that one with all times shifted, all later ones do so as well.
-
-        Args:
-            first: the first repetition that counts.
-            most: the largest number of repetitions.
-            until_periodic: whether to stop after a repetition that is equal to the previous one with all times shifted.
-
-        Returns:
-            The seconds of a repetition: those by which it is shifted, or otherwise the mean over the ranks and the repetitions that count.
-
-        Raises:
-            ProgramError: the ranks deadlock.
+        A repetition depends only on the previous one. So if it repeats that one with all times shifted, all later ones do so as well, and
+        with `until_periodic` the run stops there. At most `most` are executed; those from `first` on count. Return the seconds by which a
+        repetition is shifted, or otherwise their mean over the ranks and the repetitions that count. Raise ProgramError if the ranks
+        deadlock.
         """
         active = [rank for rank in self._ranks if rank.actions.queue]
         self._behind, unfinished = len(active), [len(active)] * most

@@ -17,11 +17,7 @@ def is_away(leaf: Any) -> bool:
 
 
 def sent_away(tree: Tree, without: Tree = None) -> Tree:
-    """Begin to copy arrays to host memory. Arrays that are already there are returned unchanged.
-
-    Args:
-        without: further arrays to return unchanged.
-    """
+    """Begin to copy arrays to host memory. Arrays that are already there, or in `without`, are returned unchanged."""
     return _moved(tree, AWAY, without)
 
 

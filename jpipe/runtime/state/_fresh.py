@@ -24,11 +24,9 @@ def fresh_worker(
     key: jax.Array,
     initial: Mapping[str, Tree],
 ) -> WorkerState:
-    """Return a worker before batch 0.
+    """Return a worker before batch 0. `initializers` are the programs for the layers with fresh arrays.
 
-    Args:
-        initializers: the programs for the layers with fresh arrays.
-        initial: (parameters, state) of each layer; arrays are copied, and specs stand for arrays to initialize.
+    `initial` has (parameters, state) of each layer; arrays are copied, and specs stand for arrays to initialize.
     """
     f, first, a, params, state = stage.functions, stage.place.first, stage.arrays, {}, {}
     for layer_id in initialized_at(stage):

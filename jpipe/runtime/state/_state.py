@@ -133,11 +133,7 @@ class State:
 
 
 def check_state(state: State, expected: Fingerprint | None) -> None:
-    """Check that a state comes from a pipeline with the fingerprint `expected`.
-
-    Raises:
-        InputError: it does not; the message says how the two pipelines differ.
-    """
+    """Check that a state comes from a pipeline with this fingerprint, or raise InputError that says how the two pipelines differ."""
     if not isinstance(state, State):
         raise InputError(where="state", expected="a jpipe.State", found=type(state).__name__)
     if expected is None:
@@ -168,12 +164,7 @@ def _short(text: str | None) -> str:
 def fingerprint(
     plan: Plan, uses: Iterable[str], places: Sequence[Place], specs: Sequence[Batch], functions: Sequence[StageFunctions]
 ) -> Fingerprint:
-    """Return everything that determines the content of a state, by name.
-
-    Args:
-        uses: the names of the capabilities that are used without an option in the plan.
-        places: for each worker the devices where it computes.
-    """
+    """Return everything that determines the content of a state, by name; `uses` names capabilities without an option in the plan."""
     fields = plan.model_dump(exclude={"format", "stages", "predicted"}).items()
     stages = ((f"stage {s}", f"{stage.replicas} × {', '.join(stage.layers)}") for s, stage in enumerate(plan.stages))
     recompute = ("recompute", ", ".join(stage.recompute for stage in plan.stages))

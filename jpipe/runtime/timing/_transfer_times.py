@@ -170,11 +170,7 @@ class TransferWatcher:
 
         A transfer begins when it is posted and its arrays are computed. If its arrival was not recorded, because the run has already
         consumed its arrays, the transfer ends when the computation that reads it begins. A thread may record an arrival late, so a message
-        ends at the latest when the next message of its transfer thread ends.
-
-        Args:
-            starts: the time at which each computation of this process began.
-            ends: the time at which each computation ended.
+        ends at the latest when the next message of its transfer thread ends. `starts` and `ends` are of this process's computations.
         """
         readers, latest = _readers(self.plan, starts), defaultdict[tuple[int, ...], float](lambda: math.inf)
         for (name, _), moved in reversed(self._known.items()):

@@ -34,11 +34,9 @@ def describe_effects(stack: LayerStack, layer_ids: Sequence[str], x: Tree) -> st
 def layer_backward(
     layer: Layer, moves: bool, filled: Callable[[Tree, Tree], Tree], trained: Tree, params: Tree, state: Tree, x: Tree, key: jax.Array
 ) -> Any:
-    """Return the gradients of a layer's trained parameters and, if `moves`, of its input; all output gradients are ones.
+    """Return the gradients of a layer's trained parameters and, if it `moves`, of its input; all output gradients are ones.
 
-    Args:
-        moves: whether to compute the gradient of the input.
-        filled: `(trained parameters, parameters) -> parameters`, the complete tree.
+    `filled` makes the complete tree from (trained parameters, parameters).
     """
 
     def forward(trained: Tree, floats: list[jax.Array]) -> list[jax.Array]:

@@ -20,17 +20,9 @@ def loss_dtype() -> Any:
 
 
 def call_loss(function: Loss, where: str, outputs: Tree, labels: Tree, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Call a loss or a metric and check its result.
+    """Call a loss or a metric; return the sum and the weight, scalars of `loss_dtype()`.
 
-    Args:
-        function: the loss or metric.
-        where: "loss", or the place that names the metric; error messages begin with this text.
-
-    Returns:
-        The sum and the weight, scalars of `loss_dtype()`.
-
-    Raises:
-        InputError: the result is not two real scalars.
+    Error messages begin with `where`, such as "loss". Raise InputError if the result is not two real scalars.
     """
     result = call_with_randomness(function, outputs, labels, key)
     of = "sum of the losses" if where == "loss" else "sum"
@@ -48,11 +40,7 @@ def call_loss(function: Loss, where: str, outputs: Tree, labels: Tree, key: jax.
 
 
 def check_loss(function: Loss, where: str, layer: str, outputs: Tree, labels: Tree) -> None:
-    """Check by tracing that a loss or metric accepts the outputs and labels of the last stage.
-
-    Args:
-        outputs, labels: specs for one microbatch.
-    """
+    """Check by tracing that a loss or metric accepts the outputs and labels, given as specs, of the last stage."""
 
     def message(error: BaseException) -> str:
         return (
@@ -85,16 +73,12 @@ def accumulate(
     scale: Any,
     add: Callable[[str, Tree, Tree], Tree],
 ) -> dict[str, Any]:
-    """Add one microbatch to the accumulators.
+    """Add one microbatch to the accumulators, and return the new ones.
 
     Args:
         gradients: pairs (entry, gradient), multiplied by the loss scale. An entry occurs twice if two layers share a parameter.
         numbers: (weight,), at the last stage (loss, weight); empty if the accumulators have neither.
-        scale: the loss scale, or None.
         add: `(entry, sums, gradients) -> sums`.
-
-    Returns:
-        The new accumulators.
     """
     sums = dict(accumulators["gradients"])
     for entry, part in gradients:

@@ -48,11 +48,7 @@ class SplitBackward:
     def gradients_of_input(
         self, params: Tree, forward_arrays: Any, saved: Tree, message: Tree, rng: Tree, scale: Any
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Run the first half.
-
-        Returns:
-            The gradients of the floating-point leaves of the stage input; the stash.
-        """
+        """Run the first half; return the gradients of the floating-point leaves of the stage input, and the stash."""
         return self._halves.first(jax.tree.leaves((params, forward_arrays, saved, message, rng, scale)))
 
     def gradients_of_weights(self, params: Tree, late: Sequence[Any], stash: Sequence[Any], rng: Tree, scale: Any) -> Tree:
@@ -64,20 +60,14 @@ class SplitBackward:
         return jax.tree.unflatten(jax.tree.structure(self.gradients), gradients)
 
     def late_inputs(self, forward_arrays: Any, saved: Tree, message: Tree) -> LateInputs:
-        """Select the arrays that the second half reads in addition to the stash. Nothing is computed.
-
-        Returns:
-            The arrays; and the numbers of the message, (weight,) or at the last stage (loss, weight).
-        """
+        """Select the arrays that the second half reads in addition to the stash, and the numbers of the message. Nothing is computed."""
         leaves = dict(enumerate(jax.tree.leaves((self.params, forward_arrays, saved, message))))
         return [leaves[i] for i in self._late_positions], self.numbers_of(message)
 
     def stash_of(self, arguments: tuple[Tree, Tree, Tree], new_state: Tree, results: Any) -> tuple[LateInputs, list[Any]]:
-        """Return (late inputs, stash) after a fused forward and first half. Nothing is computed.
+        """Return (late inputs, stash) after a fused forward and first half on (state, x, labels). Nothing is computed.
 
-        Args:
-            arguments: the (state, x, labels) of the forward.
-            results: the last result of `StageFunctions.forward_backward_input`.
+        `results` is the last result of `StageFunctions.forward_backward_input`.
         """
         y, late_saved, stash = results
         saved = dict(zip(self.late_saved, late_saved, strict=True))

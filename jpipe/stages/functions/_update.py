@@ -28,8 +28,7 @@ def add(a: Tree, b: Tree) -> Tree:
 def finish(f: StageFunctions, summed: tuple[Tree, list[jax.Array]]) -> tuple[Tree, list[jax.Array], tuple[jax.Array, jax.Array] | None]:
     """Finish a sum over replicas of (accumulators, layer state), or of one part of this pair.
 
-    Returns:
-        The accumulators; the means of the layer state; (mean loss, weight) of the batch if the accumulators have a loss, else None.
+    Return the accumulators, the means of the layer state, and (mean loss, weight) of the batch if the accumulators have a loss.
     """
     accumulators, state = summed
     return accumulators, mean_state(f, state), mean_loss(accumulators) if "loss" in accumulators else None
@@ -78,31 +77,25 @@ def update_entries(
 ) -> tuple[Tree, Tree, Tree]:
     """Take one optimizer step for some entries, as a separate program that all stages with these entries run.
 
-    If the step were a part of the updates of different stages, XLA could round it differently in each.
-
-    Returns:
-        The new parameters; the new optimizer state; zero gradients.
+    If the step were a part of the updates of different stages, XLA could round it differently in each. Return the new parameters, the new
+    optimizer state and zero gradients.
     """
     new_params, new_state = _take_step(f, params, optimizer_state, {"gradients": gradients, "weight": weight}, others, position)
     return new_params, new_state, jax.tree.map(jnp.zeros_like, gradients)
 
 
 def average_params(f: StageFunctions, optimizer_state: Tree, newest: Tree) -> dict[str, Tree]:
-    """Return the moving average of the parameters, in the dtypes in which it is kept. Needs `optimizer.ema_decay`.
+    """Return the moving average of the entries in `optimizer_state`, in the dtypes in which it is kept; frozen parameters are their own.
 
-    Args:
-        optimizer_state: the optimizer state of the entries that the worker updates; the result has only these entries.
-        newest: the newest parameters; a frozen parameter is its own average.
+    It needs `optimizer.ema_decay`.
     """
     return f.trained.joined({entry: f.optimizer.average(state) for entry, state in optimizer_state.items()}, newest)
 
 
 def newest_params(f: StageFunctions, optimizer_state: Tree, newest: Tree) -> dict[str, Tree]:
-    """Return the newest parameters without prediction: the masters if there are any, else parameters in the dtypes of `newest`.
+    """Return the newest parameters of the entries in `optimizer_state` without prediction, from masters if there are any.
 
-    Args:
-        optimizer_state: the optimizer state of the entries that the worker updates; the result has only these entries.
-        newest: the newest parameters, at least of these entries.
+    Otherwise they are in the dtypes of `newest`.
     """
     if f.precision.has_masters:
         trained: Tree = {entry: state.masters for entry, state in optimizer_state.items()}
@@ -142,14 +135,9 @@ def _step(
 
 
 def delay_squares(f: StageFunctions, newest: Tree, before: Tree | None, optimizer_state: Tree) -> jax.Array:
-    """Return the squared norms of a stage's prediction and of the distance between its two newest weight versions.
+    """Return the squared norms, shape (2,), of a stage's prediction and of the distance between its two newest weight versions.
 
-    Args:
-        newest: the newest version of the entries to count, by entry.
-        before: the parameters of the previous version; None if the stage holds one version, which gives NaN for the distance.
-
-    Returns:
-        Two numbers, shape (2,), in the dtype of losses.
+    The entries of `newest` count. Without a version `before` the distance is NaN. The dtype is as for losses.
     """
     ahead = {entry: f.optimizer.ahead(state) for entry, state in optimizer_state.items()} if f.predicts else {}
     return _squared(ahead, newest, newest if before is None else before, has_two=before is not None)

@@ -18,12 +18,7 @@ _KERNEL = "/kernel"
 
 
 def merged(arrays: Mapping[str, Any], model: ModelConfig, tune: TuneConfig) -> dict[str, Any]:
-    """Merge adapters into the weights beside them, and return the weights of the whole model in float32.
-
-    Args:
-        arrays: arrays of any layers by name in an export, such as "block_0/qkv/kernel".
-        tune: the section `tune` of the run's config; without adapters the arrays are returned as they are.
-    """
+    """Merge adapters into the weights beside them, and return the weights of the whole model in float32, by name in an export."""
     if tune.lora is None:
         return dict(arrays)
     weights: dict[str, Any] = {}
@@ -69,11 +64,7 @@ def _product(linear: str, outputs: int, arrays: Mapping[str, Any], model: ModelC
 
 
 def for_adapters(source: Source, model: Mapping[str, Spec], tune: TuneConfig) -> Source:
-    """Adapt a source of whole weights to a model: adapters may be missing in the source, and kernels are quantized if the model's are.
-
-    Args:
-        source: the arrays on disk, by name in an export.
-    """
+    """Adapt a source of whole weights to a model: adapters may be missing in the source, and kernels are quantized if the model's are."""
     if tune.lora is None:
         return source
     optional = source.optional | {name for name in model if is_of_adapter(name)}

@@ -68,6 +68,7 @@ def show(
     Learned parts are bold on a terminal, and in [[double brackets]] elsewhere.
 
     Args:
+        config: The YAML file.
         overrides: Replace one key of the file, such as data.path=conversations.jsonl.
         count: The number of conversations to show.
     """

@@ -337,11 +337,7 @@ class ModelConfig(ModelSection):
 
 
 def _shown(info: Any, key: str) -> str:
-    """Return the name of a key in messages. If the keys come from a file such as `config.json`, the file's name of the key is used.
-
-    Args:
-        info: pydantic's `ValidationInfo`; its context maps keys to the names in the file.
-    """
+    """Return the name of a key in messages: that in the context of `info`, if the keys come from a file such as `config.json`."""
     names: Mapping[str, str] = info.context or {}
     return names.get(key, key)
 

@@ -69,15 +69,8 @@ def read(
 ) -> Iterator[Tokens]:
     """Yield the documents in files in order; texts come in pieces.
 
-    Args:
-        names: the names of the files; if whole files are held out, the names decide which.
-        paths: the paths of the files.
-        share: the share to hold out, as in `texts.pieces`.
-        tokenizer: tokenizes texts; None if rows have token ids.
-
-    Raises:
-        InputError: a file has wrong content.
-        OSError: a file cannot be read.
+    If whole files are held out, their `names` decide which; `share` is as in `texts.pieces`. Without a tokenizer rows have token ids. Raise
+    InputError if a file has wrong content, and OSError if it cannot be read.
     """
     if files.form == "tokens":
         most = LARGEST_VOCABULARY if tokenizer is None else tokenizer.vocab_size

@@ -18,8 +18,7 @@ AnyRows = Rows | windows.Filled
 def load(config: Config) -> Data:
     """Read documents, and put their rows into batches.
 
-    Raises:
-        InputError: the documents cannot be read, are too few, or cannot be used with the model.
+    Raise InputError if the documents cannot be read, are too few, or cannot be used with the model.
     """
     check_objective(config)
     split = splits.read(config)
@@ -34,13 +33,9 @@ def load(config: Config) -> Data:
 
 
 def load_held_out(config: Config, path: str | None) -> Data:
-    """Read all held-out documents, and put their rows into batches. The rows may be fewer than a batch.
+    """Read all held-out documents, or all of the data at another path, and put their rows into batches, or fewer rows than a batch.
 
-    Args:
-        path: the path of other data in the same format; all of them are used in place of the held-out documents.
-
-    Raises:
-        InputError: see `load`; or there is no row.
+    Raise the InputErrors of `load`, or one if there is no row.
     """
     check_objective(config)
     split = splits.read(config) if path is None else splits.read_whole(config, path)

@@ -125,8 +125,7 @@ class Documents:
     def begins(self, start: int, stop: int) -> Bool[np.ndarray, " n"]:
         """Return for each position from start to stop - 1 whether a document begins there. Only a few blocks of a file are read.
 
-        Raises:
-            InputError: the ends of documents are not ascending.
+        Raise InputError if the ends of documents are not ascending.
         """
         is_first = np.zeros(stop - start, bool)
         for shard, first, last, at in self._parts(start, stop):
@@ -178,8 +177,7 @@ class Documents:
     def _parts(self, start: int, stop: int) -> list[tuple[Shard, int, int, int]]:
         """List the shards that contain the positions start to stop - 1.
 
-        Returns:
-            For each: the shard, the first position in it, the position after the last, and the first position in the whole sequence.
+        Each has the first position in it, the position after the last, and the first position in the whole sequence.
         """
         parts = []
         k = bisect.bisect_right(self.starts, start) - 1

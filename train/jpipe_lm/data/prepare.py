@@ -39,16 +39,9 @@ _Piece = TypeVar("_Piece", texts.Piece, Tokens)
 
 
 def prepare(request: PrepareRequest, reporter: Reporter) -> Index:
-    """Tokenize files into a new folder. The folder is written completely or not at all.
+    """Tokenize files into a new folder, completely or not at all, and return the content of its tokens.json.
 
-    Args:
-        reporter: prints the progress, and what was written.
-
-    Returns:
-        The content of the folder's tokens.json.
-
-    Raises:
-        InputError: a file cannot be read or written, or has wrong content.
+    Raise InputError if a file cannot be read or written, or has wrong content.
     """
     if not 0 <= (fraction := request.validation_fraction) < 1:
         raise InputError(f"--validation-fraction: expected a number from 0 to less than 1, found {fraction}; 0 means no validation data")
@@ -92,21 +85,10 @@ def make_tokenizer(
     kind: Literal["decoder", "bert"] = "decoder",
     special: Sequence[str] = (),
 ) -> int:
-    """Make a byte-level BPE tokenizer from files, and write its tokenizer.json.
+    """Make a byte-level BPE tokenizer from files, write its tokenizer.json into the new file `out`, and return the number of tokens.
 
-    Args:
-        files: the files to read.
-        vocab_size: the number of tokens. The tokenizer has fewer if the text has too few pairs.
-        out: the file to create.
-        reporter: prints the progress, and what was written.
-        kind: the kind of model, which determines the special tokens.
-        special: further special tokens, for example of a chat template.
-
-    Returns:
-        The number of tokens.
-
-    Raises:
-        InputError: a file cannot be read or written, or an argument is invalid.
+    This is `vocab_size`, or less if the text has too few pairs. The kind of model determines the special tokens; `special` are further
+    ones, for example of a chat template. Raise InputError if a file cannot be read or written, or an argument is invalid.
     """
     all_special = list(dict.fromkeys([*SPECIAL[kind], *special]))
     if "" in all_special:
@@ -328,11 +310,7 @@ def _check_kinds(paths: Sequence[Path], keys: texts.Keys) -> None:
 
 
 def _once(names: Sequence[str], paths: Sequence[Path]) -> tuple[list[str], list[Path], int]:
-    """List each file once, under its first name.
-
-    Returns:
-        The names and paths of the files, and the number of files that had several names.
-    """
+    """List the name and path of each file once, under its first name; also return the number of files that had several names."""
     first: dict[tuple[int, int], tuple[str, Path]] = {}
     twice = set()
     for name, path in zip(names, paths, strict=True):

@@ -61,16 +61,9 @@ class Piece(NamedTuple):
 def pieces(names: Sequence[str], files: Sequence[Path], form: Format, fraction: float, keys: Keys, where: str) -> Iterator[Piece]:
     """Yield the text of all files in order, in pieces.
 
-    Args:
-        names: the names of the files; if whole files are held out, the names decide which.
-        files: the files to read.
-        form: the form of the documents: texts (whole files, or rows with a text), or rows with prompts and answers.
-        fraction: the share to hold out: whole files of several text files, the end of a single text file, or the rows that their hashes
-            select.
-
-    Raises:
-        InputError: a file has wrong content.
-        OSError: a file cannot be read.
+    `form` says what documents are: texts (whole files, or rows with a text), or rows with prompts and answers. The `fraction` to hold out
+    consists of whole files of several text files, which their `names` decide, the end of a single text file, or the rows that their hashes
+    select. Raise InputError if a file has wrong content, and OSError if it cannot be read.
     """
     wrong = WrongLines(where) if form == "prompts" else WrongLines(where, f"or set {setting_of(where, 'text_key')}")
     have_rows = [form != "text" or (keys.text is not None and _has_rows(file, keys.text, where)) for file in files]
@@ -91,11 +84,7 @@ def pieces(names: Sequence[str], files: Sequence[Path], form: Format, fraction: 
 
 
 def _has_rows(file: Path, key: str, where: str) -> bool:
-    """Return whether a file has rows with a text. Otherwise the file is itself a text.
-
-    Raises:
-        InputError: the file is JSON in another form.
-    """
+    """Return whether a file has rows with a text, or is itself a text. Raise InputError if it is JSON in another form."""
     kind = kinds.content_of(file, key)
     if kind is not None and kind.is_json:
         raise InputError(
@@ -152,10 +141,9 @@ def _of_text(file: Path, start: int, stop: int | None, held_out: bool, where: st
 
 
 def _good_end(text: str) -> int:
-    """Choose where to split a text of more than twice `PIECE` characters.
+    """Return where to split a text of more than twice `PIECE` characters.
 
-    Returns:
-        The position after a line between lines that are not empty or indented, or else between two words, or else anywhere.
+    It is after a line between lines that are not empty or indented, or else between two words, or else anywhere.
     """
     for mark, behind in (("\n", 1), (" ", 0)):
         end = 2 * PIECE

@@ -47,11 +47,7 @@ class Chat:
 
     @classmethod
     def begin(cls, request: Request, source: model_source.Origin, words: Conversion, renderer: Renderer) -> Self:
-        """Return a new conversation, with only the system message if there is one.
-
-        Raises:
-            InputError: the system message is not in UTF-8.
-        """
+        """Return a new conversation, with only the system message, if any. Raise InputError if that is not in UTF-8."""
         chat = cls(request, source, words, renderer)
         if request.system is not None:
             check_text(request.system, "--system")
@@ -61,8 +57,7 @@ class Chat:
     def prompt(self, said: str) -> list[int]:
         """Add a user's message, and return the tokens of the whole conversation.
 
-        Raises:
-            InputError: the template cannot render the conversation, or the model has too few positions.
+        Raise InputError if the template cannot render it, or the model has too few positions.
         """
         check_text(said, "standard input")
         self.messages.append({"role": "user", "content": said})
@@ -85,16 +80,10 @@ def main(
     *,
     goes_on: bool,
 ) -> bool:
-    """Hold a conversation.
+    """Hold a conversation. Return whether the user's messages ended it; False if Ctrl-C did.
 
-    Args:
-        said: a function that returns an iterator of the user's messages. Only process 0 calls it.
-        write: writes pieces of answers. Only process 0 calls it.
-        say: prints a line about the answers. Only process 0 calls it.
-        goes_on: whether the conversation goes on after Ctrl-C has stopped an answer.
-
-    Returns:
-        Whether the user's messages ended the conversation; False if Ctrl-C did.
+    Only process 0 calls `said`, which returns an iterator of the user's messages, `write`, which writes pieces of answers, and `say`, which
+    prints a line about the answers. `goes_on` tells whether the conversation goes on after Ctrl-C has stopped an answer.
 
     Raises:
         InputError: see `jpipe_lm.generate.continue_prompts.main`; or there is no chat template, or it cannot render the conversation.

@@ -20,15 +20,12 @@ MOST_BYTES = 2**24  # the most bytes of a prompt on standard input, or of a line
 
 
 def run(request: Request, connect: Callable[[], int], connect_limit: float, wait_limit: float) -> int:
-    """Generate text, from standard input if there is no prompt, or hold a conversation.
+    """Generate text, from standard input if there is no prompt, or hold a conversation, and return the exit code.
 
     Args:
         connect: connects the processes, and returns how many there are.
         connect_limit: seconds to wait for the other processes at the start.
         wait_limit: seconds without progress after which the processes give up.
-
-    Returns:
-        The exit code.
 
     Raises:
         PeerLost: another process died, hung or stopped.
@@ -61,10 +58,9 @@ def _is_terminal() -> bool:
 
 
 def _said() -> Iterator[str]:
-    """Yield each line of standard input that is not empty, without its line end. A terminal shows a prompt.
+    """Yield each line of standard input that is not empty, without its line end, or raise InputError if it is too long.
 
-    Raises:
-        InputError: a line is too long.
+    A terminal shows a prompt.
     """
     while sys.stdin is not None:
         if sys.stdin.isatty():
@@ -83,8 +79,7 @@ def _said() -> Iterator[str]:
 def _read() -> str:
     """Read standard input, without a final line break.
 
-    Raises:
-        InputError: the input is too long, or is a terminal, where a user would not know that the command waits for input.
+    Raise InputError if it is too long, or a terminal, where a user would not know that the command waits for input.
     """
     if sys.stdin is None or sys.stdin.isatty():
         raise InputError(where="--prompt", expected="a text to continue", found="none", change="give --prompt TEXT, or pipe a text in")

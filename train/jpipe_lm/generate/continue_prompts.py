@@ -38,15 +38,9 @@ _SEEDS = 2**32
 
 
 def main(request: Request, write: Callable[[str], None], say: Callable[[str], None], team: Team) -> bool:
-    """Generate text after prompts.
+    """Generate text after at least one prompt. Return whether the texts are complete; False if Ctrl-C was pressed.
 
-    Args:
-        request: the arguments of the command, with at least one prompt.
-        write: writes pieces of text. Only process 0 calls it.
-        say: prints a line about the text. Only process 0 calls it.
-
-    Returns:
-        Whether the texts are complete; False if Ctrl-C was pressed.
+    Only process 0 calls `write`, which writes pieces of text, and `say`, which prints a line about the text.
 
     Raises:
         InputError: an option, the folder or a prompt is invalid; the model is too large for the devices; or its logits are NaN.
@@ -96,16 +90,9 @@ class Model:
     stops_at_once: bool = False
 
     def answer(self, prompts: Sequence[Sequence[int]], texts: Texts, seed: int) -> bool:
-        """Generate texts after prompts, until all have ended or Ctrl-C is pressed.
+        """Generate texts after prompts, given as tokens, until all have ended (True) or Ctrl-C is pressed (False).
 
-        Args:
-            prompts: the tokens of each prompt.
-
-        Returns:
-            Whether the texts are complete; False if Ctrl-C was pressed.
-
-        Raises:
-            InputError: the logits are NaN.
+        Raise InputError if the logits are NaN.
         """
         positions, most = max(text.length + text.most for text in texts.each), max(text.most for text in texts.each)
         # Ctrl-C is checked after each token, so that no output is cut off. Several processes would not stop after the same token.
@@ -130,10 +117,7 @@ def start(
 ) -> Model:
     """Load a model onto devices, in all processes.
 
-    Args:
-        rows: the number of prompts.
-        positions: the largest length of a text with its prompt; memory is reserved for this length.
-        say: prints a line about the model.
+    Memory is reserved for `rows` prompts, and `positions` for each text with its prompt.
 
     Raises:
         InputError: the model is too large for the devices, or its parameters do not match its config.
@@ -172,14 +156,9 @@ def sequences(
     seed: int,
     known: Bool[np.ndarray, " n"],
 ) -> Iterator[Int[np.ndarray, " b"]]:
-    """Yield the tokens that follow the prompts, in each step one token per prompt. Meanwhile the next step is already running.
+    """Yield the tokens that follow the prompts, in `most` steps one token per prompt. Meanwhile the next step is already running.
 
-    Args:
-        prompts: the tokens of each prompt.
-        positions: see `Decoder.begin`.
-        most: the number of steps.
-        sampling: how a token is chosen.
-        known: shape (n,): for each of the first n tokens, whether it may be chosen. Later tokens may not be chosen.
+    `known` has for each of the first tokens whether it may be chosen; later tokens may not. `positions` is as in `Decoder.begin`.
     """
     rows = np.arange(len(prompts), dtype=np.int32)
     pick = _picker(sampling, known.tobytes())
@@ -203,10 +182,9 @@ def _picker(sampling: Sampling, known_tokens: bytes) -> Callable[..., jax.Array]
 
 
 def _on_cpus(source: model_source.Origin, dtype: str | None) -> model_source.Origin:
-    """Return the model for CPUs. They do not compute in float16, so it is replaced by float32.
+    """Return the model for CPUs with float32 in place of float16, in which they do not compute.
 
-    Raises:
-        InputError: the user has requested float16.
+    Raise InputError if the user has requested float16.
     """
     if dtype == "float16":
         raise InputError("--dtype: expected float32 or bfloat16, because CPUs do not compute in float16, found float16; remove --dtype")
@@ -257,9 +235,8 @@ def _sampling(request: Request) -> Sampling:
 def _tokens_of(text: str, number: int, words: Conversion, source: model_source.Origin) -> list[int]:
     """Return the tokens of a prompt.
 
-    Raises:
-        InputError: there are no tokens, too many, or a token that the model does not have; or the text is not UTF-8, and the tokenizer has
-            no tokens for bytes.
+    Raise InputError if there are none, too many, or one that the model does not have; or if the text is not UTF-8, and the tokenizer has no
+    tokens for bytes.
     """
     where = f"prompt {number}"
     if not words.takes_bytes:
@@ -274,12 +251,7 @@ def _tokens_of(text: str, number: int, words: Conversion, source: model_source.O
 
 
 def check_tokens(tokens: Sequence[int], words: Conversion, config: ModelConfig, where: str, hint: str) -> None:
-    """Check that a model can continue a text.
-
-    Args:
-        tokens: the tokens of the text, at least one.
-        hint: what to do if there are too many tokens.
-    """
+    """Check that a model can continue a text of at least one token; `hint` says what to do if there are too many."""
     longest = config.max_positions_used
     if len(tokens) >= longest:
         raise InputError(

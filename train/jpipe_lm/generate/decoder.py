@@ -132,14 +132,10 @@ class Decoder:
 
     @without_mesh()
     def begin(self, prompts: Sequence[Sequence[int]], positions: int) -> Float[Array, "b v"] | None:
-        """Read the prompts, long prompts piece by piece, and forget earlier prompts.
+        """Read the prompts, at least one token each, long ones piece by piece, and forget earlier prompts.
 
-        Args:
-            prompts: the tokens of each row, at least one token.
-            positions: the largest length that a row will have, up to the positions of the model.
-
-        Returns:
-            The logits of the next token of each row, shape (b, v), on the device of the last layer; None in processes without this device.
+        `positions` is the largest length that a row will have, up to the positions of the model. Return the logits of the next token of
+        each row, shape (b, v), on the device of the last layer; None in processes without it.
         """
         self._tokens = [list(prompt) for prompt in prompts]
         self._room = room_for(self._config, positions)

@@ -12,15 +12,10 @@ _USED = 0.9  # the fraction of a device's memory that layers may use; the rest i
 
 
 def place(sizes: Mapping[str, int], devices: Sequence[jax.Device], number: int | None, scratch: int = 0) -> dict[str, jax.Device]:
-    """Return the device of each layer. The placement minimizes the largest number of bytes on one device.
+    """Return the device of each layer, so that the largest number of bytes on one device is smallest.
 
-    Args:
-        sizes: a mapping from layer ids, in order, to bytes.
-        number: the number of devices to use; None for the smallest number of devices with enough memory.
-        scratch: bytes that each device needs in addition to its layers.
-
-    Raises:
-        InputError: there are fewer devices than `number`, or they have too little memory.
+    `sizes` has the bytes of the layers, in order; each device also needs `scratch` bytes. Without a `number` of devices, as few are used as
+    have enough memory. Raise InputError if there are fewer, or they have too little memory.
     """
     most = min(len(devices), len(sizes))
     if number is not None and not 1 <= number <= most:

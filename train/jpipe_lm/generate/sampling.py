@@ -30,19 +30,10 @@ class Sampling:
 def choose(
     logits: Float[Array, "b v"], sampling: Sampling, seed: UInt32[Array, ""], rows: Int[Array, " b"], count: Int[Array, ""]
 ) -> Int[Array, " b"]:
-    """Choose a token for each row, or -1 if its logits are NaN.
+    """Choose a token for each row, or -1 if its logits (b, v) are NaN.
 
-    A sample depends only on the seed, the row, the count and the logits of the row, not on other rows.
-
-    Args:
-        logits: the logits of the next token, shape (b, v).
-        sampling: how a token is chosen.
-        seed: the seed of all samples.
-        rows: the index of each row, shape (b,).
-        count: the number of tokens that were already sampled for each row.
-
-    Returns:
-        The tokens, shape (b,).
+    A sample depends only on the seed, the index and the logits of the row, and `count`, the number of tokens that were already sampled for
+    it, not on other rows.
     """
     scaled = logits.astype(jnp.float32)
     if sampling.temperature == 0:

@@ -180,14 +180,10 @@ def start_texts(
     words: Conversion,
     stops: Sequence[str] = (),
 ) -> list[Text]:
-    """Return an empty text for each prompt.
+    """Return an empty text for each prompt, given as tokens.
 
-    Args:
-        tokens: the tokens of each prompt.
-        most: the largest number of tokens to generate for each prompt.
-        positions: the largest number of tokens of a prompt and its continuation together.
-        words: converts tokens to text.
-        stops: the stop strings. A text ends before the first stop string.
+    `most` limits the tokens to generate for each, and `positions` a prompt with its continuation. A text ends before the
+    first of the `stops` in it.
     """
 
     def start(prompt: str, prompt_tokens: Sequence[int]) -> Text:

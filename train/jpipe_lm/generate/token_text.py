@@ -57,10 +57,7 @@ def of_tokenizer(
 ) -> Conversion:
     """Return the conversion of a tokenizer.
 
-    Args:
-        begins: the tokens of an empty prompt, if the tokenizer has no begin tokens.
-        ends: tokens that end a text, in addition to the tokenizer's end token.
-        chat_template: see `Conversion`.
+    `begins` are the tokens of an empty prompt, if the tokenizer has no begin tokens; `ends` end a text in addition to its end token.
     """
     all_ends = {*ends, *(() if tokenizer.end is None else (tokenizer.end,))}
     alone = tokenizer.begin or tuple(begins)

@@ -29,8 +29,7 @@ def attend(
 ) -> Float[Array, "b s h d"]:
     """Compute attention: causal attention for a decoder, attention to all positions for BERT. Segments do not attend to each other.
 
-    Raises:
-        InputError: the config selects a kernel that this platform does not have, or that does not support these shapes.
+    Raise InputError if the config selects a kernel that this platform does not have, or that does not support these shapes.
     """
     masked = Masked(config.kind == "decoder", config.window)
     kernel, platform = config.attention, jax.default_backend()
@@ -98,14 +97,11 @@ def _by_cudnn(q: Any, k: Any, v: Any, segments: Any, masked: Masked, config: Mod
 
 
 def attend_after(q: Float[Array, "b s h d"], slices: Sequence[tuple[Any, ...]], config: ModelConfig) -> Float[Array, "b s h d"]:
-    """Compute causal attention of the last slice of rows to the keys and values of all slices.
+    """Compute causal attention of the last slice of rows, with queries `q`, to the keys and values of all slices.
 
-    The backward pass joins keys and values again: they are kept only once, not once for each later slice. Attention of long
-    rows is computed in blocks of queries, and the backward pass recomputes each block.
-
-    Args:
-        q: the queries of the last slice.
-        slices: the keys and values of each slice, and their segments if segments do not attend to each other.
+    Each slice also has its segments if segments do not attend to each other. The backward pass joins keys and values again: they are kept
+    only once, not once for each later slice. Attention of long rows is computed in blocks of queries, and the backward pass recomputes each
+    block.
     """
     masked = Masked(True, config.window)
     positions = traced_positions()
@@ -141,17 +137,10 @@ def attend_cached(
     lengths: Int[Array, " b"],
     config: ModelConfig,
 ) -> tuple[Float[Array, "b s h d"], tuple[Float[Array, "b t k d"], Float[Array, "b t k d"]]]:
-    """Compute causal attention for further positions, given the keys and values of earlier positions.
+    """Compute causal attention for further positions, given the keys and values of earlier positions (`cache`), and return both.
 
-    The cache is a ring buffer: position p is in place p % t. There it replaces position p - t, which is outside all later windows.
-
-    Args:
-        cache: the keys and values of earlier positions; t is `cached_positions`.
-        at: the further positions, which are consecutive in each row.
-        lengths: the number of positions of each row. Later positions are not kept in the cache.
-
-    Returns:
-        The outputs, and the cache with the further positions.
+    The cache is a ring buffer: position p is in place p % t, where t is `cached_positions`. There it replaces position p - t, which is
+    outside all later windows. The positions `at` are consecutive in each row; those beyond the row's length are not kept in the cache.
     """
     places, count = cache[0].shape[1], at.shape[1]
     end = jnp.minimum(at[:, -1] + 1, lengths)

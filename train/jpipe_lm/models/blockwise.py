@@ -57,7 +57,6 @@ def attend_in_blocks(
     Args:
         core: computes the attention of some queries to some keys. Its mask (b or 1, 1, q, t) is True where a query attends to a key.
         q: the queries, which are at the last s positions.
-        segments: the segment of each position. Queries attend only to keys of their own segment.
         masked: the rule that says which keys in its segment a query attends to.
         size: the number of queries of a block; None chooses a number for which a block needs moderate memory.
     """
@@ -75,11 +74,7 @@ def attend_in_blocks(
 
 
 def queries_of_block(keys: int) -> int:
-    """Return the number of queries of a block for which it needs moderate memory.
-
-    Args:
-        keys: the number of keys that a query reads, over all rows and heads.
-    """
+    """Return a number of queries of a block that needs moderate memory, if each reads `keys` keys, over all rows and heads."""
     return max(_SHORTEST, _PAIRS // keys)
 
 

@@ -16,11 +16,7 @@ _FORWARD, _GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
 def float8_product(x: Float[Array, "*n i"], kernel: Float[Array, "i o"], *_: Any, **__: Any) -> Float[Array, "*n o"]:
-    """Multiply the inputs of a linear layer by its kernel, as the argument `dot_general` of `flax.nnx.Linear`.
-
-    Raises:
-        InputError: qwix is not installed.
-    """
+    """Multiply the inputs of a linear layer by its kernel, as the argument `dot_general` of `flax.nnx.Linear`."""
     return _product(x, kernel)
 
 

@@ -45,13 +45,8 @@ def splash(
 ) -> Float[Array, "b s h d"]:
     """Compute attention by splash attention. Blocks of positions outside the mask are not computed.
 
-    On the mesh of a stage, each device computes its own rows and heads.
-
-    Args:
-        segments: the segment of each position. Queries attend only to keys of their own segment.
-        masked: the rule that says which keys in its segment a query attends to.
-        soft_cap: if given, the scores x become cap · tanh(x / cap).
-        interpret: compute without a TPU, operation by operation, for tests.
+    On the mesh of a stage, each device computes its own rows and heads. Queries attend only to keys of their own segment, as `masked` says.
+    With a soft cap, the scores x become cap · tanh(x / cap). For tests, `interpret` computes without a TPU, operation by operation.
     """
     from jax.experimental.pallas.ops.tpu import splash_attention as jax_splash
 
@@ -103,14 +98,10 @@ def packed(
     masked: Masked,
     scale: float,
 ) -> Float[Array, "b s h d"]:
-    """Compute attention by cuDNN in its packed layout, without a mask. The documents of a row follow each other.
+    """Compute attention by cuDNN in its packed layout, without a mask. The documents (`segments`) of a row follow each other.
 
-    The backward computes the forward again: the arrays that it would need have room for `DOCUMENTS` documents in each row.
-
-    Args:
-        otherwise: computes attention if a row has more than `DOCUMENTS` documents.
-        segments: the document of each position.
-        masked: the rule that says which keys in its document a query attends to.
+    The backward computes the forward again: the arrays that it would need have room for `DOCUMENTS` documents in each row. If a row has
+    more, `otherwise` computes attention. `masked` says which keys in its document a query attends to.
     """
     return _by_number(partial(_packed, masked, scale), otherwise, q, k, v, segments)
 

@@ -18,13 +18,10 @@ def layers(config: ModelConfig, chunk: int | None = None, tune: TuneConfig | Non
     Inputs are tokens (b, s). If several documents share a row, inputs are {"tokens": tokens, "segments": segments}: segments count from 1,
     0 is padding, the positions of each segment begin at 0, and segments do not attend to each other. For BERT, inputs may also have
     "types": 0 or 1 for each token. For `multiple_choice`, arrays have the shape (b, k, s), for the k choices of an example.
-    Outputs are logits (b, s, v), for BERT {"tokens": logits, "next": logits (b, 2)}. For heads other than `language` see
-    `jpipe_lm.models.heads.Head`.
 
-    Args:
-        chunk: if given, the loss computes the logits, for this many positions at a time. The outputs then have an
-            `jpipe_train.losses.cross_entropy.Unprojected` instead of logits.
-        tune: the section `tune`, for adapters; None for no adapters.
+    Outputs are logits (b, s, v), for BERT {"tokens": logits, "next": logits (b, 2)}. With a `chunk`, the loss computes the logits, for that
+    many positions at a time, and the outputs have an `jpipe_train.losses.cross_entropy.Unprojected` instead. For heads other than
+    `language` see `jpipe_lm.models.heads.Head`. `tune` may add adapters.
     """
     kind = bert if config.kind == "bert" else transformer
     configs = config.blocks

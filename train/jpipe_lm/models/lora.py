@@ -72,11 +72,7 @@ class Adapted(nnx.Module):
 
 
 def tuned(layers: Mapping[str, Callable[..., nnx.Module]], config: ModelConfig, tune: TuneConfig) -> dict[str, Callable[..., nnx.Module]]:
-    """Return constructors of the layers with adapters. Layers that shared a constructor share the new one.
-
-    Args:
-        layers: the constructor of each layer of a built-in model, by layer id.
-    """
+    """Return constructors of the layers with adapters. Layers that shared a constructor share the new one."""
     if tune.lora is None:
         return dict(layers)
     same: dict[Any, Callable[..., nnx.Module]] = {}
@@ -89,12 +85,7 @@ def tuned(layers: Mapping[str, Callable[..., nnx.Module]], config: ModelConfig, 
 
 
 def widths_of(name: str, outputs: int, config: ModelConfig) -> dict[str, int]:
-    """Return the number of outputs of each part of a linear layer of a block.
-
-    Args:
-        name: the name of the layer, such as "qkv".
-        outputs: the number of outputs of the whole layer.
-    """
+    """Return the number of outputs of each part of a linear layer of a block, such as "qkv", which has `outputs` outputs in all."""
     size, kv_heads = config.head_size_used, config.kv_heads_used
     of_parts = (config.heads * size, kv_heads * size, kv_heads * size) if name == "qkv" else (outputs,)
     return dict(zip(PARTS[name], of_parts, strict=True))

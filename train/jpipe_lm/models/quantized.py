@@ -17,19 +17,13 @@ _BLOCK = 64  # the largest number of inputs that share a scale
 
 
 def quantize(kernel: Float[Array, "i o"], kind: Kind) -> tuple[Integer[Array, "j o"], Float[Array, "k o"]]:
-    """Quantize a kernel.
+    """Quantize a kernel (inputs, outputs).
 
     For each output, each block of 64 inputs has its own scale, so that the number with the largest magnitude gets the largest code. If the
     number of inputs is not a multiple of 64, the size of a block is the greatest common divisor of 64 and this number.
 
-    Args:
-        kernel: the kernel of a linear layer, (inputs, outputs).
-
-    Returns:
-        The codes, (inputs, outputs) or (inputs / 2, outputs) for "nf4", and the scales of the blocks.
-
-    Raises:
-        InputError: qwix is not installed, or the kind is "nf4" and the kernel has an odd number of inputs.
+    Return the codes, (inputs, outputs) or (inputs / 2, outputs) for "nf4", and the scales of the blocks. Raise InputError if qwix is not
+    installed, or the kind is "nf4" and the kernel has an odd number of inputs.
     """
     inputs = kernel.shape[0]
     if kind == "nf4" and inputs % 2:
@@ -45,11 +39,7 @@ def quantize(kernel: Float[Array, "i o"], kind: Kind) -> tuple[Integer[Array, "j
 
 
 def dequantize(codes: Integer[Array, "j o"], scale: Float[Array, "k o"], kind: Kind) -> Float[Array, "i o"]:
-    """Return the kernel in the dtype of the scales.
-
-    Raises:
-        InputError: qwix is not installed.
-    """
+    """Return the kernel in the dtype of the scales. Raise InputError if qwix is not installed."""
     values: Any = codes
     if kind == "nf4":
         pairs = jnp.stack([codes & jnp.uint8(15), codes >> jnp.uint8(4)], axis=1)
@@ -94,11 +84,7 @@ def promotion() -> Iterator[None]:
 
 
 def import_qwix(key: str) -> Any:
-    """Import qwix, for a key of the config.
-
-    Raises:
-        InputError: qwix is not installed.
-    """
+    """Import qwix, for a key of the config. Raise InputError if it is not installed."""
     try:
         import qwix
     except ImportError:

@@ -44,14 +44,9 @@ def rotated(
 ) -> Float[Array, "b s h d"]:
     """Apply rotary position embeddings: rotate each pair of components by an angle that is proportional to the position.
 
-    A pair has one component from each half of the rotated part of a head. The rest of the head is not changed.
-
-    Reference: Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding".
-
-    Args:
-        x: queries or keys.
-        positions: the positions of the queries or keys.
-        lengths: the length of the text that each position belongs to. LongRoPE chooses between its two scalings by this length.
+    A pair has one component from each half of the rotated part of a head. The rest of the head is not changed. LongRoPE chooses between its
+    two scalings by the length of the text that each position belongs to. Reference: Su et al. 2021, "RoFormer: Enhanced Transformer with
+    Rotary Position Embedding".
     """
     wide, size = wider(x.dtype), config.rotary_size
     short, long = (jnp.asarray(numbers, wide)[None, None, None] for numbers in frequencies(config))

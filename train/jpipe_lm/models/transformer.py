@@ -116,14 +116,10 @@ class Block(nnx.Module):
         return joined(x, segments, routing)
 
     def carried(self, stream: Stream, carry: tuple[Any, ...] | None) -> tuple[Stream, tuple[Any, ...]]:
-        """Apply a decoder's block to a slice of the rows, given the keys and values of the slices before (`jpipe.Layer.carried`).
+        """Apply a decoder's block to a slice of the rows, given the carries of the slices before (`jpipe.Layer.carried`), if any.
 
-        Args:
-            carry: for each slice before, the keys and values, and with several documents in a row their segments and positions; None for
-                the first slice.
-
-        Raises:
-            InputError: rows of this kind of model cannot be cut into slices.
+        These have keys and values, and with several documents in a row their segments and positions. Raise InputError if rows of this kind
+        of model cannot be cut into slices.
         """
         x, segments = split_stream(stream)
         self._check_slices(segments)
@@ -156,15 +152,9 @@ class Block(nnx.Module):
     def following(
         self, x: Float[Array, "b s w"], cache: tuple[Any, Any], at: Int[Array, "b s"], lengths: Int[Array, " b"]
     ) -> tuple[Float[Array, "b s w"], tuple[Any, Any]]:
-        """Apply a decoder's block to further positions, given the keys and values of earlier positions.
+        """Apply a decoder's block to further positions `at`, consecutive in each row, and add them to the cache of `attend_cached`.
 
-        Args:
-            cache: the keys and values of earlier positions; see `attend_cached`.
-            at: the further positions, which are consecutive in each row.
-            lengths: the number of known positions of each row, with the further positions.
-
-        Returns:
-            The output of the block, and the cache with the further positions.
+        `lengths` has the number of known positions of each row, with the further ones. Return the output and the new cache.
         """
         b, s, _ = x.shape
         q, k, v = self._heads(self.attention_norm(x), at, lengths[:, None])
@@ -330,8 +320,7 @@ def projected(hidden: Any, kernel: Any, bias: Any, by_symbol: bool, chunk: int |
 def split_inputs(inputs: Any, config: ModelConfig) -> tuple[Any, Any]:
     """Return the tokens of inputs, and their segments or None. The choices of examples (b, k, s) become rows (b·k, s).
 
-    Raises:
-        InputError: the sequences are longer than the model's positions.
+    Raise InputError if the sequences are longer than the model's positions.
     """
     inputs = inputs if isinstance(inputs, dict) else {"tokens": inputs}
     tokens, segments = in_rows(inputs["tokens"]), in_rows(inputs.get("segments"))

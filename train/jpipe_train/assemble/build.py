@@ -34,13 +34,8 @@ def build(
 ) -> tuple[jpipe.Pipeline, data.Data]:
     """Build the pipeline and the data that `config` describes, without running anything on a device.
 
-    Args:
-        reporter: prints the phases that take long.
-        plan: the plan; by default the plan in the config.
-        load: reads the data; by default `jpipe_train.data.data.load`.
-
-    Raises:
-        jpipe.InputError: the config is invalid.
+    `reporter` prints the phases that take long. `plan` and `load` replace the plan in the config and `jpipe_train.data.data.load`. Raise
+    jpipe.InputError if the config is invalid.
     """
 
     @functools.cache
@@ -69,12 +64,8 @@ def build(
 def check_by_reading(config: Config, path: str | None = None) -> None:
     """Check a config and the files that it names. No device starts, no data are read, and the model is not traced.
 
-    Args:
-        path: the path of data that replace the data of the run, as in `jpipe_train.data.data.held_out`.
-
-    Raises:
-        jpipe.InputError: a file is missing or no installed library reads it; a function does not exist or has other arguments; or a size
-            does not divide another.
+    `path` names data that replace the data of the run, as in `jpipe_train.data.data.held_out`. Raise jpipe.InputError if a file is missing
+    or no installed library reads it; a function does not exist or has other arguments; or a size does not divide another.
     """
     metrics(config.eval, config.model)
     model.loss(config)
@@ -106,8 +97,7 @@ def check_plan(config: Config, plan: jpipe.Plan) -> None:
 def check(config: Config, pipe: jpipe.Pipeline, batches: data.Data) -> data.Data:
     """Check that a pipeline can run here: its devices, memory, loss and optimizer, and the range of the labels.
 
-    Returns:
-        The data, with checks of the labels of later batches.
+    Return the data, with checks of the labels of later batches.
     """
     batch = batches.like
     with errors_name_config_keys(config.plan.file):
@@ -147,8 +137,7 @@ def param_specs(stack: jpipe.LayerStack, plan: jpipe.Plan, batch: Any) -> dict[s
 def make_plan(config: PlanConfig, layer_ids: Sequence[str]) -> jpipe.Plan:
     """Read the plan in `config.file`, or divide the layers evenly by number or, if `config.layer_costs` is set, by cost.
 
-    Raises:
-        jpipe.InputError: the file cannot be read or is not a plan, or the keys describe an illegal plan.
+    Raise jpipe.InputError if the file cannot be read or is not a plan, or the keys describe an illegal plan.
     """
     if config.file is not None:
         return read_plan(config.file)
@@ -252,18 +241,16 @@ def check_per_stage(plan: jpipe.Plan, arguments: Mapping[str, Sequence[float]]) 
 def started_devices(pipe: jpipe.Pipeline) -> list[Sequence[jax.Device]]:
     """Start JAX's devices and return the device or mesh of each worker.
 
-    Raises:
-        jpipe.InputError: JAX finds no devices of the requested kind, or too few for the plan.
+    Raise jpipe.InputError if JAX finds no devices of the requested kind, or too few for the plan.
     """
     start_devices()
     return [place.devices for place in pipe.places]
 
 
 def start_devices() -> None:
-    """Start JAX's devices. Several processes wait for each other.
+    """Start JAX's devices; several processes wait for each other.
 
-    Raises:
-        jpipe.InputError: JAX finds no devices of the requested kind, or cannot start them.
+    Raise jpipe.InputError if JAX finds no devices of the requested kind, or cannot start them.
     """
     try:
         jax.devices()
@@ -283,13 +270,10 @@ def check_memory(
     has_masters: bool = False,
     is_trained: Callable[[str], bool] | None = None,
 ) -> None:
-    """Reject a model that certainly exceeds the memory of the devices. A model that passes may still be too large.
+    """Reject a model that certainly exceeds the memory of this process's devices. A model that passes may still be too large.
 
-    Args:
-        devices: the devices of each worker. Only the devices of this process are checked.
-        has_masters: whether `specs` are master weights, so that a copy of the trained weights with half their bytes is needed as well.
-        is_trained: a function from the name of a parameter to whether it is trained. Frozen parameters have no gradients and no masters.
-            None: all are trained.
+    If `specs` are master weights (`has_masters`), a copy of the trained weights with half their bytes is needed as well. Parameters that
+    are not trained, by name, have no gradients and no masters; by default all are trained.
     """
     local = [(s, group) for (s, _), group in zip(plan.workers, devices, strict=True) if group[0].process_index == jax.process_index()]
     layers = [{layer_id: specs[layer_id]} for s, _ in local for layer_id in plan.stages[s].layers]
@@ -330,10 +314,7 @@ def prepare_devices(config: PlanConfig, num_processes: int = 1) -> None:
     """Configure the number of CPU devices for the plan. Call this before the user's functions, because those may start JAX.
 
     Each process has the same number of devices. If that is impossible, each has one device, and the pipeline later reports which numbers of
-    processes are possible.
-
-    Raises:
-        jpipe.InputError: the plan cannot be read, or has fewer devices than there are processes.
+    processes are possible. Raise jpipe.InputError if the plan cannot be read, or has fewer devices than there are processes.
     """
     with errors_name_config_keys(config.file):
         if config.file == AUTO:  # one device per core, or one per process

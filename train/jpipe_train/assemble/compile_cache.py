@@ -26,14 +26,8 @@ _counts = {_REQUESTS: 0, _HITS: 0}
 def use(setting: str | None) -> str | None:
     """Make JAX keep the programs that it compiles from now on. If the user has set a cache folder for JAX, that folder is kept.
 
-    Args:
-        setting: a folder, `AUTO`, or None for no cache.
-
-    Returns:
-        A message if `setting` is `AUTO` and the user's cache folder cannot be used, otherwise None.
-
-    Raises:
-        InputError: the folder `setting` cannot be used.
+    `setting` is a folder, which must be usable (InputError), `AUTO`, or None for no cache. Return a message if it is `AUTO` and the user's
+    cache folder cannot be used.
     """
     if setting is None or jax.config.values["jax_compilation_cache_dir"] is not None:
         return None
@@ -98,11 +92,7 @@ def _processor() -> str:
 
 
 def _private_folder(folder: Path) -> Path:
-    """Create the folder if necessary, and check that only this user can write to it.
-
-    Raises:
-        OSError: the folder cannot be created, or another user can write to it.
-    """
+    """Create the folder if necessary. Raise OSError if that fails, or if another user can write to it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

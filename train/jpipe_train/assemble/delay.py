@@ -12,8 +12,7 @@ _MOST_LISTED = 6  # at most this many groups of stages with equal values are lis
 def delay_words(plan: jpipe.Plan, batches_per_update: int = 1) -> str:
     """Return a sentence about the mean delay of each stage, or "" if no gradient is computed with older weights than it changes.
 
-    Args:
-        batches_per_update: the number of batches in an update of the optimizer, `optimizer.accumulate_batches`.
+    `batches_per_update` is `optimizer.accumulate_batches`.
     """
     if not any(plan.delays):
         return ""

@@ -16,11 +16,7 @@ Tree = Any
 def trains_part(rule: optax.GradientTransformation, config: TuneSection, params: Mapping[str, Tree]) -> optax.GradientTransformation:
     """Return an optimizer that changes only the trained parameters, or `rule` itself if all are trained.
 
-    Args:
-        params: a dict from layer ids to the shapes and dtypes of the layer's parameters.
-
-    Raises:
-        InputError: a pattern matches no parameter, or no parameter is trained.
+    `params` are specs by layer id. Raise InputError if a pattern matches no parameter, or no parameter is trained.
     """
     is_trained = config.trained()
     if is_trained is None:
@@ -39,11 +35,9 @@ def trains_part(rule: optax.GradientTransformation, config: TuneSection, params:
 
 
 def words(config: TuneSection, params: Mapping[str, Tree], *, random: bool = False) -> str | None:
-    """Describe how many parameters are trained; None if all are trained.
+    """Describe how many parameters are trained, and whether they begin `random`; None if all are trained.
 
-    Args:
-        params: a dict from layer ids to the shapes and dtypes of the layer's parameters; shared parameters are only in the first layer.
-        random: whether the run begins with random parameters.
+    `params` are specs by layer id; shared parameters are only in the first layer.
     """
     if (is_trained := config.trained()) is None:
         return None

@@ -80,14 +80,10 @@ class CheckedBatches:
 
 
 def check_labels(config: Config, batches: data.Data, outputs: Any) -> data.Data:
-    """Return the same data with checks of the labels and tokens. Process 0 checks the first training and validation batch immediately.
+    """Return the same data with checks of the labels and tokens against the specs of the model's outputs.
 
-    Args:
-        outputs: the shapes and dtypes of the outputs of the model.
-
-    Raises:
-        InputError: a label or token of the first batches is out of range, or the model has fewer outputs than the data have words or
-            classes.
+    Process 0 checks the first training and validation batch immediately. Raise InputError if a label or token is out of range, or the model
+    has fewer outputs than the data have words or classes.
     """
     if batches.vocab_size is not None:
         _check_outputs(batches.vocab_size, batches, outputs)

@@ -27,11 +27,7 @@ Pair = tuple[jax.Array, jax.Array]
 def metrics(config: EvalConfig, model: ModelSection | None = None) -> dict[str, Any]:
     """Return functions `(outputs, labels) -> (sum, weight)` by name; `combined` computes the metrics from their means.
 
-    Args:
-        model: the section `model`. It determines the number of classes, and may add metrics.
-
-    Raises:
-        InputError: a target does not exist.
+    The model determines the number of classes, and may add metrics. Raise InputError if a target does not exist.
     """
     functions: dict[str, Any] = {} if model is None else dict(model.extra_metrics())
     has_more = bool(functions)
@@ -55,12 +51,7 @@ def results(config: Config) -> dict[str, Mode]:
 
 
 def results_of(named: Mapping[str, str], *, has_average: bool) -> dict[str, Mode]:
-    """Return the same as `results`, without the losses of sources.
-
-    Args:
-        named: a mapping from the names of metrics to built-in metrics or `module:function`.
-        has_average: whether a moving average of the weights is evaluated as well.
-    """
+    """Return the same as `results`, without the losses of sources; `named` maps names to built-in metrics or `module:function`."""
     kinds = {"loss": "loss", **named}
     modes: dict[str, Mode] = {f"val_{name}": "min" if kind in _LOWER_IS_BETTER else "max" for name, kind in kinds.items()}
     return modes | {f"{name}_ema": mode for name, mode in modes.items() if has_average}
@@ -90,11 +81,8 @@ def centred(
 ) -> dict[str, tuple[float, float]]:
     """Return `means` with the parts of `pearson` in float64, computed from the sums of each microbatch about its centre.
 
-    Sums of squares in float32 would lose all digits if the numbers vary little compared with their size.
-
-    Args:
-        means: a mapping from names to (mean, weight) of a batch. This function waits until they are computed.
-        microbatches: the sums of each microbatch, as in `jpipe.Evaluation`.
+    Sums of squares in float32 would lose all digits if the numbers vary little compared with their size. `means` has (mean, weight) of a
+    batch by name, and is waited for; `microbatches` are as in `jpipe.Evaluation`.
     """
     groups: dict[str, list[str]] = {}
     for key in means:

@@ -19,12 +19,9 @@ from jpipe_train.config.model_section import ModelSection
 def layers(config: Config, inputs: Callable[[], Any] | None = None) -> jpipe.LayerStack:
     """Return the layers of the model. Either its kind builds them, or `model.target` returns a LayerStack or a whole model.
 
-    Args:
-        inputs: a function that returns the inputs of a batch, or their shapes and dtypes. A whole model is traced with them and cut into
-            layers, which do not depend on the plan. None: whole models are rejected.
-
-    Raises:
-        InputError: the target does not exist, fails, or does not return a model; or its model cannot be cut.
+    A whole model is traced with the inputs of a batch, or their specs, that `inputs` returns, and cut into layers, which do not depend on
+    the plan; without `inputs` it is rejected. Raise InputError if the target does not exist, fails, or does not return a model; or its
+    model cannot be cut.
     """
     if (target := config.model.target) is None:
         return config.model.build_layers(config, inputs)
@@ -72,8 +69,7 @@ def _spec(rows: Any) -> jax.ShapeDtypeStruct:
 def loss(config: Config) -> Any:
     """Return the loss function `(outputs, labels) -> (sum, weight)`: the loss of this name, or `loss.target` with its arguments.
 
-    Raises:
-        InputError: the target does not exist, or has other arguments; or the package that adds the loss cannot be imported.
+    Raise InputError if the target does not exist, or has other arguments; or the package that adds the loss cannot be imported.
     """
     if (name := config.loss_name) is not None:
         return registry.find("losses", name)

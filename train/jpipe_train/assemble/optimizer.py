@@ -24,14 +24,10 @@ MASKS = ("mask", "weight_decay_mask")  # optax's names for the argument that sel
 
 
 def optimizer(config: OptimizerConfig, steps: int, params: Tree) -> optax.GradientTransformation:
-    """Return the optimizer with its learning-rate schedule; `jpipe.Pipeline` checks that a pipeline can use it.
+    """Return the optimizer with its learning-rate schedule for `steps` batches; `jpipe.Pipeline` checks that a pipeline can use it.
 
-    Args:
-        steps: the number of batches of the run.
-        params: a dict from layer ids to the shapes and dtypes of the layer's parameters.
-
-    Raises:
-        InputError: arguments are unknown, missing or rejected; a pattern of `decay` matches no parameter.
+    `params` are specs by layer id. Raise InputError if arguments are unknown, missing or rejected; or a pattern of `decay` matches no
+    parameter.
     """
     factory, arguments, of_stages = checked_arguments(config, steps, params)
     _check_patterns(config.decay or (), params)
@@ -53,12 +49,8 @@ def checked_arguments(
 ) -> tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]:
     """Return the optimizer's constructor, its arguments, and the arguments that differ between stages. The constructor is not called.
 
-    Args:
-        steps: the number of batches of the run.
-        params: a dict from layer ids to parameters, for weight decay. Without it the arguments can only be checked.
-
-    Raises:
-        InputError: the function does not exist; arguments are unknown or missing.
+    `steps` counts the batches of the run; `params`, by layer id, are for weight decay: without them the arguments can only be checked.
+    Raise InputError if the function does not exist, or arguments are unknown or missing.
     """
     is_of_user = ":" in config.name
     factory = entry_point.load(config.name, "optimizer.name") if is_of_user else optax_names.optimizers()[config.name]
@@ -94,11 +86,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[int], float]
     """Return a function from a batch number to the learning rate, or None if the rate is unknown.
 
     The rate is unknown for a user's optimizer, for an optimizer without a learning rate, and for rates that differ between stages. All
-    batches of one update have the same rate.
-
-    Args:
-        config: the section `optimizer`. The function `optimizer` must have accepted it.
-        steps: the number of batches of the run.
+    batches of one update have the same rate. `optimizer` must have accepted the config and `steps`, the number of batches.
     """
     factory = None if ":" in config.name else optax_names.optimizers()[config.name]
     if factory is None or "learning_rate" not in parameters_of(factory) or "learning_rate" in config.per_stage:
@@ -124,10 +112,8 @@ def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[int], float]
 def lr_schedule(config: OptimizerConfig, updates: int, peak: float) -> optax.Schedule:
     """Return a schedule that rises to `peak` over `warmup_steps` updates and then follows `config.lr_schedule`.
 
-    The schedule is constant, a cosine down to a tenth of the peak at `updates`, or a schedule of optax.
-
-    Raises:
-        InputError: arguments of the schedule are unknown, missing or rejected.
+    The schedule is constant, a cosine down to a tenth of the peak at `updates`, or a schedule of optax. Raise InputError if its arguments
+    are unknown, missing or rejected.
     """
     warmup = config.warmup_steps
     match config.lr_schedule:
@@ -171,8 +157,7 @@ def _rate_with_peak(config: OptimizerConfig, steps: int, peak: float) -> float |
 def _per_stage(config: OptimizerConfig, steps: int, factory: Callable[..., Any], reserved: Mapping[str, str]) -> dict[str, list[Any]]:
     """Return the arguments that differ between stages, each with one number or schedule per stage.
 
-    Raises:
-        InputError: an argument is unknown, does not take a number, or is also set for all stages.
+    Raise InputError if an argument is unknown, does not take a number, or is also set for all stages.
     """
     if config.per_stage and config.inject_hyperparams:
         raise InputError("optimizer.inject_hyperparams: it keeps one value for all stages; remove it, or remove optimizer.per_stage")

@@ -6,11 +6,7 @@ import jpipe
 
 
 def slices_words(pipe: jpipe.Pipeline, batch: Any) -> str:
-    """Return a description such as `rows of 4096 positions in slices of 2432 + 1664`; "" for whole rows.
-
-    Args:
-        batch: a batch; only shapes and dtypes are used.
-    """
+    """Return a description such as `rows of 4096 positions in slices of 2432 + 1664`; "" for whole rows. Only the specs count."""
     if pipe.plan.counted.row_slices == 1:
         return ""
     positions = pipe.positions(batch)

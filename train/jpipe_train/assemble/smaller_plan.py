@@ -5,21 +5,12 @@ from jpipe_train.config.config import AUTO, MOST_MICROBATCHES, Config, PlanConfi
 
 
 def for_processes(config: Config, processes: int, planned: int | None) -> tuple[Config, str]:
-    """Return the config with a plan for the available number of processes.
+    """Return the config with a plan for the available number of processes, and a line about the changes; "" without any.
 
     With n of N processes the plan has n / N of the config's ranks. First `smaller` is tried, then a search for a plan (`plan.file: auto`).
-    A config with a plan file, or with lists of values for stages, always needs the search. The batch size does not change.
-
-    Args:
-        config: the config of the run; its plan is for `planned` processes.
-        processes: the existing number of processes.
-        planned: the number of processes that the config is made for; None returns the config unchanged.
-
-    Returns:
-        The config, and a line about the changes; "" without any.
-
-    Raises:
-        jpipe.InputError: there are more processes than planned, or for some smaller number of processes the run could not continue.
+    A config with a plan file, or with lists of values for stages, always needs the search. The batch size does not change. If no number is
+    `planned`, the config is returned unchanged. Raise jpipe.InputError if there are more processes than planned, or if the run could not
+    continue with some smaller number of processes.
     """
     if planned is None:
         return config, ""
@@ -55,8 +46,7 @@ def for_processes(config: Config, processes: int, planned: int | None) -> tuple[
 def _check_links(config: Config, planned: int) -> None:
     """If a plan search could become necessary, reject compressed sums: the planner cannot predict their cost.
 
-    Raises:
-        jpipe.InputError: for some number of processes there is no smaller plan.
+    Raise jpipe.InputError if for some number of processes there is no smaller plan.
     """
     if config.plan.links is None or config.plan.links.sums is None or config.plan.file is not None:
         return
@@ -73,12 +63,8 @@ def smaller(plan: PlanConfig, ranks: int, batch_size: int) -> PlanConfig | None:
     """Return a plan with at most the stages and replicas of `plan` that uses exactly `ranks` ranks, or None if there is none.
 
     Of the possible plans, the plan with the most stages is chosen, because its stages need the least memory. It has the same number of
-    microbatches, or the next larger number that divides the batch and is legal for the schedule and the replicas.
-
-    Args:
-        plan: the plan, with the keys of even stages. With a plan file or a list of values for stages, the result is None.
-        ranks: the number of ranks.
-        batch_size: the number of rows in a batch.
+    microbatches, or the next larger number that divides the rows of a batch and is legal for the schedule and the replicas. With a plan
+    file or a list of values for stages, the result is None.
     """
     if plan.file is not None or not isinstance(plan.replicas, int) or isinstance(plan.recompute, list) or isinstance(plan.mesh, list):
         return None

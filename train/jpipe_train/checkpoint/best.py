@@ -95,10 +95,8 @@ def ranked(values: Mapping[int, float], mode: Mode) -> list[int]:
 def values_in(folder: Path, metric: str, steps: Iterable[int] | None = None, since: int = 0) -> dict[int, float]:
     """Return the values of a result by step, from the complete checkpoints that have it. Damaged checkpoints are left out.
 
-    Args:
-        folder: the folder of the run.
-        steps: the steps to consider; None for all.
-        since: steps up to this one are left out; so are steps before a change of the validation data (a checkpoint's `val_since`).
+    Only `steps` are considered, if given, and only steps after `since` and after a change of the validation data (a checkpoint's
+    `val_since`).
     """
     from jpipe import checkpoints
 
@@ -127,14 +125,7 @@ def _value(facts: Mapping[str, Any], metric: str) -> float | None:
 
 
 def best_step(folder: Path, where: str) -> int:
-    """Return the step of the best checkpoint of a run.
-
-    Args:
-        folder: the folder of the run.
-
-    Raises:
-        InputError: the run does not keep its best checkpoints, or has none yet.
-    """
+    """Return the step of the best checkpoint of a run. Raise InputError if it does not keep its best checkpoints, or has none yet."""
     config = config_file.load_resolved(folder / "config.yaml")
     best = config.checkpoint.best
     if best is None:
@@ -151,12 +142,7 @@ def best_step(folder: Path, where: str) -> int:
 
 
 def find(folder: Path, best: BestConfig, results: Mapping[str, Mode]) -> tuple[int, float] | None:
-    """Return the step and value of the best checkpoint in a run folder, or None if there is none.
-
-    Args:
-        folder: the folder of the run.
-        best: which result determines the best checkpoints.
-    """
+    """Return the step and value of the checkpoint in a run folder that is best by `best`, or None if there is none."""
     values = values_in(folder, best.metric)
     steps = ranked(values, mode_of(best, results))
     return (steps[0], values[steps[0]]) if steps else None

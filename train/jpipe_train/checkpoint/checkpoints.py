@@ -115,15 +115,10 @@ class Checkpoints:
         return observe
 
     def flush_finished(self, logged: int, facts: Callable[[int], Mapping[str, Any]]) -> None:
-        """Start to write the complete snapshots if all their rows are logged, and report failures of earlier checkpoints.
+        """Start to write the complete snapshots if all their rows, up to step `logged`, are written, and report earlier failures.
 
-        Args:
-            logged: the last step with a written row.
-            facts: a function that returns the facts for the checkpoint of a step.
-
-        Raises:
-            OSError: the disk is full, and `checkpoint.on_full_disk` is "stop".
-            TimeoutError: another process did not write its part.
+        `facts` returns the facts for the checkpoint of a step. Raise OSError if the disk is full, and `checkpoint.on_full_disk` is "stop",
+        and TimeoutError if another process did not write its part.
         """
         if self._writing is not None and self._writing.done():
             self.finish()  # to report failures now

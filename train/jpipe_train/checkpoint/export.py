@@ -22,13 +22,9 @@ ENDING = ".safetensors"
 
 
 def open_run(request: ExportRequest, report: Callable[[str], None]) -> SavedWeights:
-    """Open the checkpoint of a run.
+    """Open the checkpoint of a run; `report` prints a line for each damaged newer checkpoint.
 
-    Args:
-        report: a function that prints a line for each damaged newer checkpoint.
-
-    Raises:
-        InputError: the run or the checkpoint does not exist, or the checkpoint is damaged.
+    Raise InputError if the run or the checkpoint does not exist, or the checkpoint is damaged.
     """
     start_cpu()
     return SavedWeights(choose(resolved(request.source, "export"), request.step, "export", report), request.weights)
@@ -106,11 +102,7 @@ def _words(request: ExportRequest, saved: SavedWeights, arrays: Mapping[str, Any
 def of_whole_model(arrays: Mapping[str, Any], facts: Any) -> dict[str, Any]:
     """Return the arrays of the whole model from which the layers were cut, by path.
 
-    Args:
-        facts: the facts of the checkpoint. They locate the arrays in the whole model.
-
-    Raises:
-        InputError: the layers were not cut from a model, or the facts are damaged.
+    The facts of the checkpoint locate them. Raise InputError if the layers were not cut from a model, or the facts are damaged.
     """
     locations = facts.get("model") if isinstance(facts, Mapping) else None
     if locations is None:

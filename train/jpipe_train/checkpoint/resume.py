@@ -144,10 +144,7 @@ class Resumed:
     def position(self, batch_size: int) -> Position | None:
         """Return the position in the training data at which the order of batches begins; None for the first row.
 
-        With the batch size of the checkpoint, the order continues. With another batch size, a new order begins at the next rows.
-
-        Args:
-            batch_size: the number of rows in a batch of the resumed run.
+        With the batch size of the checkpoint, the order continues. With another one, a new order begins at the next rows.
         """
         data = self.facts.data
         if data is not None:
@@ -167,11 +164,7 @@ class Resumed:
         return [part(self.plan, settings, self.facts.devices, 0, self.step, None if may_be_reset else 0)]
 
     def changes(self, record: Mapping[str, Any]) -> list[str]:
-        """Return the config keys with changed values. `plan` stands for all keys of the plan, because a plan file sets them all.
-
-        Args:
-            record: the present config of the run, as plain data.
-        """
+        """Return the config keys with changed values. `plan` stands for all keys of the plan, because a plan file sets them all."""
         before, now = _config_in(self.facts.config), dict(record)
         plans = before.pop("plan", None), now.pop("plan")
         flat, earlier = _flat(now), _flat(before)
@@ -202,12 +195,9 @@ class Resumed:
 def history(
     settings: RunSettings, plan: jpipe.Plan, resumed: Resumed | None, clock: Callable[[], float], earlier: LastStep | None = None
 ) -> History:
-    """Return the history of a run that begins or is resumed.
+    """Return the history of a run that begins, or resumes from a checkpoint after `earlier`, the last logged step, if known.
 
-    Args:
-        resumed: the checkpoint from which the run resumes, if any.
-        clock: a function that returns the seconds since this part of the run began.
-        earlier: the last step that was logged before the run resumed, if known.
+    `clock` returns the seconds since this part of the run began.
     """
     devices = jax.device_count()
     if resumed is None:
@@ -241,7 +231,7 @@ def _has_checkpoints(folder: Path) -> bool:
 def find(
     run_dir: str | None, resume: Resume, team: Team, say: Callable[[str], None], *, step: Step = None, before: int | None = None
 ) -> Resumed | None:
-    """Find the newest complete checkpoint in the run folder. All processes call this.
+    """Return the run at the newest complete checkpoint in its folder, or None if it begins at step 0. All processes call this.
 
     Args:
         resume: whether to resume.
@@ -249,9 +239,6 @@ def find(
         say: a function that prints a line for each newer checkpoint that cannot be used.
         step: the step of the checkpoint to resume from, or "best", instead of the newest. Later checkpoints of the same job have priority.
         before: the step of a checkpoint that could not be read; only earlier ones are considered.
-
-    Returns:
-        The run at that checkpoint; None if the run begins at step 0.
 
     Raises:
         InputError: `resume` is "must" and there is no checkpoint; all checkpoints are incomplete or written by a newer jpipe; or none is of
@@ -307,8 +294,7 @@ def _find(run_dir: str | None, resume: Resume, say: Callable[[str], None], wante
 def _newest(folder: Path, steps: tuple[int, ...], report: Callable[[str], None], before: int | None) -> Resumed | None:
     """Return the run at the newest checkpoint that can be restored.
 
-    Raises:
-        NotRestorable: there is none, but there is an undamaged one with contents that jpipe does not write.
+    Raise NotRestorable if there is none, but an undamaged one with contents that jpipe does not write.
     """
     from jpipe.checkpoints import newest
 
@@ -333,11 +319,7 @@ def passed_over(error: InputError) -> str:
 
 
 def at(folder: Path, step: int) -> Resumed:
-    """Return the run at the checkpoint of `step`.
-
-    Raises:
-        InputError: the checkpoint is damaged, or its facts are not as jpipe writes them.
-    """
+    """Return the run at the checkpoint of `step`. Raise InputError if it is damaged, or its facts are not as jpipe writes them."""
     from jpipe.checkpoints import Checkpoint, steps
 
     return Resumed(folder, step, _facts_of(Checkpoint(folder, step)), tuple(steps(folder)))
@@ -352,11 +334,7 @@ def _facts_of(checkpoint: "jpipe.checkpoints.Checkpoint") -> Facts:
 
 
 def _config_in(text: str) -> dict[Any, Any]:
-    """Parse the config in a checkpoint. Another version of jpipe, with other keys, may have written it.
-
-    Raises:
-        InputError: it is not a config.
-    """
+    """Parse the config in a checkpoint, perhaps with other keys, of another version of jpipe. Raise InputError if it is no config."""
     if len(text) > config_file.MOST_BYTES:
         raise InputError(expected=f"at most {config_file.MOST_BYTES:,} characters", found=f"{len(text):,}")
     data = parse(text, "the config of the checkpoint", ANOTHER)
@@ -366,11 +344,7 @@ def _config_in(text: str) -> dict[Any, Any]:
 
 
 def _step(line: str, where: str) -> float:
-    """Return the step of a row, or infinity if the row is cut off because it was being written.
-
-    Raises:
-        InputError: it is not a row as jpipe writes them.
-    """
+    """Return the step of a row, or infinity if the row is cut off because it was being written. Raise InputError for another row."""
     if len(line) > _LONGEST_ROW:
         raise NotRestorable(where=where, expected="a JSON object of numbers", found=f"{len(line):,} characters", change=ANOTHER)
     try:

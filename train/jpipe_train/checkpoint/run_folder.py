@@ -170,16 +170,10 @@ class RunFolder:
         write_atomically(self.path / "planned.json", json.dumps(both, indent=2) + "\n")
 
     def mark_end(self, steps: int, length: int, stopped_early: str | None, stopped_by: str | None = None) -> None:
-        """Mark that the run has ended, or was saved at a signal.
+        """Mark that the run has ended, or was saved at a signal, after this number of steps of the planned `length`.
 
-        Args:
-            steps: the number of completed or saved steps.
-            length: the planned number of steps, with epochs converted to steps.
-            stopped_early: why the run ended with fewer steps; None if it did not.
-            stopped_by: the name of the signal that stopped the run; None if the run has ended.
-
-        Raises:
-            OSError: the disk is full, for example.
+        `stopped_early` says why the run ended with fewer steps, if it did, and `stopped_by` names the signal that stopped it. Raise OSError
+        if the disk is full, for example.
         """
         _write_end(self.path, steps, length, stopped_early, stopped_by)
 
@@ -313,12 +307,7 @@ def mark_missing_end(settings: RunSettings, path: Path, steps: int, stopped_earl
     """Mark the end of a complete run that was killed before it could mark the end itself.
 
     Nothing is written if the folder holds a run with other settings, cannot be written or is in use, or if the run's number of steps is
-    unknown.
-
-    Args:
-        path: the folder of the run.
-        steps: the number of completed steps.
-        stopped_early: why the run ended with fewer steps than planned; None if it did not.
+    unknown. `stopped_early` says why the run ended with fewer steps than planned, if it did.
     """
     length = settings.train.steps or length_of(path)
     if length is None or length < steps or is_training(path) or os.path.lexists(path / END):
@@ -354,8 +343,7 @@ def _locked(path: Path, undo: contextlib.ExitStack) -> BinaryIO:
 def _lock(file: BinaryIO, tries: int = 3) -> None:
     """Lock a file, waiting while `is_training` holds the lock for a moment.
 
-    Raises:
-        OSError: another process has locked it, or the file system has no locks.
+    Raise OSError if another process has locked it, or the file system has no locks.
     """
     for attempt in range(tries):
         try:

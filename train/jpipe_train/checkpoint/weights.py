@@ -19,12 +19,7 @@ from jpipe_train.console.options import Weights
 
 
 def check_steps(folder: Path, step: Step, where: str) -> None:
-    """Check that a run has checkpoints, and one at `step` if `step` is a number. No checkpoint is read.
-
-    Args:
-        folder: the folder of the run.
-        step: the step of the checkpoint; with None or "best" any checkpoint is enough.
-    """
+    """Check that a run has checkpoints, and one at `step` if that is a number, and not None or "best". No checkpoint is read."""
     try:
         with contextlib.suppress(FileNotFoundError):
             os.stat(folder / "checkpoints")
@@ -41,15 +36,10 @@ def check_steps(folder: Path, step: Step, where: str) -> None:
 
 
 def choose(folder: Path, step: Step, where: str, report: Callable[[str], None]) -> Checkpoint:
-    """Choose a checkpoint of a run.
+    """Choose a checkpoint of a run: of this step, the "best" one, or the newest complete one.
 
-    Args:
-        folder: the folder of the run.
-        step: the step of the checkpoint, or "best"; None: the newest complete one.
-        report: a function that prints a line for each damaged newer checkpoint.
-
-    Raises:
-        InputError: there is no such run or checkpoint, or `step` is "best" and the run keeps no best checkpoints.
+    `report` prints a line for each damaged newer checkpoint. Raise InputError if there is no such run or checkpoint, or if the run keeps no
+    best checkpoints.
     """
     check_steps(folder, step, where)
     if isinstance(step, str):
@@ -91,8 +81,7 @@ class SavedWeights:
     def read(self, layer_ids: Collection[str] | None = None) -> dict[str, Any]:
         """Read the weights of some layers, or of all if None. Shared parameters come with the first layer that uses them.
 
-        Raises:
-            InputError: the checkpoint has no such layer or no moving average, or cannot be read.
+        Raise InputError if the checkpoint has no such layer or no moving average, or cannot be read.
         """
         names = [name for name, layer_id in self.layers.items() if layer_ids is None or layer_id in layer_ids]
         names += [layer_id for layer_id in layer_ids or () if layer_id not in self.layers]  # an unknown layer is an error
@@ -118,14 +107,10 @@ def _layer_of(name: str, entries: Mapping[str, Any]) -> str:
 
 
 def by_name(layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the weights of a checkpoint by name.
+    """Return the newest parameters of a checkpoint by "layer id/path", without `delay_correction`, and layer state.
 
-    Returns:
-        The newest parameters by "layer id/path", without `delay_correction`, in float32 if the checkpoint has master weights; and the layer
-        state of the first replica by "layer id state/path".
-
-    Raises:
-        InputError: two arrays have the same name.
+    Parameters are in float32 if the checkpoint has master weights; the state comes from the first replica, by "layer id state/path". Raise
+    InputError if two arrays have the same name.
     """
     arrays: dict[str, Any] = {}
     for layer_id, parts in layers.items():
@@ -168,8 +153,7 @@ def with_ema(layers: Mapping[str, Any], step: int) -> dict[str, Any]:
 def by_path(tree: Any) -> dict[str, Any]:
     """Return the leaves of a pytree by path, such as "dense/kernel"; a tree that is one array has the path "array".
 
-    Raises:
-        InputError: two leaves have the same path.
+    Raise InputError if two leaves have the same path.
     """
     leaves: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:

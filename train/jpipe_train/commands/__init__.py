@@ -55,11 +55,7 @@ def groups() -> dict[str, tuple[str, ...]]:
 
 @functools.cache
 def _added() -> Mapping[str, Any]:
-    """Return the commands that other packages add.
-
-    Raises:
-        InputError: a command cannot be imported, or has the name of a command of jpipe.
-    """
+    """Return the commands of other packages. Raise InputError if one cannot be imported, or has the name of a command of jpipe."""
     if twice := next((name for name in registry.names("commands") if name in COMMANDS), None):
         raise jpipe.InputError(
             f"{registry.described(registry.entries('commands')[twice])} adds the command {twice}, which jpipe has already; uninstall the "

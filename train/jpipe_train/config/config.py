@@ -60,11 +60,7 @@ class EvalConfig(Section):
     metrics: Annotated[dict[str, str], Field(max_length=100), AfterValidator(_metric_names)] = {}
 
     def check_classes(self, classes: int | None) -> None:
-        """Raise ValueError if a metric is `f1_macro` and the model does not have 2 to `MOST_F1_CLASSES` classes.
-
-        Args:
-            classes: the number of classes of the built-in model; None if it has none.
-        """
+        """Raise ValueError if a metric is `f1_macro` and the built-in model does not have 2 to `MOST_F1_CLASSES` classes."""
         for name, metric in self.metrics.items():
             if metric == "f1_macro" and not 2 <= (classes or 0) <= MOST_F1_CLASSES:
                 raise ValueError(
@@ -166,11 +162,7 @@ class LossConfig(TargetSection):
         return self
 
     def chunk_for(self, symbols: int) -> int | None:
-        """Return the number of positions for which logits are computed at a time, or None for all positions at once.
-
-        Args:
-            symbols: the number of logits per position.
-        """
+        """Return the number of positions for which logits (`symbols` per position) are computed at a time, or None for all at once."""
         if self.target is not None:
             return None
         if self.chunk == "auto":
@@ -282,11 +274,7 @@ def data_class(keys: Any) -> type[DataSection]:
 
 
 def _with_known_keys(keys: dict[str, Any], own: type[DataSection]) -> dict[str, Any]:
-    """Return the keys of a section `data` without the keys of other formats that have their default value.
-
-    Raises:
-        ValueError: a key of another format has a different value.
-    """
+    """Return the keys of a section `data` without keys of other formats with default values. Raise ValueError for other values."""
     if keys.get("target") is not None or keys.keys() <= own.model_fields.keys():
         return keys
     classes = {name: registry.find("formats", name) for name in registry.names("formats")}

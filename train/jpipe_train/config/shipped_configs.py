@@ -30,16 +30,11 @@ def list_all(say: Callable[[str], None]) -> None:
 
 
 def copy(names: Sequence[str], folder: Path, overwrite: bool, say: Callable[[str], None]) -> None:
-    """Copy files to `folder`/configs and `folder`/examples.
+    """Copy configs such as `configs/gpt-bytes.yaml` or `gpt-bytes`, with the files that they name, or all files without `names`.
 
-    Args:
-        names: configs such as `configs/gpt-bytes.yaml` or `gpt-bytes`. The files that a config names are copied, too. If empty, all files
-            are copied.
-        overwrite: whether to replace existing files that differ.
-        say: prints one line for each file or, if there are many files, for each folder.
-
-    Raises:
-        InputError: a config does not exist; an existing file differs; the folder cannot be written.
+    They go to `folder`/configs and `folder`/examples; with `overwrite`, existing files that differ are replaced. `say` prints one line for
+    each file or, if there are many files, for each folder. Raise InputError if a config does not exist, an existing file differs, or the
+    folder cannot be written.
     """
     available = shipped()
     wanted = list(dict.fromkeys(file for name in names for file in _files_for(name, available))) if names else list(available)

@@ -53,11 +53,7 @@ class TuneSection(Section):
         source: "jpipe_train.checkpoint.sources.source.Source",
         specs: "dict[str, jpipe_train.checkpoint.sources.source.Spec]",
     ) -> "jpipe_train.checkpoint.sources.source.Source":
-        """Convert a source of the plain model's parameters to one of the parameters that the model has with this section.
-
-        Args:
-            specs: the shapes and dtypes of the parameters with this section; the keys are their names.
-        """
+        """Convert a source of the plain model's parameters to one of the parameters (`specs`) that the model has with this section."""
         return source
 
     @model_validator(mode="after")

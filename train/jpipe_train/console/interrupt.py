@@ -121,9 +121,8 @@ def is_usual(number: int) -> bool:
 def handled(numbers: Collection[int], handler: Callable[[int, FrameType | None], None], received: Callable[[int], None]) -> Iterator[None]:
     """Handle signals in this context. This has no effect if `numbers` is empty, or outside the main thread.
 
-    Args:
-        received: another thread calls it as soon as a signal arrives. While the main thread waits in C, for example for a device, Python
-            calls no handler, and merges two signals into one.
+    Another thread calls `received` as soon as a signal arrives. While the main thread waits in C, for example for a device, Python calls no
+    handler, and merges two signals into one.
     """
     if not numbers or threading.current_thread() is not threading.main_thread():
         yield

@@ -51,8 +51,7 @@ class _Output:
 def steady(*, ends: bool) -> Iterator[None]:
     """Keep prints in this context from failing if the output is lost.
 
-    Args:
-        ends: whether the process ends if its standard output is lost, as most command-line tools do. A training run continues.
+    If the process `ends` then, it does so as most command-line tools do. A training run continues.
     """
     _reserve_standard_descriptors()
     before = sys.stdout, sys.stderr

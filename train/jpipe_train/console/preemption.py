@@ -66,11 +66,8 @@ class Preemption:
     def decide(self, step: int, is_saved: Callable[[], bool]) -> Decision:
         """Return what to do before `step`; the decision is the same in all processes. Each process calls this before every step.
 
-        Args:
-            is_saved: a function that returns whether all processes have written the snapshot or failed. Only process 0 calls it.
-
-        Raises:
-            PeerLost: another process was lost.
+        `is_saved`, which only process 0 calls, returns whether all processes have written the snapshot or failed. Raise PeerLost if another
+        process was lost.
         """
         if not self._saves and self._stops is None and self._traces is None:
             return "continue"

@@ -151,12 +151,9 @@ def _memory_errors_reported() -> Iterator[None]:
 def load(config: Config, position: Position | None = None) -> Data:
     """Read the data that `config.data` names and put them into batches, or call `data.target`.
 
-    Args:
-        position: where batches of a new size begin, in a run that resumes with another batch size; None for the first row.
-
-    Raises:
-        InputError: the path does not exist, cannot be read, or has too few rows for training or validation; tokens are out of the model's
-            vocabulary; a `data.target` has fewer batches than the run has steps, or has no length although the run has `train.epochs`.
+    `position` is where batches of a new size begin, in a run that resumes with another batch size. Raise InputError if the path does not
+    exist, cannot be read, or has too few rows for training or validation; tokens are out of the model's vocabulary; a `data.target` has
+    fewer batches than the run has steps, or has no length although the run has `train.epochs`.
     """
     data = _read(config)
     if position is not None:
@@ -172,10 +169,8 @@ def load(config: Config, position: Position | None = None) -> Data:
 def _with_epochs(config: Config, epochs: float, data: Data) -> Data:
     """Return data for a run of `epochs` epochs, with the number of steps.
 
-    The last batch may have rows of the next epoch. If padding is possible, they become padding; otherwise they stay.
-
-    Raises:
-        InputError: the number of rows in an epoch is unknown, or the run would be too long.
+    The last batch may have rows of the next epoch. If padding is possible, they become padding; otherwise they stay. Raise InputError if
+    the number of rows in an epoch is unknown, or the run would be too long.
     """
     if data.rows is None:
         raise InputError(
@@ -206,13 +201,9 @@ def _read(config: Config) -> Data:
 
 @_memory_errors_reported()
 def held_out(config: Config, path: str | None = None) -> Data:
-    """Load all validation data of a run as `validation`, even if they fill less than a batch. `train` must not be used for training.
+    """Load all validation data of a run, or all data at another path, as `validation`, even if they fill less than a batch.
 
-    Args:
-        path: the path of other data in the same format; all of them are used in place of the validation data.
-
-    Raises:
-        InputError: see `load`, except for too few rows; or there is no row.
+    `train` must not be used for training. Raise the InputErrors of `load`, except for too few rows, or one if there is no row.
     """
     _check_has_path(config, path)
     if config.data.target is not None:
@@ -235,14 +226,9 @@ def _check_has_path(config: Config, path: str | None) -> None:
 
 
 def _mixture(config: Config, sources: Sequence[SourceConfig], read: Callable[[Config], Data]) -> Data:
-    """Return the data of several sources, mixed in proportion to their weights.
+    """Return the data of several sources, which `read` reads, mixed in proportion to their weights.
 
-    Args:
-        sources: the sources with their names.
-        read: reads the data of one source.
-
-    Raises:
-        InputError: `read` raises it; or the rows of the sources differ in form or tokenizer.
+    Raise InputError if the rows of the sources differ in form or tokenizer.
     """
     config.data.check_sources()
     parts = []

@@ -40,12 +40,7 @@ def rows_in(epochs: float, rows: int) -> int:
 
 
 def steps_until(end: int, first: Position, batch_size: int) -> int:
-    """Return the number of steps of a run that ends with row `end` - 1, perhaps in the middle of a batch.
-
-    Args:
-        end: the number of rows in the whole run.
-        batch_size: the number of rows in a batch.
-    """
+    """Return the number of steps of a run that ends with row `end` - 1, perhaps in the middle of a batch."""
     return first.batch + max(-(-(end - first.total) // batch_size), 0)
 
 

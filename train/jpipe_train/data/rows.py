@@ -145,11 +145,7 @@ def _made(leaf: Any) -> Any:
 
 
 def when_sliced(specs: Tree, make: Callable[[], Tree]) -> Tree:
-    """Return a batch that is created as a whole when its first rows are read.
-
-    Args:
-        make: a function that creates the batch.
-    """
+    """Return a batch that is created as a whole, by `make`, when its first rows are read."""
     leaves = functools.cache(lambda: jax.tree.leaves(make()))
     numbers = itertools.count()
     return jax.tree.map(lambda spec: Rows(spec.shape, spec.dtype, partial(_read, leaves, next(numbers))), specs)

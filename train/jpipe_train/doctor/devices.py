@@ -16,11 +16,7 @@ LIMIT = 180.0  # seconds: a large machine needs a minute to start its devices
 def find(limit: float = LIMIT) -> dict[str, Any]:
     """Return the devices that JAX starts on this host: `platform`, `kinds`, `count`, and `memory`, the bytes of the smallest.
 
-    Args:
-        limit: seconds that JAX may take.
-
-    Raises:
-        RuntimeError: JAX starts no devices, ends by a signal, or takes longer.
+    Raise RuntimeError if JAX starts none within `limit` seconds, or ends by a signal.
     """
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several processes of a host may check the same GPU
     command = [sys.executable, "-P", "-m", "jpipe_train.doctor.devices"]

@@ -38,8 +38,7 @@ def main(
 ) -> int:
     """Check this host and, with several processes, all hosts and the links between them; process 0 prints.
 
-    Returns:
-        The exit code: 1 if there is a problem, else 0; the same in all processes, unless they lose each other.
+    Return the exit code: 1 if there is a problem, else 0; the same in all processes, unless they lose each other.
 
     Raises:
         InputError: there are overrides without a config; or, except in process 0, the processes cannot connect.
@@ -90,11 +89,9 @@ def _compared(team: Team, processes: jpipe.processes.Processes, own: Facts) -> l
 
 
 def see_same_folder(team: Team, folder: Path | None, limit: float = _APPEARS) -> bool | None:
-    """Return whether this process sees a file that process 0 writes into a folder; None if process 0 cannot write. All call this.
+    """Return whether this process sees, within `limit` seconds, a file that process 0 writes into a folder; all call this.
 
-    Args:
-        folder: an existing folder, with the same path in all processes; None if this process has no such folder.
-        limit: seconds that the file may take to appear.
+    The folder has the same path in all processes, or is None if a process has no such folder. Return None if process 0 cannot write.
     """
     with contextlib.ExitStack() as files:
 

@@ -57,7 +57,7 @@ class Membership(NamedTuple):
 
 
 def start(process: Process) -> int:
-    """Join the other processes of this run, before JAX uses a device. For a single process this has no effect.
+    """Join the other processes of this run, before JAX uses a device, and return their number. A single process joins nothing.
 
     Without arguments it uses the environment: `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, then the clusters that
     JAX detects (SLURM, Open MPI, Kubernetes). If an unknown launcher has started several processes, it raises an error, because each
@@ -66,12 +66,8 @@ def start(process: Process) -> int:
     The processes find each other at the coordinator's address before JAX listens there. JAX's runtime also waits for all processes. But if
     one is missing, JAX ends the others by SIGABRT, with a C++ stack trace that does not name it.
 
-    Returns:
-        The number of processes.
-
-    Raises:
-        InputError: arguments do not fit together, a port is in use, the coordinator cannot be reached, processes do not connect, or the
-            secret is invalid or differs between processes.
+    Raise InputError if arguments do not fit together, a port is in use, the coordinator cannot be reached, processes do not connect, or the
+    secret is invalid or differs between processes.
     """
     global _joined
     _check_limit("--wait-limit", process.wait_limit)
@@ -143,10 +139,8 @@ def private_loopback() -> str:
 def uses_certificates() -> bool:
     """Return whether connections to JAX's coordinator use certificates of both ends (mutual TLS), after checking the files.
 
-    JAX would end the process by SIGABRT if they do not fit.
-
-    Raises:
-        InputError: some of the three are missing or cannot be read, or this version of JAX does not support them.
+    JAX would end the process by SIGABRT if they do not fit. Raise InputError if some of the three are missing or cannot be read, or this
+    version of JAX does not support them.
     """
     chain, private, authority = files = [jax.config.values.get(name) or os.environ.get(name.upper(), "") for name in _CERTIFICATES]
     if not any(files):
@@ -166,12 +160,9 @@ def uses_certificates() -> bool:
 def stop() -> None:
     """Leave the run when this process is done; process 0 leaves last. A single process does nothing.
 
-    Print the result of the run first: from this call on, the process may be killed without a message.
-
-    The remaining processes do not wait for a lost process, and wait only some seconds for a process that hangs.
-
-    Raises:
-        PeerLost: another process was lost before all were done.
+    Print the result of the run first: from this call on, the process may be killed without a message. The remaining processes do not wait
+    for a lost process, and wait only some seconds for a process that hangs. Raise PeerLost if another process was lost before all were
+    done.
     """
     if _joined is not None:  # process 0 leaves last, because JAX ends the other processes when their coordinator ends
         _joined.close(jax.distributed.shutdown, _SHUTDOWN_TIMEOUT)

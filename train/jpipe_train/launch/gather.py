@@ -10,10 +10,7 @@ def gather(processes: jpipe.processes.Processes, pipe: jpipe.Pipeline, name: str
     """Return the trace of all ranks in process 0 and None in the other processes; all call this with their traces.
 
     In all traces, time 0 must be the same moment. The devices of the pipeline determine which process measured which rank. The name must be
-    unique in a run.
-
-    Raises:
-        jpipe.PeerLost: the run is lost.
+    unique in a run. Raise jpipe.PeerLost if the run is lost.
     """
     received = processes.gather(name, encoded(trace) if processes.index else b"")
     if processes.index:

@@ -64,9 +64,8 @@ class Team:
     def run_on_all(self, work: Callable[[], T]) -> T:
         """Return the result of `work`, if it succeeds in all processes.
 
-        Raises:
-            jpipe.InputError: `work` fails in a process. If all processes have the same error, process 0 reports it; otherwise each process
-                that has an error reports its own.
+        Otherwise raise jpipe.InputError. If all processes have the same error, process 0 reports it; otherwise each process reports its
+        own.
         """
         try:
             done, problem = work(), None
@@ -88,10 +87,9 @@ class Team:
         return cast(T, done)
 
     def attempt(self, what: str, work: Callable[[], T], failure: type[jpipe.InputError]) -> tuple[T | None, str]:
-        """Return the result of `work` if no process fails with `failure`; other errors are raised as by `run_on_all`.
+        """Return the result of `work` and "", or, if any process fails with `failure`, in all processes None and the first message.
 
-        Returns:
-            The result and ""; or, if any process fails, in all processes None and the message of the first process that fails.
+        Other errors are raised as by `run_on_all`.
         """
 
         def result_or_error() -> T | jpipe.InputError:
@@ -110,8 +108,7 @@ class Team:
     def from_first(self, what: str, work: Callable[[], str], limit: float = _LONG_WORK) -> str:
         """Run `work` in process 0, and return its text in all processes. They wait for it, `limit` seconds at most.
 
-        Raises:
-            jpipe.InputError: `work` raises it; process 0 reports it.
+        Process 0 reports an InputError of `work`.
         """
 
         def work_alone() -> str:

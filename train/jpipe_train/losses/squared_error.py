@@ -12,10 +12,7 @@ def loss(outputs: Any, labels: Any) -> tuple[Any, Any]:
     """Return the sum of the squared errors, in float32 or wider, and the number of labels.
 
     If the outputs have a router loss, it is added once per label, as in `cross_entropy.loss`. Outputs may have an additional last dimension
-    of size 1.
-
-    Raises:
-        InputError: there is not one output for each label.
+    of size 1. Raise InputError if there is not one output for each label.
     """
     scores, number = outputs["tokens"] if isinstance(outputs, dict) else outputs, jnp.asarray(labels.size, jnp.float32)
     if scores.shape == (*labels.shape, 1):

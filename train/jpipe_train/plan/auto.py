@@ -18,11 +18,7 @@ from jpipe_train.plan.search import search
 def find_plan(config: Config, reporter: Reporter, team: Team) -> jpipe.Plan:
     """Profile the model on this device, measure the links, search, and compile. All processes must call this and get the same plan.
 
-    Args:
-        reporter: prints the result.
-
-    Raises:
-        jpipe.InputError: no plan fits.
+    Raise jpipe.InputError if no plan fits.
     """
     parts = team.run_on_all(lambda: Parts.of(config, reporter))
     batch = config.train.batch_size

@@ -28,13 +28,9 @@ def of_this_machine() -> Compiling:
 
 
 def read_device(name: str, option: str = "--target") -> Device:
-    """Return the device to compile stages for.
+    """Return the device to compile stages for, by the name of a target, or of a YAML file with a target, or with a topology.
 
-    Args:
-        name: a target of the table, or a YAML file with a target, or with a topology and its device.
-
-    Raises:
-        InputError: there is no such target or file.
+    Raise InputError if there is no such target or file.
     """
     if name.endswith((".yaml", ".yml")):
         data = parse(read_text(name, option, MOST_TOPOLOGY), name)
@@ -71,11 +67,7 @@ def nothing_fits(choice: Choice) -> InputError:
 def confirm(plans: Plans, parts: Parts, compiling: Compiling, report: Callable[[Attempt], None]) -> Plans:
     """Compile the fastest plans until one fits, also compile plans that may be as fast, and rank the plans again.
 
-    Args:
-        report: called with each plan that does not fit.
-
-    Raises:
-        InputError: no plan fits; the message lists what was tried.
+    `report` is called with each plan that does not fit. Raise InputError if none fits; the message lists what was tried.
     """
     programs = dict[Any, Any]()
 

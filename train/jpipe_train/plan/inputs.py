@@ -55,8 +55,7 @@ class Request(Options):
     def with_extras(self, plan: PlanConfig | None) -> "Request":
         """Return the request with the agreements, compressed messages and slices that `agree` and the config request.
 
-        Raises:
-            InputError: `agree` contradicts the agreement of the config, or options cannot be combined.
+        Raise InputError if `agree` contradicts the agreement of the config, or options cannot be combined.
         """
         agree, links, slices = (None, None, None) if plan is None else (plan.agree, plan.links, plan.slices)
         sums, meshes = None if links is None else links.sums, None if self.degrees in (None, (NO_MESH,)) else self.meshes
@@ -93,11 +92,7 @@ class Request(Options):
 
     @property
     def degrees(self) -> tuple[Degrees, ...] | None:
-        """The requested meshes, or None for all meshes that the topology and the profile allow.
-
-        Raises:
-            InputError: a text does not describe a mesh.
-        """
+        """The requested meshes, or None for all that the topology and the profile allow. Raise InputError if a text describes no mesh."""
         meshes = self.meshes if self.meshes or self.topology != LOCAL else ("none",)
         return tuple(dict.fromkeys(map(Degrees.read, meshes))) or None
 
@@ -107,23 +102,12 @@ class Request(Options):
 
 
 def read_topology(file: str, option: str = "--topology") -> Topology:
-    """Read the topology in a YAML file.
-
-    Args:
-        file: the name of the file.
-
-    Raises:
-        InputError: the file cannot be read, or is not a topology.
-    """
+    """Read the topology in a YAML file. Raise InputError if it cannot be read, or is not a topology."""
     return Topology.from_yaml(read_text(file, option, MOST_TOPOLOGY), file, expanded(file, option).parent)
 
 
 def read_profile(file: str, rows: int) -> Profile:
-    """Read a JSON profile of jpipe, or a `graph.txt` of PipeDream (any name *.txt) with microbatches of `rows` rows.
-
-    Raises:
-        InputError: the file cannot be read, or is not a profile.
-    """
+    """Read a JSON profile of jpipe, or a `graph.txt` of PipeDream (any name *.txt) with microbatches of `rows` rows (else InputError)."""
     text = read_text(file, "--profile", _MOST_PROFILE)
     return read_graph_txt(text, rows, where=file) if Path(file).suffix == ".txt" else Profile.from_json(text, where=file)
 
@@ -138,10 +122,8 @@ def prepare_devices(request: Request, num_processes: int = 1) -> int | None:
     """Configure the CPU devices that JAX needs for a plan.
 
     A plan for this machine needs all its devices. A plan for other machines needs as many as the largest mesh has. If there are several
-    processes, each has one device, or as many as the largest mesh has, and the devices of all processes start together.
-
-    Returns:
-        The number of devices of this machine to use; None if the topology is a file, or if several processes use all their devices.
+    processes, each has one device, or as many as the largest mesh has, and the devices of all processes start together. Return the number
+    of devices of this machine to use; None if the topology is a file, or if several processes use all their devices.
     """
     if request.topology != LOCAL:
         force_cpu_devices(request.most_in_mesh(read_topology(request.topology)))

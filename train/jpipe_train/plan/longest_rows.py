@@ -47,14 +47,9 @@ class Cell(NamedTuple):
 def main(target: str, source: str, overrides: Sequence[str] = (), *, allow_code: bool = False) -> list[str]:
     """Return a table of the longest rows by number of slices and recomputation, and the longest with its stages compiled.
 
-    Args:
-        target: the name of the device or file, as in `read_device`.
-        source: the config. Its plan has the schedule, stages and microbatches; `slices` and `recompute` are varied unless it sets them.
-        overrides: `key=value` for the config.
-        allow_code: whether to import and run the functions that the config names.
-
-    Raises:
-        InputError: there is no such target, XLA cannot compile for it here, or the model has no `seq_len`.
+    `target` is a name as in `read_device`. The plan of the config `source` has the schedule, stages and microbatches; `slices` and
+    `recompute` are varied unless it sets them. Raise InputError if there is no such target, XLA cannot compile for it here, or the model
+    has no `seq_len`.
     """
     device = read_device(target, "target")
     compiling = compiling_for(device, unlimited=True)
@@ -125,14 +120,10 @@ def longest(peaks: Sequence[Sequence[int]], limit: float) -> int:
 
 
 def compiled_tokens(cell: Cell, parts_of: Callable[[int], Parts], rows: int, limit: float, compiling: Compiling) -> list[str]:
-    """Compile the fullest rank of the plan for its longest rows, and for shorter or longer ones while the prediction was wrong.
+    """Return a line about the longest rows with which the fullest rank of the plan fits into `limit` bytes.
 
-    Args:
-        parts_of: returns the model for rows with this number of tokens.
-        limit: the bytes that a rank may use.
-
-    Returns:
-        A line about the longest rows with which the rank fits.
+    It is compiled for these rows, and for shorter or longer ones while the prediction was wrong. `parts_of` returns the model for rows with
+    this number of tokens.
     """
     tokens, fitting, how = cell.tokens, dict[int, int](), words(cell.plan)
     tried = list[int]()

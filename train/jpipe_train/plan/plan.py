@@ -39,9 +39,7 @@ EXPLAINED = 20  # the most rejected plans that are listed
 def main(request: Request, connect_limit: float = 300.0, wait_limit: float = 45.0, connect: Callable[[], int] = lambda: 1) -> None:
     """Find the best plan, print it, and write it.
 
-    Args:
-        connect: a function that connects the processes, if the plan is for their devices, and returns their number. Process 0 searches,
-            prints and writes.
+    `connect` connects the processes, if the plan is for their devices, and returns their number. Process 0 searches, prints and writes.
 
     Raises:
         InputError: an option is wrong, or no plan fits. Then nothing was written.

@@ -104,12 +104,8 @@ def sizes_for(batch: int, devices: int, most: int) -> tuple[int, ...]:
 def profile_of(parts: Parts, topology: Topology | None, batch: int, devices: int, reporter: Reporter, largest_mesh: int = 1) -> Profile:
     """Profile the layers on this device, or analytically if the topology gives the FLOP/s of its device.
 
-    Args:
-        topology: the machines; None for the devices of this run.
-        batch: rows between two updates.
-        devices: the number of devices.
-        reporter: shows progress.
-        largest_mesh: the number of devices of the largest mesh to try. The largest microbatches of an analytic profile grow with it.
+    Without a topology it is for this run's devices; `batch` counts the rows between two updates. The largest microbatches of an analytic
+    profile grow with the number of devices of the largest mesh to try.
     """
     if topology is None or not topology.device.flops:
         sizes = sizes_for(batch, devices, MEASURED_SIZES)
@@ -123,25 +119,16 @@ def profile_of(parts: Parts, topology: Topology | None, batch: int, devices: int
 def profile_together(parts: Parts, batch: int, devices: int, reporter: Reporter, team: Team) -> Profile:
     """Profile the layers in process 0 while the other processes wait. All processes must call this and get the same profile.
 
-    Another measurement (`cores_of`) finds how devices slow each other down.
-
-    Args:
-        batch: rows between two updates.
-        devices: the number of devices.
-        reporter: shows progress.
+    Another measurement (`cores_of`) finds how devices slow each other down. `batch` counts the rows between two updates.
     """
     text = team.from_first("the profile of process 0", lambda: profile_of(parts, None, batch, devices, reporter).to_json())
     return Profile.from_json(text)
 
 
 def cores_of(parts: Parts, profile: Profile, devices: int, team: Team) -> float | None:
-    """Measure how many devices can compute at the same time as fast as one device alone. All processes must call this.
+    """Return how many devices, of all processes, can compute at the same time as fast as one alone. All processes call this.
 
-    Args:
-        devices: the number of devices, over all processes.
-
-    Returns:
-        The number of devices; None with one device, and for accelerators, which do not share cores.
+    The result is None with one device, and for accelerators, which do not share cores.
     """
     local = jax.local_devices()[:devices]
     if devices == 1 or local[0].platform != "cpu":

@@ -29,16 +29,9 @@ FIGURES: tuple[Literal["bytes", "flops", "seconds"], ...] = ("bytes", "flops", "
 
 
 def main(target: str, source: str, overrides: Sequence[str] = (), *, allow_code: bool = False, as_json: bool = False) -> list[str]:
-    """Compile the stages of a config's plan for a target, and return lines with their rooflines, or with JSON.
+    """Compile the stages of a config's plan for a target (as in `read_device`), and return lines with their rooflines, or with JSON.
 
-    Args:
-        target: the name of the device or file, as in `read_device`.
-        overrides: `key=value` for the config.
-        allow_code: whether to import and run the functions that the config names.
-        as_json: whether to return JSON instead of tables.
-
-    Raises:
-        InputError: there is no such target, XLA cannot compile for it here, or the config has no plan or is invalid.
+    Raise InputError if there is no such target, XLA cannot compile for it here, or the config has no plan or is invalid.
     """
     device = read_device(target, "target")
     config = config_file.load(source, overrides, allow_code=allow_code)

@@ -24,16 +24,9 @@ _SMALL = jpipe.Plan.even(["a", "b"], 2, replicas=2)  # a plan to find out what e
 
 
 def refused_schedules(request: Request, global_norm: bool, shares: bool = False) -> tuple[str, dict[str, str]]:
-    """Return which requested schedules cannot be used.
+    """Return the requirements that restrict schedules, as words, and why each requested schedule cannot be used that cannot.
 
-    Args:
-        shares: whether layers share parameters.
-
-    Returns:
-        The requirements that restrict schedules, as words; and a dict from each schedule that cannot be used to the reason.
-
-    Raises:
-        InputError: no requested schedule can be used.
+    `shares` tells whether layers share parameters. Raise InputError if no requested schedule can be used.
     """
     arguments, reasons = {"skip_nonfinite": global_norm, "ties": shares}, dict[str, str]()
     needs = " or ".join(_NEEDS[option] for option, is_set in arguments.items() if is_set)
@@ -53,16 +46,10 @@ def refused_schedules(request: Request, global_norm: bool, shares: bool = False)
 
 
 def search(profile: Profile, topology: Topology, batch: int, request: Request, global_norm: bool, reporter: Reporter) -> Plans:
-    """Find and rank all plans that a request allows.
+    """Find and rank all plans that a request allows; `batch` counts the rows between two updates.
 
-    Args:
-        batch: rows between two updates.
-        request: further requirements.
-        global_norm: whether updates use the norm of the gradients of all stages, which not all schedules support.
-        reporter: prints which plans were left out.
-
-    Raises:
-        InputError: no plan has this batch size, or no requested schedule supports the norm or shared parameters.
+    Not all schedules support the `global_norm` of the gradients of all stages. `reporter` prints which plans were left out. Raise
+    InputError if no plan has this batch size, or no requested schedule supports the norm or shared parameters.
     """
     needs, reasons = refused_schedules(request, global_norm, bool(profile.shared))
     schedules = tuple(name for name in request.allowed if name not in reasons)
@@ -151,8 +138,7 @@ def _no_candidate(profile: Profile, topology: Topology, batch: int, request: Req
 def _meshes(profile: Profile, topology: Topology, request: Request, reporter: Reporter) -> tuple[Degrees, ...]:
     """Return the meshes to try, and print which requested meshes are larger than a server.
 
-    Raises:
-        InputError: a requested mesh does not fit the devices or the layers.
+    Raise InputError if a requested mesh does not fit the devices or the layers.
     """
     if request.extras.links is not None or request.extras.slices is not None:
         return (NO_MESH,)

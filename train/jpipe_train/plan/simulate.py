@@ -47,23 +47,18 @@ def main(
     compile: bool = True,
     target: str | None = None,
 ) -> str:
-    """Simulate the plan or config in the file `source`, and write the pictures.
+    """Simulate the plan or config in the file `source`, write the pictures, and return the text to print.
+
+    The text has the grid, a line for each stage of each rank, the bubble and the pictures. Raise jpipe.InputError, before anything is
+    written, if a file or value is wrong.
 
     Args:
         source: a file with the JSON of a plan or the YAML of a config; the content decides.
-        overrides: `key=value` for a config.
         batches: the number of batches to show, which begin and end with an empty pipeline; by default three, or more if the steady state
             begins later.
         png: the file for the timeline. For a config the memory is drawn into another file next to it, with `-memory` in its name.
-        allow_code: whether to import and run the functions that a config names.
         compile: whether to compile the stages of a config. Otherwise the temporaries of their programs are unknown.
         target: the device to compile for, as in `read_device`; None: the devices of this machine.
-
-    Returns:
-        The text to print: the grid, a line for each stage of each rank, the bubble, the pictures.
-
-    Raises:
-        jpipe.InputError: a file or value is wrong. Then nothing was written.
     """
     if batches is not None and batches < 1:
         raise jpipe.InputError(where="--batches", expected="1 or more", found=batches)
@@ -116,12 +111,7 @@ def with_agreements(
 
     The plan itself may have no agreement in the simulated batches, but its memory must be enough for one. So in the simulation all stages
     agree after each batch. With a delay they agree after every second batch and apply the result one batch later, so that they always hold
-    changes.
-
-    Args:
-        costs: the costs of its stages, if they are known.
-        prediction: the prediction of the plan, which is returned if pipelines do not agree.
-        batches: the number of batches in the prediction.
+    changes. If pipelines do not agree, `prediction` is returned.
     """
     if plan.agree is None or costs is None:
         return prediction, [of_rank / batches for of_rank in prediction.moved_bytes]
@@ -214,9 +204,7 @@ def read_text(path: Path) -> str:
 def plan_and_costs(config: Config, compile: bool = True, device: Device | None = None) -> Subject:
     """Return the plan of a config and the exact costs of its stages, from shapes alone.
 
-    Args:
-        compile: whether to compile the stages, which gives the temporaries.
-        device: the device to compile for; None: the devices of this machine.
+    The temporaries are known if the stages are compiled, for `device` or for the devices of this machine.
     """
     compiling = of_this_machine() if device is None else compiling_for(device)
     silent = Reporter(config.train.length, *data.portion(config), Console(quiet=True))
@@ -267,12 +255,8 @@ def table(
 ) -> list[list[str]]:
     """Return a table with a row for each stage of each rank.
 
-    It has sizes only if they are known, and temporaries and peak memory only if the stages are compiled.
-
-    Args:
-        moved: for each rank the bytes that it sends per batch.
-        sized: whether sizes are known.
-        compiled: whether the stages are compiled.
+    It has sizes only if they are known (`sized`), and temporaries and peak memory only if the stages are compiled. `moved` has for each
+    rank the bytes that it sends per batch.
     """
     replicated, shares = len(plan.workers) > plan.depth, plan.depth > len(plan.pipeline_ranks)
     stage_head = ["stage·replica"] if replicated else ["stage"] if shares else []

@@ -37,11 +37,7 @@ def listing() -> list[str]:
 
 
 def description(name: str) -> list[str]:
-    """Return lines that describe a target: its figures and sources, and whether XLA can compile for it here.
-
-    Raises:
-        InputError: there is no such target or file.
-    """
+    """Return lines with the figures and sources of a target, and whether XLA can compile for it here. Raise InputError if there is none."""
     target, compiled = find_target(name), "yes"
     try:
         target_devices(target)
@@ -69,11 +65,8 @@ def _listed(values: Mapping[str, str]) -> str:
 def write_here(out: str | None) -> list[str]:
     """Write this machine's GPU or TPU as a target into a new file, and return lines that describe the target.
 
-    Args:
-        out: the file; None: a file in the current folder with the name of the device.
-
-    Raises:
-        InputError: this machine has no GPU or TPU, or the file cannot be written.
+    By default the file is in the current folder, with the name of the device. Raise InputError if this machine has no GPU or TPU, or the
+    file cannot be written.
     """
     if out is not None and not out.endswith(_ENDINGS):
         raise InputError(where="--out", expected="a name that ends in .yaml", found=f"'{out}'")

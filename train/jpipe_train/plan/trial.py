@@ -113,13 +113,7 @@ def measure(find: Callable[[], Plans], parts: Parts, most: int, reporter: Report
     data does not count. After Ctrl-C a single process stops measuring: the measurements so far decide, or the predictions if there are
     none. If there are several processes, Ctrl-C ends them.
 
-    Args:
-        find: searches for the plans and compiles them, in process 0 alone.
-        most: the number of plans to run.
-        reporter: prints the plans that run.
-
-    Returns:
-        The measurements; None in other processes than process 0.
+    `find` searches for the plans and compiles them, in process 0 alone, which also returns the measurements; the others return None.
 
     Raises:
         InputError: no plan could run; or there are several processes, and a plan could not run in one of them.

@@ -32,15 +32,9 @@ def draw_losses(
 ) -> "matplotlib.figure.Figure":
     """Draw the training losses in a light colour with their running mean, and the validation losses as points.
 
-    Losses that are not finite are left out. If there are very many, only the highest and the lowest loss of each interval are drawn.
-
-    Args:
-        rows: the rows of `metrics.jsonl`, with `step`, `loss`, and `val_loss` after a validation.
-        unit: the unit of the losses; may be empty.
-        changes: pairs of a step at which the plan changed and a description of the change. The last changes are marked by dashed lines.
-
-    Returns:
-        The figure; `figure.savefig(path)` works without a display.
+    Losses that are not finite are left out. If there are very many, only the highest and the lowest loss of each interval are drawn. The
+    rows of `metrics.jsonl` have `step`, `loss`, and `val_loss` after a validation; `unit` may be empty. `changes` are pairs of a step at
+    which the plan changed and a description; the last ones are marked by dashed lines.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -111,15 +105,9 @@ def metric_names(rows: Sequence[Mapping[str, int | float]]) -> list[str]:
 
 
 def draw_metrics(rows: Sequence[Mapping[str, int | float]], names: Sequence[str]) -> "matplotlib.figure.Figure":
-    """Draw each validation metric in a panel of its own, because their units differ.
+    """Draw each of at least one validation metric in a panel of its own, because their units differ, two panels side by side.
 
     Values that are not finite are left out. If there are very many, only the highest and the lowest value of each interval are drawn.
-
-    Args:
-        names: the names of at least one metric.
-
-    Returns:
-        The figure, with two panels side by side.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

@@ -185,9 +185,7 @@ class MetricsLog:
     def check_complete(self, end: int) -> None:
         """Check that the rows of all steps before `end` are written, if there is a run folder.
 
-        Raises:
-            RunStopped: rows are missing.
-            FolderChanged: another program has changed the rows.
+        Raise RunStopped if rows are missing, and FolderChanged if another program has changed them.
         """
         if self.last_step < end - 1:
             missing = f"step {self.last_step + 1}" if self.last_step == end - 2 else f"steps {self.last_step + 1} to {end - 1}"
@@ -282,13 +280,8 @@ Means = Mapping[str, tuple[float, float]]
 def mean_of(batches: Sequence[Means], sources: Sequence[SourceConfig | None] = ()) -> dict[str, float]:
     """Return the mean loss and metrics over all batches; the keys are the names in a row.
 
-    Args:
-        batches: the results of each batch.
-        sources: the source of each batch, if there are several sources. Then losses and accuracies are weighted means over the sources, and
-            other metrics are computed from all rows together. Each source also has its own loss `val_loss_NAME`.
-
-    Raises:
-        jpipe.InputError: the weights of the loss sum to 0.
+    With several sources, one for each batch, losses and accuracies are weighted means over the sources, and other metrics are computed from
+    all rows together. Each source also has its own loss `val_loss_NAME`. Raise jpipe.InputError if the weights of the loss sum to 0.
     """
     groups: dict[SourceConfig, list[Means]] = {}
     for batch, source in zip(batches, sources, strict=False):

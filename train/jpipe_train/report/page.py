@@ -12,12 +12,9 @@ _STYLE = Path(__file__).with_name("page_style.css")
 
 
 def document(title: str, results: str, sections: Mapping[str, str], generator: str, beside: str | None = None) -> str:
-    """Return a whole HTML page.
+    """Return a whole HTML page. `results` is the HTML below the title; `sections` maps headings, as text, to HTML.
 
-    Args:
-        results: the HTML below the title; may be empty.
-        sections: a mapping from the heading of each section, as text, to its content, as HTML.
-        beside: the heading of a section that wide windows show to the right of the previous section.
+    A wide window shows the section with the heading `beside` to the right of the previous section.
     """
     names, bodies = list(sections), []
     for i, (heading, content) in enumerate(sections.items()):
@@ -72,13 +69,10 @@ def scrolling(content: str) -> str:
 
 
 def figure(picture: bytes, size: str, alt: str, caption: str, kind: str = "png", wide: bytes | None = None) -> str:
-    """Return a picture with a caption.
+    """Return a picture with a caption; `kind` is `png` or `svg+xml`.
 
-    Args:
-        picture: the content of the file.
-        size: a CSS class: `narrow`, `small` or `wide`. A wide picture scrolls on a phone, also with the keyboard.
-        kind: `png` or `svg+xml`.
-        wide: the content of a second file of the same kind, which replaces the picture in wide windows.
+    `size` is a CSS class: `narrow`, `small` or `wide`. A wide picture scrolls on a phone, also with the keyboard. `wide` is the content of
+    a second file of the same kind, which replaces the picture in wide windows.
     """
     data, other = (f"data:image/{kind};base64,{base64.b64encode(content).decode()}" for content in (picture, wide or b""))
     image = f'<img src="{data}" alt="{escape(alt)}">'

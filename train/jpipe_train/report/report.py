@@ -74,13 +74,10 @@ class Report:
 
 
 def write_report(folder: Path, report: Report) -> None:
-    """Write the pictures, the trace and the page into an existing folder, each file completely or not at all.
+    """Write the pictures, the trace and the page into an existing folder, each file completely or not at all, or raise OSError.
 
     Without losses there is no `loss.png`, and without windows there is no `timeline.png`, `memory.png` or `trace.json`; the page says so.
     Without `eval.metrics` there is no `metrics.png`.
-
-    Raises:
-        OSError: the folder cannot be written.
     """
     timelines = {name: window.timeline for name, window in report.windows.items()}
     memories = {name: window.memory for name, window in report.windows.items() if any(window.memory)}

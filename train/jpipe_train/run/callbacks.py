@@ -82,12 +82,9 @@ class Callbacks:
         return bool(self._callbacks)
 
     def finished(self, step: int, row: Mapping[str, int | float], validation: Mapping[str, float]) -> None:
-        """Report a finished step, and its evaluation if there was one.
+        """Report a finished step with its numbers, as in `metrics.jsonl`, and its evaluation if there was one.
 
-        Args:
-            step: the number of the batch.
-            row: the numbers of the step, as in `metrics.jsonl`.
-            validation: the results of the evaluation, `val_loss` and `val_NAME` for each metric; empty if there was no evaluation.
+        The evaluation has `val_loss` and `val_NAME` for each metric.
         """
         self._call("on_step", StepRecord(step, float(row.get("loss", math.nan)), dict(row)))
         if validation:
@@ -96,12 +93,7 @@ class Callbacks:
             self._call("on_eval", EvalRecord(step, loss, means))
 
     def saved(self, steps: Sequence[int], folder: Path) -> None:
-        """Report the checkpoints that were not yet reported.
-
-        Args:
-            steps: the steps of all complete checkpoints of this run, in order.
-            folder: the folder of the run.
-        """
+        """Report the checkpoints that were not yet reported; `steps` has all complete ones of this run, in order."""
         for step in steps[self._saved :]:
             self._saved += 1
             self._call("on_checkpoint", CheckpointRecord(step, folder / "checkpoints" / str(step)))

@@ -64,14 +64,7 @@ def compare_with_prediction(summary: Summary, plan: jpipe.Plan, sizes: Sequence[
 
 @contextlib.contextmanager
 def nonfinite_data_named(log: MetricsLog, batches: data.Batches, first: int) -> Iterator[None]:
-    """If the first loss of a run is not finite, name in the error the first batch's rows that are not finite.
-
-    Args:
-        log: the log, which knows the last finished step.
-
-    Raises:
-        NonFiniteLoss: the code in this context raised it.
-    """
+    """If a `NonFiniteLoss` is the first loss of a run, name in the error the first batch's rows that are not finite."""
     try:
         yield
     except NonFiniteLoss as error:

@@ -59,11 +59,9 @@ class Result:
 
 
 def main(request: EvaluateRequest, num_processes: int = 1, connect_limit: float = 300.0, wait_limit: float = 45.0) -> Result:
-    """Evaluate a checkpoint, and print the result.
+    """Evaluate a checkpoint, and print the result. All processes have the same request.
 
     Args:
-        request: the arguments, the same in all processes.
-        num_processes: the number of processes of the job.
         connect_limit: seconds to wait for the other processes at the start.
         wait_limit: seconds without a sign of life after which another process counts as lost.
 

@@ -155,11 +155,7 @@ class _Arguments(Section):
 
 
 def _folder(run_dir: str | os.PathLike[str] | None, checkpoint: SupportsIndex | Mapping[str, Any] | None, resume: Resume) -> str | None:
-    """Return the run folder as text.
-
-    Raises:
-        InputError: `resume` is unknown, or an argument needs a folder and there is none.
-    """
+    """Return the run folder as text. Raise InputError if `resume` is unknown, or an argument needs a folder and there is none."""
     if resume not in get_args(Resume):
         raise InputError(f"fit: resume: unknown {resume!r}; {nearest(str(resume), get_args(Resume))}")
     if run_dir is not None:
@@ -173,8 +169,7 @@ def _folder(run_dir: str | os.PathLike[str] | None, checkpoint: SupportsIndex | 
 def _length(steps: SupportsIndex | None, epochs: Any) -> dict[str, Any]:
     """Return the length of the run as a key of a config's section `train`.
 
-    Raises:
-        InputError: both `steps` and `epochs` are given, or neither, or `epochs` is not a positive number.
+    Raise InputError if both `steps` and `epochs` are given, or neither, or `epochs` is not a positive number.
     """
     if (steps is None) == (epochs is None):
         found = "neither" if steps is None else f"steps={steps} and epochs={epochs}"
@@ -187,13 +182,9 @@ def _length(steps: SupportsIndex | None, epochs: Any) -> dict[str, Any]:
 
 
 def _settings(pipe: jpipe.Pipeline, arguments: Mapping[str, Any], metrics: Mapping[str, Any]) -> RunSettings:
-    """Return the settings of a run.
+    """Return the settings of a run with these metrics, by name: functions or names of built-in ones.
 
-    Args:
-        metrics: a mapping from names to metrics: functions, or names of built-in ones.
-
-    Raises:
-        InputError: a value is invalid.
+    Raise InputError if a value is invalid.
     """
     named = {name: metric if isinstance(metric, str) else name_in_python("metric") for name, metric in metrics.items()}
     try:

@@ -32,14 +32,8 @@ def load(
 ) -> tuple[Data, int]:
     """Return the data of a new run, and the number of rows of a training batch.
 
-    Args:
-        held_out: the evaluation data; None for no evaluation.
-        batch_size: the number of rows in a batch, if `train` are arrays; None if `train` has batches.
-        steps: the number of batches in the run; None if the run has `epochs`.
-        epochs: the number of passes over the data; None if the run has `steps`.
-
-    Raises:
-        InputError: the data have the wrong form, there are fewer data than the run needs, or the length of an epoch is unknown.
+    If `train` are arrays, `batch_size` is the number of rows; the run has either `steps` or `epochs`. Raise InputError if the data have the
+    wrong form, there are fewer data than the run needs, or the length of an epoch is unknown.
     """
     batches: Batches
     if batch_size is not None:
@@ -61,11 +55,7 @@ def load(
 
 
 def _with_steps(data: Data, first: Position, rows: int, epochs: float | None) -> Data:
-    """Return the data, with the number of steps if the length of the run is given in epochs.
-
-    Raises:
-        InputError: the epochs have too many steps.
-    """
+    """Return the data, with the number of steps if the length of the run is given in epochs. Raise InputError if there are too many."""
     if epochs is None:
         return data
     assert data.rows is not None
@@ -80,8 +70,7 @@ def _with_steps(data: Data, first: Position, rows: int, epochs: float | None) ->
 def continued(data: Data, resumed: Resumed | None, rows: int, epochs: float | None = None) -> Data:
     """Return the data of a run that resumes. If the batch size of arrays has changed, new batches begin at the next row.
 
-    Raises:
-        InputError: the program's own batches have another number of rows than before the checkpoint.
+    Raise InputError if the program's own batches have another number of rows than before the checkpoint.
     """
     begins = None if resumed is None else resumed.position(rows)
     if resumed is None or begins is None:
@@ -131,11 +120,7 @@ class OwnBatches:
         return self
 
     def at(self, index: int) -> Batch:
-        """Return batch `index` as NumPy arrays with the shapes and dtypes of batch 0.
-
-        Raises:
-            InputError: the object returns something else.
-        """
+        """Return batch `index` as NumPy arrays with the specs of batch 0. Raise InputError if the object returns something else."""
         batch = self._arrays(index)
         if (found := _spec(batch)) != self._spec:
             shapes = [jax.tree.map(lambda spec: f"{spec.dtype}{list(spec.shape)}", specs) for specs in (self._spec, found)]
@@ -186,11 +171,7 @@ def _batches_in_epoch(train: Any) -> int:
 
 
 def _training_batches(train: Any, steps: int) -> Batches:
-    """Return the batches of an object that the program passed as `data`.
-
-    Raises:
-        InputError: the object has no batches, or fewer than the run needs.
-    """
+    """Return the batches of an object that the program passed as `data`. Raise InputError if it has none, or too few for the run."""
     if _is_arrays(train):
         raise InputError(
             "data: expected batches that data[t] returns, found arrays; also give batch_size, so that their rows are "
@@ -217,8 +198,7 @@ def _training_batches(train: Any, steps: int) -> Batches:
 def _shuffled_rows(train: Any, batch_size: int, seed: int) -> BatchesOfRows:
     """Return batches of the rows of arrays, shuffled anew in each epoch.
 
-    Raises:
-        InputError: `train` are not arrays, or they have fewer than `batch_size` rows.
+    Raise InputError if `train` are not arrays, or they have fewer than `batch_size` rows.
     """
     if not _is_arrays(train):
         raise InputError(
@@ -233,14 +213,9 @@ def _shuffled_rows(train: Any, batch_size: int, seed: int) -> BatchesOfRows:
 
 
 def _held_out(held_out: Any, batch_size: int) -> Batches:
-    """Return the batches of an evaluation.
+    """Return the batches of an evaluation from arrays, with `batch_size` rows each, or from an object that has batches.
 
-    Args:
-        held_out: arrays, or an object that has batches.
-        batch_size: the number of rows in a batch of arrays.
-
-    Raises:
-        InputError: `held_out` is neither, or has no batch.
+    Raise InputError if `held_out` is neither, or has no batch.
     """
     if _is_arrays(held_out):
         rows = _rows(held_out, "eval_data")
@@ -257,11 +232,7 @@ def _held_out(held_out: Any, batch_size: int) -> Batches:
 
 
 def _by_number(batches: Any, name: str) -> OwnBatches:
-    """Return the batches of an object that returns batch t for an index t, or of a function of t.
-
-    Raises:
-        InputError: the object is neither.
-    """
+    """Return the batches of an object that returns batch t for an index t, or of a function of t. Raise InputError if it is neither."""
     has_items = hasattr(batches, "__getitem__")
     if isinstance(batches, Iterator | Mapping) or not (has_items or callable(batches)):
         kind = "an iterator" if isinstance(batches, Iterator) else f"a {type(batches).__name__}"

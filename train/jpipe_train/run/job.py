@@ -54,9 +54,8 @@ def evaluate(request: EvaluateRequest, process: Process) -> int:
 def plan(find: Callable[[Callable[[], int]], None], process: Process, *, alone: bool) -> int:
     """Find a plan with `find`, print one line if it fails, and return the exit code.
 
-    Args:
-        find: searches for the plan. It gets a function that connects the processes and returns how many there are.
-        alone: whether only one process may plan, because the plan is for other machines.
+    `find` gets a function that connects the processes and returns how many there are. Only one process may plan `alone`, for other
+    machines.
     """
 
     def work(connect: Callable[[], int]) -> int:
@@ -79,12 +78,10 @@ def doctor(request: Examination, process: Process) -> int:
 
 
 def run_process(work: Callable[[Callable[[], int]], int], process: Process) -> int:
-    """Run `work`, print one line if it fails, and return the exit code.
+    """Run `work`, print one line if it fails, and return its exit code.
 
-    In a job of one process, an exception that is not jpipe's own propagates to `jpipe_train.cli`.
-
-    Args:
-        work: the job. It gets a function that connects the processes and returns how many there are; it returns the exit code.
+    `work` gets a function that connects the processes and returns how many there are. In a job of one process, an exception that is not
+    jpipe's own propagates to `jpipe_train.cli`.
     """
     keep_freed_memory()
     code, done = 0, 0

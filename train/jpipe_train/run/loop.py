@@ -74,7 +74,6 @@ def main(
         num_processes: the number of processes. Each calls this after `jpipe_train.launch.distributed.start` has connected them.
         connect_limit: seconds that each process waits for the other processes at the start.
         wait_limit: seconds without progress in any process after which the run fails.
-        resume: whether to resume from the run folder.
         from_checkpoint: the step of the checkpoint to resume from, or "best"; None for the newest checkpoint that can be restored.
         elastic: the number of processes that the plan is made for, if there may be fewer processes; otherwise None.
 
@@ -136,16 +135,9 @@ def start(
     reporter: Reporter,
     required_step: Step = None,
 ) -> Summary:
-    """Build the pipeline, open the run folder, train and report.
+    """Build the pipeline, open the run folder, train and report; the errors are as in `main`.
 
-    Args:
-        resumed: the checkpoint to resume from, or None.
-        resume: whether to resume from the run folder.
-        reporter: prints the progress.
-        required_step: the step of the only acceptable checkpoint; None or "best" if earlier checkpoints are acceptable, too.
-
-    Raises:
-        Exception: the exceptions of `main`.
+    With a `required_step` other than "best", no earlier checkpoint than `resumed` is acceptable.
     """
     pipe, batches, resumed, layers = prepare(settings, parts, team, resumed, resume, reporter, required_step)
     interrupt.check()
@@ -180,11 +172,8 @@ def agree_on_config(
 ) -> tuple[Config, list[str]]:
     """Check that all processes have the same config and options, and prepare JAX, before any device starts.
 
-    Returns:
-        The config, with a smaller plan if there are fewer than `elastic` processes; and lines to print.
-
-    Raises:
-        jpipe.InputError: the configs or options differ, or the config is not possible with these processes.
+    Return the config, with a smaller plan if there are fewer than `elastic` processes, and lines to print. Raise jpipe.InputError if the
+    configs or options differ, or the config is not possible with these processes.
     """
     config, remark = team.run_on_all(lambda: smaller_plan.for_processes(config, num_processes, elastic))
     team.agree(lambda: facts(config) | options)
@@ -220,19 +209,9 @@ def prepare(
 ) -> tuple[jpipe.Pipeline, data.Data, Resumed | None, dict[str, Any] | None]:
     """Build the pipeline and read the checkpoint to resume from, falling back to earlier checkpoints if one is damaged.
 
-    Args:
-        parts: its `build` builds the pipeline and its data.
-        team: the processes of the run, which all use the same checkpoint.
-        resumed: the first checkpoint to try, or None.
-        resume: whether to resume from the run folder.
-        reporter: prints a line for each damaged checkpoint.
-        required_step: the step of the only acceptable checkpoint; None or "best" if earlier checkpoints are acceptable, too.
-
-    Returns:
-        The pipeline, its data, the checkpoint and its layers. The last two are None if the run does not resume.
-
-    Raises:
-        jpipe.InputError: the pipeline cannot be built, or no checkpoint can be read.
+    All processes use the same checkpoint, `resumed` or an earlier one. If `required_step` is a step, and not "best", no earlier checkpoint
+    is acceptable. `reporter` prints a line for each damaged one. Return the pipeline, its data, the checkpoint and its layers. The last two
+    are None if the run does not resume. Raise jpipe.InputError if the pipeline cannot be built, or no checkpoint can be read.
     """
     while True:
         pipe, batches = parts.build(resumed)
@@ -275,10 +254,9 @@ def build_and_check(
 
 
 def with_steps(settings: RunSettings, batches: data.Data, reporter: Reporter, team: Team) -> RunSettings:
-    """Convert the epochs of a run to steps, and return the settings with them. Settings without epochs are returned unchanged.
+    """Convert the epochs of a run, if any, to steps, and return the settings with them.
 
-    Raises:
-        jpipe.InputError: there would be no update, or a step to profile comes after the last step.
+    Raise jpipe.InputError if there would be no update, or a step to profile comes after the last step.
     """
     steps, epochs = batches.steps, settings.train.epochs
     if epochs is None or steps is None:

@@ -45,8 +45,7 @@ def initial_params(
 ) -> dict[str, Any] | None:
     """Return the parameters that `warm_start` names, or None for random parameters.
 
-    Raises:
-        jpipe.InputError: the parameters cannot be read, or do not match the model.
+    Raise jpipe.InputError if they cannot be read, or do not match the model.
     """
     if config.warm_start.file is None:
         return None
@@ -90,8 +89,7 @@ def continue_on_all(
 def continue_folder(settings: RunSettings, folder: RunFolder, resumed: Resumed, say: Callable[[str], None]) -> LastStep | None:
     """Remove the rows of later steps from the folder of a resumed run, and rename the checkpoints of later steps.
 
-    Returns:
-        The last step that was logged before the run resumed; None if it is unknown.
+    Return the last step that was logged before the run resumed; None if it is unknown.
     """
     with interrupt.delayed():
         rows = resumed.rows()
@@ -104,11 +102,9 @@ def continue_folder(settings: RunSettings, folder: RunFolder, resumed: Resumed, 
 
 
 def check_shared(settings: RunSettings, folder: Path, team: Team, limit: float = 60.0) -> None:
-    """Check that this process sees the run folder of process 0. All processes write their checkpoints there.
+    """Check that this process sees the run folder of process 0, into which all processes write, within `limit` seconds.
 
-    Args:
-        folder: the folder of the run.
-        limit: seconds to wait until the folder appears, because a network file system may show new folders late.
+    A network file system may show new folders late. All processes call this.
     """
     checkpoints, end = folder / "checkpoints", time.monotonic() + limit
     with team.working("the run folder"):
@@ -132,13 +128,10 @@ def _start_checkpoints(settings: RunSettings, folder: Path, step: int | None) ->
 def read_checkpoint(
     pipe: jpipe.Pipeline, batches: data.Data, team: Team, resumed: Resumed, *, fresh_optimizer: bool
 ) -> tuple[dict[str, Any] | None, str]:
-    """Read the layers of this process's workers from the checkpoint.
+    """Read the layers of this process's workers from the checkpoint; return them and "".
 
-    Returns:
-        The layers and "". If a process finds damage, all processes return None and a description of the damage.
-
-    Raises:
-        jpipe.InputError: the checkpoint belongs to another model or optimizer.
+    If a process finds damage, all return None and a description of it. Raise jpipe.InputError if the checkpoint belongs to another model or
+    optimizer.
     """
     from jpipe import checkpoints
     from jpipe.checkpoints.records import Damaged
@@ -167,10 +160,8 @@ def begin(
 ) -> jpipe.State:
     """Compile the pipeline and return its state. A new run has random weights, or the parameters `initial`.
 
-    If the run resumes, `initial` are the layers of its checkpoint. A new run with a `state` starts with it, and is already compiled.
-
-    Raises:
-        jpipe.InputError: the checkpoint belongs to another model or optimizer.
+    If the run resumes, `initial` are the layers of its checkpoint. A new run with a `state` starts with it, and is already compiled. Raise
+    jpipe.InputError if the checkpoint belongs to another model or optimizer.
     """
     if resumed is None and state is not None:
         return state

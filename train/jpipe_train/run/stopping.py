@@ -46,11 +46,7 @@ class Stopping:
             self._states = [state] if state is not None and state.continues(self._config, mode) else []
 
     def record(self, step: int, results: Mapping[str, float]) -> bool:
-        """Record the validation before `step`, and return whether the run ends there. A validation is recorded only once.
-
-        Args:
-            results: the results of the validation; the keys are the names in `metrics.jsonl`.
-        """
+        """Record the validation before `step`, with the names in `metrics.jsonl`, once, and return whether the run ends there."""
         if self._config is None or (self._states and step <= self._states[-1].step):
             return False
         state = self._states[-1] if self._states else self._first
@@ -82,11 +78,7 @@ def stopped_words(stop: StopConfig | None, resumed: Resumed) -> str:
 
 
 def remarks(settings: RunSettings, folder: Path, stopping: Stopping, end: int) -> dict[str, str]:
-    """Return remarks about the end of the run and its best checkpoint, for the summary and the report.
-
-    Args:
-        folder: the folder of the run.
-    """
+    """Return remarks about the end of the run and its best checkpoint, for the summary and the report."""
     early = stopping.words(end)
     remarks = {"stopped early": f"at step {end}: {early}"} if early else {}
     if (best := settings.checkpoint.best) is not None:

@@ -179,10 +179,8 @@ class Training:
     ) -> dict[str, Any]:
         """Return the facts about the run that are stored in the checkpoint at `step`.
 
-        Args:
-            since: validations up to this step used other data.
-            end: the step at which the run has ended, if it has; the last row has the validation of the final weights.
-            earlier: the validation before the last step, if there was one; the last row no longer has it.
+        Validations up to step `since` used other data. If the run has ended at `end`, the last row has the validation of the final weights,
+        and no longer the `earlier` one before the last step, if there was one.
         """
         known = dict((earlier if step + 1 == end else self.log.validated(step)) or {})
         loss = known.pop("val_loss", None)
@@ -203,9 +201,7 @@ class Training:
     def _check_complete(self, step: int, why: str = "") -> None:
         """Check that the rows of all steps before `step` are written, and the checkpoint, if one is due.
 
-        Raises:
-            RunStopped: rows or the checkpoint are missing.
-            OSError: the rows cannot be read, or another program has changed them.
+        Raise RunStopped if some are missing, and OSError if the rows cannot be read, or another program has changed them.
         """
         self.log.check_complete(step)
         problem = self.checkpoints.missing(step)

@@ -71,15 +71,9 @@ def main(runs: Sequence[str], out: str, reporter: Reporter) -> None:
 
 
 def compare(paths: Sequence[Path], out: Path, reporter: Reporter) -> None:
-    """Print how the configs of runs differ, and their losses, and write both as a page and a picture.
+    """Print how the configs of runs differ, and their losses, and write both as the page `out` and a picture ending in `.svg`.
 
-    Args:
-        paths: the folders of the runs.
-        out: the path of the page; the picture has the same name with the ending `.svg`.
-        reporter: prints the tables.
-
-    Raises:
-        InputError: a folder is not a run, or an output file exists and is not a comparison, or cannot be written.
+    Raise InputError if a folder is not a run, or an output file exists and is not a comparison, or cannot be written.
     """
     drawing = out.with_suffix(".svg")
     if out.suffix != ".html":

@@ -38,10 +38,9 @@ class Combination:
 
 
 def combinations(request: Request) -> list[Combination]:
-    """Return the combinations that a sweep trains with, in order. Each name occurs once.
+    """Return the combinations that a sweep trains with, in order; each name occurs once.
 
-    Raises:
-        InputError: the grid cannot be read, or has too many combinations.
+    Raise InputError if the grid cannot be read, or has too many combinations.
     """
     grid = _parsed(request.grid)
     if (number := math.prod(map(len, grid.values()))) > MOST_RUNS:

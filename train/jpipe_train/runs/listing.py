@@ -20,10 +20,9 @@ _LONGEST = 60  # the longest name in characters
 
 
 def folders(folder: str) -> list[Path]:
-    """Return the folders in `folder`, numbered folders first in ascending order; if `folder` is itself a run, return only `folder`.
+    """Return the folders in `folder`, numbered folders first in ascending order, or, if it is itself a run, only `folder`.
 
-    Raises:
-        InputError: the folder cannot be listed.
+    Raise InputError if the folder cannot be listed.
     """
     path = expanded(folder, "runs")
     try:
@@ -48,16 +47,9 @@ def read_all(paths: list[Path]) -> Iterator[tuple[Path, Run | str]]:
 
 
 def main(folder: str, as_json: bool, say: Callable[[str], None], clock: Callable[[], float] = time.time) -> None:
-    """Print a line for each run in a folder, and for each folder that is damaged or not a run.
+    """Print a line, or a JSON object, for each run in a folder, and a line for each folder that is damaged or not a run.
 
-    Args:
-        folder: a folder that contains run folders, or the folder of one run.
-        as_json: whether to print a JSON object for each folder in place of a table.
-        say: prints a line.
-        clock: returns the seconds since 1970, as `time.time`.
-
-    Raises:
-        InputError: the folder cannot be listed.
+    `folder` may be a run itself. `clock` returns the seconds since 1970. Raise InputError if the folder cannot be listed.
     """
     found = list(read_all(folders(folder)))
     if as_json:

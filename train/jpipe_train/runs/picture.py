@@ -57,11 +57,8 @@ class Curve:
 def draw(curves: Sequence[Curve], unit: str, *, wide: bool = False) -> "matplotlib.figure.Figure":
     """Draw the training losses as lines, smoothed if there are many, and the validation losses as points, in three panels.
 
-    The x axes of the panels are steps, tokens (or examples, if a run has no tokens) and time.
-
-    Args:
-        unit: the unit of the losses; may be empty.
-        wide: whether the panels are beside each other, for wide windows, or below each other.
+    The x axes of the panels are steps, tokens (or examples, if a run has no tokens) and time. The `unit` of the losses may be empty. In
+    wide windows the panels are beside each other, otherwise below each other.
     """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D

@@ -93,14 +93,9 @@ class Run:
 
 
 def read(path: Path, *, whole: bool) -> Run:
-    """Read the folder of a run.
+    """Read the folder of a run, with all rows (`whole`) or only the last ones.
 
-    Args:
-        path: the folder.
-        whole: whether to read all rows, or only the last rows.
-
-    Raises:
-        InputError: the folder is not a run, or its files are damaged or cannot be read.
+    Raise InputError if the folder is not a run, or its files are damaged or cannot be read.
     """
     try:
         missing = next((name for name in (CONFIG, PLAN, METRICS) if not os.path.lexists(path / name)), None)
@@ -120,14 +115,9 @@ def read(path: Path, *, whole: bool) -> Run:
 
 
 def state_of(rows: Sequence[Row], steps: int | None, saved: Sequence[int], training: bool | None, end: End | None) -> State:
-    """Return the state of a run.
+    """Return the state of a run from its last rows, its planned steps, if known, its checkpoints, ascending, and its mark of the end.
 
-    Args:
-        rows: the last rows of the run.
-        steps: the number of steps in the run's config, or None if it is unknown.
-        saved: the steps of the run's checkpoints, in ascending order.
-        training: whether a process is training in the folder; None if this cannot be determined.
-        end: the mark of the run's end, or None.
+    `training` tells whether a process is training in the folder; None if this cannot be determined.
     """
     if training:
         return State("running", "a process holds the lock of the folder")

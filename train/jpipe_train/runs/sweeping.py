@@ -48,11 +48,8 @@ class _Run:
 def main(request: Request, task: int | None = None) -> int:
     """Train the incomplete runs of a sweep, and compare all runs. With `task`, train only this run and compare nothing.
 
-    Returns:
-        The exit code: 1 if a run failed, or 128 plus the number of the signal that ended the sweep.
-
-    Raises:
-        InputError: a combination is not a valid config, or a run folder has other content. Nothing was trained.
+    Return the exit code: 1 if a run failed, or 128 plus the number of the signal that ended the sweep. Raise InputError, before training,
+    if a combination is not a valid config, or a run folder has other content.
     """
     chosen = combinations(request)
     _check_task(task, len(chosen))
@@ -80,11 +77,7 @@ def main(request: Request, task: int | None = None) -> int:
 
 
 def slurm_script(request: Request, task: int | None = None) -> str:
-    """Return the script of a SLURM job array with a task for each run.
-
-    Raises:
-        InputError: as in `main`, or `task` is set.
-    """
+    """Return the script of a SLURM job array with a task for each run. Raise the InputErrors of `main`, or one if `task` is set."""
     if task is not None:
         raise InputError(
             where="sweep", expected="--slurm or --task", found="both", change="remove --task; the script that --slurm prints sets it"
@@ -126,9 +119,8 @@ def _run(request: Request, folder: Path, combination: Combination) -> _Run:
 def _is_pending(run: _Run) -> bool:
     """Return whether a run must be trained or resumed.
 
-    Raises:
-        InputError: the folder has a run with another config, a run that cannot be read, a run that another process is training, or a run
-            that has ended without a checkpoint to continue from.
+    Raise InputError if the folder has a run with another config, a run that cannot be read, a run that another process is training, or a
+    run that has ended without a checkpoint to continue from.
     """
     if is_training(run.path):  # the process may not have written anything yet
         raise InputError(f"sweep: another process is training in '{shown(run.path)}'; wait until it ends, or stop it")
@@ -180,8 +172,7 @@ def _is_complete(found: Run, wanted: TrainConfig) -> bool:
 def _claim(folder: Path, request: Request) -> None:
     """Mark a folder as the folder of a sweep. Several tasks may do so at the same time.
 
-    Raises:
-        InputError: the folder has other content, or cannot be written.
+    Raise InputError if the folder has other content, or cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

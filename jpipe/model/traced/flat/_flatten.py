@@ -78,12 +78,7 @@ def take_slice(leaf: Leaf, array: Any) -> Any:
 
 
 def stack_slices(slices: Mapping[Leaf, Any], stack: Any) -> Any:
-    """Return the array of a leaf.
-
-    Args:
-        slices: all slices of the leaf, or the whole leaf.
-        stack: a function `(arrays, axis) -> array`, such as `jnp.stack`.
-    """
+    """Return the array of a leaf from all its slices, or from the whole leaf. `stack` takes (arrays, axis), as `jnp.stack`."""
     (leaf, array), *_ = slices.items()
     if not leaf.axes:
         return array
@@ -98,19 +93,14 @@ def stack_slices(slices: Mapping[Leaf, Any], stack: Any) -> Any:
 def flatten(
     closed: Any, num_leaves: int, replaces: Mapping[int, int] | None = None, axes: Mapping[int, Iterable[int]] | None = None
 ) -> Flat:
-    """Inline the calls of a jaxpr and unroll its scans over stacked leaves.
+    """Inline the calls of a jaxpr and unroll its scans over stacked leaves. The flat jaxpr computes the same values.
 
     If a scan runs over a leaf, or if a leaf is read only by constant indices, its slices become separate inputs. If the whole leaf is also
     read, its slices are stacked again. Rematerialized functions, functions with custom derivatives, loops, branches, other scans and calls
     with a name that begins with `CUT` stay single equations.
 
-    Args:
-        num_leaves: the number of inputs, from the first, that may be split: parameters and layer state.
-        replaces: for the number of an output that is a leaf's new value, this leaf; the output is split like the leaf.
-        axes: for some leaves the axes along which they must be split, because another trace of the same model splits them.
-
-    Returns:
-        The flat jaxpr, which computes the same values.
+    The first `num_leaves` inputs, parameters and layer state, may be split, and must be along the `axes` of another trace of the model. An
+    output that is the new value of a leaf (`replaces`) is split like the leaf.
     """
     jaxpr, replaces = closed.jaxpr, replaces or {}
     builder = Builder([var.aval for var in jaxpr.invars[:num_leaves]], axes or {})

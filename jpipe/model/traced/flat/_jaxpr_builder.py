@@ -40,12 +40,7 @@ class Builder:
     """Collects equations, constants, and the slices of leaves that the equations read."""
 
     def __init__(self, avals: Sequence[Any], axes: Mapping[int, Iterable[int]]):
-        """Start a jaxpr.
-
-        Args:
-            avals: shapes and dtypes of the leaves.
-            axes: for some leaves the axes along which they are split.
-        """
+        """Start a jaxpr for leaves with these shapes and dtypes, some of them split along `axes`."""
         self.avals = list(avals)
         self.axes = [set(axes.get(number, ())) for number in range(len(self.avals))]
         self.equations: list[Any] = []

@@ -22,16 +22,10 @@ _LOG = logging.getLogger("jpipe")
 
 
 def open_model(model: Any, inputs: tuple[Any, ...], *, variables: Any = None) -> Whole:
-    """Return a model of any kind as one layer.
+    """Return a model of any kind as one layer. Raise InputError for another model, or if it does not take inputs of these specs.
 
-    Args:
-        model: an NNX module, or an abstract one from `nnx.eval_shape`; a constructor of an NNX module, with a parameter `rngs`; a Linen
-            module; or any other pytree that can be called, such as an Equinox module.
-        inputs: specs of the inputs of the model.
-        variables: the variables of a Linen module; by default the module initializes them.
-
-    Raises:
-        InputError: the model is none of these, or does not take the inputs.
+    A model is an NNX module, or an abstract one from `nnx.eval_shape`; a constructor of an NNX module, with a parameter `rngs`; a Linen
+    module, which initializes its variables unless they are passed; or any other pytree that can be called, such as an Equinox module.
     """
     if isinstance(model, linen.Module):
         if model.scope is not None:
@@ -70,20 +64,12 @@ def open_model(model: Any, inputs: tuple[Any, ...], *, variables: Any = None) ->
 
 
 def open_function(fn: Any, params: Tree, inputs: tuple[Any, ...], *, state: Tree | None = None) -> Whole:
-    """Return a function of parameters as one layer.
+    """Return `fn(params, *inputs) -> y` or `fn(params, state, *inputs) -> (y, new state)` as one layer, or raise InputError.
 
     At any position, a parameter named `key`, `rng` or `dropout_rng` gets the microbatch's random key, and one named `rngs` a
-    `flax.nnx.Rngs`; in evaluation only if it has no default. A parameter for the mode gets the same values as in a layer. A leaf named
-    `inference` that is True or False becomes False in training and True in evaluation.
-
-    Args:
-        fn: `fn(params, *inputs) -> y`, or with a state `fn(params, state, *inputs) -> (y, new state)`.
-        params: a pytree of arrays or specs. Floating-point arrays are trained, other arrays stay as they are, and all other leaves are part
-            of the function.
-        inputs: specs of the inputs.
-
-    Raises:
-        InputError: `fn` is not such a function.
+    `flax.nnx.Rngs`; in evaluation only if it has no default. A parameter for the mode gets the same values as in a layer. Floating-point
+    arrays of `params` are trained, other arrays stay as they are, and all other leaves are part of the function; a leaf named `inference`
+    that is True or False becomes False in training and True in evaluation.
     """
     if not callable(fn):
         raise InputError(where=WHERE, expected="a function of parameters and inputs", found=_kind(fn))

@@ -59,12 +59,8 @@ def whole(
 ) -> Whole:
     """Return the `Whole` of a layer. Among its parameters, constants and leaves that are not arrays are not trained.
 
-    Args:
-        layer: the layer, with the user's tree as its parameters.
-        params: the user's tree, with arrays or specs.
-        rebuild: a function of (user's tree, state) that returns the user's model.
-        trees: a function from the user's model or tree to (tree, state).
-        others: further structures of the user's tree, with its leaves in the same order.
+    `params` is the user's tree. `rebuild` makes the user's model from (tree, state), and `trees` makes (tree, state) from a model or tree.
+    `others` are further structures of the user's tree, with its leaves in the same order.
     """
     full_specs, state_specs = specs_of(params), specs_of(state)
     _reject_complex(full_specs)
@@ -176,13 +172,8 @@ def joined(*parts: Tree) -> Tree:
 def matched(where: str, specs: Tree, tree: Tree, *, any_float: bool = False) -> Tree:
     """Return the arrays of a tree in the structure of `specs`, found by their paths, with None in place of missing arrays.
 
-    Args:
-        specs: specs of the arrays; leaves that are not specs are left out.
-        tree: any pytree with arrays at the same paths.
-        any_float: whether floating-point arrays may have another floating-point dtype than their specs.
-
-    Raises:
-        InputError: the tree has an array that `specs` does not have, or one with another shape or dtype.
+    Leaves of `specs` that are no specs are left out. With `any_float` floating-point arrays may have another floating-point dtype. Raise
+    InputError for an array that `specs` does not have, or with another shape or dtype.
     """
     flat, treedef = jax.tree_util.tree_flatten_with_path(specs)
     arrays = {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}

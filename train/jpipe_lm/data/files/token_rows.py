@@ -14,15 +14,9 @@ from jpipe_train.data.files.wrong_lines import WrongLine, WrongLines, value_of
 
 
 def read(files: Sequence[Path], key: str, share: float, where: str, largest: int = LARGEST_VOCABULARY) -> Iterator[Row[np.ndarray]]:
-    """Yield the documents of all files in order. The value of a row is an array of ids in uint32, which may be empty.
+    """Yield the documents of all files in order as arrays of ids in uint32, which may be empty.
 
-    Args:
-        files: the files to read.
-        share: the share of the documents to hold out.
-        largest: ids must be below this number.
-
-    Raises:
-        InputError: a row is wrong, or the column is missing.
+    `share` of the documents are held out. Raise InputError if an id is not below `largest`, a row is wrong, or the column is missing.
     """
     wrong = WrongLines(where, f"or set {setting_of(where, 'tokens_key')}")
     columns = [Column(key, "tokens_key", "ids")]

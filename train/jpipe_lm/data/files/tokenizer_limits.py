@@ -36,10 +36,7 @@ class TooMuch(Exception):
 
 
 def check_content(content: bytes) -> set[str]:
-    """Check the content of a tokenizer.json before the tokenizers library reads it.
-
-    Returns:
-        The regular expressions in it.
+    """Check a tokenizer.json before the tokenizers library reads it, and return the regular expressions in it.
 
     Raises:
         TooMuch: the tokenizer exceeds the limits.
@@ -73,10 +70,7 @@ def check_vocabulary(tokens: Mapping[str, int]) -> None:
 def check_time(rules: Any, expressions: Iterable[str]) -> None:
     """Tokenize and decode short texts for which a regular expression with catastrophic backtracking would take long.
 
-    The library ends a search after ten million steps, so the time for a single text is bounded.
-
-    Raises:
-        TooMuch: the texts take longer than the limit.
+    The library ends a search after ten million steps, so the time for a single text is bounded. Raise TooMuch beyond the limit.
     """
     words = {word for expression in expressions for word in re.findall(r"[^\W_]{1,20}", expression)[:_MOST_TEXTS]}
     letters = {letter for word in words for letter in word}
@@ -137,11 +131,7 @@ class _Lengths:
         return sum(self._of.get(character, self._other) for character in text)
 
     def before(self, step: Mapping[str, Any], chain: str) -> None:
-        """Add `step`, which precedes the steps that are already added.
-
-        Raises:
-            TooMuch: a character can become more characters than the limit.
-        """
+        """Add `step`, which precedes the steps so far. Raise TooMuch if a character can become more characters than the limit."""
         kind, pattern = str(step.get("type")), step.get("pattern")
         content = step.get("content") if kind == "Replace" else step.get("prepend") if kind == "Prepend" else None
         literal = pattern.get("String") if isinstance(pattern, dict) else None

@@ -32,15 +32,9 @@ class Example(NamedTuple):
 
 
 def read(files: Sequence[Path], config: Config, share: float, where: str) -> Iterator[Row[Example]]:
-    """Yield the examples of all files in order.
+    """Yield the examples of all files in order, as `data` and `model` in the config describe them; `share` of them are held out.
 
-    Args:
-        files: the files to read.
-        config: the config of the run. The section `data` names the keys, and `model` has the head and the labels.
-        share: the share of the examples to hold out.
-
-    Raises:
-        InputError: rows are wrong.
+    Raise InputError if rows are wrong.
     """
     wrong, numbers = WrongLines(where), _numbers_of_labels(config)
 

@@ -26,13 +26,9 @@ _MOST_TYPES = 2  # the number of texts that BERT distinguishes
 
 
 def read(config: Config, path: str | None = None) -> Examples:
-    """Read the examples that `config.data` names.
+    """Read the examples that `config.data` names, or those at another path, all for validation.
 
-    Args:
-        path: the path of other examples; all of them are for validation.
-
-    Raises:
-        InputError: examples cannot be read, or are too long; or the tokenizer has more tokens than the model's vocabulary.
+    Raise InputError if they cannot be read, or are too long; or if the tokenizer has more tokens than the model's vocabulary.
     """
     data = data_of(config)
     splits.check_beside_weights(config)

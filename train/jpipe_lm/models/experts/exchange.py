@@ -35,13 +35,8 @@ def gathered(
 ) -> Float[Array, "n w"]:
     """Gather the tokens of all devices, compute this device's experts for them, and reduce-scatter the outputs.
 
-    Args:
-        compute: computes the experts of this device.
-        weights: the weights of the experts that each token chose.
-        chosen: the numbers of the experts that each token chose.
-        over: the axis of the mesh over which experts and tokens are sharded.
-        rows: the axes of the mesh over which tokens are sharded; they include `over`.
-        count: the number of experts of a device.
+    Tokens come with the weights and numbers of the experts that they chose; a device has `count` experts. Experts and tokens are sharded
+    over the mesh axis `over`, and tokens over all axes in `rows`.
     """
     everything = (jax.lax.all_gather(array, over, tiled=True) for array in (x, weights, chosen))
     return jax.lax.psum_scatter(compute(*everything), over, tiled=True)
@@ -86,7 +81,7 @@ def _rows_of(array: Any, numbers: Int[Array, " r"], otherwise: int) -> Any:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def exchanged(over: str, rows: tuple[str, ...], most: tuple[int, int], x: Float[Array, "r w"], sizes: Int[Array, "d d"]) -> Any:
-    """Exchange rows between the devices along an axis.
+    """Exchange rows between the devices along an axis: return those from each device, one device after the other, then zeros.
 
     The gradient is the exchange with `most` reversed and `sizes` transposed. Rows that are not sent have gradient 0.
 
@@ -94,9 +89,6 @@ def exchanged(over: str, rows: tuple[str, ...], most: tuple[int, int], x: Float[
         most: the largest numbers of rows that a device sends and receives.
         x: first the rows for each device, one device after the other, then rows that are not sent.
         sizes: (from, to), the number of rows that each device sends to each device.
-
-    Returns:
-        The rows from each device, one device after the other, then zeros.
     """
     this, starts, ends_there = jax.lax.axis_index(over), sizes.cumsum(1, sizes.dtype) - sizes, sizes.cumsum(0, sizes.dtype)
     empty = jax.lax.pcast(jnp.zeros((most[1], x.shape[1]), x.dtype), rows, to="varying")

@@ -100,9 +100,8 @@ def on_stage(config: ExpertsConfig, activation: Callable[[Any], Any]) -> Callabl
     tokens to experts. If the rows are not sharded over the axis of the experts, the outputs are summed over this axis. If `mlp` is sharded,
     the outputs are also summed over the axis of `mlp`.
 
-    Returns:
-        A function of (x, is_counted, the kernel of the router, kernels by name). It returns the outputs, and the counts, probabilities and
-        squares of one block that `Routing` describes.
+    The function of (x, is_counted, the kernel of the router, kernels by name) returns the outputs, and the counts, probabilities and
+    squares of one block that `Routing` describes.
     """
     stage = traced_mesh()
     if stage is None:
@@ -132,10 +131,8 @@ def _mixture(
 ) -> tuple[Any, Any, Any, Any]:
     """Route and compute the tokens of one device.
 
-    Args:
-        over: the axis of the mesh over which the experts are sharded, or None.
-        inner: the axis over which each expert is sharded, or None.
-        x, is_counted, router: see the result of `on_stage`.
+    The experts are sharded over the mesh axis `over`, and each of them over `inner`, if these are not None. Other arguments are as in
+    the result of `on_stage`.
     """
     logits = jnp.einsum("bsw,we->bse", x.astype(router.dtype), router)
     probabilities = jax.nn.softmax(logits, axis=-1)
@@ -176,17 +173,11 @@ def computed(
     activation: Callable[[Any], Any],
     are_some: bool,
 ) -> Float[Array, "n w"]:
-    """Return for each token the weighted sum of the outputs of the experts that it chose.
+    """Return for each token the weighted sum of the outputs of the experts that it chose, with kernels (e, in, out) by name.
 
     Tokens are sorted by expert, and each group of tokens is multiplied by the kernels of its expert. The result has the tokens in their
-    original order.
-
-    Args:
-        weights: the weights of the experts that each token chose.
-        chosen: the numbers of the experts that each token chose.
-        kernels: the kernels (e, in, out) by name.
-        are_some: whether `chosen` may contain numbers outside 0 to e - 1. There are no kernels for these experts; their outputs count as
-            zero.
+    original order. With `are_some`, `chosen` may contain numbers outside 0 to e - 1, for experts without kernels; their outputs count as
+    zero.
     """
     (n, k), count = chosen.shape, kernels["contract"].shape[0]
     numbers = chosen.reshape(-1)

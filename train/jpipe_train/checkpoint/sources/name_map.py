@@ -12,13 +12,10 @@ _NUMBER = re.compile(r"\{(\w+)\}")
 
 
 def name_in_file(name: str, names: Mapping[str, str]) -> str:
-    """Return the name of a parameter in a file.
+    """Return the name in a file of a parameter such as "block_0/qkv/kernel".
 
-    Args:
-        name: the name in the model, such as "block_0/qkv/kernel".
-        names: a mapping from the start of a name in the model to its start in the file; a start consists of whole parts between slashes.
-            `{n}` stands for the same number in both, and an empty start matches every name. The first matching entry counts; names without
-            a match stay.
+    `names` maps the start of a name in the model to its start in the file; a start consists of whole parts between slashes. `{n}` stands
+    for the same number in both, and an empty start matches every name. The first matching entry counts; names without a match stay.
     """
     for start, instead in names.items():
         pattern = "".join(rf"(?P<{part}>\d+)" if i % 2 else re.escape(part) for i, part in enumerate(_NUMBER.split(start.rstrip("/"))))
@@ -29,11 +26,7 @@ def name_in_file(name: str, names: Mapping[str, str]) -> str:
 
 
 def renamed(source: Source, names: Mapping[str, str], wanted: list[str]) -> Source:
-    """Return a source with the model's names in place of the file's names.
-
-    Args:
-        source: the arrays in the file.
-    """
+    """Return a source with the model's names in place of the file's names."""
     in_file = {name: name_in_file(name, names) for name in wanted}
     used = set(in_file.values())
     specs = {name: spec for name, spec in source.specs.items() if name not in used and name not in in_file}
@@ -54,14 +47,10 @@ Places = Mapping[str, tuple[str, tuple[int, ...], tuple[int, ...]]]
 
 
 def of_whole_model(source: Source, places: Mapping[str, Places], names: Mapping[str, str], separator: str) -> Source:
-    """Convert a source with the paths of a whole model to a source with the names of the layers that were cut from it.
+    """Convert a source with the paths of a whole model to one with the names of the layers at `places`, which were cut from it.
 
-    Layer state and integers in the file are left out, because they are no parameters.
-
-    Args:
-        source: the arrays in the file; a stack of layers is one array.
-        places: the places of the "params" and the "state" of all layers.
-        separator: the separator of the parts of a name in the file; `names` has slashes.
+    Layer state and integers in the file are left out, because they are no parameters. A stack of layers is one array. The parts of a name
+    in the file have this separator; `names` has slashes.
     """
     paths = {path for kind in places.values() for path, _, _ in kind.values()}
     in_file = {path: name_in_file(path, names).replace("/", separator) for path in paths}

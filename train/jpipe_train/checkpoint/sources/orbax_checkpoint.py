@@ -28,13 +28,8 @@ def source(path: Path) -> Source:
     """Open an Orbax checkpoint, to read its arrays later.
 
     If the tree has the key `params`, as Linen variables do, only the part below it is used. The last part of a name is left out if it is
-    `value` everywhere, as in an `nnx.State`.
-
-    Args:
-        path: an item; a step with a single item, or with an item `params`; or a folder of steps, where the newest is used.
-
-    Raises:
-        InputError: the path is not such a folder, or its metadata cannot be read.
+    `value` everywhere, as in an `nnx.State`. The path is an item; a step with a single item, or with an item `params`; or a folder of
+    steps, where the newest is used. Raise InputError if it is none of these, or its metadata cannot be read.
     """
     item = _find(path)
     where = f"warm_start.file: '{shown(item)}'"

@@ -69,14 +69,9 @@ class TensorsFile:
 
 @contextlib.contextmanager
 def tensors_file(path: Path, where: str, expected: str = "a safetensors file", hint: str = "download it again") -> Iterator[TensorsFile]:
-    """Open a safetensors file.
+    """Open a safetensors file, a regular file or a link to one; `hint` says what to do if it is another kind of file.
 
-    Args:
-        path: a regular file, or a symbolic link to one.
-        hint: what to do if it is another kind of file.
-
-    Raises:
-        InputError: the file is not a safetensors file, cannot be read, or is cut off, perhaps while it is read.
+    Raise InputError if it is not a safetensors file, cannot be read, or is cut off, perhaps while it is read.
     """
     try:
         with open_to_read(path) as file:

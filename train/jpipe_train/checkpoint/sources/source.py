@@ -57,22 +57,13 @@ class Format(Protocol):
     """A kind of files or folders of other programs from which a run can begin: a module with these functions, which a package adds."""
 
     def opens(self, path: Path) -> bool:
-        """Return whether a file or folder is of this kind.
-
-        Raises:
-            InputError: the path is a part of such a folder, and cannot be opened alone.
-        """
+        """Return whether a path is of this kind. Raise InputError if it is a part of such a folder, and cannot be opened alone."""
         ...
 
     def open_source(self, path: Path, config: WarmStartConfig, model: ModelSection, specs: Mapping[str, Spec] | None) -> Source:
-        """Return the parameters in a file or folder of this kind.
+        """Return the parameters in a file or folder of this kind; `specs`, by name, are None if they are not known yet.
 
-        Args:
-            path: the path of the file or folder.
-            specs: the specs of the model's parameters, by name; None if they are not known yet.
-
-        Raises:
-            InputError: the file or folder cannot be read, or does not match the model.
+        Raise InputError if it cannot be read, or does not match the model.
         """
         ...
 

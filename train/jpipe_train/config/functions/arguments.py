@@ -26,12 +26,8 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 def check_names(function: Callable[..., Any], name: str, names: Iterable[str], reserved: Mapping[str, str]) -> None:
     """Check that `function` accepts the named arguments and that no required argument is missing.
 
-    Args:
-        function: the function to call.
-        reserved: the arguments that jpipe sets itself, each with the message for a config that sets it too.
-
-    Raises:
-        ValueError: an unknown, reserved or missing argument; the message does not say where in the config.
+    `reserved` has the arguments that jpipe sets itself, each with the message for a config that sets it too. Raise ValueError for an
+    unknown, reserved or missing argument; the message does not say where in the config.
     """
     parameters = parameters_of(function)
     if not parameters and not inspect.isfunction(function):
@@ -51,16 +47,10 @@ def check_names(function: Callable[..., Any], name: str, names: Iterable[str], r
 
 
 def convert(function: Callable[..., Any], name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert values from YAML to the types in the annotations of `function`.
+    """Convert values from YAML, by argument, to the types in the annotations of `function`.
 
-    A list becomes a tuple, `bfloat16` a dtype, and 1 becomes 1.0.
-
-    Args:
-        function: an annotated function.
-        values: the values from the config; the keys are argument names.
-
-    Raises:
-        ValueError: a value has the wrong type, or YAML cannot express the argument.
+    A list becomes a tuple, `bfloat16` a dtype, and 1 becomes 1.0. Raise ValueError if a value has the wrong type, or YAML cannot express
+    the argument.
     """
     parameters = parameters_of(function)
     converted: dict[str, Any] = {}

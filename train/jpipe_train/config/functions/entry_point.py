@@ -45,14 +45,10 @@ def check_form(target: str) -> str:
 
 
 def load(target: str, key: str) -> Callable[..., Any]:
-    """Import the function or class `target` from a module in the current folder or from an installed package.
+    """Import the function or class `module:function` from a module in the current folder or from an installed package.
 
-    Args:
-        target: `module:function`.
-
-    Raises:
-        InputError: the module or function does not exist; importing the module fails; the target is not a function or class of the user's
-            (`os:system`, a constant).
+    Raise InputError if the module or function does not exist, importing the module fails, or the target is not a function or class of the
+    user's (`os:system`, a constant).
     """
     module_name, _, name = target.partition(":")
     package = module_name.split(".")[0]
@@ -93,8 +89,7 @@ def load(target: str, key: str) -> Callable[..., Any]:
 def checked(target: str, key: str, arguments: Mapping[str, Any], supplied: Iterable[str]) -> Callable[..., Any]:
     """Import the function `target` and check that it accepts the config's `arguments` and jpipe's `supplied` arguments.
 
-    Raises:
-        InputError: see `load`; or the function does not accept the arguments.
+    Raise the InputErrors of `load`, or one if the function does not accept the arguments.
     """
     function = load(target, key)
     with errors_about(f"{key.rpartition('.')[0]}.arguments"):
@@ -109,17 +104,10 @@ def call(
     supplied: Mapping[str, Any] | None = None,
     optional: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Call the function `target` and return its result.
+    """Call the function `module:function` with arguments from the config and from jpipe, and return its result.
 
-    Args:
-        target: `module:function`.
-        arguments: arguments from the config.
-        supplied: arguments that jpipe supplies.
-        optional: arguments that jpipe supplies if the function has a parameter of that name and the config does not set it.
-
-    Raises:
-        InputError: see `load`; the function does not accept the arguments; or it raises an exception. The message then gives the line in
-            the user's code.
+    The `optional` ones are passed if the function has a parameter of that name and the config does not set it. Raise the InputErrors of
+    `load`, or one if the function does not accept the arguments or raises an exception; the message then gives the line in the user's code.
     """
     parameters = parameters_of(load(target, key))
     wanted = {name: value for name, value in (optional or {}).items() if name in parameters and name not in arguments}

@@ -17,14 +17,9 @@ class _Unlike(Exception):
 
 
 def arrays_of(records: Sequence[Mapping[str, Any]], key: Key, *, is_target: bool) -> np.ndarray | None:
-    """Return the numbers of many rows; `numbers.array_of` returns the same numbers for a single row.
+    """Return the numbers of many rows as an array, as `numbers.array_of` does for a single one.
 
-    Args:
-        records: at least one row, each a mapping from columns to values.
-        is_target: whether the numbers are targets.
-
-    Returns:
-        An array with one entry per row; None if the rows must be converted one by one, because they differ or a row is wrong.
+    Return None if the rows must be converted one by one, because they differ or a row is wrong.
     """
     try:
         columns = [[record[name] for record in records] for name in ([key] if isinstance(key, str) else key)]

@@ -46,12 +46,7 @@ def array_of(record: Mapping[str, Any], key: Key, *, is_target: bool) -> np.ndar
     """Return the numbers of a row, with the dtype that they have in a batch.
 
     In a file without types, such as CSV or JSON lines, inputs are floating-point, and targets are integers if they are written as integers.
-
-    Args:
-        is_target: whether the numbers are targets.
-
-    Raises:
-        WrongLine: a value is not a number or a list of numbers, or lists have different lengths.
+    Raise WrongLine if a value is not a number or a list of numbers, or lists have different lengths.
     """
     names = [key] if isinstance(key, str) else list(key)
     values = [value_of(record, name) for name in names]
@@ -92,11 +87,7 @@ def floats_of(cells: Sequence[str]) -> np.ndarray | None:
 
 
 def first_not_integer(record: Mapping[str, Any], key: Key, numbers: np.ndarray) -> str:
-    """Describe the first number of a row that is not a 64-bit integer: the text of a cell, or a number with its dtype.
-
-    Args:
-        numbers: the numbers of the row.
-    """
+    """Describe the first number of a row that is not a 64-bit integer: the text of a cell, or a number with its dtype."""
     values = [record[name] for name in ([key] if isinstance(key, str) else key)]
     cell = next((value for value in values if isinstance(value, str) and not is_integer(value)), None)
     return f"{numbers.flat[0]} ({numbers.dtype})" if cell is None else short(cell)[:100]

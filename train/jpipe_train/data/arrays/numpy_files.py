@@ -94,13 +94,8 @@ class FileRows:
 def find(names: Sequence[str], files: Sequence[Path], keys: Sequence[Key], where: str) -> list[FileRows] | None:
     """Open the arrays with the names `keys`, or return None if none of the files is in NumPy's format.
 
-    Args:
-        names: the names of the files, relative to their folder.
-        files: the files at a path, in the same order.
-
-    Raises:
-        InputError: an array does not exist, or has no numbers; there are several archives; arrays differ in their number of rows.
-        OSError: a file is damaged.
+    `names` are relative to the folder of the files. Raise InputError if an array does not exist, or has no numbers, if there are
+    several archives, or arrays differ in their number of rows; and OSError if a file is damaged.
     """
     found = {name: file for name, file in zip(names, files, strict=True) if _kind(file) in (kinds.NPY, kinds.NPZ)}
     if not found:
@@ -215,11 +210,9 @@ def _of_member(file: Path, opened: BufferedReader, archive: zipfile.ZipFile, inf
 
 
 def _header(stream: Any, name: str, where: str, file: Path) -> tuple[tuple[int, ...], np.dtype[Any], bool]:
-    """Read the header of an array, and return its shape, its dtype and whether it is in Fortran order.
+    """Return the shape of an array, its dtype and whether it is in Fortran order, from its header.
 
-    Raises:
-        InputError: the array has no numbers, or no rows.
-        OSError: the header is damaged.
+    Raise InputError if the array has no numbers, or no rows, and OSError if the header is damaged.
     """
     try:
         version = np.lib.format.read_magic(stream)

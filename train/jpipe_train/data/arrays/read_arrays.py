@@ -27,13 +27,9 @@ _Rows = tuple[Stored, np.ndarray | None]
 
 
 def read(config: Config, path: str | None = None) -> Examples:
-    """Read the arrays that `config.data` names.
+    """Read the arrays that `config.data` names, or those at another path, all for validation.
 
-    Args:
-        path: a path of other arrays; all of them are for validation.
-
-    Raises:
-        InputError: the arrays cannot be read, have rows of different shapes, or are not classes although the loss needs classes.
+    Raise InputError if they cannot be read, have rows of different shapes, or are not classes although the loss needs classes.
     """
     data, classes = config.data, config.loss_name == "cross_entropy"
     assert isinstance(data, ArraysConfig)
@@ -100,14 +96,9 @@ class _Array:
         return numbers
 
     def add(self, shape: tuple[int, ...], dtype: np.dtype[Any], example: Callable[[], str]) -> None:
-        """Record the shape of a row and the dtype of its numbers.
+        """Record the shape of a row and the dtype of its numbers; `example` returns one of them, for a message.
 
-        Args:
-            shape: the shape of the row.
-            example: returns one of the numbers, for a message.
-
-        Raises:
-            WrongLine: the shape differs from earlier rows, or the loss needs another dtype.
+        Raise WrongLine if the shape differs from earlier rows, or the loss needs another dtype.
         """
         if self._has_classes and dtype.kind == "f":
             raise WrongLine(

@@ -57,14 +57,8 @@ Check = Callable[[Sequence[str], Mapping[str, str]], None]
 def rows(opened: BufferedReader, file: Path, form: Form, columns: Sequence[Column], check: Check) -> Iterator[_Row]:
     """Yield, for each row, its place, its values or the error in them, and the number of bytes read and decoded so far.
 
-    Args:
-        opened: the file.
-        form: the format of the file.
-        check: see `Check`.
-
-    Raises:
-        OSError: the file is damaged, cut off, or of a kind that pyarrow cannot read.
-        InputError: pyarrow is not installed, or `check` raises it.
+    Raise OSError if the file is damaged, cut off, or of a kind that pyarrow cannot read, and InputError if pyarrow is not installed or
+    `check` (see `Check`) raises it.
     """
     read = {"parquet": _parquet, "arrow file": _arrow_file, "arrow stream": _arrow_stream}[form]
     pa = streams.pyarrow(file, NAMES[form])
@@ -233,12 +227,9 @@ def _record(values: Mapping[str, Callable[[int], Any]], i: int) -> dict[str, Any
 
 
 def _as_json(pa: Any, scalar: Any, where: str) -> Any:
-    """Convert a value to JSON: a map to an object, a decimal to a number, dates and times to text.
+    """Convert a value to JSON: a map to an object, a decimal to a number, dates and times to text; or raise WrongLine.
 
     Keys with null values are left out, because every row of a column has the keys of all rows.
-
-    Raises:
-        WrongLine: JSON cannot express the value.
     """
     kind, types, value = scalar.type, pa.types, None
     if not scalar.is_valid:

@@ -38,12 +38,7 @@ class FileArray:
         return self.size
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        """Read the numbers of a slice with step 1.
-
-        Raises:
-            InputError: the file ends before the numbers.
-            OSError: the disk fails.
-        """
+        """Read the numbers of a slice with step 1. Raise InputError if the file ends before, and OSError if the disk fails."""
         first, last, step = part.indices(self.size)
         assert step == 1, "only consecutive numbers are read"
         array = np.empty(max(last - first, 0), self.dtype)

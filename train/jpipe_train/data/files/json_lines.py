@@ -13,11 +13,7 @@ from jpipe_train.data.files.wrong_lines import Place, WrongLine
 
 
 def rows(opened: BufferedReader, file: Path, example: str) -> Iterator[tuple[Place, dict[str, Any] | WrongLine]]:
-    """Yield the object in each line, or the error in the line; empty lines are left out.
-
-    Args:
-        opened: the content of the file.
-    """
+    """Yield the object in each line, or the error in the line; empty lines are left out."""
     number = 0
     while line := opened.readline(wrong_lines.LONGEST + 1):
         number += 1

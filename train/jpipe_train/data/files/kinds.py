@@ -58,14 +58,9 @@ class Kind(NamedTuple):
 
 
 def kind_of(path: Path, key: str | None = None) -> Kind | None:
-    """Return the kind of data in a file, or None if it may be plain text.
+    """Return the kind of data in a file, or None if it may be plain text; a JSON object with the user's `key` is not plain text.
 
-    Args:
-        path: the file.
-        key: the key with the text in JSON objects, if the user has named one. A JSON object with this key is not plain text.
-
-    Raises:
-        OSError: the file cannot be read, or is not a regular file.
+    Raise OSError if the file cannot be read, or is not a regular file.
     """
     with open_to_read(path) as file:
         return _kind_of_whole(file, key)
@@ -74,14 +69,9 @@ def kind_of(path: Path, key: str | None = None) -> Kind | None:
 def content_of(path: Path, key: str | None = None) -> Kind | None:
     """Return the kind of data in a file, decompressed if it is compressed, or None if it is plain text.
 
-    The content decides. If text could be of several kinds, the name of the file decides, as in `kind_by_name`.
-
-    Args:
-        path: the file.
-
-    Raises:
-        OSError: the file cannot be read, is not a regular file, or is compressed and of a kind that can only be read uncompressed.
-        InputError: the file is compressed with zstd, and pyarrow is not installed.
+    The content decides. If text could be of several kinds, the name of the file decides, as in `kind_by_name`. Raise OSError if the file
+    cannot be read, is not regular, or is compressed and of a kind that can only be read uncompressed, and InputError if it is compressed
+    with zstd, and pyarrow is not installed.
     """
     with open_to_read(path) as file:
         packed = streams.compression(file.peek(4))

@@ -23,11 +23,7 @@ def is_saved(folder: Path) -> bool:
 def splits(folder: Path, where: str) -> dict[str, Path]:
     """Return a dict from the names of splits to their folders if `folder` is a `DatasetDict`; otherwise it is empty.
 
-    Args:
-        folder: a folder.
-
-    Raises:
-        InputError: the folder is a damaged `DatasetDict`.
+    Raise InputError if the `DatasetDict` is damaged.
     """
     if not (folder / _DICT).is_file():
         return {}
@@ -38,8 +34,7 @@ def splits(folder: Path, where: str) -> dict[str, Path]:
 def files(folder: Path, where: str) -> list[Path] | None:
     """Return the Arrow files of a dataset in the order of its rows, or None if this folder is not a dataset.
 
-    Raises:
-        InputError: the dataset is damaged, or it has a file with row indices, which old versions of datasets wrote.
+    Raise InputError if it is damaged, or has a file with row indices, which old versions of datasets wrote.
     """
     if not is_saved(folder):
         return None
@@ -61,11 +56,7 @@ def files(folder: Path, where: str) -> list[Path] | None:
 
 
 def _names(names: Any, file: Path, what: str, where: str) -> Sequence[str]:
-    """Return `names` after checking that they are names of entries in a folder and lead out of no folder.
-
-    Raises:
-        InputError: `names` is not a list of such names.
-    """
+    """Return `names`, or raise InputError if they are not a list of entries in a folder, or lead out of a folder."""
 
     def is_name(name: Any) -> bool:
         return isinstance(name, str) and Path(name).parts == (name,) and name != ".." and "\0" not in name

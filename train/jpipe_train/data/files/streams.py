@@ -20,14 +20,7 @@ _FREE, _MOST_TIMES = 2**28, 200  # a file may unpack to this many bytes, or to t
 
 
 def pyarrow(file: Path, what: str) -> Any:
-    """Import the library pyarrow, which is optional.
-
-    Args:
-        what: the kind of the file, such as "a Parquet file".
-
-    Raises:
-        InputError: pyarrow is not installed.
-    """
+    """Import the optional library pyarrow for a file such as "a Parquet file", or raise InputError."""
     try:
         import pyarrow
         import pyarrow.ipc
@@ -43,9 +36,7 @@ def pyarrow(file: Path, what: str) -> Any:
 def check_unpacked(count: int, packed: int, file: Path) -> None:
     """Check that a compressed file does not unpack to unusually many bytes, which could fill the memory or the disk.
 
-    Args:
-        count: the number of bytes unpacked so far.
-        packed: the number of bytes of the compressed file.
+    `count` bytes are unpacked so far, and the file has `packed` bytes.
     """
     if count > max(_FREE, most := _MOST_TIMES * packed):
         words = f"it has {packed:,} bytes and unpacks to more than {max(_FREE, most):,}, which is unusual for data; save it uncompressed"
@@ -58,13 +49,9 @@ def compression(head: bytes) -> str | None:
 
 
 def unpacked(opened: BufferedReader, file: Path) -> BufferedReader:
-    """Return a stream of the content of an open file, decompressed if necessary.
+    """Return a stream of the content of an open file, at its beginning, decompressed if necessary.
 
-    Args:
-        opened: the file, at its beginning.
-
-    Raises:
-        InputError: the file needs pyarrow, which is not installed.
+    Raise InputError if the file needs pyarrow, which is not installed.
     """
     kind = compression(opened.peek(4))
     if kind is None:

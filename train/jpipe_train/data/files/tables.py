@@ -19,9 +19,7 @@ def rows(
 ) -> Iterator[tuple[Place, dict[str, str] | WrongLine]]:
     """Yield the place of each row with a dict from columns to cells, or with the error in the row. Empty rows are left out.
 
-    Args:
-        opened: the content of the file.
-        check: a function of the names of the columns that raises if a column is missing.
+    `check` gets the names of the columns, and raises if one is missing.
     """
     csv.field_size_limit(wrong_lines.LONGEST)  # for the whole process; texts are often longer than the default, 131,072 characters
     table = csv.reader(_decoded(opened), delimiter=delimiter, strict=True)

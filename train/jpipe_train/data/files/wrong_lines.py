@@ -66,11 +66,7 @@ class WrongLines:
             self._first.append((str(place), str(error)))
 
     def check(self) -> None:
-        """Raise an error if a wrong line was added.
-
-        Raises:
-            InputError: there are wrong lines; the message has their number and the first of them.
-        """
+        """Raise InputError if there are wrong lines; the message has their number and the first of them."""
         if self.number == 1:
             raise InputError(self._first[0][1], where=self.where, key=self._first[0][0], change=f"correct it, {self.hint}")
         if self.number:

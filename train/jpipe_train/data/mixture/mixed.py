@@ -20,15 +20,11 @@ def proportions(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def source_of(index: int, shares: Sequence[int], totals: Sequence[int] | None = None) -> tuple[int, int]:
-    """Return the source of a row of the mixture, and the index of the row in this source.
+    """Return the source of a row of the mixture, and the index of the row in this source, for shares in whole numbers.
 
     Of the first k rows, the last source has its share, rounded. The other sources divide the remaining rows in the same way. So any
     `sum(shares)` consecutive rows have exactly `shares[i]` rows of source i. Grain's `MapDataset.mix` uses the same rule, but rounds the
-    shares.
-
-    Args:
-        shares: the proportions of the sources, as whole numbers.
-        totals: the cumulative sums of `shares`, if the caller has computed them.
+    shares. A caller may have computed `totals`, the cumulative sums of the shares.
     """
     totals = totals or list(itertools.accumulate(shares))
     for source in range(len(shares) - 1, 0, -1):

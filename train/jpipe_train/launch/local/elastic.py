@@ -18,16 +18,14 @@ _GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 def main(request: Request, *, program: Sequence[str] = launch.JPIPE, grace: float = launch.GRACE, pause: float = launch.PAUSE) -> int:
-    """Train with `request.maximum` processes, or with the remaining ones, until the run is complete.
+    """Train with `request.maximum` processes, or with the remaining ones, until the run is complete, and return the exit code.
 
     When a process fails, all end and start again, except those that have failed `max_failures` times in a row. Such a process is tried
     again after `retry_after` seconds: once the smaller run has written a checkpoint, it is asked to save and end, and a larger run resumes
     there. Signals are handled as in `launch.main`. Nothing starts again after a signal or bad input.
 
-    The arguments are as for `launch.main`. The pause before a restart is doubled each time until there is a new checkpoint.
-
-    Returns:
-        The exit code: 0 if the run is complete or was saved at a signal; otherwise as in `launch.main`, of the last attempt.
+    The arguments are as for `launch.main`. The pause before a restart is doubled each time until there is a new checkpoint. The exit code
+    is 0 if the run is complete or was saved at a signal; otherwise as in `launch.main`, of the last attempt.
     """
     with launch.started(request, program, grace) as processes:
         job = _Job(request, processes)

@@ -37,14 +37,9 @@ def main(request: Request, *, program: Sequence[str] = JPIPE, grace: float = GRA
     (`jpipe_train.console.preemption`). After a signal, or after bad input, the job is not restarted. On Linux the processes also end if
     this one is killed. All attempts have the same `JPIPE_JOB`, which identifies the run folder (`jpipe_train.checkpoint.run_folder`).
 
-    Args:
-        program: the program that gets the command, the coordinator and the numbers of processes as arguments.
-        grace: seconds from SIGTERM to SIGKILL.
-        pause: seconds before the first restart; doubled each time, up to a minute.
-
-    Returns:
-        The exit code: 0 if all processes have ended with 0; otherwise the exit code of the process that failed first, or 128 plus the
-        number of the signal that ended that process or this one.
+    `program` gets the command, the coordinator and the numbers of processes as arguments. The pause before the first restart, in seconds,
+    is doubled each time, up to a minute. Return 0 if all processes have ended with 0; otherwise the exit code of the process that failed
+    first, or 128 plus the number of the signal that ended that process or this one.
     """
     assert request.num_processes is not None, "the request is valid"
     allowed, restarts = request.max_restarts or 0, 0

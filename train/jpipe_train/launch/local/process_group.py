@@ -59,12 +59,9 @@ class ProcessGroup:
     def watch(self, signals: Sequence[int], again: str = "", stop: Callable[[], bool] | None = None) -> int:
         """Copy the output until all processes have ended. If one fails, report it and end the others.
 
-        The first signal to this process is forwarded, and the second kills all processes. Messages about a failure announce what follows
-        by `again`, except after `BAD_INPUT`. Once `stop` returns True, the processes must save and end, and no exit code is a failure.
-
-        Returns:
-            The exit code: 0 if all processes have ended with 0; the code of the process that failed first; or 128 plus the number of
-            the signal that ended that process or this one.
+        The first signal to this process is forwarded, and the second kills all processes. Messages about a failure announce what follows by
+        `again`, except after `BAD_INPUT`. Once `stop` returns True, the processes must save and end, and no exit code is a failure. Return
+        the exit code, as `launch.main` does.
         """
         code: int | None = None
         report_until = math.inf  # until then the other processes may report the failure; then they are asked to end

@@ -53,13 +53,9 @@ def how_it_goes_on(file: Path) -> str:
 
 
 def goes_on(folder: str, step: int | None, *, saves: bool = True, in_python: bool = False) -> str:
-    """Describe what is saved of a run that has ended early, and how to continue it.
+    """Describe what is saved of a run that has ended early, at the step of its newest checkpoint, if any, and how to continue it.
 
-    Args:
-        folder: the folder of the run, as it is shown.
-        step: the step of its newest checkpoint; None without one.
-        saves: whether it writes checkpoints.
-        in_python: whether a Python program has called `fit`.
+    `folder` is as it is shown; `in_python` tells whether a Python program has called `fit`.
     """
     again = "the same call of fit" if in_python else f"the same command with --set run.dir={shlex.quote(folder)}"
     if step is None and not saves:

@@ -26,8 +26,7 @@ def compare(
 ) -> list[Comparison]:
     """Compare the predicted and the measured step time, bubble, and held and peak memory of each rank.
 
-    Args:
-        temporary: the result of `temporary_bytes`. The peak memory of a rank is shown only if its temporaries are known.
+    The peak memory of a rank is shown only if its temporaries are known from `temporary_bytes`.
     """
     windows = predicted, measured
     ranks = max((len(window.memory) for window in windows if window), default=0)
@@ -59,8 +58,7 @@ def temporary_words(temporary: Sequence[int | None]) -> str:
 def as_predicted(plan: jpipe.Plan, measured: jpipe.programs.Window, costs: Sequence[jpipe.programs.StageCost]) -> jpipe.plan.Predicted:
     """Return the measurement of a plan in the form of the planner's prediction.
 
-    Args:
-        costs: the costs of each stage. They include the temporaries, which a window does not; see `temporary_of_ranks`.
+    The costs include the temporaries, which a window does not; see `temporary_of_ranks`.
     """
     ranks = [[plan.rank_of[w] for w in plan.stage_workers[stages[0]]] for stages in plan.pipeline_ranks]
     sizes = [max(measured.held_bytes[rank] for rank in replicas) for replicas in ranks]

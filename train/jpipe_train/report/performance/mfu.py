@@ -92,10 +92,7 @@ class Utilization:
 def find(pipe: jpipe.Pipeline, batch: Any) -> Utilization | None:
     """Return the FLOPs of a step and the peak FLOP/s of the devices, or None if a peak is unknown, for example on CPUs.
 
-    The peak belongs to the dtype with the most FLOPs.
-
-    Args:
-        batch: a batch with the shapes and dtypes of the run; its values are not used.
+    The peak belongs to the dtype with the most FLOPs. Of the batch only the shapes and dtypes are used.
     """
     kinds = device_kinds(pipe)
     if any(not any(re.search(pattern, kind) for pattern, _ in PEAKS) for kind in kinds):

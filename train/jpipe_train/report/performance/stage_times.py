@@ -116,12 +116,7 @@ def _seconds(spans: Sequence[jpipe.programs.Span], end: float) -> float:
 
 
 def slow_words(slow: Mapping[int, float], devices: Sequence[Sequence[int]], processes: Sequence[int]) -> str:
-    """Return a sentence that names the slow ranks and how to plan with them; "" if no rank is slow.
-
-    Args:
-        devices: the numbers of the devices of each rank.
-        processes: the process of each rank.
-    """
+    """Return a sentence that names the slow ranks, with their devices and process, and how to plan with them; "" without any."""
     if not slow or len(set(devices)) < len(devices):  # ranks that share a device wait for each other
         return ""
     several = len(set(processes)) > 1

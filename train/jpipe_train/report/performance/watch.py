@@ -96,12 +96,7 @@ class _Blame(NamedTuple):
 
 
 def find_expected(plan: jpipe.Plan, first: jpipe.programs.Window | None) -> Expected | None:
-    """Return the times with which the steps of a run are compared, or None if nothing is known yet.
-
-    Args:
-        plan: the plan of the run; its prediction is used if it has one.
-        first: the first window that the run measured, or None.
-    """
+    """Return the times with which the steps of a run are compared: the plan's prediction, or the times of the first window, if any."""
     if (predicted := plan.predicted) is not None:
         known = {s: seconds for s, seconds in enumerate(predicted.stage_seconds) if seconds}
         return Expected(True, predicted.batch_seconds, known, idle=predicted.bubble * predicted.batch_seconds)
@@ -121,19 +116,14 @@ def judge(
 ) -> Verdict | None:
     """Return which part makes steps slower than expected; None if steps are not slower.
 
-    The longest step is ignored, because a single pause does not mean that steps are slow. The part that lengthens a step most is named.
-    Data count with the seconds that a process waits for its rows, beyond the expected seconds of a whole step. A stage counts with the
-    seconds by which its computations exceed the expected time, and a link with the seconds by which a rank's wait for it does. If no part
-    explains half of the excess, the host is named.
+    The longest of the recent steps, at least two, is ignored, because a single pause does not mean that steps are slow. The part that
+    lengthens a step most is named. Data count with the seconds that a process waits for its rows, beyond the expected seconds of a whole
+    step. A stage counts with the seconds by which its computations exceed the expected time, and a link with the seconds by which a rank's
+    wait for it does. If no part explains half of the excess, the host is named.
 
-    Args:
-        expected: the times with which the steps are compared.
-        steps: at least two recent steps.
-        window: the last measured window, or None.
-        processes: the process of each rank, if there are several processes.
-        shared: whether ranks share devices, and so wait for each other. If so, no straggler is named.
-        data_waits: for each of several processes, the seconds per step that it waited for data while the window was measured. The entry of
-            process 0 is not used, because `steps` has its waits.
+    `window` is the last measured one, or None. If ranks share devices, and so wait for each other, no straggler is named. `data_waits` has
+    for each of several processes the seconds per step that it waited for data while the window was measured. The entry of process 0 is not
+    used, because `steps` has its waits.
     """
     usual = functools.reduce(Step.joined, sorted(steps)[:-1])
     seconds, waited, late = (total / usual.number for total in usual[:3])
@@ -326,9 +316,7 @@ class Watch:
     def finished(self, step: int, *, paused: bool) -> None:
         """Record that the loop has finished a step, and report if the recent steps are slow.
 
-        Args:
-            step: the number of the step.
-            paused: whether the run did other work during the step. Then neither this step nor the next one counts.
+        If the run did other work during the step, neither this step nor the next one counts.
         """
         self._measure.waited(self._data)
         if self._say is None:

@@ -33,9 +33,8 @@ class Profiler:
     def before(self, step: int, state: Any) -> None:
         """Start the profiler before the first step to profile, and stop it after the last. Call this before each step.
 
-        Args:
-            step: the step that is about to begin. A run that resumes inside the range profiles the remaining steps.
-            state: the state before the step, a pytree. If the profiler starts or stops here, this waits until the state is computed.
+        A run that resumes inside the range profiles the remaining steps. If the profiler starts or stops here, this waits until the state
+        is computed.
         """
         if self._is_on:
             self._next = step
