@@ -258,19 +258,13 @@ class TransportHooks:
 
 @dataclass(frozen=True)
 class UpdateHooks:
-    """What a capability changes in the updates of a stage.
+    """What a capability changes in the updates of a stage."""
 
-    Attributes:
-        spec: `(Arrays) -> specs` of the argument that an update gets from the capability.
-        argument: `(Worker, update, accumulators) -> tree`, the argument.
-        gradient: `(StageFunctions, argument, gradient) -> gradient`, changes the gradient of one entry before the optimizer.
-        step: `(StageFunctions, step) -> step`, wraps the optimizer step, a function of (params, optimizer state, accumulators, arguments by
-            capability, position).
-    """
-
-    spec: Hook
-    argument: Hook
-    gradient: Hook
+    spec: Hook  # `(Arrays) -> specs` of the argument that an update gets from the capability
+    argument: Hook  # `(Worker, update, accumulators) -> tree`, the argument
+    gradient: Hook  # `(StageFunctions, argument, gradient) -> gradient`, changes the gradient of one entry before the optimizer
+    # `(StageFunctions, step) -> step`, wraps the optimizer step, a function of (params, optimizer state, accumulators, arguments by
+    # capability, position)
     step: Hook
 
 
@@ -290,19 +284,12 @@ class ApartHooks:
 
 @dataclass(frozen=True)
 class SumHooks:
-    """How the replicas of a stage sum gradients if each replica sends its part to all others and computes the sum itself.
+    """How the replicas of a stage sum gradients if each replica sends its part to all others and computes the sum itself."""
 
-    Attributes:
-        calls: the names of the programs that a sum needs instead of `add` and `finish`.
-        run: `(Worker, AllReduce, accumulators, means of the layer state) -> sums`, the result of `Transport.sum_gathered`.
-        specs: `(Arrays) -> list of specs`, for each of `Arrays.sums` the specs of a replica's part.
-        size: `(accumulators) -> bytes` that a replica sends to each other replica for the sum of these accumulators.
-    """
-
-    calls: tuple[str, ...]
-    run: Hook
-    specs: Hook
-    size: Hook
+    calls: tuple[str, ...]  # the names of the programs that a sum needs instead of `add` and `finish`
+    run: Hook  # `(Worker, AllReduce, accumulators, means of the layer state) -> sums`, the result of `Transport.sum_gathered`
+    specs: Hook  # `(Arrays) -> list of specs`, for each of `Arrays.sums` the specs of a replica's part
+    size: Hook  # `(accumulators) -> bytes` that a replica sends to each other replica for the sum of these accumulators
 
 
 @dataclass(frozen=True)

@@ -48,15 +48,10 @@ class Parts:
 
 @dataclass(frozen=True)
 class PartialSums:
-    """How the devices of a mesh sum over its rows.
+    """How the devices of a mesh sum over its rows."""
 
-    Attributes:
-        mesh: the sizes of the mesh axes.
-        axes: the axes over which the rows are sharded.
-    """
-
-    mesh: FrozenMapping[int]
-    axes: tuple[str, ...]
+    mesh: FrozenMapping[int]  # the sizes of the mesh axes
+    axes: tuple[str, ...]  # the axes over which the rows are sharded
 
     def evaluate(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], dims: Sequence[Dim], late: Sequence[bool]) -> list[Any]:
         """Evaluate a jaxpr with inputs that are arrays or `Parts`; the results that are `late` may be `Parts`.

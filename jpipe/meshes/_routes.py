@@ -17,17 +17,11 @@ Pair = tuple[jax.Device, jax.Device]
 
 
 class Piece(NamedTuple):
-    """A part of an array that is sent.
+    """A part of an array that is sent."""
 
-    Attributes:
-        leaf: the position of the array in its message.
-        inside: the place of the piece in the shard of the sending device.
-        box: the place of the piece in the array.
-    """
-
-    leaf: int
-    inside: Box
-    box: Box
+    leaf: int  # the position of the array in its message
+    inside: Box  # the place of the piece in the shard of the sending device
+    box: Box  # the place of the piece in the array
 
 
 class Route:

@@ -21,15 +21,10 @@ ACCUMULATE = ("float32", "float64")
 
 
 class LossScale(NamedTuple):
-    """The current value of a dynamic loss scale, as scalars.
+    """The current value of a dynamic loss scale, as scalars."""
 
-    Attributes:
-        value: the factor of the loss gradient, float32.
-        finite: the number of consecutive batches with finite gradients since the last change of the factor, int32.
-    """
-
-    value: Any
-    finite: Any
+    value: Any  # the factor of the loss gradient, float32
+    finite: Any  # the number of consecutive batches with finite gradients since the last change of the factor, int32
 
 
 @dataclass(frozen=True)

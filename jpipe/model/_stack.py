@@ -27,17 +27,11 @@ Tree = Any  # a pytree of arrays
 
 
 class Probed(NamedTuple):
-    """An optimizer that was probed for a model.
+    """An optimizer that was probed for a model."""
 
-    Attributes:
-        optimizer: the optimizer, which is kept alive so that its `id` is not used twice.
-        params: the shapes of the parameters by layer id.
-        layerwise: the result, a `LayerwiseOptimizer`.
-    """
-
-    optimizer: Any
-    params: Tree
-    layerwise: Any
+    optimizer: Any  # the optimizer, which is kept alive so that its `id` is not used twice
+    params: Tree  # the shapes of the parameters by layer id
+    layerwise: Any  # the result, a `LayerwiseOptimizer`
 
 
 class LayerStack:

@@ -293,17 +293,12 @@ NO_TIES = Ties((), ())
 
 @dataclass(frozen=True)
 class ModelTree:
-    """The tree of parameters of a whole model that was cut into layers.
+    """The tree of parameters of a whole model that was cut into layers."""
 
-    Attributes:
-        structures: the possible structures of this tree, all with the same leaves in the same order.
-        shapes: the shapes of the leaves.
-        layers: for each layer id a tree like the layer's parameters, with a `Leaf` in place of each array, which names a leaf or slice of
-            the whole tree.
-    """
-
-    structures: tuple[Any, ...]
-    shapes: tuple[tuple[int, ...], ...]
+    structures: tuple[Any, ...]  # the possible structures of this tree, all with the same leaves in the same order
+    shapes: tuple[tuple[int, ...], ...]  # the shapes of the leaves
+    # for each layer id a tree like the layer's parameters, with a `Leaf` in place of each array, which names a leaf or slice of the whole
+    # tree
     layers: Mapping[str, Tree]
 
     def axes(self) -> dict[int, tuple[int, ...]]:

@@ -28,16 +28,11 @@ class Limits:
 
     In `agree`, `barrier` and `close`, processes wait ten minutes for each other, because one of them may compile that long. Even there, the
     death of a process is noticed at once.
-
-    Attributes:
-        silence: seconds without a heartbeat that are allowed, because a main thread may hold Python's lock that long.
-        wait: seconds that one wait inside `Processes.waiting` may last while no process makes progress.
-        grace: seconds from the loss of the run until processes that have not ended by themselves are ended.
     """
 
-    silence: float = 30.0
-    wait: float = 45.0
-    grace: float = 5.0
+    silence: float = 30.0  # seconds without a heartbeat that are allowed, because a main thread may hold Python's lock that long
+    wait: float = 45.0  # seconds that one wait inside `Processes.waiting` may last while no process makes progress
+    grace: float = 5.0  # seconds from the loss of the run until processes that have not ended by themselves are ended
 
     @property
     def beat(self) -> float:

@@ -16,36 +16,22 @@ END = "the end"
 
 @dataclass(frozen=True)
 class _Meeting:
-    """A place that all processes reach, and the facts that they have stated there so far.
+    """A place that all processes reach, and the facts that they have stated there so far."""
 
-    Attributes:
-        hint: the advice to the user if facts differ, in a comparison, for which no process waits; empty in a meeting.
-        facts: the facts by process.
-    """
-
-    hint: str
-    facts: dict[int, dict[str, str]] = field(default_factory=dict)
+    hint: str  # the advice to the user if facts differ, in a comparison, for which no process waits; empty in a meeting
+    facts: dict[int, dict[str, str]] = field(default_factory=dict)  # the facts by process
 
 
 @dataclass(frozen=True)
 class Beat:
-    """The heartbeat of a process: what it waits for and how it progresses.
+    """The heartbeat of a process: what it waits for and how it progresses."""
 
-    Attributes:
-        at: the calls of its main thread; "" while there is progress.
-        what: the description of its longest wait.
-        on: the processes for which it waits, if they are known.
-        seconds: the duration of that wait.
-        limit: the seconds that the wait may last.
-        still: seconds since this process last made progress: exchanged an array, began an instruction or ended a wait.
-    """
-
-    at: str
-    what: str = ""
-    on: tuple[int, ...] = ()
-    seconds: float = 0.0
-    limit: float = math.inf
-    still: float = math.inf
+    at: str  # the calls of its main thread; "" while there is progress
+    what: str = ""  # the description of its longest wait
+    on: tuple[int, ...] = ()  # the processes for which it waits, if they are known
+    seconds: float = 0.0  # the duration of that wait
+    limit: float = math.inf  # the seconds that the wait may last
+    still: float = math.inf  # seconds since this process last made progress: exchanged an array, began an instruction or ended a wait
 
 
 class Coordinator:

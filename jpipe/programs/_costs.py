@@ -15,17 +15,12 @@ from jpipe.schedules import SCHEDULES
 
 
 class KeptByBoth(NamedTuple):
-    """Arrays that a stage receives from the previous stage, and that the previous stage keeps as well.
+    """Arrays that a stage receives from the previous stage, and that the previous stage keeps as well."""
 
-    Attributes:
-        size: the size in bytes.
-        sender: the computation after which the previous stage frees them: "I" (a backward or its first half) or "W" (its second half).
-        receiver: the computation after which this stage frees them: "F", "I" or "W".
-    """
-
-    size: int
+    size: int  # the size in bytes
+    # the computation after which the previous stage frees them: "I" (a backward or its first half) or "W" (its second half)
     sender: Literal["I", "W"]
-    receiver: Literal["F", "I", "W"]
+    receiver: Literal["F", "I", "W"]  # the computation after which this stage frees them: "F", "I" or "W"
 
 
 TIMES = "forward", "backward", "backward_input", "backward_weight"

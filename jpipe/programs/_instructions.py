@@ -139,17 +139,11 @@ def shifted(instruction: Instruction, plan: Plan, batches: int) -> Instruction:
 
 
 class Repeated(NamedTuple):
-    """The part of a program that later batches repeat, with shifted numbers.
+    """The part of a program that later batches repeat, with shifted numbers."""
 
-    Attributes:
-        start: the index of its first instruction.
-        stop: one past the index of its last instruction.
-        batches: the number of batches in it.
-    """
-
-    start: int
-    stop: int
-    batches: int
+    start: int  # the index of its first instruction
+    stop: int  # one past the index of its last instruction
+    batches: int  # the number of batches in it
 
 
 @dataclass(frozen=True)

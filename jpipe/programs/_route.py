@@ -24,17 +24,11 @@ from jpipe.schedules import SCHEDULES
 
 @dataclass(frozen=True)
 class Route:
-    """The microbatches that carry the messages about each batch, under a schedule that does not flush.
+    """The microbatches that carry the messages about each batch, under a schedule that does not flush."""
 
-    Attributes:
-        plan: the plan that runs.
-        delay: j, the number of microbatches by which the message to stage 0 follows the last microbatch of its batch; whole rows.
-        arrivals: K for the first batches that are not flushed; as many as the order of the schedule takes to repeat.
-    """
-
-    plan: Plan
-    delay: int
-    arrivals: tuple[int, ...]
+    plan: Plan  # the plan that runs
+    delay: int  # j, the number of microbatches by which the message to stage 0 follows the last microbatch of its batch; whole rows
+    arrivals: tuple[int, ...]  # K for the first batches that are not flushed; as many as the order of the schedule takes to repeat
 
     def to_first_with(self, k: int) -> int | None:
         """Return the batch, if any, that sends a message to stage 0 with the input gradient of microbatch k."""

@@ -35,17 +35,11 @@ class CopiesDiffer(RuntimeError):
 
 
 class Copy(NamedTuple):
-    """The checksum of one worker's copy of a parameter that several stages hold.
+    """The checksum of one worker's copy of a parameter that several stages hold."""
 
-    Attributes:
-        parameter: the number of the parameter in `Snapshot.copied`.
-        worker: the worker that holds the copy.
-        checksum: the CRC-32 of the newest version and the optimizer state.
-    """
-
-    parameter: int
-    worker: int
-    checksum: int
+    parameter: int  # the number of the parameter in `Snapshot.copied`
+    worker: int  # the worker that holds the copy
+    checksum: int  # the CRC-32 of the newest version and the optimizer state
 
 
 class Snapshot:

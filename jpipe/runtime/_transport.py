@@ -136,21 +136,13 @@ def arrived(tree: Tree) -> Tree:
 
 
 class Sent(NamedTuple):
-    """A kind of message, with the specs of its arrays at the sender and the receiver.
+    """A kind of message, with the specs of its arrays at the sender and the receiver."""
 
-    Attributes:
-        send: one `Send` instruction of this kind.
-        bucket: the bucket of the batches; 0 if the message is the same for all buckets.
-        leaving: the specs of the arrays, with the shardings at the sender.
-        arriving: the specs of the arrays, with the shardings at the receiver.
-        copies: whether a receiver on the same device gets a copy.
-    """
-
-    send: Send
-    bucket: int
-    leaving: Tree
-    arriving: Tree
-    copies: bool = False
+    send: Send  # one `Send` instruction of this kind
+    bucket: int  # the bucket of the batches; 0 if the message is the same for all buckets
+    leaving: Tree  # the specs of the arrays, with the shardings at the sender
+    arriving: Tree  # the specs of the arrays, with the shardings at the receiver
+    copies: bool = False  # whether a receiver on the same device gets a copy
 
 
 class Transport:

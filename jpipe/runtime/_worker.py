@@ -32,18 +32,13 @@ Tree = Any
 
 
 class RunResults(NamedTuple):
-    """The losses, evaluations and other numbers that the workers of this process computed, as arrays that may not be ready.
+    """The losses, evaluations and other numbers that the workers of this process computed, as arrays that may not be ready."""
 
-    Attributes:
-        losses: for each finished batch, by (batch, pipeline), the (mean loss, weight) of each of its updates; other replicas may still be
-            computing them. If replicas sum their gradients, the pipeline is 0.
-        evaluations: for each evaluated microbatch, (sum, weight) of the loss and of each metric; in a prediction the outputs.
-        others: the numbers that capabilities report, by the kind of number.
-    """
-
+    # for each finished batch, by (batch, pipeline), the (mean loss, weight) of each of its updates; other replicas may still be computing
+    # them. If replicas sum their gradients, the pipeline is 0.
     losses: dict[tuple[int, int], list[Tree]]
-    evaluations: dict[int, Tree]
-    others: dict[str, dict[Any, Tree]]
+    evaluations: dict[int, Tree]  # for each evaluated microbatch, (sum, weight) of the loss and of each metric; in a prediction the outputs
+    others: dict[str, dict[Any, Tree]]  # the numbers that capabilities report, by the kind of number
 
 
 Data = dict[tuple[str, int], Tree]
@@ -139,21 +134,13 @@ def _with_copies(state: "WorkerState | _MutableState") -> dict[str, Any]:
 
 
 class Added(NamedTuple):
-    """The additions of a plan's capabilities to the interpreter.
+    """The additions of a plan's capabilities to the interpreter."""
 
-    Attributes:
-        handlers: for each additional type of instruction the function that runs it at a worker.
-        messages: the hooks of additional messages, by the name of the message.
-        joins: the functions that join the pieces of sums.
-        updates: the hooks that change updates, by the name of the capability.
-        for_updates: the names of the fields that capabilities keep in a pending update until it is made.
-    """
-
-    handlers: dict[type, Callable[["Worker", Any], None]]
-    messages: dict[str, TransportHooks]
-    joins: tuple[Hook, ...]
-    updates: dict[str, UpdateHooks]
-    for_updates: tuple[str, ...]
+    handlers: dict[type, Callable[["Worker", Any], None]]  # for each additional type of instruction the function that runs it at a worker
+    messages: dict[str, TransportHooks]  # the hooks of additional messages, by the name of the message
+    joins: tuple[Hook, ...]  # the functions that join the pieces of sums
+    updates: dict[str, UpdateHooks]  # the hooks that change updates, by the name of the capability
+    for_updates: tuple[str, ...]  # the names of the fields that capabilities keep in a pending update until it is made
 
     @classmethod
     def by(cls, plan: Plan, capabilities: Collection[str]) -> "Added":

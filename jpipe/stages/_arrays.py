@@ -35,15 +35,10 @@ def shardings_of(specs: Tree) -> Tree:
 
 @dataclass(frozen=True)
 class Share:
-    """The entries (see `Ties`) of a stage that one of its replicas updates.
+    """The entries (see `Ties`) of a stage that one of its replicas updates."""
 
-    Attributes:
-        exclusive: the entries that only this replica updates; it sends them to the other replicas.
-        common: the entries that every replica updates, because other stages also hold them.
-    """
-
-    exclusive: tuple[str, ...]
-    common: tuple[str, ...] = ()
+    exclusive: tuple[str, ...]  # the entries that only this replica updates; it sends them to the other replicas
+    common: tuple[str, ...] = ()  # the entries that every replica updates, because other stages also hold them
 
     def part(self, tree: Mapping[str, Tree]) -> dict[str, Tree]:
         """Return the entries of a tree that the replica updates."""
@@ -64,22 +59,15 @@ def shares_of(plan: Plan, f: StageFunctions) -> tuple[Share | None, ...]:
 
 @dataclass(frozen=True)
 class Arrays:
-    """Specs, with shardings, of the arguments and results of a stage's programs at one place.
+    """Specs, with shardings, of the arguments and results of a stage's programs at one place."""
 
-    Attributes:
-        functions: the functions of the stage.
-        place: the devices of the stage, or a place without devices if only the sizes of shards are needed.
-        chosen: the shardings that XLA chose for arrays that one program leaves for another, in order: "saved" by the forward, "stash" by
-            the first half of a backward. Until they are known, such arrays count as sharded like messages between stages.
-        share: the entries that this replica updates; None: all.
-        any_layout: whether XLA also chooses the layouts of the arrays in `chosen`.
-    """
-
-    functions: StageFunctions
-    place: Place
+    functions: StageFunctions  # the functions of the stage
+    place: Place  # the devices of the stage, or a place without devices if only the sizes of shards are needed
+    # the shardings that XLA chose for arrays that one program leaves for another, in order: "saved" by the forward, "stash" by the first
+    # half of a backward. Until they are known, such arrays count as sharded like messages between stages.
     chosen: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    share: Share | None = None
-    any_layout: bool = False
+    share: Share | None = None  # the entries that this replica updates; None: all
+    any_layout: bool = False  # whether XLA also chooses the layouts of the arrays in `chosen`
 
     @cached_property
     def params(self) -> Tree:

@@ -57,19 +57,12 @@ def _checked_rows(batch: Tree, where: str) -> int:
 
 
 class InMicrobatches(NamedTuple):
-    """A batch of any number of rows in whole microbatches. The rows that do not fill a microbatch are repeated, all equally often.
+    """A batch of any number of rows in whole microbatches. The rows that do not fill a microbatch are repeated, all equally often."""
 
-    Attributes:
-        batch: the rows.
-        microbatches: their number.
-        whole: how many of them have no repeated rows.
-        copies: how often the rows of the others are repeated.
-    """
-
-    batch: Batch
-    microbatches: int
-    whole: int
-    copies: int
+    batch: Batch  # the rows
+    microbatches: int  # their number
+    whole: int  # how many of them have no repeated rows
+    copies: int  # how often the rows of the others are repeated
 
 
 def in_microbatches(batch: Batch, rows_each: int) -> InMicrobatches:
@@ -88,17 +81,11 @@ def rows_of(spec: Tree) -> int:
 
 
 class Bucket(NamedTuple):
-    """One of the shapes that batches may have.
+    """One of the shapes that batches may have."""
 
-    Attributes:
-        spec: the shapes and dtypes of one microbatch.
-        functions: the functions of each stage, for microbatches of these shapes.
-        slices: for each slice of the rows the functions of each stage; empty for whole rows.
-    """
-
-    spec: Batch
-    functions: Sequence[StageFunctions]
-    slices: Sequence[Sequence[StageFunctions]] = ()
+    spec: Batch  # the shapes and dtypes of one microbatch
+    functions: Sequence[StageFunctions]  # the functions of each stage, for microbatches of these shapes
+    slices: Sequence[Sequence[StageFunctions]] = ()  # for each slice of the rows the functions of each stage; empty for whole rows
 
     @property
     def positions(self) -> list[Positions]:

@@ -33,26 +33,17 @@ class StageBuilder:
     """A builder of each stage's functions, which checks that model, plan, loss, optimizer and batch are compatible.
 
     It keeps its last result, because building traces the whole model.
-
-    Attributes:
-        stack: the model.
-        plan: the plan.
-        loss: `(outputs, labels) -> (sum of the losses, weight)`.
-        optimizer: the optimizer. It is probed once for each model, even for several plans, unless the parameters change with the batch.
-        precision: the precision in which the layers of `stack` already compute.
-        ema_decay: the decay of the moving average of the weights, or None.
-        delay_factor: as in `LayerwiseOptimizer`, for the stages with late gradients.
-        arguments: all options of the pipeline, as in `excluded`.
     """
 
-    stack: LayerStack
-    plan: Plan
-    loss: Loss
+    stack: LayerStack  # the model
+    plan: Plan  # the plan
+    loss: Loss  # `(outputs, labels) -> (sum of the losses, weight)`
+    # the optimizer. It is probed once for each model, even for several plans, unless the parameters change with the batch.
     optimizer: optax.GradientTransformation
-    precision: Precision
-    ema_decay: float | None
-    delay_factor: float | None
-    arguments: Mapping[str, Any]
+    precision: Precision  # the precision in which the layers of `stack` already compute
+    ema_decay: float | None  # the decay of the moving average of the weights, or None
+    delay_factor: float | None  # as in `LayerwiseOptimizer`, for the stages with late gradients
+    arguments: Mapping[str, Any]  # all options of the pipeline, as in `excluded`
     _built: tuple[Any, list[StageFunctions]] | None = None  # what the last result depends on, and the last result
 
     def build(self, spec: Batch) -> list[StageFunctions]:

@@ -42,19 +42,12 @@ def ops_of_stage(f: StageFunctions) -> dict[str, Op]:
 
 
 class Call(NamedTuple):
-    """A program of a stage before it is traced.
+    """A program of a stage before it is traced."""
 
-    Attributes:
-        function: the function that the program computes.
-        donated: the positions of the donated arguments.
-        inputs: the specs of the arguments, with shardings.
-        outputs: the specs of the results, with shardings; None in place of a result for which XLA chooses the sharding.
-    """
-
-    function: Callable[..., Any]
-    donated: tuple[int, ...]
-    inputs: tuple[Any, ...]
-    outputs: Any
+    function: Callable[..., Any]  # the function that the program computes
+    donated: tuple[int, ...]  # the positions of the donated arguments
+    inputs: tuple[Any, ...]  # the specs of the arguments, with shardings
+    outputs: Any  # the specs of the results, with shardings; None in place of a result for which XLA chooses the sharding
 
 
 def trace_call(arrays: Arrays, name: str, *, with_effects: bool = True, call: Call | None = None) -> jax.stages.Traced:

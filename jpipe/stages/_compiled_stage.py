@@ -34,17 +34,11 @@ def update_kind(update: Update) -> UpdateKind:
 
 
 class UpdateNumber(NamedTuple):
-    """An update of a plan.
+    """An update of a plan."""
 
-    Attributes:
-        plan: the plan.
-        stage: the number of the stage that makes the update.
-        number: the number of the update, counted from 0 at this stage.
-    """
-
-    plan: Plan
-    stage: int
-    number: int
+    plan: Plan  # the plan
+    stage: int  # the number of the stage that makes the update
+    number: int  # the number of the update, counted from 0 at this stage
 
     def position(self, names: Sequence[str]) -> Position:
         """Return the update's position: its stage and its delay, if they are among these names."""

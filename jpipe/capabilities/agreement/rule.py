@@ -22,15 +22,10 @@ ALREADY_APPLIED: Tree = ()
 
 
 class Agreed(NamedTuple):
-    """The result of the last agreement on a stage, which each pipeline keeps; it is the same in all pipelines.
+    """The result of the last agreement on a stage, which each pipeline keeps; it is the same in all pipelines."""
 
-    Attributes:
-        params: A, the trained parameters on which the pipelines have agreed last; at first the initial parameters.
-        momentum: V of the outer optimizer, a tree like `params`; empty without momentum.
-    """
-
-    params: Tree
-    momentum: Tree
+    params: Tree  # A, the trained parameters on which the pipelines have agreed last; at first the initial parameters
+    momentum: Tree  # V of the outer optimizer, a tree like `params`; empty without momentum
 
 
 def like_agreed(outer: OuterOptimizer, params: Tree) -> Agreed:

@@ -55,17 +55,11 @@ def key_of(message: str, stage: int, rng: tuple[Any, Any]) -> jax.Array:
 
 
 class _Format(NamedTuple):
-    """A format of values that share a scale.
+    """A format of values that share a scale."""
 
-    Attributes:
-        largest: the largest magnitude.
-        dtype: the dtype of the values.
-        step: returns the distance between neighbouring values, for magnitudes up to `largest`.
-    """
-
-    largest: float
-    dtype: Any
-    step: Callable[[jax.Array], jax.Array]
+    largest: float  # the largest magnitude
+    dtype: Any  # the dtype of the values
+    step: Callable[[jax.Array], jax.Array]  # returns the distance between neighbouring values, for magnitudes up to `largest`
 
 
 def _step_of_fp8(values: jax.Array) -> jax.Array:

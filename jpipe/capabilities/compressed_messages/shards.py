@@ -71,23 +71,14 @@ def _bytes_of_row(length: int, dtype: Any, kind: Kind) -> int:
 
 @dataclass(frozen=True)
 class _Array:
-    """An array of gradients on the mesh of a stage.
+    """An array of gradients on the mesh of a stage."""
 
-    Attributes:
-        entry: the entry to which the array belongs.
-        number: the number of the array among the arrays of the entry.
-        whole: the shape and dtype of the array.
-        partition: the partition of the stage.
-        spec: the sharding of the array.
-        kind: the kind of compression.
-    """
-
-    entry: str
-    number: int
-    whole: Spec
-    partition: Partition
-    spec: PartitionSpec
-    kind: Kind
+    entry: str  # the entry to which the array belongs
+    number: int  # the number of the array among the arrays of the entry
+    whole: Spec  # the shape and dtype of the array
+    partition: Partition  # the partition of the stage
+    spec: PartitionSpec  # the sharding of the array
+    kind: Kind  # the kind of compression
 
     @property
     def counts(self) -> tuple[int, ...]:

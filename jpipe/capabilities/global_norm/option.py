@@ -12,19 +12,12 @@ from jpipe.errors import InputError
 
 @dataclass(frozen=True)
 class Norms:
-    """What updates do with the norm of their gradients.
+    """What updates do with the norm of their gradients."""
 
-    Attributes:
-        largest: the norm to which gradients are clipped; None if gradients are not clipped.
-        of_stage: whether each stage clips its gradients by the norm of this stage alone; otherwise by the norm of all stages.
-        skips: whether an update changes nothing if any gradient of any stage is NaN or infinite.
-        counts: for each stage the number of entries (see `Ties`) that it squares and sums.
-    """
-
-    largest: float | None
-    of_stage: bool
-    skips: bool
-    counts: tuple[int, ...]
+    largest: float | None  # the norm to which gradients are clipped; None if gradients are not clipped
+    of_stage: bool  # whether each stage clips its gradients by the norm of this stage alone; otherwise by the norm of all stages
+    skips: bool  # whether an update changes nothing if any gradient of any stage is NaN or infinite
+    counts: tuple[int, ...]  # for each stage the number of entries (see `Ties`) that it squares and sums
 
     @property
     def of_all(self) -> bool:

@@ -299,25 +299,15 @@ def _conv(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
 
 
 class _Windows(NamedTuple):
-    """The windows that a gather reads, or a scatter writes.
+    """The windows that a gather reads, or a scatter writes."""
 
-    Attributes:
-        shape: the shape of the operand.
-        sizes: the size of a window along each dim of the operand.
-        rank: the rank of the array that is read or written.
-        window_dims: the dims of this array that are dims of windows; the others are dims of the indices.
-        absent: the dims of the operand that windows do not have.
-        indexed: the dims of the operand along which the indices are positions.
-        batch: pairs of a dim of the operand and a dim of the indices that belong together, as two lists.
-    """
-
-    shape: tuple[int, ...]
-    sizes: Sequence[Any]
-    rank: int
-    window_dims: Sequence[Any]
-    absent: Sequence[Any]
-    indexed: Sequence[Any]
-    batch: tuple[Sequence[Any], Sequence[Any]]
+    shape: tuple[int, ...]  # the shape of the operand
+    sizes: Sequence[Any]  # the size of a window along each dim of the operand
+    rank: int  # the rank of the array that is read or written
+    window_dims: Sequence[Any]  # the dims of this array that are dims of windows; the others are dims of the indices
+    absent: Sequence[Any]  # the dims of the operand that windows do not have
+    indexed: Sequence[Any]  # the dims of the operand along which the indices are positions
+    batch: tuple[Sequence[Any], Sequence[Any]]  # pairs of a dim of the operand and a dim of the indices that belong together, as two lists
 
     def positions(self, indices: Origin) -> list[np.ndarray | None]:
         """Return for each dim of the operand the position of each element; None for a dim with unknown positions."""

@@ -29,19 +29,12 @@ class NotSplittable(ValueError):
 
 @dataclass(frozen=True)
 class Halves:
-    """The two halves of a backward, as functions of flat lists of arrays.
+    """The two halves of a backward, as functions of flat lists of arrays."""
 
-    Attributes:
-        first: all arguments of the backward -> (outputs of the first half, stash).
-        second: (the arguments that it reads, stash) -> outputs of the second half.
-        arguments: the positions of the backward's arguments that the second half reads.
-        stash: shapes and dtypes of the stash.
-    """
-
-    first: Callable[[Sequence[Any]], tuple[list[Any], list[Any]]]
-    second: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
-    arguments: tuple[int, ...]
-    stash: tuple[jax.ShapeDtypeStruct, ...]
+    first: Callable[[Sequence[Any]], tuple[list[Any], list[Any]]]  # all arguments of the backward -> (outputs of the first half, stash)
+    second: Callable[[Sequence[Any], Sequence[Any]], list[Any]]  # (the arguments that it reads, stash) -> outputs of the second half
+    arguments: tuple[int, ...]  # the positions of the backward's arguments that the second half reads
+    stash: tuple[jax.ShapeDtypeStruct, ...]  # shapes and dtypes of the stash
 
 
 def split(backward: Callable[..., Sequence[Any]], specs: Sequence[Any], in_first: Sequence[bool], free: Sequence[bool]) -> Halves:

@@ -31,17 +31,11 @@ class ArrayPlace(NamedTuple):
 
 
 class _State(NamedTuple):
-    """One array of an optimizer's state.
+    """One array of an optimizer's state."""
 
-    Attributes:
-        number: the number of the leaf of the state.
-        slot: the position in the entry of the parameter to which the array belongs; None if it belongs to all parameters.
-        names: the path of the array in the state of an entry.
-    """
-
-    number: int
-    slot: int | None
-    names: tuple[str, ...]
+    number: int  # the number of the leaf of the state
+    slot: int | None  # the position in the entry of the parameter to which the array belongs; None if it belongs to all parameters
+    names: tuple[str, ...]  # the path of the array in the state of an entry
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,17 +43,12 @@ class ModelOptimizer:
     """An optimizer of a whole model's tree, for one entry at a time.
 
     The state of an entry is nested dicts, with the names that optax's state has for `{layer id: params}`.
-
-    Attributes:
-        traced: the optimizer, for the model's tree with one slice of each stacked leaf.
-        shapes: the shapes of the leaves of this tree.
-        entries: for each entry its arrays, in order.
-        owners: for each leaf of the state that belongs to no parameter the entry that owns it; None if it belongs to all entries.
     """
 
-    traced: TracedOptimizer
-    shapes: tuple[tuple[int, ...], ...]
-    entries: Mapping[str, tuple[ArrayPlace, ...]]
+    traced: TracedOptimizer  # the optimizer, for the model's tree with one slice of each stacked leaf
+    shapes: tuple[tuple[int, ...], ...]  # the shapes of the leaves of this tree
+    entries: Mapping[str, tuple[ArrayPlace, ...]]  # for each entry its arrays, in order
+    # for each leaf of the state that belongs to no parameter the entry that owns it; None if it belongs to all entries
     owners: tuple[str | None, ...]
 
     def init(self, entry: str, params: Tree) -> Tree:

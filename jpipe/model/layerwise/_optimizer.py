@@ -18,17 +18,11 @@ Tree = Any
 
 
 class WithBuffers(NamedTuple):
-    """The optimizer state of one layer, with further arrays for each of its parameters.
+    """The optimizer state of one layer, with further arrays for each of its parameters."""
 
-    Attributes:
-        optimizer: the state of the optax transformation.
-        weights_ema: the moving average of the weights, in float32 for weights of lower precision; None without `ema_decay`.
-        ahead: by how much prediction has moved the weights, see `predict_delay`; None without `delay_factor`.
-    """
-
-    optimizer: Tree
-    weights_ema: Tree = None
-    ahead: Tree = None
+    optimizer: Tree  # the state of the optax transformation
+    weights_ema: Tree = None  # the moving average of the weights, in float32 for weights of lower precision; None without `ema_decay`
+    ahead: Tree = None  # by how much prediction has moved the weights, see `predict_delay`; None without `delay_factor`
 
 
 class WithMasters(NamedTuple):

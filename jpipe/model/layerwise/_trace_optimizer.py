@@ -42,21 +42,14 @@ _POSITION = {"delay": np.float32, "stage": np.int32}
 
 
 class TracedOptimizer(NamedTuple):
-    """The functions of an optimizer as jaxprs, for the whole model.
+    """The functions of an optimizer as jaxprs, for the whole model."""
 
-    Attributes:
-        init: `(parameters) -> state`.
-        update: `(gradients, state, parameters, position) -> (updates, state)`.
-        paths: the paths of the leaves of the state.
-        of_parameter: for each leaf of the state the parameter that its path names; None: it belongs to all parameters.
-        position: the names of the position's entries, sorted.
-    """
-
-    init: Any
-    update: Any
-    paths: list[tuple[Any, ...]]
+    init: Any  # `(parameters) -> state`
+    update: Any  # `(gradients, state, parameters, position) -> (updates, state)`
+    paths: list[tuple[Any, ...]]  # the paths of the leaves of the state
+    # for each leaf of the state the parameter that its path names; None: it belongs to all parameters
     of_parameter: list[OfParameter | None]
-    position: tuple[str, ...]
+    position: tuple[str, ...]  # the names of the position's entries, sorted
 
 
 def trace_optimizer(transformation: optax.GradientTransformation, specs: Tree, num_stages: int | None = None) -> TracedOptimizer:

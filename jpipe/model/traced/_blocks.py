@@ -16,17 +16,11 @@ _SMALL = 0.25  # share of a layer's mean operations; a piece with fewer, outside
 
 @dataclass(frozen=True)
 class _Pieces:
-    """The pieces of a chain that is cut at some positions.
+    """The pieces of a chain that is cut at some positions."""
 
-    Attributes:
-        chain: the model.
-        paths: the paths of its parameters.
-        positions: the positions between the pieces.
-    """
-
-    chain: Chain
-    paths: Sequence[Path]
-    positions: Sequence[int]
+    chain: Chain  # the model
+    paths: Sequence[Path]  # the paths of its parameters
+    positions: Sequence[int]  # the positions between the pieces
 
     @cached_property
     def bounds(self) -> list[tuple[int, int]]:

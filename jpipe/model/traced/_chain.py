@@ -21,30 +21,19 @@ class Chain:
     """A flat jaxpr; the equations that depend on the inputs of the model are separate from all others.
 
     Positions count equations: the position i is before equation i.
-
-    Attributes:
-        jaxpr: the flat jaxpr.
-        consts: the values of its constants.
-        inputs: the variables of the model's inputs.
-        key: the variable of the random key.
-        leaves: the variables of parameters and layer state, in order.
-        num_params: the number of parameters, which come first in `leaves`.
-        outputs: the results of the model, variables or literals.
-        new_state: the new value of each leaf of the layer state, by its number among `leaves`.
-        equations: the equations that depend on the inputs, in order. Those that only new layer state needs come as early as possible.
-        sources: for each variable that does not depend on the inputs, the equation that computes it.
     """
 
-    jaxpr: Any
-    consts: Mapping[Any, Any]
-    inputs: Sequence[Any]
-    key: Any
-    leaves: Sequence[Any]
-    num_params: int
-    outputs: Sequence[Any]
-    new_state: Mapping[int, Any]
+    jaxpr: Any  # the flat jaxpr
+    consts: Mapping[Any, Any]  # the values of its constants
+    inputs: Sequence[Any]  # the variables of the model's inputs
+    key: Any  # the variable of the random key
+    leaves: Sequence[Any]  # the variables of parameters and layer state, in order
+    num_params: int  # the number of parameters, which come first in `leaves`
+    outputs: Sequence[Any]  # the results of the model, variables or literals
+    new_state: Mapping[int, Any]  # the new value of each leaf of the layer state, by its number among `leaves`
+    # the equations that depend on the inputs, in order. Those that only new layer state needs come as early as possible.
     equations: Sequence[Any]
-    sources: Mapping[Any, Any]
+    sources: Mapping[Any, Any]  # for each variable that does not depend on the inputs, the equation that computes it
 
     @cached_property
     def made(self) -> dict[Any, int]:

@@ -47,31 +47,18 @@ class _Cut:
 
 @dataclass(frozen=True)
 class TracedModel:
-    """A whole model, cut into layers.
+    """A whole model, cut into layers."""
 
-    Attributes:
-        whole: the model as one layer.
-        inputs: the specs of the inputs of the first trace.
-        parts: its layers.
-        chain: the chain of the first trace, in training.
-        positions: the positions where `chain` is cut.
-        leaves: its parameters and layer state.
-        owners: for each leaf the number of the first layer that has it, or of the layer that writes it.
-        draws: for each layer whether it draws random numbers, in training (True) and in evaluation (False).
-        prepare: a function that casts the parameters of a layer before its equations run.
-        abstract: the error for a model that has no parameters and cannot initialize them.
-    """
-
-    whole: Whole
-    inputs: Tree
-    parts: tuple[CutLayer, ...]
-    chain: Chain
-    positions: tuple[int, ...]
-    leaves: Leaves
-    owners: tuple[int, ...]
-    draws: Mapping[bool, Sequence[bool]]
-    prepare: Callable[[Tree], Tree]
-    abstract: InputError | None
+    whole: Whole  # the model as one layer
+    inputs: Tree  # the specs of the inputs of the first trace
+    parts: tuple[CutLayer, ...]  # its layers
+    chain: Chain  # the chain of the first trace, in training
+    positions: tuple[int, ...]  # the positions where `chain` is cut
+    leaves: Leaves  # its parameters and layer state
+    owners: tuple[int, ...]  # for each leaf the number of the first layer that has it, or of the layer that writes it
+    draws: Mapping[bool, Sequence[bool]]  # for each layer whether it draws random numbers, in training (True) and in evaluation (False)
+    prepare: Callable[[Tree], Tree]  # a function that casts the parameters of a layer before its equations run
+    abstract: InputError | None  # the error for a model that has no parameters and cannot initialize them
     _cuts: dict[Any, _Cut] = field(default_factory=dict, compare=False)
     _traces: dict[Any, Trace] = field(default_factory=dict, compare=False)
     _inputs_of: dict[Any, Tree] = field(default_factory=dict, compare=False)

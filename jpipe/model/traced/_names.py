@@ -15,18 +15,12 @@ from jpipe.model.traced._trace_model import Leaves
 
 @dataclass(frozen=True)
 class CutLayer:
-    """One layer of a cut model.
+    """One layer of a cut model."""
 
-    Attributes:
-        id: the id of the layer.
-        params: the parameters that it reads, and parameters that no layer reads but that it keeps, in nested dicts with numbers in place of
-            arrays.
-        state: the layer state that it reads or writes, in the same form.
-    """
-
-    id: str
+    id: str  # the id of the layer
+    # the parameters that it reads, and parameters that no layer reads but that it keeps, in nested dicts with numbers in place of arrays
     params: dict[str, Any]
-    state: dict[str, Any]
+    state: dict[str, Any]  # the layer state that it reads or writes, in the same form
 
     def numbers(self) -> tuple[list[int], list[int]]:
         """Return the numbers of the layer's parameters and of its state, in the order of the leaves of these trees."""

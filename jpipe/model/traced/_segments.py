@@ -22,23 +22,15 @@ _AGAIN = 0.05  # the largest share of a layer's operations that may be computed 
 
 @dataclass(frozen=True)
 class Segment:
-    """The part of a chain between two positions, as a jaxpr from (leaves, the key if used, `takes`) to (`gives`, new state).
+    """The part of a chain between two positions, as a jaxpr from (leaves, the key if used, `takes`) to (`gives`, new state)."""
 
-    Attributes:
-        leaves: the parameters and layer state that it reads, by number.
-        written: the layer state that it writes, by number.
-        uses_key: whether it draws random numbers.
-        takes: the shape and dtype of each value from earlier segments.
-        gives: the shape and dtype of each value for later segments; for the last segment, of each output of the model.
-        jaxpr: its equations.
-    """
-
-    leaves: tuple[int, ...]
-    written: tuple[int, ...]
-    uses_key: bool
-    takes: tuple[jax.ShapeDtypeStruct, ...]
+    leaves: tuple[int, ...]  # the parameters and layer state that it reads, by number
+    written: tuple[int, ...]  # the layer state that it writes, by number
+    uses_key: bool  # whether it draws random numbers
+    takes: tuple[jax.ShapeDtypeStruct, ...]  # the shape and dtype of each value from earlier segments
+    # the shape and dtype of each value for later segments; for the last segment, of each output of the model
     gives: tuple[jax.ShapeDtypeStruct, ...]
-    jaxpr: Any
+    jaxpr: Any  # its equations
 
     @cached_property
     def _function(self) -> Callable[..., Sequence[Any]]:

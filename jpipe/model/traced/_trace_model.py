@@ -22,19 +22,12 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Leaves:
-    """The parameters and layer state of a traced model, in order: `num_params` parameters, then the state.
+    """The parameters and layer state of a traced model, in order: `num_params` parameters, then the state."""
 
-    Attributes:
-        leaves: for each array, its leaf of the trees, or its slice of a leaf.
-        paths: the path of each array.
-        shapes: the shape of each array.
-        num_params: the number of parameters.
-    """
-
-    leaves: tuple[Leaf, ...]
-    paths: tuple[Path, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    num_params: int
+    leaves: tuple[Leaf, ...]  # for each array, its leaf of the trees, or its slice of a leaf
+    paths: tuple[Path, ...]  # the path of each array
+    shapes: tuple[tuple[int, ...], ...]  # the shape of each array
+    num_params: int  # the number of parameters
 
     @cached_property
     def names(self) -> list[str]:
@@ -49,17 +42,11 @@ class Leaves:
 
 @dataclass(frozen=True)
 class Trace:
-    """A model traced for inputs of some shapes, in training or in evaluation.
+    """A model traced for inputs of some shapes, in training or in evaluation."""
 
-    Attributes:
-        leaves: its parameters and layer state.
-        chain: its equations.
-        outputs: a function that builds the outputs of the model from the results of the chain.
-    """
-
-    leaves: Leaves
-    chain: Chain
-    outputs: Callable[[Sequence[Any]], Tree]
+    leaves: Leaves  # its parameters and layer state
+    chain: Chain  # its equations
+    outputs: Callable[[Sequence[Any]], Tree]  # a function that builds the outputs of the model from the results of the chain
 
 
 def trace_model(whole: Whole, prepare: Callable[[Tree], Tree], inputs: Tree, train: bool, axes: Mapping[int, tuple[int, ...]]) -> Trace:

@@ -25,23 +25,14 @@ from jpipe.schedules import SCHEDULES, Action
 
 
 class _Effect(NamedTuple):
-    """What an op needs and computes at a stage.
+    """What an op needs and computes at a stage."""
 
-    Attributes:
-        op: the op.
-        ticks: the ticks that it takes.
-        needs: the outputs or gradients of another stage for which it waits; None if it waits for neither.
-        output: the outputs of the stage, if the op computes an output for another stage; otherwise None.
-        gradient: the input gradients of the stage, if the op computes one for another stage; otherwise None.
-        loads: whether inputs or labels are loaded before it.
-    """
-
-    op: Op
-    ticks: int
-    needs: Results | None
-    output: Results | None
-    gradient: Results | None
-    loads: bool
+    op: Op  # the op
+    ticks: int  # the ticks that it takes
+    needs: Results | None  # the outputs or gradients of another stage for which it waits; None if it waits for neither
+    output: Results | None  # the outputs of the stage, if the op computes an output for another stage; otherwise None
+    gradient: Results | None  # the input gradients of the stage, if the op computes one for another stage; otherwise None
+    loads: bool  # whether inputs or labels are loaded before it
 
 
 class Run:

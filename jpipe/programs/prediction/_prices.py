@@ -10,25 +10,15 @@ from jpipe.programs._instructions import Program
 
 
 class Change(NamedTuple):
-    """The bytes that an action adds to its rank; negative numbers are bytes that it frees.
+    """The bytes that an action adds to its rank; negative numbers are bytes that it frees."""
 
-    Attributes:
-        live: the bytes of all arrays on the device.
-        while_running: the additional bytes that the device holds while the action runs.
-        sent: the bytes that the action sends to other ranks.
-        residuals: the part of `live` for residuals and stashes.
-        optimizer: the part of `live` for optimizer state, and for arrays that capabilities keep in addition to it.
-        in_host: the bytes in host memory, if a capability keeps arrays there.
-        moved: the bytes that it moves to host memory or back.
-    """
-
-    live: int = 0
-    while_running: int = 0
-    sent: int = 0
-    residuals: int = 0
-    optimizer: int = 0
-    in_host: int = 0
-    moved: int = 0
+    live: int = 0  # the bytes of all arrays on the device
+    while_running: int = 0  # the additional bytes that the device holds while the action runs
+    sent: int = 0  # the bytes that the action sends to other ranks
+    residuals: int = 0  # the part of `live` for residuals and stashes
+    optimizer: int = 0  # the part of `live` for optimizer state, and for arrays that capabilities keep in addition to it
+    in_host: int = 0  # the bytes in host memory, if a capability keeps arrays there
+    moved: int = 0  # the bytes that it moves to host memory or back
 
 
 class Prices:

@@ -58,18 +58,13 @@ class Problem:
 
 
 class Rules(NamedTuple):
-    """The preferences of a rank: first ready backwards for inputs, then forwards, then computations that no rank waits for.
+    """The preferences of a rank: first ready backwards for inputs, then forwards, then computations that no rank waits for."""
 
-    Attributes:
-        deepest_first: among the ready forwards, whether to run the rank's last stage first instead of its first stage.
-        ahead: of each stage, at most ahead (d - p - 1) + 1 microbatches on rank p of d wait for their backward for inputs; 0: as many as
-            the memory limit allows.
-        patience: a computation that no rank waits for begins only if this share of its time fits before the next known arrival.
-    """
-
-    deepest_first: bool
+    deepest_first: bool  # among the ready forwards, whether to run the rank's last stage first instead of its first stage
+    # of each stage, at most ahead (d - p - 1) + 1 microbatches on rank p of d wait for their backward for inputs; 0: as many as the memory
+    # limit allows
     ahead: int
-    patience: float
+    patience: float  # a computation that no rank waits for begins only if this share of its time fits before the next known arrival
 
 
 def list_schedules(problem: Problem) -> Iterator[Order]:

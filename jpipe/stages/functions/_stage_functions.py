@@ -37,25 +37,15 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Specs:
-    """The shapes and dtypes at one stage, for one microbatch.
+    """The shapes and dtypes at one stage, for one microbatch."""
 
-    Attributes:
-        params: the parameters of the weight versions.
-        state: the layer state.
-        x: the stage input as the forward gets it; a capability may have encoded it.
-        labels: the labels, at the last stage.
-        rng: (microbatch, key), or Nones without randomness.
-        fresh: the parameters as the layers initialize them.
-        input: the stage input as the layers read it.
-    """
-
-    params: Tree
-    state: Tree
-    x: Tree
-    labels: Tree
-    rng: tuple[Any, Any]
-    fresh: Tree
-    input: Tree
+    params: Tree  # the parameters of the weight versions
+    state: Tree  # the layer state
+    x: Tree  # the stage input as the forward gets it; a capability may have encoded it
+    labels: Tree  # the labels, at the last stage
+    rng: tuple[Any, Any]  # (microbatch, key), or Nones without randomness
+    fresh: Tree  # the parameters as the layers initialize them
+    input: Tree  # the stage input as the layers read it
 
     @property
     def arguments(self) -> tuple[Tree, Tree, Tree]:

@@ -21,20 +21,14 @@ Answers = Sequence[tuple[int, int]]
 
 
 class Files(NamedTuple):
-    """The files to read, and their format.
+    """The files to read, and their format."""
 
-    Attributes:
-        paths: files, folders or globs; if empty, the source code of the standard library.
-        form: the form of the documents: text (whole files, or rows with a text), or rows with prompts, conversations (chat) or token ids.
-            auto means text, but rejects files that are neither text nor rows.
-        keys: the keys of rows.
-        chat_template: for conversations, a template file that replaces the template next to the tokenizer.
-    """
-
-    paths: Sequence[str]
+    paths: Sequence[str]  # files, folders or globs; if empty, the source code of the standard library
+    # the form of the documents: text (whole files, or rows with a text), or rows with prompts, conversations (chat) or token ids. auto
+    # means text, but rejects files that are neither text nor rows.
     form: texts.Format | Literal["auto", "chat", "tokens"] = "auto"
-    keys: texts.Keys = texts.Keys()
-    chat_template: str | None = None
+    keys: texts.Keys = texts.Keys()  # the keys of rows
+    chat_template: str | None = None  # for conversations, a template file that replaces the template next to the tokenizer
 
     @property
     def kind(self) -> Literal["text", "prompts", "chat"]:
@@ -43,25 +37,16 @@ class Files(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """The tokens of a document, or of a piece of a text.
+    """The tokens of a document, or of a piece of a text."""
 
-    Attributes:
-        ids: the ids of the tokens.
-        held_out: whether the document is for validation.
-        place: the file and the line or row of the document, for messages.
-        size: the number of bytes of the file, which may be compressed, that were read for it.
-        answers: the answers in a whole document; None if documents of this kind have no answers.
-        ends_text: whether a text ends with this piece; None for a whole document, which includes the tokens that begin and end it.
-        number: if a conversation became several documents, the number of this document, from 1.
-    """
-
-    ids: np.ndarray
-    held_out: bool
-    place: Place
-    size: int
-    answers: Answers | None = None
+    ids: np.ndarray  # the ids of the tokens
+    held_out: bool  # whether the document is for validation
+    place: Place  # the file and the line or row of the document, for messages
+    size: int  # the number of bytes of the file, which may be compressed, that were read for it
+    answers: Answers | None = None  # the answers in a whole document; None if documents of this kind have no answers
+    # whether a text ends with this piece; None for a whole document, which includes the tokens that begin and end it
     ends_text: bool | None = None
-    number: int = 1
+    number: int = 1  # if a conversation became several documents, the number of this document, from 1
 
 
 def read(
@@ -113,26 +98,16 @@ class Assembler:
     """Assembles pieces of texts into documents, and adds the tokens at the beginning and end of a document.
 
     Documents without tokens are counted and left out.
-
-    Attributes:
-        sinks: the sinks of documents for training (False) and for validation (True).
-        begin: the tokens that are added before a text.
-        end_of_text: the token that ends a text; None if there is none.
-        documents: the number of documents.
-        tokens: the number of tokens.
-        empty: the number of documents that were left out: empty texts, and prompts and conversations without an answer.
-        first_empty: the place of the first document that was left out.
-        divided: the number of conversations that became several documents.
     """
 
-    sinks: dict[bool, Sink]
-    begin: Sequence[int] = ()
-    end_of_text: int | None = None
-    documents: int = 0
-    tokens: int = 0
-    empty: int = 0
-    first_empty: Place | None = None
-    divided: int = 0
+    sinks: dict[bool, Sink]  # the sinks of documents for training (False) and for validation (True)
+    begin: Sequence[int] = ()  # the tokens that are added before a text
+    end_of_text: int | None = None  # the token that ends a text; None if there is none
+    documents: int = 0  # the number of documents
+    tokens: int = 0  # the number of tokens
+    empty: int = 0  # the number of documents that were left out: empty texts, and prompts and conversations without an answer
+    first_empty: Place | None = None  # the place of the first document that was left out
+    divided: int = 0  # the number of conversations that became several documents
 
     def __post_init__(self) -> None:
         self._began = False  # whether a document has begun

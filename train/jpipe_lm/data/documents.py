@@ -55,32 +55,20 @@ class Shard:
 
 
 class Ranges(NamedTuple):
-    """The positions of the documents of all shards and of their answers, in order.
+    """The positions of the documents of all shards and of their answers, in order."""
 
-    Attributes:
-        begins: the first token of each document.
-        ends: the position after the last token of each document.
-        answers: the first token of each answer.
-        answer_ends: the position after the last token of each answer.
-    """
-
-    begins: Int64[np.ndarray, " n"]
-    ends: Int64[np.ndarray, " n"]
-    answers: Int64[np.ndarray, " m"]
-    answer_ends: Int64[np.ndarray, " m"]
+    begins: Int64[np.ndarray, " n"]  # the first token of each document
+    ends: Int64[np.ndarray, " n"]  # the position after the last token of each document
+    answers: Int64[np.ndarray, " m"]  # the first token of each answer
+    answer_ends: Int64[np.ndarray, " m"]  # the position after the last token of each answer
 
 
 @dataclass(frozen=True)
 class Documents:
-    """The tokens of all shards as one sequence.
+    """The tokens of all shards as one sequence."""
 
-    Attributes:
-        shards: the shards in order.
-        vocab_size: every token must be below this number. It is checked when tokens are read.
-    """
-
-    shards: Sequence[Shard]
-    vocab_size: int
+    shards: Sequence[Shard]  # the shards in order
+    vocab_size: int  # every token must be below this number. It is checked when tokens are read.
 
     @classmethod
     def of(cls, tokens: np.ndarray, vocab_size: int, *arrays_of_shard: np.ndarray | None) -> "Documents":

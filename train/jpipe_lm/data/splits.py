@@ -38,27 +38,17 @@ Place = Callable[[int], str] | None
 
 @dataclass(frozen=True)
 class Split:
-    """Documents for training and for validation.
+    """Documents for training and for validation."""
 
-    Attributes:
-        train: the documents for training.
-        validation: the held-out documents.
-        source: a phrase that describes where the documents come from.
-        digest: a function that returns a hash of the documents, or of a sample of large files, to compare two processes.
-        tokenizer: the tokenizer that made the tokens, or None.
-        unit: the unit in which documents are measured.
-        place: for training and for validation, a function that names the place of an example, for messages; None without examples.
-        remarks: lines that say what was left out.
-    """
-
-    train: Documents
-    validation: Documents
-    source: str
-    digest: Callable[[], str]
-    tokenizer: tokenizers.Tokenizer | None = None
-    unit: str = "tokens"
+    train: Documents  # the documents for training
+    validation: Documents  # the held-out documents
+    source: str  # a phrase that describes where the documents come from
+    digest: Callable[[], str]  # a function that returns a hash of the documents, or of a sample of large files, to compare two processes
+    tokenizer: tokenizers.Tokenizer | None = None  # the tokenizer that made the tokens, or None
+    unit: str = "tokens"  # the unit in which documents are measured
+    # for training and for validation, a function that names the place of an example, for messages; None without examples
     place: tuple[Place, Place] = (None, None)
-    remarks: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()  # lines that say what was left out
 
 
 def read(config: Config) -> Split:

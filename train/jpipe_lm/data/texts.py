@@ -37,25 +37,15 @@ class Keys(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A piece of the text of a document.
+    """A piece of the text of a document."""
 
-    Attributes:
-        text: the text to tokenize.
-        part: what the piece is a part of: a text, a prompt or an answer.
-        last: whether the document ends with this piece.
-        held_out: whether the document is for validation.
-        place: the file and the line or row of the document, for messages.
-        size: the number of bytes of the file, which may be compressed, that were read for the piece.
-        continues: whether the piece continues the previous one.
-    """
-
-    text: str
-    part: Role
-    last: bool
-    held_out: bool
-    place: Place
-    size: int
-    continues: bool = False
+    text: str  # the text to tokenize
+    part: Role  # what the piece is a part of: a text, a prompt or an answer
+    last: bool  # whether the document ends with this piece
+    held_out: bool  # whether the document is for validation
+    place: Place  # the file and the line or row of the document, for messages
+    size: int  # the number of bytes of the file, which may be compressed, that were read for the piece
+    continues: bool = False  # whether the piece continues the previous one
 
 
 def pieces(names: Sequence[str], files: Sequence[Path], form: Format, fraction: float, keys: Keys, where: str) -> Iterator[Piece]:

@@ -35,38 +35,23 @@ _NO_MARK: tuple[str, tuple[int, ...]] = ("", ())
 
 
 class Row(NamedTuple):
-    """A tokenized text or pair of texts.
+    """A tokenized text or pair of texts."""
 
-    Attributes:
-        tokens: the tokens.
-        types: for each token, the number of the text that it belongs to, from the tokenizer.
-        is_cut: whether the text was cut.
-    """
-
-    tokens: UInt32[np.ndarray, " n"]
-    types: UInt32[np.ndarray, " n"]
-    is_cut: bool
+    tokens: UInt32[np.ndarray, " n"]  # the tokens
+    types: UInt32[np.ndarray, " n"]  # for each token, the number of the text that it belongs to, from the tokenizer
+    is_cut: bool  # whether the text was cut
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer, which converts text to token ids and back.
+    """A tokenizer, which converts text to token ids and back."""
 
-    Attributes:
-        rules: the tokenizer as an object of the tokenizers library.
-        content: the content of the tokenizer.json.
-        where: the config key or option and the path of the file, for messages.
-        begin: the tokens that the tokenizer adds before a text.
-        end: the token that ends a document; None if there is none.
-        path: the path of the tokenizer.json.
-    """
-
-    rules: Any
-    content: bytes
-    where: str
-    begin: tuple[int, ...]
-    end: int | None
-    path: Path
+    rules: Any  # the tokenizer as an object of the tokenizers library
+    content: bytes  # the content of the tokenizer.json
+    where: str  # the config key or option and the path of the file, for messages
+    begin: tuple[int, ...]  # the tokens that the tokenizer adds before a text
+    end: int | None  # the token that ends a document; None if there is none
+    path: Path  # the path of the tokenizer.json
 
     @cached_property
     def ids(self) -> Int64[np.ndarray, " n"]:

@@ -29,21 +29,13 @@ _LONGEST_PAUSE = 7 * 24 * 3600.0  # seconds that other processes wait for the us
 
 @dataclass
 class Chat:
-    """The conversation so far, in process 0.
+    """The conversation so far, in process 0."""
 
-    Attributes:
-        request: the options.
-        source: the source of the model.
-        words: the conversion between text and tokens.
-        renderer: renders the conversation as text.
-        messages: the messages so far.
-    """
-
-    request: Request
-    source: model_source.Origin
-    words: Conversion
-    renderer: Renderer
-    messages: list[dict[str, Any]] = field(default_factory=list)
+    request: Request  # the options
+    source: model_source.Origin  # the source of the model
+    words: Conversion  # the conversion between text and tokens
+    renderer: Renderer  # renders the conversation as text
+    messages: list[dict[str, Any]] = field(default_factory=list)  # the messages so far
 
     @classmethod
     def begin(cls, request: Request, source: model_source.Origin, words: Conversion, renderer: Renderer) -> Self:

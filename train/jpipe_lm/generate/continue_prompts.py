@@ -75,19 +75,12 @@ def ignore(_: str) -> None:
 
 @dataclass(frozen=True)
 class Model:
-    """A model on devices.
+    """A model on devices."""
 
-    Attributes:
-        decoder: the model.
-        sampling: how tokens are chosen.
-        known: shape (n,): for each of the first n tokens, whether it may be chosen. Later tokens may not be chosen.
-        stops_at_once: whether Ctrl-C ends an answer immediately, as with several processes, or after the current token.
-    """
-
-    decoder: Decoder
-    sampling: Sampling
-    known: Bool[np.ndarray, " n"]
-    stops_at_once: bool = False
+    decoder: Decoder  # the model
+    sampling: Sampling  # how tokens are chosen
+    known: Bool[np.ndarray, " n"]  # shape (n,): for each of the first n tokens, whether it may be chosen. Later tokens may not be chosen.
+    stops_at_once: bool = False  # whether Ctrl-C ends an answer immediately, as with several processes, or after the current token
 
     def answer(self, prompts: Sequence[Sequence[int]], texts: Texts, seed: int) -> bool:
         """Generate texts after prompts, given as tokens, until all have ended (True) or Ctrl-C is pressed (False).

@@ -37,21 +37,14 @@ _SETTINGS = ("config.json", "generation_config.json")  # files in Hugging Face's
 
 @dataclass(frozen=True)
 class Origin:
-    """The source of a model.
+    """The source of a model."""
 
-    Attributes:
-        description: a description of the model for the user.
-        config: the config of the model. The model computes in its `compute_dtype`.
-        read: a function from a layer id to a dict from paths, such as "qkv/kernel", to the arrays of the layer.
-        words: returns the conversion between text and tokens, or raises InputError if it is unknown.
-        compile_cache: the same as the config key.
-    """
-
-    description: str
-    config: ModelConfig
+    description: str  # a description of the model for the user
+    config: ModelConfig  # the config of the model. The model computes in its `compute_dtype`.
+    # a function from a layer id to a dict from paths, such as "qkv/kernel", to the arrays of the layer
     read: Callable[[str], dict[str, np.ndarray]]
-    words: Callable[[], Conversion]
-    compile_cache: str | None
+    words: Callable[[], Conversion]  # returns the conversion between text and tokens, or raises InputError if it is unknown
+    compile_cache: str | None  # the same as the config key
 
     def layer(self, layer_id: str, specs: Tree) -> Tree:
         """Read the parameters of a layer.

@@ -14,17 +14,11 @@ _COLDEST = 1e-30  # the lowest temperature; a lower number may be 0 in float32
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen.
+    """How a token is chosen."""
 
-    Attributes:
-        temperature: divisor of the logits; 0 chooses the most likely token.
-        top_k: the number of most likely tokens to sample from; None for all.
-        top_p: the total probability of the most likely tokens to sample from; None for all.
-    """
-
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
+    temperature: float = 0.0  # divisor of the logits; 0 chooses the most likely token
+    top_k: int | None = None  # the number of most likely tokens to sample from; None for all
+    top_p: float | None = None  # the total probability of the most likely tokens to sample from; None for all
 
 
 def choose(

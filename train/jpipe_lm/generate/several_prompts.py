@@ -20,31 +20,18 @@ End = Literal["end of text", "stop", "tokens", "positions", "interrupted"]
 
 @dataclass
 class Text:
-    """The continuation of one prompt.
+    """The continuation of one prompt."""
 
-    Attributes:
-        prompt: the text of the prompt.
-        length: the number of tokens of the prompt.
-        most: the largest number of tokens to generate.
-        limit: the reason why the text ends after `most` tokens.
-        stream: converts tokens to text.
-        stops: ends the text before a stop string.
-        new: the text that is not printed yet.
-        whole: the whole text.
-        tokens: the number of tokens generated so far.
-        end: the reason why the text has ended; None if it has not ended.
-    """
-
-    prompt: str
-    length: int
-    most: int
-    limit: End
-    stream: Stream
-    stops: Stops
-    new: str = ""
-    whole: str = ""
-    tokens: int = 0
-    end: End | None = None
+    prompt: str  # the text of the prompt
+    length: int  # the number of tokens of the prompt
+    most: int  # the largest number of tokens to generate
+    limit: End  # the reason why the text ends after `most` tokens
+    stream: Stream  # converts tokens to text
+    stops: Stops  # ends the text before a stop string
+    new: str = ""  # the text that is not printed yet
+    whole: str = ""  # the whole text
+    tokens: int = 0  # the number of tokens generated so far
+    end: End | None = None  # the reason why the text has ended; None if it has not ended
 
     def add(self, token: int, ends: Collection[int]) -> None:
         """Add a token. The text ends if the token is in `ends`, completes a stop string, or is the last token allowed."""
@@ -75,23 +62,14 @@ class Text:
 
 @dataclass
 class Texts:
-    """The continuations of all prompts.
+    """The continuations of all prompts."""
 
-    Attributes:
-        each: the text of each prompt.
-        words: converts tokens to text.
-        as_json: whether to write a JSON object for each text at the end, instead of the text while it is generated.
-        write: writes pieces of text.
-        say: prints a line about the texts.
-        with_speed: whether to print the speed at the end.
-    """
-
-    each: list[Text]
-    words: Conversion
-    as_json: bool
-    write: Callable[[str], None]
-    say: Callable[[str], None]
-    with_speed: bool = True
+    each: list[Text]  # the text of each prompt
+    words: Conversion  # converts tokens to text
+    as_json: bool  # whether to write a JSON object for each text at the end, instead of the text while it is generated
+    write: Callable[[str], None]  # writes pieces of text
+    say: Callable[[str], None]  # prints a line about the texts
+    with_speed: bool = True  # whether to print the speed at the end
     _current: int = 0  # index of the text that is being printed
     _clock: "_Clock" = field(default_factory=lambda: _Clock())
 

@@ -14,29 +14,17 @@ _UNKNOWN = "\ufffd"  # replaces bytes that are not a character, or not yet a com
 
 @dataclass(frozen=True)
 class Conversion:
-    """The conversion of text to tokens and back.
+    """The conversion of text to tokens and back."""
 
-    Attributes:
-        encode: returns the tokens of a text.
-        decode: returns the text of tokens. Invalid UTF-8 becomes replacement characters.
-        symbols: shape (n,), all tokens in increasing order.
-        before: the tokens that are put before each text.
-        alone: the tokens of an empty prompt; empty if no token can begin a text.
-        ends: the tokens that end a text.
-        takes_bytes: whether a text may contain bytes that are not UTF-8, represented as by the error handler `surrogateescape`.
-        tokenizer: the tokenizer; None if each byte is a token.
-        chat_template: the file of a chat template that replaces the tokenizer's template.
-    """
-
-    encode: Callable[[str], list[int]]
-    decode: Callable[[Sequence[int]], str]
-    symbols: Int[np.ndarray, " n"]
-    before: tuple[int, ...] = ()
-    alone: tuple[int, ...] = ()
-    ends: Collection[int] = ()
-    takes_bytes: bool = False
-    tokenizer: Tokenizer | None = None
-    chat_template: str | None = None
+    encode: Callable[[str], list[int]]  # returns the tokens of a text
+    decode: Callable[[Sequence[int]], str]  # returns the text of tokens. Invalid UTF-8 becomes replacement characters.
+    symbols: Int[np.ndarray, " n"]  # shape (n,), all tokens in increasing order
+    before: tuple[int, ...] = ()  # the tokens that are put before each text
+    alone: tuple[int, ...] = ()  # the tokens of an empty prompt; empty if no token can begin a text
+    ends: Collection[int] = ()  # the tokens that end a text
+    takes_bytes: bool = False  # whether a text may contain bytes that are not UTF-8, represented as by the error handler `surrogateescape`
+    tokenizer: Tokenizer | None = None  # the tokenizer; None if each byte is a token
+    chat_template: str | None = None  # the file of a chat template that replaces the tokenizer's template
 
     def prompt(self, text: str) -> list[int]:
         """Return the tokens of a prompt."""

@@ -24,15 +24,10 @@ Core = Callable[[Any, Any, Any, Any], Any]  # (queries, keys, values, mask) -> o
 
 @dataclass(frozen=True)
 class Masked:
-    """The rule for which keys a query attends to, apart from segments.
+    """The rule for which keys a query attends to, apart from segments."""
 
-    Attributes:
-        is_causal: whether a query attends only to keys at its own position and at earlier positions.
-        window: if given, a query attends only to keys less than this many positions before it.
-    """
-
-    is_causal: bool
-    window: int | None = None
+    is_causal: bool  # whether a query attends only to keys at its own position and at earlier positions
+    window: int | None = None  # if given, a query attends only to keys less than this many positions before it
 
     def pairs(self, queries: Int[Array, "*b q"], keys: Int[Array, "*b t"]) -> Bool[Array, "*b q t"]:
         """Return for each pair of a query position and a key position whether the query attends to the key."""

@@ -21,16 +21,11 @@ _NEVER_COUNTED = -(2**31)
 
 @dataclass(frozen=True)
 class CheckedBatches:
-    """Batches of integers. They are checked when their rows are read.
+    """Batches of integers. They are checked when their rows are read."""
 
-    Attributes:
-        batches: the batches.
-        name: the name of the batches in messages.
-        limits: for inputs and for labels, a mapping from the keys of arrays ("" for a single array) to limits.
-    """
-
-    batches: Any
-    name: str
+    batches: Any  # the batches
+    name: str  # the name of the batches in messages
+    # for inputs and for labels, a mapping from the keys of arrays ("" for a single array) to limits
     limits: tuple[Mapping[str, Limit], Mapping[str, Limit]]
 
     def __len__(self) -> int:

@@ -103,17 +103,12 @@ _PART = re.compile(r"(?P<before>(val_)?)(?P<metric>\w+):\d+:(?P<name>\w+)")
 
 @dataclass(frozen=True)
 class _InParts:
-    """A metric that is computed from several means.
+    """A metric that is computed from several means."""
 
-    Attributes:
-        count: a function from the number of classes to the number of parts.
-        sums: a function (outputs, labels, count) -> (the sum of each part, the weight of all parts).
-        value: a function from the means of the parts, in order, to the metric.
-    """
-
-    count: Callable[[int], int]
+    count: Callable[[int], int]  # a function from the number of classes to the number of parts
+    # a function (outputs, labels, count) -> (the sum of each part, the weight of all parts)
     sums: Callable[[Any, Any, int], tuple[list[jax.Array], jax.Array]]
-    value: Callable[[Sequence[float]], float]
+    value: Callable[[Sequence[float]], float]  # a function from the means of the parts, in order, to the metric
 
 
 @dataclass(frozen=True)
@@ -135,15 +130,10 @@ _part = functools.cache(_Part)
 
 @dataclass(frozen=True)
 class _LogitsMetric:
-    """A user's metric that receives logits, even if the built-in loss computes them itself.
+    """A user's metric that receives logits, even if the built-in loss computes them itself."""
 
-    Attributes:
-        metric: the user's function.
-        has_more: whether the outputs are a dict with more than the logits. The logits then have the key "tokens".
-    """
-
-    metric: Any
-    has_more: bool
+    metric: Any  # the user's function
+    has_more: bool  # whether the outputs are a dict with more than the logits. The logits then have the key "tokens".
 
     @property
     def __signature__(self) -> inspect.Signature:

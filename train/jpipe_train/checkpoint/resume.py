@@ -104,19 +104,12 @@ class Facts(pydantic.BaseModel):
 
 @dataclass(frozen=True)
 class Resumed:
-    """A run that resumes from a checkpoint.
+    """A run that resumes from a checkpoint."""
 
-    Attributes:
-        folder: the folder of the run.
-        step: the next batch.
-        facts: the facts of the checkpoint.
-        steps: the steps of all complete checkpoints of the folder.
-    """
-
-    folder: Path
-    step: int
-    facts: Facts
-    steps: tuple[int, ...]
+    folder: Path  # the folder of the run
+    step: int  # the next batch
+    facts: Facts  # the facts of the checkpoint
+    steps: tuple[int, ...]  # the steps of all complete checkpoints of the folder
 
     def check_unchanged(self) -> None:
         """Check that no other process has trained in the folder since the checkpoint was chosen. Lock the folder first."""

@@ -78,35 +78,22 @@ class Data:
 
     A batch is (inputs, labels). Its arrays have a shape, a dtype and slices of rows (`jpipe_train.data.rows.Rows`); only sliced rows are
     read.
-
-    Attributes:
-        train: the batches for training.
-        validation: the held-out batches.
-        source: a phrase that describes where the data come from.
-        amount: a phrase that describes how many data there are.
-        digest: a function that returns a hash of a sample of the data, to compare the data of two processes.
-        remarks: lines that say what was left out.
-        vocab_size: the number of tokens or classes, if the loader knows it; otherwise each batch is checked as it is read.
-        shapes: the shapes and dtypes of the batches, if there are several; the largest first.
-        first: the first training batch that can be read. Earlier batches belong to an earlier part of a resumed run.
-        rows: the number of rows in an epoch, if the loader knows it.
-        steps: the number of steps in the run's `train.epochs`, if it is set.
-        largest_class: the largest label of all rows and the name of its row, if labels are classes and the loader knows it.
-        parts: the sources of a mixture, each with its data; `validation` joins their validation batches, one source after the other.
     """
 
-    train: Batches
-    validation: Batches
-    source: str
-    amount: str
-    digest: Callable[[], str]
-    remarks: tuple[str, ...] = ()
-    vocab_size: int | None = None
-    shapes: tuple[Batch, ...] = ()
-    first: int = 0
-    rows: int | None = None
-    steps: int | None = None
+    train: Batches  # the batches for training
+    validation: Batches  # the held-out batches
+    source: str  # a phrase that describes where the data come from
+    amount: str  # a phrase that describes how many data there are
+    digest: Callable[[], str]  # a function that returns a hash of a sample of the data, to compare the data of two processes
+    remarks: tuple[str, ...] = ()  # lines that say what was left out
+    vocab_size: int | None = None  # the number of tokens or classes, if the loader knows it; otherwise each batch is checked as it is read
+    shapes: tuple[Batch, ...] = ()  # the shapes and dtypes of the batches, if there are several; the largest first
+    first: int = 0  # the first training batch that can be read. Earlier batches belong to an earlier part of a resumed run.
+    rows: int | None = None  # the number of rows in an epoch, if the loader knows it
+    steps: int | None = None  # the number of steps in the run's `train.epochs`, if it is set
+    # the largest label of all rows and the name of its row, if labels are classes and the loader knows it
     largest_class: tuple[int, str] | None = None
+    # the sources of a mixture, each with its data; `validation` joins their validation batches, one source after the other
     parts: "tuple[tuple[SourceConfig, Data], ...]" = ()
 
     @property

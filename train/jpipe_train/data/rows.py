@@ -25,17 +25,11 @@ THREADS = ThreadPoolExecutor(usable_cores(), "rows")
 
 @dataclass(frozen=True)
 class Rows:
-    """One array of a batch. Its shape and dtype are known, and rows are read when `Pipeline.step` slices them.
+    """One array of a batch. Its shape and dtype are known, and rows are read when `Pipeline.step` slices them."""
 
-    Attributes:
-        shape: the shape of the whole array.
-        dtype: the dtype of the array.
-        read: a function (start, stop) that returns rows start to stop - 1.
-    """
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    read: Callable[[int, int], np.ndarray]
+    shape: tuple[int, ...]  # the shape of the whole array
+    dtype: np.dtype[Any]  # the dtype of the array
+    read: Callable[[int, int], np.ndarray]  # a function (start, stop) that returns rows start to stop - 1
 
     @property
     def ndim(self) -> int:
@@ -73,21 +67,15 @@ class BatchesOfRows:
     """Batches of elements. Batch t has the elements t·b to (t + 1)·b - 1, counted from the position of the first batch.
 
     An element is read when its row is read. Elements from `end` on are replaced by padding: zeros, with labels of -1, which do not count.
-
-    Attributes:
-        elements: pairs of (inputs, labels), each an array or a tree of arrays. A function without arguments may stand for an array. It is
-            called when the row is read, in a thread, at the same time as the functions of other rows.
-        batch_size: the number b of elements in a batch.
-        spec: the shapes and dtypes of an element.
-        begins: the position of the first batch; None if batch 0 has the first elements.
-        end: the index of the first element that is replaced by padding; None if all elements count.
     """
 
+    # pairs of (inputs, labels), each an array or a tree of arrays. A function without arguments may stand for an array. It is called when
+    # the row is read, in a thread, at the same time as the functions of other rows.
     elements: Elements
-    batch_size: int
-    spec: Batch
-    begins: Position | None = None
-    end: int | None = None
+    batch_size: int  # the number b of elements in a batch
+    spec: Batch  # the shapes and dtypes of an element
+    begins: Position | None = None  # the position of the first batch; None if batch 0 has the first elements
+    end: int | None = None  # the index of the first element that is replaced by padding; None if all elements count
 
     def __len__(self) -> int:
         return len(self.elements) // self.batch_size
@@ -184,13 +172,9 @@ class Divisible(Protocol):
 
 @dataclass(frozen=True)
 class AllRows:
-    """Full batches, followed by a smaller batch with the remaining rows.
+    """Full batches, followed by a smaller batch with the remaining rows."""
 
-    Attributes:
-        batches: the full batches.
-    """
-
-    batches: BatchesOfRows
+    batches: BatchesOfRows  # the full batches
 
     def __len__(self) -> int:
         return -(-self.rows // self.batches.batch_size)

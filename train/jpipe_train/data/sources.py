@@ -139,17 +139,11 @@ def with_validation(path: str | None, where: str) -> tuple[str | None, str | Non
 
 
 class DataPath(NamedTuple):
-    """The data at a path. A share of them, or all, are held out for validation.
+    """The data at a path. A share of them, or all, are held out for validation."""
 
-    Attributes:
-        path: a file, a folder or a glob.
-        share: the share to hold out for validation; 1 means all data.
-        where: the config key that names the path, for messages.
-    """
-
-    path: str | None
-    share: float
-    where: str
+    path: str | None  # a file, a folder or a glob
+    share: float  # the share to hold out for validation; 1 means all data
+    where: str  # the config key that names the path, for messages
 
 
 def parts_of(data: DataSection) -> list[DataPath]:

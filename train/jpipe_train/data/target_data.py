@@ -19,13 +19,9 @@ from jpipe_train.data.rows import Batch, when_sliced
 
 @dataclass(frozen=True)
 class Repeated:
-    """A list of batches that starts over after its last batch.
+    """A list of batches that starts over after its last batch."""
 
-    Attributes:
-        batches: the list.
-    """
-
-    batches: Sequence[Any]
+    batches: Sequence[Any]  # the list
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -41,18 +37,12 @@ class TargetBatches:
     Every process creates the first batch, for its shapes. Each batch is created again in the processes that read its rows. In a run that
     resumed with another batch size, row r of the data is row r mod b of `batches[r // b]`, so a batch may have rows of two of the object's
     batches.
-
-    Attributes:
-        batches: the user's object.
-        name: the name of the object in messages.
-        batch_size: the number b of rows in a batch of the user's object.
-        begins: the position of the first batch; None if batch t is `batches[t]`.
     """
 
-    batches: Any
-    name: str
-    batch_size: int
-    begins: Position | None = None
+    batches: Any  # the user's object
+    name: str  # the name of the object in messages
+    batch_size: int  # the number b of rows in a batch of the user's object
+    begins: Position | None = None  # the position of the first batch; None if batch t is `batches[t]`
 
     def __len__(self) -> int:
         with entry_point.user_errors(f"data.target: len({self.name}) fails"):

@@ -17,23 +17,14 @@ _CHANGES_NUMBERS = (
 
 
 class Finding(NamedTuple):
-    """One row of the table.
+    """One row of the table."""
 
-    Attributes:
-        level: `ok`, worth knowing (`note`), or a `problem` that stops or slows down a job.
-        what: what was checked.
-        found: the result.
-        advice: what to change; empty if nothing is to be changed.
-        measured: measured numbers, printed after `found`; they differ between processes.
-        least: the measured number that determines which process is the worst.
-    """
-
-    level: Level
-    what: str
-    found: str
-    advice: str = ""
-    measured: str = ""
-    least: float = 0.0
+    level: Level  # `ok`, worth knowing (`note`), or a `problem` that stops or slows down a job
+    what: str  # what was checked
+    found: str  # the result
+    advice: str = ""  # what to change; empty if nothing is to be changed
+    measured: str = ""  # measured numbers, printed after `found`; they differ between processes
+    least: float = 0.0  # the measured number that determines which process is the worst
 
 
 def judge(everyone: Sequence[Facts], problems: Sequence[Finding] = ()) -> list[Finding]:

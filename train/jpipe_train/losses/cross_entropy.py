@@ -21,24 +21,15 @@ Outputs = Any  # logits or an `Unprojected`, or {"tokens": one of these, "next":
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Unprojected:
-    """Logits that are not computed yet: `hidden` times `kernel`, plus `bias`.
+    """Logits that are not computed yet: `hidden` times `kernel`, plus `bias`."""
 
-    Attributes:
-        hidden: (…, w), the last activations.
-        kernel: (w, v), or (v, w) if `by_symbol`.
-        bias: (v), or None.
-        chunk: the number of positions for which logits are computed at a time.
-        by_symbol: whether the kernel has a row for each symbol, like an embedding.
-        dtype: the dtype in which the logits are computed. The arrays may have another dtype.
-        soft_cap: the bound of the logits, see `soft_capped`; None if they have no bound.
-    """
-
-    hidden: Any
-    kernel: Any
-    bias: Any
-    chunk: int = field(metadata={"static": True})
-    by_symbol: bool = field(metadata={"static": True})
-    dtype: str = field(metadata={"static": True})
+    hidden: Any  # (…, w), the last activations
+    kernel: Any  # (w, v), or (v, w) if `by_symbol`
+    bias: Any  # (v), or None
+    chunk: int = field(metadata={"static": True})  # the number of positions for which logits are computed at a time
+    by_symbol: bool = field(metadata={"static": True})  # whether the kernel has a row for each symbol, like an embedding
+    dtype: str = field(metadata={"static": True})  # the dtype in which the logits are computed. The arrays may have another dtype.
+    # the bound of the logits, see `soft_capped`; None if they have no bound
     soft_cap: float | None = field(default=None, metadata={"static": True})
 
     @property

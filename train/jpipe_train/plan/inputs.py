@@ -38,19 +38,12 @@ _EXCLUSIONS = (
 
 @dataclass(frozen=True)
 class Request(Options):
-    """The request for a plan: the options of the command, and options that follow from the config and the profile.
+    """The request for a plan: the options of the command, and options that follow from the config and the profile."""
 
-    Attributes:
-        all_devices: whether plans must use all devices, because each device belongs to a separate process.
-        replicas: whether stages may have replicas; false if layers carry state for each row from batch to batch.
-        share_optimizer: whether replicas may share an optimizer; false with a moving average of the weights.
-        extras: the agreements, compressed messages and slices that `agree` and the config request.
-    """
-
-    all_devices: bool = False
-    replicas: bool = True
-    share_optimizer: bool = True
-    extras: Extras = NO_EXTRAS
+    all_devices: bool = False  # whether plans must use all devices, because each device belongs to a separate process
+    replicas: bool = True  # whether stages may have replicas; false if layers carry state for each row from batch to batch
+    share_optimizer: bool = True  # whether replicas may share an optimizer; false with a moving average of the weights
+    extras: Extras = NO_EXTRAS  # the agreements, compressed messages and slices that `agree` and the config request
 
     def with_extras(self, plan: PlanConfig | None) -> "Request":
         """Return the request with the agreements, compressed messages and slices that `agree` and the config request.

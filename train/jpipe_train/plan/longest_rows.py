@@ -31,17 +31,11 @@ Name = Literal["forward", "backward", "forward_backward"]
 
 
 class Cell(NamedTuple):
-    """The longest rows with one number of slices and one recomputation policy.
+    """The longest rows with one number of slices and one recomputation policy."""
 
-    Attributes:
-        plan: the plan of the config with both.
-        peaks: for each of `LENGTHS` the predicted peak memory of each rank, in bytes.
-        tokens: the predicted number of tokens of the longest rows.
-    """
-
-    plan: jpipe.Plan
-    peaks: tuple[tuple[int, ...], ...]
-    tokens: int
+    plan: jpipe.Plan  # the plan of the config with both
+    peaks: tuple[tuple[int, ...], ...]  # for each of `LENGTHS` the predicted peak memory of each rank, in bytes
+    tokens: int  # the predicted number of tokens of the longest rows
 
 
 def main(target: str, source: str, overrides: Sequence[str] = (), *, allow_code: bool = False) -> list[str]:

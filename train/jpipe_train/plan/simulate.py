@@ -129,23 +129,15 @@ def with_agreements(
 
 @dataclass(frozen=True)
 class Subject:
-    """The plan to simulate, with its costs.
+    """The plan to simulate, with its costs."""
 
-    Attributes:
-        plan: the plan.
-        costs: the exact costs of the stages; None for a plan without a config, because then the model is unknown.
-        compiled: words about the devices for which the stages are compiled, or "".
-        unknown: why the temporaries are unknown if the stages are not compiled.
-        device: the device that the user named to compile for; None without one.
-        slices: words about the slices into which the rows are cut, or "".
-    """
-
-    plan: jpipe.Plan
+    plan: jpipe.Plan  # the plan
+    # the exact costs of the stages; None for a plan without a config, because then the model is unknown
     costs: tuple[jpipe.programs.StageCost, ...] | None = None
-    compiled: str = ""
-    unknown: str = ""
-    device: Device | None = None
-    slices: str = ""
+    compiled: str = ""  # words about the devices for which the stages are compiled, or ""
+    unknown: str = ""  # why the temporaries are unknown if the stages are not compiled
+    device: Device | None = None  # the device that the user named to compile for; None without one
+    slices: str = ""  # words about the slices into which the rows are cut, or ""
 
 
 def _memory_words(subject: Subject, prediction: jpipe.programs.Prediction, batches: int) -> list[str]:

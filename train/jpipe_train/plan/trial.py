@@ -44,34 +44,21 @@ HEAD = "schedule", "stages", "predicted", "measured", "least to most", "off by"
 
 @dataclass
 class Run:
-    """A plan to run, and the results of running it.
+    """A plan to run, and the results of running it."""
 
-    Attributes:
-        name: the name of the plan, for messages.
-        rows: the number of rows in a batch.
-        pipe: the pipeline of the plan; None if it is not made yet, or cannot be made.
-        rounds: for each round the seconds per step in the slowest process.
-        failure: why the plan could not run, or "".
-    """
-
-    name: str
-    rows: int
-    pipe: jpipe.Pipeline | None = None
-    rounds: list[float] = field(default_factory=list)
-    failure: str = ""
+    name: str  # the name of the plan, for messages
+    rows: int  # the number of rows in a batch
+    pipe: jpipe.Pipeline | None = None  # the pipeline of the plan; None if it is not made yet, or cannot be made
+    rounds: list[float] = field(default_factory=list)  # for each round the seconds per step in the slowest process
+    failure: str = ""  # why the plan could not run, or ""
 
 
 @dataclass(kw_only=True)
 class Trial(Run):
-    """A plan to run with the facts that only process 0 has.
+    """A plan to run with the facts that only process 0 has."""
 
-    Attributes:
-        ranked: the plan with its prediction.
-        compiled: the memory of the compiled stages; None if the stages are not compiled.
-    """
-
-    ranked: Ranked
-    compiled: Compiled | None = None
+    ranked: Ranked  # the plan with its prediction
+    compiled: Compiled | None = None  # the memory of the compiled stages; None if the stages are not compiled
 
     @property
     def seconds(self) -> float:
@@ -91,19 +78,12 @@ class Trial(Run):
 
 @dataclass(frozen=True)
 class Measured:
-    """The results of all runs.
+    """The results of all runs."""
 
-    Attributes:
-        result: the plans of the search in a new order: the plans that ran come first, the fastest of them at the top.
-        searched: the plans of the search in the order of predictions.
-        trials: the plans that ran, the fastest first.
-        failed: the plans that could not run.
-    """
-
-    result: Plans
-    searched: Plans
-    trials: tuple[Trial, ...]
-    failed: tuple[Trial, ...]
+    result: Plans  # the plans of the search in a new order: the plans that ran come first, the fastest of them at the top
+    searched: Plans  # the plans of the search in the order of predictions
+    trials: tuple[Trial, ...]  # the plans that ran, the fastest first
+    failed: tuple[Trial, ...]  # the plans that could not run
 
 
 def measure(find: Callable[[], Plans], parts: Parts, most: int, reporter: Reporter, team: Team) -> Measured | None:

@@ -36,35 +36,22 @@ _MOST_METRICS, _MOST_RESULTS = 24, 4  # the most validation metrics that are dra
 
 @dataclass(frozen=True)
 class Report:
-    """The data of a report.
+    """The data of a report."""
 
-    Attributes:
-        title: the title of the page.
-        facts: names and values of facts about the run, as text (`{"schedule": "pipedream_2bw", …}`), in the order of the page.
-        rows: the rows of `metrics.jsonl`: `step`, `loss`, and after a validation `val_loss` and `val_NAME` for each metric.
-        predicted: simulated batches of the run.
-        measured: the same batches, traced.
-        unit: the unit of the losses; may be empty.
-        processes: the number of processes.
-        plan: the plan of the run; without it the pictures do not label stages and replicas.
-        stages: the stages in order; may be empty.
-        parts: the parts of a resumed run; may be empty.
-        temporary: the result of `temporary_bytes`; may be empty.
-        slow: a sentence that names slow ranks; may be empty.
-    """
-
-    title: str
+    title: str  # the title of the page
+    # names and values of facts about the run, as text (`{"schedule": "pipedream_2bw", …}`), in the order of the page
     facts: Mapping[str, str]
+    # the rows of `metrics.jsonl`: `step`, `loss`, and after a validation `val_loss` and `val_NAME` for each metric
     rows: Sequence[Mapping[str, int | float]]
-    predicted: jpipe.programs.Window | None = None
-    measured: jpipe.programs.Window | None = None
-    unit: str = "nats per byte"
-    processes: int = 1
-    plan: jpipe.Plan | None = None
-    stages: Sequence[Stage] = ()
-    parts: Sequence[RunPart] = ()
-    temporary: Sequence[int | None] = ()
-    slow: str = ""
+    predicted: jpipe.programs.Window | None = None  # simulated batches of the run
+    measured: jpipe.programs.Window | None = None  # the same batches, traced
+    unit: str = "nats per byte"  # the unit of the losses; may be empty
+    processes: int = 1  # the number of processes
+    plan: jpipe.Plan | None = None  # the plan of the run; without it the pictures do not label stages and replicas
+    stages: Sequence[Stage] = ()  # the stages in order; may be empty
+    parts: Sequence[RunPart] = ()  # the parts of a resumed run; may be empty
+    temporary: Sequence[int | None] = ()  # the result of `temporary_bytes`; may be empty
+    slow: str = ""  # a sentence that names slow ranks; may be empty
 
     @property
     def windows(self) -> dict[str, jpipe.programs.Window]:

@@ -39,23 +39,14 @@ _MOST_PENDING = 2  # batches that may be in flight before a result is read, so t
 
 @dataclass(frozen=True)
 class Result:
-    """The result of an evaluation.
+    """The result of an evaluation."""
 
-    Attributes:
-        step: the step of the checkpoint.
-        rows: the number of rows evaluated.
-        total: the number of rows in the data.
-        labels: the total weight of the loss; for built-in losses, the number of labels that count.
-        loss: the mean loss over the labels.
-        metrics: the mean of each metric in the config, which may be NaN; the keys are the names of the metrics.
-    """
-
-    step: int
-    rows: int
-    total: int
-    labels: float
-    loss: float
-    metrics: dict[str, float]
+    step: int  # the step of the checkpoint
+    rows: int  # the number of rows evaluated
+    total: int  # the number of rows in the data
+    labels: float  # the total weight of the loss; for built-in losses, the number of labels that count
+    loss: float  # the mean loss over the labels
+    metrics: dict[str, float]  # the mean of each metric in the config, which may be NaN; the keys are the names of the metrics
 
 
 def main(request: EvaluateRequest, num_processes: int = 1, connect_limit: float = 300.0, wait_limit: float = 45.0) -> Result:
@@ -205,19 +196,12 @@ def _built(config: Config, request: EvaluateRequest, reporter: Reporter) -> tupl
 
 @dataclass(frozen=True)
 class _Selection:
-    """The batches to evaluate.
+    """The batches to evaluate."""
 
-    Attributes:
-        numbers: the numbers of the batches.
-        rows: the number of rows in each batch.
-        total: the number of rows in the data, including rows that are not evaluated.
-        sources: the source of each batch, if there are several sources.
-    """
-
-    numbers: Sequence[int]
-    rows: list[int]
-    total: int
-    sources: Sequence[SourceConfig] = ()
+    numbers: Sequence[int]  # the numbers of the batches
+    rows: list[int]  # the number of rows in each batch
+    total: int  # the number of rows in the data, including rows that are not evaluated
+    sources: Sequence[SourceConfig] = ()  # the source of each batch, if there are several sources
 
 
 def _select_batches(config: Config, request: EvaluateRequest, batches: data.Batches) -> _Selection:

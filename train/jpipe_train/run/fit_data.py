@@ -86,17 +86,11 @@ def continued(data: Data, resumed: Resumed | None, rows: int, epochs: float | No
 
 @dataclass(frozen=True)
 class OwnBatches:
-    """Batches from an object or a function of the Python program. A batch is made when its rows are read; batch 0 also when its shapes are.
+    """Batches from an object or a function of the program, made when their rows are read; batch 0 also when its shapes are."""
 
-    Attributes:
-        make: a function from t to batch t.
-        name: the name of the object in messages.
-        length: the number of batches; None if the object has no length.
-    """
-
-    make: Callable[[int], Any]
-    name: str
-    length: int | None
+    make: Callable[[int], Any]  # a function from t to batch t
+    name: str  # the name of the object in messages
+    length: int | None  # the number of batches; None if the object has no length
 
     def __len__(self) -> int:
         assert self.length is not None

@@ -39,38 +39,22 @@ class Training:
     has the `val_loss` of the final, drained weights. In a run of one step this is the only row, and only the summary has the loss before
     training. With `ema_decay` the rows also have `val_loss_ema` and the metrics of the averaged weights after t updates, from a drained
     copy. Without held-out batches nothing is evaluated. If a callback stops a run, it ends like a run with fewer steps.
-
-    Attributes:
-        config: the number of steps, and when to evaluate.
-        pipe: the compiled pipeline.
-        batches: the training batches; the index is the step.
-        held_out: the batches of each evaluation.
-        metrics: the metrics of an evaluation in addition to the loss.
-        log: records losses.
-        measure: traces some batches.
-        checkpoints: writes checkpoints.
-        preemption: decides before each step whether the run ends.
-        history: the earlier parts of a resumed run.
-        stopping: decides whether the run stops early.
-        profiler: profiles some steps.
-        watch: times the steps, and reports when they are slow.
-        callbacks: in process 0, the callbacks to which complete checkpoints are reported.
     """
 
-    config: TrainConfig
-    pipe: jpipe.Pipeline
-    batches: Batches
-    held_out: Sequence[HeldOut]
-    metrics: Mapping[str, Any]
-    log: MetricsLog
-    measure: Measure
-    checkpoints: Checkpoints
-    preemption: Preemption
-    history: History
-    stopping: Stopping
-    profiler: Profiler
-    watch: Watch
-    callbacks: Callbacks = field(default_factory=Callbacks)
+    config: TrainConfig  # the number of steps, and when to evaluate
+    pipe: jpipe.Pipeline  # the compiled pipeline
+    batches: Batches  # the training batches; the index is the step
+    held_out: Sequence[HeldOut]  # the batches of each evaluation
+    metrics: Mapping[str, Any]  # the metrics of an evaluation in addition to the loss
+    log: MetricsLog  # records losses
+    measure: Measure  # traces some batches
+    checkpoints: Checkpoints  # writes checkpoints
+    preemption: Preemption  # decides before each step whether the run ends
+    history: History  # the earlier parts of a resumed run
+    stopping: Stopping  # decides whether the run stops early
+    profiler: Profiler  # profiles some steps
+    watch: Watch  # times the steps, and reports when they are slow
+    callbacks: Callbacks = field(default_factory=Callbacks)  # in process 0, the callbacks to which complete checkpoints are reported
 
     def run(self, state: jpipe.State, resumed: Resumed | None) -> Summary:
         """Train, beginning with `state`.

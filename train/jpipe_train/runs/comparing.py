@@ -33,25 +33,16 @@ _LONGEST_VALUE, _LONGEST_CELL = 40, 300  # the longest value in characters, in t
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison of several runs.
+    """A comparison of several runs."""
 
-    Attributes:
-        names: the names of the runs, all different and printable.
-        runs: the runs with all their rows.
-        differences: for each config key that differs, its value in each run.
-        results: for each kind of result, its value in each run.
-        losses: the lowest loss of each run: the validation loss if all runs have one, otherwise the training loss; infinite without one.
-        unit: the unit of the losses; "" if it is unknown or differs between runs.
-        best: the indices of the runs with the lowest of these losses; empty if the units of the losses differ.
-    """
-
-    names: tuple[str, ...]
-    runs: tuple[Run, ...]
-    differences: dict[str, list[str]]
-    results: dict[str, list[str]]
+    names: tuple[str, ...]  # the names of the runs, all different and printable
+    runs: tuple[Run, ...]  # the runs with all their rows
+    differences: dict[str, list[str]]  # for each config key that differs, its value in each run
+    results: dict[str, list[str]]  # for each kind of result, its value in each run
+    # the lowest loss of each run: the validation loss if all runs have one, otherwise the training loss; infinite without one
     losses: list[float]
-    unit: str
-    best: tuple[int, ...]
+    unit: str  # the unit of the losses; "" if it is unknown or differs between runs
+    best: tuple[int, ...]  # the indices of the runs with the lowest of these losses; empty if the units of the losses differ
 
 
 def main(runs: Sequence[str], out: str, reporter: Reporter) -> None:

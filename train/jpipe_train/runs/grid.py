@@ -21,15 +21,10 @@ _LONGEST_NAME = 120  # the longest name of a run folder; file systems allow 255 
 
 @dataclass(frozen=True)
 class Combination:
-    """One combination of values.
+    """One combination of values."""
 
-    Attributes:
-        name: the name of the run folder, such as `learning_rate=0.001,schedule=gpipe`.
-        values: a mapping from config keys to values as YAML text.
-    """
-
-    name: str
-    values: Mapping[str, str]
+    name: str  # the name of the run folder, such as `learning_rate=0.001,schedule=gpipe`
+    values: Mapping[str, str]  # a mapping from config keys to values as YAML text
 
     @property
     def overrides(self) -> list[str]:

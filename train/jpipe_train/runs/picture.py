@@ -37,20 +37,13 @@ _MARKERS = "osD^vP"
 
 @dataclass(frozen=True)
 class Curve:
-    """The losses of a run.
+    """The losses of a run."""
 
-    Attributes:
-        label: the printable name of the run.
-        rows: the rows of the run, in ascending order of steps.
-        tokens: the number of tokens in a step; None if the data are not text.
-        examples: the number of examples in a step; None if it is unknown.
-        earlier: (first step, end, examples in a step) for parts of the run that may have had another batch size.
-    """
-
-    label: str
-    rows: Sequence[Row]
-    tokens: int | None
-    examples: int | None
+    label: str  # the printable name of the run
+    rows: Sequence[Row]  # the rows of the run, in ascending order of steps
+    tokens: int | None  # the number of tokens in a step; None if the data are not text
+    examples: int | None  # the number of examples in a step; None if it is unknown
+    # (first step, end, examples in a step) for parts of the run that may have had another batch size
     earlier: Sequence[tuple[int, int, int]] = ()
 
 

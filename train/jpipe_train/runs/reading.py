@@ -40,47 +40,29 @@ class State(NamedTuple):
 
 
 class End(NamedTuple):
-    """The mark of a run that has ended, or has saved at a signal.
+    """The mark of a run that has ended, or has saved at a signal."""
 
-    Attributes:
-        steps: the number of steps that the run has done, or saved at a signal.
-        length: the number of steps in its config; epochs are converted to steps.
-        stopped_early: why the run ended with fewer steps; None if it did not.
-        stopped_by: the signal at which the run saved these steps and stopped; None if no signal stopped it.
-    """
-
-    steps: int
-    length: int
-    stopped_early: str | None
-    stopped_by: str | None = None
+    steps: int  # the number of steps that the run has done, or saved at a signal
+    length: int  # the number of steps in its config; epochs are converted to steps
+    stopped_early: str | None  # why the run ended with fewer steps; None if it did not
+    stopped_by: str | None = None  # the signal at which the run saved these steps and stopped; None if no signal stopped it
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run, as read from its folder.
+    """A run, as read from its folder."""
 
-    Attributes:
-        path: the folder.
-        config: the resolved config as plain data; its keys may be from another version of jpipe.
-        plan: the plan in a few words.
-        steps: the number of steps in the run's config, or None if it is unknown.
-        rows: step, losses and seconds from the rows of `metrics.jsonl`, in ascending order of steps: all rows, or only the last rows and
-            the last row with a validation. If there are very many, every second row is left out until few enough remain.
-        damaged: the number of lines that could not be read as rows and were left out.
-        state: the state of the run.
-        changed: the time of the last change of `metrics.jsonl`, in seconds since 1970.
-        end: the mark that the run has ended or was stopped by a signal; None if there is none, or a process is training.
-    """
-
-    path: Path
-    config: Mapping[str, Any]
-    plan: str
-    steps: int | None
+    path: Path  # the folder
+    config: Mapping[str, Any]  # the resolved config as plain data; its keys may be from another version of jpipe
+    plan: str  # the plan in a few words
+    steps: int | None  # the number of steps in the run's config, or None if it is unknown
+    # step, losses and seconds from the rows of `metrics.jsonl`, in ascending order of steps: all rows, or only the last rows and the last
+    # row with a validation. If there are very many, every second row is left out until few enough remain.
     rows: Sequence[Row]
-    damaged: int
-    state: State
-    changed: float
-    end: End | None
+    damaged: int  # the number of lines that could not be read as rows and were left out
+    state: State  # the state of the run
+    changed: float  # the time of the last change of `metrics.jsonl`, in seconds since 1970
+    end: End | None  # the mark that the run has ended or was stopped by a signal; None if there is none, or a process is training
 
     @property
     def done(self) -> int:

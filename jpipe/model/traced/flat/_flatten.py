@@ -35,33 +35,22 @@ _INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
 
 @dataclass(frozen=True)
 class Leaf:
-    """A leaf of a tree, or a slice of one.
+    """A leaf of a tree, or a slice of one."""
 
-    Attributes:
-        number: the number of the leaf.
-        index: the index of the slice; `()` for the whole leaf.
-        axes: the axes of the leaf to which the numbers in `index` belong, in ascending order.
-    """
-
-    number: int
-    index: tuple[int, ...] = ()
-    axes: tuple[int, ...] = ()
+    number: int  # the number of the leaf
+    index: tuple[int, ...] = ()  # the index of the slice; `()` for the whole leaf
+    axes: tuple[int, ...] = ()  # the axes of the leaf to which the numbers in `index` belong, in ascending order
 
 
 @dataclass(frozen=True)
 class Flat:
-    """A jaxpr without calls and without scans over layers.
+    """A jaxpr without calls and without scans over layers."""
 
-    Attributes:
-        closed: the jaxpr.
-        leaves: for each of the first `len(leaves)` inputs, its leaf or slice; the other inputs are unchanged. All slices of a leaf follow
-            each other in C order.
-        results: for each output, the original jaxpr's output, or the slice of one, in the same order.
-    """
-
-    closed: Any
+    closed: Any  # the jaxpr
+    # for each of the first `len(leaves)` inputs, its leaf or slice; the other inputs are unchanged. All slices of a leaf follow each other
+    # in C order.
     leaves: tuple[Leaf, ...]
-    results: tuple[Leaf, ...]
+    results: tuple[Leaf, ...]  # for each output, the original jaxpr's output, or the slice of one, in the same order
 
     @property
     def axes(self) -> dict[int, tuple[int, ...]]:

@@ -15,15 +15,10 @@ from jpipe_train.data.files.wrong_lines import WrongLine, WrongLines, text_of, v
 
 
 class Example(NamedTuple):
-    """A text, or a pair of texts, with a label. For multiple choice: a pair for each choice, and the number of the right one.
+    """A text, or a pair of texts, with a label. For multiple choice: a pair for each choice, and the number of the right one."""
 
-    Attributes:
-        rows: the texts or pairs of texts.
-        label: the number of the class or of the right choice; for regression, the number to predict.
-    """
-
-    rows: tuple[str | tuple[str, str], ...]
-    label: int | float
+    rows: tuple[str | tuple[str, str], ...]  # the texts or pairs of texts
+    label: int | float  # the number of the class or of the right choice; for regression, the number to predict
 
     @property
     def content(self) -> bytes:

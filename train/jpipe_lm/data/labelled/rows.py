@@ -12,27 +12,16 @@ from jpipe_train.data.rows import Tree
 
 @dataclass(frozen=True)
 class LabelledRows:
-    """Examples with `choices` rows each, or one row if `choices` is None.
+    """Examples with `choices` rows each, or one row if `choices` is None."""
 
-    Attributes:
-        tokens: the tokens of all rows, one after the other.
-        types: for each token, the number of the text that it belongs to.
-        ends: for each row, the position after its last token.
-        labels: the labels of the examples, integers or floats.
-        seq_len: the number of positions in a row.
-        choices: the number of rows in an example; None for one row without a dimension for choices.
-        padding: the token that fills rows.
-        has_types: whether the model needs token types.
-    """
-
-    tokens: np.ndarray
-    types: np.ndarray
-    ends: Int64[np.ndarray, " rows"]
-    labels: np.ndarray
-    seq_len: int
-    choices: int | None
-    padding: int
-    has_types: bool
+    tokens: np.ndarray  # the tokens of all rows, one after the other
+    types: np.ndarray  # for each token, the number of the text that it belongs to
+    ends: Int64[np.ndarray, " rows"]  # for each row, the position after its last token
+    labels: np.ndarray  # the labels of the examples, integers or floats
+    seq_len: int  # the number of positions in a row
+    choices: int | None  # the number of rows in an example; None for one row without a dimension for choices
+    padding: int  # the token that fills rows
+    has_types: bool  # whether the model needs token types
 
     def __len__(self) -> int:
         return int(self.labels.size)

@@ -20,22 +20,14 @@ class Routing:
     """The choices of the routers so far, for each row, in the order of the blocks. Padding is not counted.
 
     Each block's numbers are kept separately, because sums would be rounded when layers pass on bfloat16.
-
-    Attributes:
-        counts: (b, l, e), the number of tokens that chose each expert.
-        probabilities: (b, l, e), the mean probability of each expert.
-        squares: (b, l), the mean of the squared logsumexp of a router's logits.
-        per_token: the number of experts that each token chooses.
-        balance_loss: the factor of the load-balancing loss.
-        z_loss: the factor of the mean of the squares.
     """
 
-    counts: Any
-    probabilities: Any
-    squares: Any
-    per_token: int = field(metadata={"static": True})
-    balance_loss: float = field(metadata={"static": True})
-    z_loss: float = field(metadata={"static": True})
+    counts: Any  # (b, l, e), the number of tokens that chose each expert
+    probabilities: Any  # (b, l, e), the mean probability of each expert
+    squares: Any  # (b, l), the mean of the squared logsumexp of a router's logits
+    per_token: int = field(metadata={"static": True})  # the number of experts that each token chooses
+    balance_loss: float = field(metadata={"static": True})  # the factor of the load-balancing loss
+    z_loss: float = field(metadata={"static": True})  # the factor of the mean of the squares
 
     def loss(self) -> Float[Array, ""]:
         """Return the router loss of the rows: the sum of the load-balancing loss and the mean of the squares, each times its factor.

@@ -31,25 +31,16 @@ Names = Mapping[str, Collection[str]]
 
 @dataclass(frozen=True)
 class Source:
-    """Arrays on disk, by their names in an export.
+    """Arrays on disk, by their names in an export."""
 
-    Attributes:
-        where: the file or folder, for messages.
-        specs: shapes and dtypes of the arrays.
-        read: a function that yields at least the named arrays, in parts, so that they need not all be in memory at once.
-        digest: a function that returns a hash of the source.
-        converts: whether to accept arrays of another floating-point dtype than the model's.
-        optional: the names of arrays that may be missing.
-        in_file: the names of arrays in the file, if they differ.
-    """
-
-    where: str
-    specs: dict[str, Spec]
+    where: str  # the file or folder, for messages
+    specs: dict[str, Spec]  # shapes and dtypes of the arrays
+    # a function that yields at least the named arrays, in parts, so that they need not all be in memory at once
     read: Callable[[Names], Iterator[dict[str, Any]]]
-    digest: Callable[[], str]
-    converts: bool = False
-    optional: frozenset[str] = frozenset()
-    in_file: Mapping[str, str] = field(default_factory=dict)
+    digest: Callable[[], str]  # a function that returns a hash of the source
+    converts: bool = False  # whether to accept arrays of another floating-point dtype than the model's
+    optional: frozenset[str] = frozenset()  # the names of arrays that may be missing
+    in_file: Mapping[str, str] = field(default_factory=dict)  # the names of arrays in the file, if they differ
 
 
 @runtime_checkable

@@ -64,19 +64,12 @@ class Stored(Protocol):
 
 @dataclass(frozen=True)
 class Chosen:
-    """Some of the stored rows, as one array of numbers.
+    """Some of the stored rows, as one array of numbers."""
 
-    Attributes:
-        stored: all rows.
-        numbers: the indices of the chosen rows, in their order; None means all rows.
-        row_shape: the shape of each row.
-        dtype: the dtype of the rows that `[i]` returns.
-    """
-
-    stored: Stored
-    numbers: np.ndarray | None
-    row_shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+    stored: Stored  # all rows
+    numbers: np.ndarray | None  # the indices of the chosen rows, in their order; None means all rows
+    row_shape: tuple[int, ...]  # the shape of each row
+    dtype: np.dtype[Any]  # the dtype of the rows that `[i]` returns
 
     def __len__(self) -> int:
         return len(self.stored) if self.numbers is None else int(self.numbers.size)

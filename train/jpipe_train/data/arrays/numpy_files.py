@@ -43,17 +43,11 @@ _BLOCK, _MOST_CHECKED = 2**24, 2**28  # bytes that are read at once, and of the 
 
 @dataclass(frozen=True)
 class FileRows:
-    """An array of numbers, in memory or in a file. From a file, rows are read when they are needed.
+    """An array of numbers, in memory or in a file. From a file, rows are read when they are needed."""
 
-    Attributes:
-        numbers: all numbers, in C order.
-        shape: the shape of the array.
-        name: the name of the array in messages.
-    """
-
-    numbers: FileArray | np.ndarray
-    shape: tuple[int, ...]
-    name: str
+    numbers: FileArray | np.ndarray  # all numbers, in C order
+    shape: tuple[int, ...]  # the shape of the array
+    name: str  # the name of the array in messages
 
     def __len__(self) -> int:
         return self.shape[0]

@@ -32,22 +32,14 @@ _Row = tuple[Place, "dict[str, Any] | WrongLine", int, int]
 
 
 class Column(NamedTuple):
-    """A column that a reader of rows needs.
+    """A column that a reader of rows needs."""
 
-    Attributes:
-        name: the name of the column, or the key of a JSON line.
-        key: the config key in `data` that sets the name, or None if the name is fixed.
-        kind: the kind of its values: text, token ids, numbers or lists of numbers, classes (integers) or lists of classes, a label, or any
-            value.
-        is_needed: whether a file without this column is an error.
-        labels: the names of the classes, if the column is a label.
-    """
-
-    name: str
-    key: str | None = None
+    name: str  # the name of the column, or the key of a JSON line
+    key: str | None = None  # the config key in `data` that sets the name, or None if the name is fixed
+    # the kind of its values: text, token ids, numbers or lists of numbers, classes (integers) or lists of classes, a label, or any value
     kind: Literal["text", "ids", "numbers", "classes", "label", "any"] = "any"
-    is_needed: bool = True
-    labels: tuple[str, ...] = ()
+    is_needed: bool = True  # whether a file without this column is an error
+    labels: tuple[str, ...] = ()  # the names of the classes, if the column is a label
 
 
 Check = Callable[[Sequence[str], Mapping[str, str]], None]

@@ -33,23 +33,15 @@ _MEDIA = "write text about it, or read it in a function of your own (data.target
 
 
 class Kind(NamedTuple):
-    """A kind of data.
+    """A kind of data."""
 
-    Attributes:
-        name: a phrase that completes the sentence "it is …", such as "a Parquet file".
-        hint: what the user can do with such a file.
-        columns: the keys of JSON lines, or the names of the columns of a table.
-        reader: the reader of its rows, or None if its rows cannot be read.
-        delimiter: the character between the cells of a table.
-        is_json: whether it is JSON without a line for each row.
-    """
-
-    name: str
-    hint: str
-    columns: tuple[str, ...] = ()
+    name: str  # a phrase that completes the sentence "it is …", such as "a Parquet file"
+    hint: str  # what the user can do with such a file
+    columns: tuple[str, ...] = ()  # the keys of JSON lines, or the names of the columns of a table
+    # the reader of its rows, or None if its rows cannot be read
     reader: Literal["parquet", "arrow file", "arrow stream", "json lines", "table"] | None = None
-    delimiter: str = ","
-    is_json: bool = False
+    delimiter: str = ","  # the character between the cells of a table
+    is_json: bool = False  # whether it is JSON without a line for each row
 
     @property
     def is_unpacked(self) -> bool:

@@ -25,19 +25,12 @@ _MOST_ROWS, _MOST_BYTES = 1024, 2**18  # the most rows of a block, and the most 
 
 @dataclass(slots=True)  # frozen dataclasses take twice as long to create
 class Row(Generic[_Value]):
-    """A row of a file.
+    """A row of a file."""
 
-    Attributes:
-        value: the content of the row, converted by a format.
-        held_out: whether the row is for validation.
-        place: the file and the number of the row.
-        size: the number of bytes of the file, which may be compressed, that were read for the row.
-    """
-
-    value: _Value
-    held_out: bool
-    place: Place
-    size: int
+    value: _Value  # the content of the row, converted by a format
+    held_out: bool  # whether the row is for validation
+    place: Place  # the file and the number of the row
+    size: int  # the number of bytes of the file, which may be compressed, that were read for the row
 
 
 def records(

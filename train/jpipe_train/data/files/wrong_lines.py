@@ -12,17 +12,11 @@ _MOST_LISTED = 5  # at most this many wrong lines are listed one by one
 
 
 class Place(NamedTuple):
-    """A place in a file, for messages.
+    """A place in a file, for messages."""
 
-    Attributes:
-        file: the file.
-        number: the number of the line or row, from 1; 0 means the whole file.
-        unit: the word for what is counted, such as "line" or "row".
-    """
-
-    file: Path
-    number: int = 0
-    unit: str = "line"
+    file: Path  # the file
+    number: int = 0  # the number of the line or row, from 1; 0 means the whole file
+    unit: str = "line"  # the word for what is counted, such as "line" or "row"
 
     def __str__(self) -> str:
         return f"'{self.file}', {self.unit} {self.number}" if self.number else f"'{self.file}'"

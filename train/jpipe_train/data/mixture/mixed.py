@@ -38,15 +38,10 @@ def source_of(index: int, shares: Sequence[int], totals: Sequence[int] | None = 
 
 @dataclass(frozen=True)
 class Mixed:
-    """An endless mixture of the rows of several sources, in proportion to `shares`.
+    """An endless mixture of the rows of several sources, in proportion to `shares`."""
 
-    Attributes:
-        sources: the endless rows of each source.
-        shares: the proportions of the sources, as whole numbers.
-    """
-
-    sources: tuple[Elements, ...]
-    shares: tuple[int, ...]
+    sources: tuple[Elements, ...]  # the endless rows of each source
+    shares: tuple[int, ...]  # the proportions of the sources, as whole numbers
 
     def __len__(self) -> int:
         return sys.maxsize
@@ -62,13 +57,9 @@ class Mixed:
 
 @dataclass(frozen=True)
 class Joined:
-    """The batches of several sources, one source after the other.
+    """The batches of several sources, one source after the other."""
 
-    Attributes:
-        parts: the batches of each source.
-    """
-
-    parts: tuple[Any, ...]
+    parts: tuple[Any, ...]  # the batches of each source
 
     def __len__(self) -> int:
         return sum(map(len, self.parts))

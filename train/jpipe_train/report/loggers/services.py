@@ -17,21 +17,13 @@ CONNECT = 15.0  # seconds after which wandb gives up connecting and keeps the ro
 
 
 class About(NamedTuple):
-    """The information about a run that a service gets.
+    """The information about a run that a service gets."""
 
-    Attributes:
-        id: the id with which the service finds a resumed run.
-        name: the name of the run.
-        config: the config of the run, as plain data.
-        folder: the folder for the service's files in the run folder.
-        limit: seconds that the end of the run waits for the service.
-    """
-
-    id: str
-    name: str
-    config: Mapping[str, Any]
-    folder: Path
-    limit: float
+    id: str  # the id with which the service finds a resumed run
+    name: str  # the name of the run
+    config: Mapping[str, Any]  # the config of the run, as plain data
+    folder: Path  # the folder for the service's files in the run folder
+    limit: float  # seconds that the end of the run waits for the service
 
 
 def begin_wandb(about: About, tell: Callable[[str], None]) -> Any:

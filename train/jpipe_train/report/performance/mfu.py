@@ -74,15 +74,10 @@ def peak_of(kind: str, dtype: str) -> float | None:
 
 @dataclass(frozen=True)
 class Utilization:
-    """The quantities from which the MFU of a run is computed.
+    """The quantities from which the MFU of a run is computed."""
 
-    Attributes:
-        flops: the model FLOPs of a step.
-        peak: the sum of the peak FLOP/s of all devices.
-    """
-
-    flops: float
-    peak: float
+    flops: float  # the model FLOPs of a step
+    peak: float  # the sum of the peak FLOP/s of all devices
 
     def at(self, seconds: float) -> float:
         """Return the MFU if a step takes `seconds`."""

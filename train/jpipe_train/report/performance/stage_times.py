@@ -10,17 +10,11 @@ import jpipe
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage.
+    """One stage."""
 
-    Attributes:
-        layers: the ids of the stage's layers.
-        parameters: the number of parameters in one replica.
-        positions: for each replica, its rank, and its index among the stages of this rank.
-    """
-
-    layers: tuple[str, ...]
-    parameters: int
-    positions: tuple[tuple[int, int], ...]
+    layers: tuple[str, ...]  # the ids of the stage's layers
+    parameters: int  # the number of parameters in one replica
+    positions: tuple[tuple[int, int], ...]  # for each replica, its rank, and its index among the stages of this rank
 
 
 def table(stages: Sequence[Stage], window: jpipe.programs.Window | None) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

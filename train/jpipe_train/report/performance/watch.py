@@ -31,19 +31,12 @@ _JOINED = 0.1  # short steps are joined into entries of at most this many second
 
 
 class Step(NamedTuple):
-    """The seconds of a step, or of several short consecutive steps.
+    """The seconds of a step, or of several short consecutive steps."""
 
-    Attributes:
-        seconds: the total seconds of these steps.
-        data: the seconds that the loop waited for their batches.
-        late: the part of `data` that exceeds the seconds that a whole step should take.
-        number: the number of steps.
-    """
-
-    seconds: float
-    data: float = 0.0
-    late: float = 0.0
-    number: int = 1
+    seconds: float  # the total seconds of these steps
+    data: float = 0.0  # the seconds that the loop waited for their batches
+    late: float = 0.0  # the part of `data` that exceeds the seconds that a whole step should take
+    number: int = 1  # the number of steps
 
     def joined(self, other: "Step") -> "Step":
         """Return this entry and `other` as one entry."""
@@ -52,21 +45,14 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Expected:
-    """The times with which the steps of a run are compared.
+    """The times with which the steps of a run are compared."""
 
-    Attributes:
-        planned: whether the times are the plan's prediction; otherwise they are from the first window that the run measured.
-        seconds: the seconds of a step.
-        stages: for each stage, the seconds that it computes for a microbatch, as far as they are known.
-        links: for each link, the seconds per step that a rank waits for it.
-        idle: the predicted seconds per step in which a rank is idle for any reason, including waits for links.
-    """
-
-    planned: bool
-    seconds: float
+    planned: bool  # whether the times are the plan's prediction; otherwise they are from the first window that the run measured
+    seconds: float  # the seconds of a step
+    # for each stage, the seconds that it computes for a microbatch, as far as they are known
     stages: Mapping[int, float] = field(default_factory=dict)
-    links: Mapping["Link", float] = field(default_factory=dict)
-    idle: float = 0.0
+    links: Mapping["Link", float] = field(default_factory=dict)  # for each link, the seconds per step that a rank waits for it
+    idle: float = 0.0  # the predicted seconds per step in which a rank is idle for any reason, including waits for links
 
     @property
     def words(self) -> str:
