@@ -1,4 +1,8 @@
-"""Write the help of every command, which `jpipe COMMAND --help` prints, into the page of the command line: `python -m docs.commands`."""
+"""Write the help of every command into the page of the command line: `python -m docs.commands`.
+
+It is what `jpipe COMMAND --help` prints, without `--help` itself, lists of commands and empty defaults. The options of a process, which
+several commands have, are printed once, above the first section.
+"""
 
 import contextlib
 import io
@@ -12,7 +16,12 @@ from jpipe_train import cli, commands
 
 COLUMNS = 80
 PAGE = Path(__file__).parent / "reference" / "cli.md"
-_HELP = re.compile(r"\n```\nusage: .*?\n```\n", re.DOTALL)
+_HELP = re.compile(r"\n```\n(?:usage: |  --coordinator ).*?\n```\n", re.DOTALL)
+_LEFT_OUT = re.compile(r"\n subcommands\n.*|\n +\(default:\s+(?:None|False)\)| +\(default:\s+(?:None|False)\)", re.DOTALL)
+_EMPTY = re.compile(r"\n options\n -+\Z")
+_OPTION = re.compile(r"^  (-\S+).*\n(?:   .*\n)*", re.MULTILINE)
+OF_PROCESSES = "--coordinator", "--num-processes", "--process-id", "--connect-limit", "--wait-limit", "--secret-file"
+"""The options of a job of several processes."""
 
 
 def names() -> Iterator[str]:
@@ -43,7 +52,13 @@ def with_help(page: str) -> str:
 
 def _help_of(section: str) -> str:
     heading = re.match(r"## `jpipe ?([a-z ]*)`\n", section)
-    return f"\n```\n{help_text(heading[1])}\n```\n" if heading else ""
+    whole = _LEFT_OUT.sub("", help_text(heading[1] if heading else "train")) + "\n"
+    if heading:
+        text = _OPTION.sub(lambda option: "" if option[1] in ("-h,", *OF_PROCESSES) else option[0], whole)
+        text = _EMPTY.sub("", text.rstrip())
+    else:
+        text = "".join(option[0] for option in _OPTION.finditer(whole) if option[1] in OF_PROCESSES)
+    return f"\n```\n{text.rstrip()}\n```\n"
 
 
 if __name__ == "__main__":

@@ -36,14 +36,22 @@ class TrainRequest:
 
 @dataclass(frozen=True)
 class EvaluateRequest:
-    """The arguments of `jpipe evaluate`."""
+    """The arguments of `jpipe evaluate`.
 
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]  # The folder of the run, such as runs/0001
-    # Data in the same form as the data of the run; by default all validation data of the run
+    Attributes:
+        run: The folder of the run, such as runs/0001.
+        data: Data in the same form as the data of the run; by default all validation data of the run.
+        step: The checkpoint after N steps, or the best checkpoint of a run with checkpoint.best; by default the newest complete checkpoint.
+        weights: The newest parameters, or their moving average (ema) in a run with optimizer.ema_decay.
+        batches: Evaluate only N batches. The validations during the run use train.eval_batches batches.
+        overrides: Replace one key of the run's config, such as plan.num_stages=1.
+        allow_code: Import and run the functions that the config names.
+    """
+
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     data: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
-    # The checkpoint after N steps, or the best checkpoint of a run with checkpoint.best; by default the newest complete checkpoint
     step: OptionalStep = None
-    weights: Weights = "newest"  # The newest parameters, or their moving average (ema) in a run with optimizer.ema_decay
-    batches: OptionalCount = None  # Evaluate only N batches. The validations during the run use train.eval_batches batches.
-    overrides: Overrides = ()  # Replace one key of the run's config, such as plan.num_stages=1
-    allow_code: Flag = False  # Import and run the functions that the config names
+    weights: Weights = "newest"
+    batches: OptionalCount = None
+    overrides: Overrides = ()
+    allow_code: Flag = False
