@@ -55,39 +55,23 @@ class File(_Strict):
 
 
 class ProcessRecord(_Strict):
-    """The content of `process-0.json`: what one process has written.
+    """The content of `process-0.json`: what one process has written."""
 
-    Attributes:
-        layers: the ids of the layers that it has written.
-        files: the size and hash of each file that it has written, by the path inside the folder of the step.
-    """
-
-    layers: list[str]
-    files: dict[str, File]
+    layers: list[str]  # the ids of the layers that it has written
+    files: dict[str, File]  # the size and hash of each file that it has written, by the path inside the folder of the step
 
 
 class Marker(_Strict):
-    """The content of `checkpoint.json`, the file that makes a checkpoint complete.
+    """The content of `checkpoint.json`, the file that makes a checkpoint complete."""
 
-    Attributes:
-        format: `FORMAT`.
-        step: the number of batches that the weights have seen.
-        processes: the number of processes that wrote a part.
-        items: the SHA-256 hash of the record of each process, by the name of its file, such as `process-0.json`.
-        index: the files of the item that belong to no single process, by their paths inside the folder of the step.
-        rows: the SHA-256 hash of `metrics.jsonl`.
-        facts: the facts of the run that were passed to `save`, of any JSON types.
-        sha256: the SHA-256 hash of the other fields, independent of the layout of the JSON text, in later formats as well.
-    """
-
-    format: str
-    step: int
-    processes: int
-    items: dict[str, str]
-    index: dict[str, File]
-    rows: str
-    facts: Any
-    sha256: str
+    format: str  # `FORMAT`
+    step: int  # the number of batches that the weights have seen
+    processes: int  # the number of processes that wrote a part
+    items: dict[str, str]  # the SHA-256 hash of the record of each process, by the name of its file, such as `process-0.json`
+    index: dict[str, File]  # the files of the item that belong to no single process, by their paths inside the folder of the step
+    rows: str  # the SHA-256 hash of `metrics.jsonl`
+    facts: Any  # the facts of the run that were passed to `save`, of any JSON types
+    sha256: str  # the SHA-256 hash of the other fields, independent of the layout of the JSON text, in later formats as well
 
 
 def marker_text(step: int, items: dict[str, str], rows: str, facts: Any, index: dict[str, File]) -> str:

@@ -19,25 +19,16 @@ Step = int | Literal["best"] | None
 
 
 class StopState(pydantic.BaseModel):
-    """How long a validation result of a run has not improved.
-
-    Attributes:
-        metric: the name of the result.
-        mode: whether lower or higher values are better.
-        step: the step of the last validation.
-        waited: the number of validations since the best value.
-        best: the best value; None if there is none yet.
-        best_step: the step of the validation with the best value.
-    """
+    """How long a validation result of a run has not improved."""
 
     model_config = pydantic.ConfigDict(extra="ignore", frozen=True)
 
-    metric: Annotated[str, pydantic.Field(max_length=100)]
-    mode: Mode
-    step: Count
-    waited: Count = 0
-    best: Annotated[float, pydantic.Field(allow_inf_nan=False)] | None = None
-    best_step: Count | None = None
+    metric: Annotated[str, pydantic.Field(max_length=100)]  # the name of the result
+    mode: Mode  # whether lower or higher values are better
+    step: Count  # the step of the last validation
+    waited: Count = 0  # the number of validations since the best value
+    best: Annotated[float, pydantic.Field(allow_inf_nan=False)] | None = None  # the best value; None if there is none yet
+    best_step: Count | None = None  # the step of the validation with the best value
 
     def after(self, step: int, value: float, min_delta: float) -> "StopState":
         """Return the state after a validation before `step`. A value that is not finite is no improvement."""

@@ -19,35 +19,24 @@ Count = Annotated[int, pydantic.Field(ge=0, le=2**53)]
 
 
 class RunPart(pydantic.BaseModel):
-    """One part of a run. The optional fields are unknown in checkpoints of versions of jpipe that kept no history.
-
-    Attributes:
-        first: the first step of the part.
-        end: the step after its last step.
-        plan: a description of its plan.
-        optimizer: a description of its optimizer.
-        devices: the number of devices.
-        began: the time of its start, in UTC.
-        seconds: its duration, including start-up. If the part was killed, neither this nor `end` counts lost steps.
-        updates: the number of optimizer updates before `first`; None if it differs between stages.
-        pause: seconds from the last logged step of the previous part to the first new step of this part.
-        repeated: the number of steps of the previous part that were trained again, because they came after its last checkpoint.
-        batch_size: the number of examples in each step.
-    """
+    """One part of a run. The optional fields are unknown in checkpoints of versions of jpipe that kept no history."""
 
     model_config = pydantic.ConfigDict(extra="ignore", frozen=True)
 
-    first: Count
-    end: Count
-    plan: _Words
-    optimizer: _Words
-    devices: Count
-    began: _Words | None = None
+    first: Count  # the first step of the part
+    end: Count  # the step after its last step
+    plan: _Words  # a description of its plan
+    optimizer: _Words  # a description of its optimizer
+    devices: Count  # the number of devices
+    began: _Words | None = None  # the time of its start, in UTC
+    # its duration, including start-up. If the part was killed, neither this nor `end` counts lost steps.
     seconds: Annotated[float, pydantic.Field(ge=0, lt=1e12)] | None = None
-    updates: Count | None = None
+    updates: Count | None = None  # the number of optimizer updates before `first`; None if it differs between stages
+    # seconds from the last logged step of the previous part to the first new step of this part
     pause: Annotated[float, pydantic.Field(ge=0, lt=1e12)] | None = None
+    # the number of steps of the previous part that were trained again, because they came after its last checkpoint
     repeated: Count | None = None
-    batch_size: Count | None = None
+    batch_size: Count | None = None  # the number of examples in each step
 
 
 class LastStep(NamedTuple):

@@ -49,51 +49,34 @@ class _TrainedMeanwhile(InputError):
 
 
 class DataFacts(pydantic.BaseModel):
-    """A checkpoint's position in the training data.
-
-    Attributes:
-        batch_size: rows of a batch.
-        order: the position at which the order of batches begins.
-        position: the position of the next batch.
-    """
+    """A checkpoint's position in the training data."""
 
     model_config = pydantic.ConfigDict(extra="ignore")
 
-    batch_size: Annotated[Count, pydantic.Field(strict=True, ge=1)]
-    order: Position
-    position: Position
+    batch_size: Annotated[Count, pydantic.Field(strict=True, ge=1)]  # rows of a batch
+    order: Position  # the position at which the order of batches begins
+    position: Position  # the position of the next batch
 
 
 class Facts(pydantic.BaseModel):
-    """The facts of a run in a checkpoint.
-
-    Attributes:
-        config: the resolved config, as YAML.
-        plan: the plan, as JSON.
-        devices: the number of devices.
-        val_loss_before: the validation loss before the first step; None without validation, or if it is for other data.
-        val_loss: the validation loss before the next step, if it is computed already; its row is not logged yet.
-        val_metrics: the other validation metrics of that step, by their names in a row.
-        versions: the versions of jpipe and JAX, and the settings that can change numbers.
-        history: the parts of the run up to this checkpoint; empty if jpipe's version kept no history.
-        data: the position in the training data; None if jpipe's version only counted batches.
-        stop: the state of early stopping, including any validation before the next step; None without early stopping.
-        val_since: the last step at which `data.sources` changed; earlier validations used other data.
-    """
+    """The facts of a run in a checkpoint."""
 
     model_config = pydantic.ConfigDict(extra="ignore")
 
-    config: str
-    plan: str
-    devices: Annotated[Count, pydantic.Field(strict=True)]
+    config: str  # the resolved config, as YAML
+    plan: str  # the plan, as JSON
+    devices: Annotated[Count, pydantic.Field(strict=True)]  # the number of devices
+    # the validation loss before the first step; None without validation, or if it is for other data
     val_loss_before: Annotated[float, pydantic.Field(allow_inf_nan=False)] | None
+    # the validation loss before the next step, if it is computed already; its row is not logged yet
     val_loss: Annotated[float, pydantic.Field(allow_inf_nan=False)] | None = None
-    val_metrics: dict[str, float] = {}
-    versions: dict[str, str] = {}
+    val_metrics: dict[str, float] = {}  # the other validation metrics of that step, by their names in a row
+    versions: dict[str, str] = {}  # the versions of jpipe and JAX, and the settings that can change numbers
+    # the parts of the run up to this checkpoint; empty if jpipe's version kept no history
     history: Annotated[list[RunPart], pydantic.Field(max_length=MOST_PARTS)] = []
-    data: DataFacts | None = None
-    stop: StopState | None = None
-    val_since: Count = 0
+    data: DataFacts | None = None  # the position in the training data; None if jpipe's version only counted batches
+    stop: StopState | None = None  # the state of early stopping, including any validation before the next step; None without early stopping
+    val_since: Count = 0  # the last step at which `data.sources` changed; earlier validations used other data
 
     @pydantic.field_validator("config")
     @classmethod

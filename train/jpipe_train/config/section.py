@@ -1,7 +1,6 @@
 """Base classes for the sections of a config, and types of keys that several sections share."""
 
 from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
@@ -56,25 +55,6 @@ class Section(BaseModel):
         return {key: as_python(value) for key, value in keys.items()}
 
 
-MOVED: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "alexnet": "examples.papers.models.vgg:alexnet",
-        "vgg16": "examples.papers.models.vgg:vgg16",
-        "resnet50": "examples.papers.models.resnet:resnet50",
-        "inception_v3": "examples.papers.models.inception:inception_v3",
-        "gnmt": "examples.papers.models.gnmt:gnmt",
-        "awd_lm": "examples.papers.models.awd_lm:awd_lm",
-        "s2vt": "examples.papers.models.s2vt:s2vt",
-        "images": "examples.papers.data.images:load",
-        "translation": "examples.papers.data.translation:load",
-        "words": "examples.papers.data.words:load",
-        "captions": "examples.papers.data.captions:load",
-        "smoothed_cross_entropy": "examples.papers.losses:smoothed_cross_entropy",
-    }
-)
-"""Targets that earlier versions had built in, and the targets that replace them."""
-
-
 class TargetSection(Section):
     """A section that has either its own keys, or a `target` (a user's function) and its `arguments`."""
 
@@ -86,10 +66,6 @@ class TargetSection(Section):
     @field_validator("target")
     @classmethod
     def _names_something(cls, target: str | None) -> str | None:
-        if target is not None and target in MOVED:
-            raise ValueError(
-                f"'{target}' is now an example; write {MOVED[target]}, copy the examples with jpipe configs copy, and add --allow-code"
-            )
         return None if target is None else entry_point.check_form(target)
 
     @model_validator(mode="before")

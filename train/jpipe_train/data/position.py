@@ -10,19 +10,14 @@ Count = Annotated[int, pydantic.Field(strict=True, ge=0, le=2**53)]
 
 
 class Position(pydantic.BaseModel):
-    """A place in the training data.
-
-    Attributes:
-        batch: the number of the batch that begins at this position.
-        rows: the number of rows before this position; one number per bucket if batches have several shapes.
-        pieces: the batch size at the start of the run. A running text is cut into this many pieces.
-    """
+    """A place in the training data."""
 
     model_config = pydantic.ConfigDict(extra="ignore", frozen=True)
 
-    batch: Count
+    batch: Count  # the number of the batch that begins at this position
+    # the number of rows before this position; one number per bucket if batches have several shapes
     rows: Annotated[tuple[Count, ...], pydantic.Field(min_length=1, max_length=10**4)]
-    pieces: Annotated[Count, pydantic.Field(ge=1)]
+    pieces: Annotated[Count, pydantic.Field(ge=1)]  # the batch size at the start of the run. A running text is cut into this many pieces.
 
     @property
     def total(self) -> int:
