@@ -2,10 +2,11 @@
 
 A checkpoint of the run in folder RUN, after 40 batches and by two processes, is the folder RUN/checkpoints/40:
 
-    default/                          one Orbax item with the layers of all processes (jpipe/checkpoints/orbax_item.py) _CHECKPOINT_METADATA
-    tells Orbax how to restore the item process-0.json  process-1.json    the layers of each process, and the size and SHA-256 hash of each
-    of its files metrics.jsonl                     the run's rows up to this batch checkpoint.json                   the marker, written
-    last: the hashes of the other files and of itself, and the run's facts
+    default/                          one Orbax item with the layers of all processes (jpipe/checkpoints/orbax_item.py)
+    _CHECKPOINT_METADATA              tells Orbax how to restore the item
+    process-0.json  process-1.json    the layers of each process, and the size and SHA-256 hash of each of its files
+    metrics.jsonl                     the run's rows up to this batch
+    checkpoint.json                   the marker, written last: the hashes of the other files and of itself, and the run's facts
 
 The processes write their parts into RUN/checkpoints/40.orbax-checkpoint-tmp; process 0 joins them and renames the folder at the end.
 """

@@ -4,8 +4,8 @@ A message about a batch travels from the last stage to the first with the input 
 stage 0 another message travels back with activations. Each worker updates by the batch just before the first forward that reads an
 activation with this message. No worker waits for these messages, because each arrives with a message that the worker needs anyway.
 
-    q = (t + 1) m - 1 + j       the message about batch t travels to stage 0 with the input gradients of microbatch q K = min(A(q), V)
-    at stage s the message back arrives with the activations of the microbatches K .. K + r_s - 1
+    q = (t + 1) m - 1 + j       the message about batch t travels to stage 0 with the input gradients of microbatch q
+    K = min(A(q), V)            at stage s the message back arrives with the activations of the microbatches K .. K + r_s - 1
 
 A(q) is the first microbatch that stage 0 begins after the backward of q on the same replica. If each rank has one stage, A(q) is q + n_0
 r_0, with n_0 microbatches in flight at stage 0. Stage s has r_s replicas. V is the first microbatch that reads the updated weights. If a
