@@ -24,23 +24,17 @@ WHOLE = PartitionSpec()
 
 @dataclass(frozen=True)
 class Partition:
-    """The sharding of a stage's arrays over its mesh.
+    """The sharding of a stage's arrays over its mesh."""
 
-    Attributes:
-        mesh: the sizes of the mesh axes, by name, without axes of size 1. Empty: one device, which holds all arrays.
-        rows: the number of rows of a microbatch.
-        batch: the mesh axes over which the rows are sharded.
-        params: the `PartitionSpec` of each stored parameter, by entry and path; parameters that each device has whole are left out.
-        gathered: the `PartitionSpec` of each parameter in use, by entry and path, without the axis of the rows that `fsdp` adds.
-        axes: for each logical axis that is sharded, the mesh axis that shards it.
-    """
-
+    # the sizes of the mesh axes, by name, without axes of size 1. Empty: one device, which holds all arrays.
     mesh: FrozenMapping[int] = NOTHING
-    rows: int = 0
-    batch: tuple[str, ...] = ()
+    rows: int = 0  # the number of rows of a microbatch
+    batch: tuple[str, ...] = ()  # the mesh axes over which the rows are sharded
+    # the `PartitionSpec` of each stored parameter, by entry and path; parameters that each device has whole are left out
     params: Mapping[str, Mapping[str, PartitionSpec]] = field(default_factory=dict)
+    # the `PartitionSpec` of each parameter in use, by entry and path, without the axis of the rows that `fsdp` adds
     gathered: Mapping[str, Mapping[str, PartitionSpec]] = field(default_factory=dict)
-    axes: Mapping[str, str] = field(default_factory=dict)
+    axes: Mapping[str, str] = field(default_factory=dict)  # for each logical axis that is sharded, the mesh axis that shards it
 
     @property
     def traced(self) -> StageMesh | None:

@@ -79,16 +79,12 @@ def _looks_like_mode(parameter: inspect.Parameter) -> bool:
 
 @dataclass(frozen=True)
 class Randomness:
-    """The parameter through which a callable asks for random numbers.
+    """The parameter through which a callable asks for random numbers."""
 
-    Attributes:
-        name: the name of the parameter: `key`, `rng` or `dropout_rng` for a random key, `rngs` for a `flax.nnx.Rngs`; None if the callable
-            has no such parameter.
-        is_needed: whether the parameter has no default. With the default None it gets random numbers only in training.
-    """
-
+    # the name of the parameter: `key`, `rng` or `dropout_rng` for a random key, `rngs` for a `flax.nnx.Rngs`; None if the callable has no
+    # such parameter
     name: str | None = None
-    is_needed: bool = False
+    is_needed: bool = False  # whether the parameter has no default. With the default None it gets random numbers only in training.
 
     @staticmethod
     def of(call: Callable[..., Any]) -> "Randomness":

@@ -12,12 +12,9 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Subset:
-    """A subset of the leaves of named trees. In the chosen part of a tree, None replaces all other leaves.
+    """A subset of the leaves of named trees. In the chosen part of a tree, None replaces all other leaves."""
 
-    Attributes:
-        chosen: for each tree that is not chosen completely, by name, whether each of its leaves is chosen.
-    """
-
+    # for each tree that is not chosen completely, by name, whether each of its leaves is chosen
     chosen: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
 
     @property

@@ -19,14 +19,11 @@ Tree = Any
 
 @dataclass(frozen=True)
 class StageEntries:
-    """The entries (see `Ties`) of the stages of a plan.
+    """The entries (see `Ties`) of the stages of a plan."""
 
-    Attributes:
-        groups: a pair (stages, names of parameters) for each set of two or more stages that hold the same parameters.
-        counted: for each stage the entries that no earlier stage has; it counts these in sums that count each entry once.
-    """
-
+    # a pair (stages, names of parameters) for each set of two or more stages that hold the same parameters
     groups: tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]
+    # for each stage the entries that no earlier stage has; it counts these in sums that count each entry once
     counted: tuple[tuple[str, ...], ...]
 
     @property

@@ -30,16 +30,12 @@ Tree = Any
 
 
 class GlobalNorm(NamedTuple):
-    """What an update needs to know about the gradients of all stages, as scalars.
+    """What an update needs to know about the gradients of all stages, as scalars."""
 
-    Attributes:
-        norm: the square root of the sum of the squares of the mean gradients. With `clip_stage_norm` an update gets only the norm of its
-            stage, see `with_stage_norm`.
-        nonfinite: the number of elements of these gradients that are NaN or infinite; None if updates do not use this count.
-    """
-
+    # the square root of the sum of the squares of the mean gradients. With `clip_stage_norm` an update gets only the norm of its stage, see
+    # `with_stage_norm`.
     norm: Any
-    nonfinite: Any
+    nonfinite: Any  # the number of elements of these gradients that are NaN or infinite; None if updates do not use this count
 
 
 def norms_of(f: StageFunctions) -> Norms:

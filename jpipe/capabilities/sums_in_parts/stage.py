@@ -19,16 +19,12 @@ _Flat = Callable[..., Sequence[Any]]
 
 @dataclass(frozen=True)
 class FunctionPart:
-    """One part of a function. It reads *free* arguments, which all parts can read, and *held* arrays, which are kept for it.
+    """One part of a function. It reads *free* arguments, which all parts can read, and *held* arrays, which are kept for it."""
 
-    Attributes:
-        run: `(free arguments, held arrays) -> (results of this part, stash)`.
-        held: the shapes and dtypes of the held arrays; for the first part, the other arguments of the function.
-        kept: the positions of the held arrays that the next part also holds. The next part holds these and then the stash.
-    """
-
+    # `(free arguments, held arrays) -> (results of this part, stash)`
     run: Callable[[Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]
-    held: tuple[Any, ...]
+    held: tuple[Any, ...]  # the shapes and dtypes of the held arrays; for the first part, the other arguments of the function
+    # the positions of the held arrays that the next part also holds. The next part holds these and then the stash.
     kept: tuple[int, ...] = ()
 
 

@@ -15,17 +15,14 @@ class Origin(NamedTuple):
     """The known facts about an array of a computation.
 
     `rows` and `numbers` have an additional first dim, and then the dims of the array. A dim has size 1 if all elements along it are equal.
-
-    Attributes:
-        rows: for each element a pair: the first row on which it depends, and minus the last row. Both are `NO_ROW` if it depends on no row.
-            The first is -1 if the element is more than a sum over rows. Therefore the pair of a sum is the minimum of the pairs.
-        numbers: the values of integers and booleans that depend on no input; NaN stands for an unknown value. None: all are unknown.
-        of_model: whether some rows belong to the model's inputs or outputs, not only to labels.
     """
 
+    # for each element a pair: the first row on which it depends, and minus the last row. Both are `NO_ROW` if it depends on no row. The
+    # first is -1 if the element is more than a sum over rows. Therefore the pair of a sum is the minimum of the pairs.
     rows: np.ndarray
+    # the values of integers and booleans that depend on no input; NaN stands for an unknown value. None: all are unknown.
     numbers: np.ndarray | None = None
-    of_model: bool = False
+    of_model: bool = False  # whether some rows belong to the model's inputs or outputs, not only to labels
 
     @property
     def depends(self) -> bool:

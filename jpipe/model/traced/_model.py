@@ -28,20 +28,16 @@ Tree = Any
 
 @dataclass(frozen=True)
 class _Cut:
-    """The segments of a model for inputs of some shapes.
+    """The segments of a model for inputs of some shapes."""
 
-    Attributes:
-        segments: the segments in training (True) and in evaluation (False).
-        carries: for each layer the specs of the values that pass before it, in training or in evaluation.
-        slots: for each layer the positions of its segment's inputs in its carry, in training and in evaluation.
-        outputs: a function that builds the model's outputs from the outputs of the last segment, in training and in evaluation.
-        equal: for each layer the number of the first layer with the same computation; the values of their parameters may differ.
-    """
-
-    segments: Mapping[bool, Sequence[Segment]]
+    segments: Mapping[bool, Sequence[Segment]]  # the segments in training (True) and in evaluation (False)
+    # for each layer the specs of the values that pass before it, in training or in evaluation
     carries: Sequence[tuple[jax.ShapeDtypeStruct, ...]]
+    # for each layer the positions of its segment's inputs in its carry, in training and in evaluation
     slots: Mapping[bool, Sequence[tuple[int, ...]]]
+    # a function that builds the model's outputs from the outputs of the last segment, in training and in evaluation
     outputs: Mapping[bool, Callable[[Sequence[Any]], Tree]]
+    # for each layer the number of the first layer with the same computation; the values of their parameters may differ
     equal: tuple[int, ...] = ()
 
 

@@ -33,24 +33,16 @@ class Numbers(Protocol):
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of the documents; no document continues in the next shard.
+    """A part of the documents; no document continues in the next shard."""
 
-    Attributes:
-        name: the name of the shard in messages.
-        size: the number of tokens.
-        tokens: a function that returns the tokens, of an unsigned dtype.
-        ends: a function that returns the position in this shard after the last token of each document, ascending; None if unknown.
-        answers: a function that returns the position in this shard of the first token of each answer, ascending; None if documents have no
-            answers.
-        answer_ends: a function that returns the position after the last token of each answer; None if each document ends with its only
-            answer.
-    """
-
-    name: str
-    size: int
-    tokens: Callable[[], Numbers]
+    name: str  # the name of the shard in messages
+    size: int  # the number of tokens
+    tokens: Callable[[], Numbers]  # a function that returns the tokens, of an unsigned dtype
+    # a function that returns the position in this shard after the last token of each document, ascending; None if unknown
     ends: Callable[[], Numbers] | None = None
+    # a function that returns the position in this shard of the first token of each answer, ascending; None if documents have no answers
     answers: Callable[[], Numbers] | None = None
+    # a function that returns the position after the last token of each answer; None if each document ends with its only answer
     answer_ends: Callable[[], Numbers] | None = None
 
 

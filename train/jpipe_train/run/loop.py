@@ -110,20 +110,14 @@ def main(
 
 @dataclasses.dataclass(frozen=True)
 class RunParts:
-    """The pipeline, data and initial state that the loop trains; they come from a config or from a Python program.
+    """The pipeline, data and initial state that the loop trains; they come from a config or from a Python program."""
 
-    Attributes:
-        build: takes the checkpoint to resume from, and returns the pipeline and its data.
-        initial_params: takes the pipeline, its data and the checkpoint, and returns the initial parameters of a new run; None for random
-            parameters.
-        state: the initial state of a new run; None for the state of `Pipeline.init`.
-        callbacks: called in process 0 after steps, evaluations and checkpoints.
-    """
-
+    # takes the checkpoint to resume from, and returns the pipeline and its data
     build: Callable[[Resumed | None], tuple[jpipe.Pipeline, data.Data]]
+    # takes the pipeline, its data and the checkpoint, and returns the initial parameters of a new run; None for random parameters
     initial_params: Callable[[jpipe.Pipeline, data.Data, Resumed | None], dict[str, Any] | None] = lambda *_: None
-    state: jpipe.State | None = None
-    callbacks: Callbacks = dataclasses.field(default_factory=Callbacks)
+    state: jpipe.State | None = None  # the initial state of a new run; None for the state of `Pipeline.init`
+    callbacks: Callbacks = dataclasses.field(default_factory=Callbacks)  # called in process 0 after steps, evaluations and checkpoints
 
 
 def start(

@@ -28,15 +28,11 @@ _LARGEST = {"loss": 1e100, "val_loss": 1e100, "seconds": 1e9}  # the numbers of 
 
 
 class State(NamedTuple):
-    """The state of a run.
+    """The state of a run."""
 
-    Attributes:
-        name: `running`, `complete`, `stopped early`, `stopped` or `unfinished`.
-        why: how this state was determined.
-    """
-
+    # `running`, `complete`, `stopped early`, `stopped` or `unfinished`
     name: Literal["running", "complete", "stopped early", "stopped", "unfinished"]
-    why: str
+    why: str  # how this state was determined
 
 
 class End(NamedTuple):

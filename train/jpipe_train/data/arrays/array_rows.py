@@ -18,13 +18,10 @@ _MOST_ROWS = 4096  # the most rows of such an array
 
 @dataclass(frozen=True)
 class RowsOfArrays:
-    """The rows of arrays. Row i consists of row i of each array.
+    """The rows of arrays. Row i consists of row i of each array."""
 
-    Attributes:
-        arrays: (inputs, targets), trees of arrays with the same number of rows. An array is a NumPy array, or an object with `shape`,
-            `dtype`, `len()` and `[i]` like one.
-    """
-
+    # (inputs, targets), trees of arrays with the same number of rows. An array is a NumPy array, or an object with `shape`, `dtype`,
+    # `len()` and `[i]` like one.
     arrays: Batch
 
     def __len__(self) -> int:
