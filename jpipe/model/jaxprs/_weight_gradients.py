@@ -3,6 +3,9 @@
 JAX computes the gradient of a weight w in `x @ w` as the transpose of a product of the output's gradient and x. If x has several dims of
 rows, XLA then copies the output's gradient into another layout before it multiplies, which takes up to half as long as the product.
 The product with its operands swapped is the gradient itself.
+
+XLA has a fast and a slow library for products. It takes the slow one, for up to twice the time, if the sum is over the first dim of both
+operands, but not if it is over their first two dims.
 """
 
 import math
@@ -70,13 +73,18 @@ def _swaps(transpose: Any, product: Any) -> bool:
 
 
 def _swapped(product: Any, result: Any) -> list[Any]:
-    """Return equations that compute the transpose of a product: the product of its swapped operands, with all rows in one dim."""
-    rows = len(product.params["dimension_numbers"][0][0])
+    """Return equations that compute the transpose of a product: the product of its swapped operands, with two dims of rows if possible."""
+    dims = len(product.params["dimension_numbers"][0][0])
+    rows = [size for size in product.invars[0].aval.shape[:dims] if size != 1]
+    if len(rows) == 1 and rows[0] % 2 == 0:
+        rows = [2, rows[0] // 2]
 
     def multiply(left: Any, right: Any) -> Any:
-        left, right = (x.reshape(math.prod(x.shape[:rows]), math.prod(x.shape[rows:])) for x in (left, right))
+        kept = jax.lax.optimization_barrier(left)  # otherwise XLA may compute it a second time, in the order of its transpose
+        left, right = (x.reshape(*rows, math.prod(x.shape[dims:])) for x in (kept, right))
         options = {key: value for key, value in product.params.items() if key in ("precision", "preferred_element_type")}
-        return jax.lax.dot_general(left, right, (((0,), (0,)), ((), ())), **options).reshape(result.aval.shape)
+        summed = tuple(range(len(rows)))
+        return jax.lax.dot_general(left, right, ((summed, summed), ((), ())), **options).reshape(result.aval.shape)
 
     operands = product.invars[::-1]
     jaxpr = jax.make_jaxpr(multiply)(*(var.aval for var in operands)).jaxpr
