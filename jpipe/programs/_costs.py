@@ -133,6 +133,7 @@ class LayerCost:
         forward: time of a forward.
         backward: time of a backward without recomputation.
         forward_backward: time of both as one program, as in the last stage; None: the sum of both.
+        again: time that a backward takes longer if it recomputes its forward; None: the rest of `forward_backward`.
         outputs: the output; its gradient has the same size.
         weights: the parameters.
         accumulators: accumulated gradients; None: as many bytes as `weights` without `frozen`.
@@ -165,6 +166,7 @@ class LayerCost:
     shared: Mapping[str, int] = field(default_factory=dict)
     update: float = 0.0
     forward_backward: float | None = None
+    again: float | None = None
     temporary: int = 0
     accumulators: int | None = None
     frozen: int = 0
@@ -181,6 +183,11 @@ class LayerCost:
         """The time of a forward and a backward as one program, at least the longer of both: measured times are not exact."""
         apart = self.forward + self.backward
         return apart if self.forward_backward is None else min(max(self.forward_backward, self.forward, self.backward), apart)
+
+    @property
+    def repeated(self) -> float:
+        """The time that a backward takes longer if it recomputes its forward."""
+        return self.in_one_program - self.backward if self.again is None else self.again
 
     @property
     def for_weights(self) -> float:
@@ -338,7 +345,7 @@ def sum_layer_costs(
         message = layer_costs[-1].outputs if has_backward and not last else 0
         again = 0.0  # what recomputation adds: a backward with a forward before it is one program of both
         if has_backward and repeats_forward(stage.recompute):
-            again = forward if fuses else in_one - backward
+            again = forward if fuses else sum(layer.repeated for layer in layer_costs)
         _check_policy(stage, layer_costs)
         known = all(stage.recompute in layer.residuals for layer in layer_costs)
         residuals = _residuals(layer_costs, stage.recompute) if known else before

@@ -36,7 +36,7 @@ def local_topology(
 
     Args:
         count: the number of devices of the topology; by default all devices.
-        cores: how many devices can compute at the same time without slowing each other down (`WorkAtOnce`); None: all devices.
+        cores: how many devices can compute at the same time without slowing each other down (`Together`); None: all devices.
         report: called with a line that says what overlaps with computations.
 
     Returns:

@@ -17,21 +17,22 @@ import optax
 import jpipe
 from jpipe.context import without_mesh
 from jpipe.model import find_products
-from jpipe_planner.profile.analyze import PROGRAMS, Name
+from jpipe_planner.profile.analyze import PROGRAMS
 from jpipe_planner.profile.model import Meter, Model
-from jpipe_planner.profile.profile import Profile
 from jpipe_planner.profile.scratch import compiling_threads, scratch_bytes
 
-__all__ = ["WorkAtOnce", "cores", "longest_layer"]
+__all__ = ["Together", "cores", "neighbours"]
 
 Tree = Any
 ByProgram = Mapping[str, float]
 
-MEASURED: tuple[Name | Literal["forward_backward"], ...] = (*PROGRAMS, "forward_backward")
-"""The programs of a stage that are timed for a profile."""
+IN_ONE: tuple[Literal["forward_backward"]] = ("forward_backward",)
+"""The program of a stage that is timed only for neighbours."""
 
 NOISE = np.random.default_rng(0).normal(scale=1e-2, size=4093)
 _EMPTY = ("",)  # the group without layers
+_APART = ("forward", "backward")
+_NEIGHBOURS = 3  # the number of layers that are timed together
 SECONDS = 0.05  # the least total time of the microbatches that are timed together on one device
 _MOST = 64  # the most microbatches that are timed together
 
@@ -53,7 +54,7 @@ class Programs:
     def begin(self, groups: Sequence[tuple[str, ...]], rows: int) -> None:
         """Start compiling the stages of these layers and the empty stage, unless they are compiled already."""
         for ids, stage in self.stages(groups, rows).items():
-            for name in MEASURED:
+            for name in PROGRAMS:
                 if self._key(ids, name, rows) not in self._compiling:
                     traced = stage.trace(name, self.device)
                     lowered = traced.lower()
@@ -66,7 +67,7 @@ class Programs:
 
     def get(self, ids: tuple[str, ...], rows: int) -> dict[str, tuple[jax.stages.Compiled, float]]:
         """Return the programs of one stage by name, with their FLOPs."""
-        compiling = {name: self._compiling[self._key(ids, name, rows)] for name in MEASURED}
+        compiling = {name: self._compiling[self._key(ids, name, rows)] for name in PROGRAMS}
         return {name: (future.result(), flops) for name, (future, flops) in compiling.items()}
 
     def _key(self, ids: tuple[str, ...], name: str, rows: int) -> tuple[Any, ...]:
@@ -105,7 +106,7 @@ class Bench:
     def time(self, repetitions: int) -> None:
         """Run each program `repetitions` more times, one after the other."""
         for _ in range(repetitions):
-            for name in MEASURED:
+            for name in PROGRAMS:
                 for ids, run in self._runs.items():
                     self._seconds[ids, name].append(run.seconds(name))
 
@@ -113,7 +114,7 @@ class Bench:
         """Return the median times of each stage's programs, less the time of the empty stage; and that time."""
         dispatch = statistics.median(self._seconds[_EMPTY, "forward"] + self._seconds[_EMPTY, "backward"])
         medians = {key: max(statistics.median(times) - dispatch, 0.0) for key, times in self._seconds.items()}
-        return {ids: {name: medians[ids, name] for name in MEASURED} for ids in self._runs if ids != _EMPTY}, dispatch
+        return {ids: {name: medians[ids, name] for name in PROGRAMS} for ids in self._runs if ids != _EMPTY}, dispatch
 
 
 class StageRun:
@@ -186,42 +187,53 @@ def _empty_stage() -> jpipe.stages.StandaloneStage:
     return jpipe.stages.StandaloneStage(stack, jpipe.Stage(layers=("here",)), specs, None, lambda y, labels: (y.sum(), y.sum()), optimizer)
 
 
-class WorkAtOnce:
-    """Forwards, backwards and an update of one layer that run on some devices of this process at once, as in a pipeline.
+class Together:
+    """Neighbouring layers as one stage that computes microbatch after microbatch without waiting, as in a pipeline.
 
     Args:
-        model: the model, at one size.
-        layer_id: the layer, from `longest_layer`.
-        seconds: the seconds of its forward and backward.
-        devices: the devices of this process.
+        model: the model.
+        ids: the layers, from `neighbours`.
+        rows: the microbatch size.
+        seconds: about the seconds of a forward and a backward of these layers. Short ones are repeated, to be timed together.
+        devices: devices of this process, which can compute at once.
+        recompute: the recomputation policy.
     """
 
     @without_mesh()
-    def __init__(self, model: Model, layer_id: str, seconds: float, devices: Sequence[jax.Device]) -> None:
-        (rows,), self._calls = model.sizes, min(math.ceil(SECONDS / seconds), _MOST)
-        stage = model.stage([layer_id], rows)
+    def __init__(
+        self, model: Model, ids: Sequence[str], rows: int, seconds: float, devices: Sequence[jax.Device], recompute: str = "none"
+    ) -> None:
+        self._calls = min(math.ceil(SECONDS / max(seconds, SECONDS / _MOST)), _MOST)
+        stage = model.stage(ids, rows, recompute)
         with compiling_threads() as pool:
-            begun = [{name: pool.submit(stage.trace(name, device).lower().compile) for name in PROGRAMS} for device in devices]
+            begun = [{name: pool.submit(stage.trace(name, device).lower().compile) for name in (*PROGRAMS, *IN_ONE)} for device in devices]
             compiled = [{str(name): program.result() for name, program in of_device.items()} for of_device in begun]
         self._runs = [StageRun(stage, model.batch(rows), *each) for each in zip(compiled, devices, strict=True)]
-        self.seconds(len(devices))  # warms up
+        self.seconds((*PROGRAMS, *IN_ONE), len(devices))  # warms up
 
-    def seconds(self, count: int) -> float:
-        """Return the seconds of some microbatches and an update on each of the first `count` devices, which compute at the same time."""
+    def seconds(self, names: tuple[str, ...] = _APART, count: int = 1) -> float:
+        """Return the mean seconds in which the first `count` devices at once run each of these programs once."""
         begin = time.perf_counter()
-        for name in (*PROGRAMS[:2] * self._calls, PROGRAMS[2]):
+        for name in names * self._calls:
             results = [run.begin(name) for run in self._runs[:count]]
         jax.block_until_ready(results)
-        return time.perf_counter() - begin
+        return (time.perf_counter() - begin) / self._calls
 
 
-def longest_layer(profile: Profile, rows: int) -> tuple[str, float]:
-    """Return one of the equal layers that together take the largest part of a microbatch's time, and its seconds."""
-    by_costs = defaultdict[Any, list[str]](list)
-    for layer_id, cost in profile.costs(rows).items():
-        by_costs[cost.forward + cost.backward, cost.weights].append(layer_id)
-    (seconds, _), ids = max(by_costs.items(), key=lambda item: item[0][0] * len(item[1]))
-    return ids[0], seconds
+def neighbours(ids: Sequence[str], kinds: Mapping[str, Any], seconds: Mapping[str, float]) -> tuple[str, ...]:
+    """Return three neighbours, as many as possible of them of the kind of layers that together take the longest.
+
+    Args:
+        ids: the layers of the model, in order. If there are fewer than three, all are returned.
+        kinds: for each layer something hashable; equal layers have equal kinds.
+        seconds: the seconds of each layer.
+    """
+    by_kind = defaultdict[Any, float](float)
+    for layer_id in ids:
+        by_kind[kinds[layer_id]] += seconds[layer_id]
+    longest = max(by_kind, key=by_kind.__getitem__)
+    runs = [tuple(ids[n : n + _NEIGHBOURS]) for n in range(max(len(ids) - _NEIGHBOURS, 0) + 1)]
+    return max(runs, key=lambda run: sum(kinds[layer_id] == longest for layer_id in run))
 
 
 def cores(rounds: Sequence[tuple[float, float]], devices: int) -> float:

@@ -66,6 +66,7 @@ def profile_of(
                 backward=costs[equal, rows].backward,
                 backward_weight=costs[equal, rows].backward * for_weights[equal],
                 forward_backward=costs[equal, rows].forward_backward,
+                again=costs[equal, rows].again,
                 stash={policy: bytes_ for (count, policy), bytes_ in stashes[equal].items() if count == rows},
                 outputs=layer_costs[rows, "none"].outputs if next_id else 0,
                 residuals={policy: cost.residuals for (count, policy), cost in layer_costs.items() if count == rows},

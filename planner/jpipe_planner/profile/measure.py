@@ -5,16 +5,17 @@ Weights and most inputs are noise, so host callbacks that no result needs are le
 
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
 
 import jpipe
 from jpipe.context import without_mesh
-from jpipe_planner.profile.bench import MEASURED, Bench, ByProgram, Programs
+from jpipe_planner.profile.analyze import PROGRAMS
+from jpipe_planner.profile.bench import IN_ONE, Bench, ByProgram, Programs, Together, neighbours
 from jpipe_planner.profile.compose import profile_of
 from jpipe_planner.profile.model import POLICIES, Batch, Costs, Meter, Model, Progress, count_bytes, parts_of_bytes
 from jpipe_planner.profile.profile import Profile
@@ -42,12 +43,15 @@ def measure(
     precision: jpipe.Precision | None = None,
     in_slices: bool = False,
 ) -> Profile:
-    """Profile a model on a device of this process. The device must hold each layer with its gradients, optimizer state and residuals.
+    """Profile a model on a device of this process, which must hold three layers with their gradients, optimizer state and residuals.
 
     Each distinct layer is compiled as a separate stage. The stages of all sizes run in turns, so that a slow moment of the machine affects
     all of them; the arrays of all sizes are in memory at the same time. Each time is a median minus the time of a stage without work, which
     is the profile's `dispatch`. Neighbours that are too short to be timed alone are timed as one stage, and this time is split among them
     in proportion to their FLOPs.
+
+    A program that is waited for takes longer than one in a pipeline. So three neighbours, if possible equal ones, also run as one stage
+    that computes microbatch after microbatch, at the smallest and the largest size, and all times are scaled to agree with theirs.
 
     Args:
         stack: the model.
@@ -83,25 +87,29 @@ def measure(
             programs.begin(groups[rows], rows)
         meter.wait()
     benches = {rows: single[rows] if groups[rows] == single_layers else Bench(programs, groups[rows], rows) for rows in model.sizes}
+    medians = {rows: bench.medians()[0] for rows, bench in single.items()}
+    together = {rows: _Neighbours(model, rows, device, medians[rows]) for rows in dict.fromkeys((model.sizes[0], model.sizes[-1]))}
     end = time.perf_counter() + seconds
     for n in range(repetitions):  # all sizes in turns, because a machine may be slow for several seconds
         if n >= FEWEST and time.perf_counter() > end:
             break
         meter.expect(len(benches))
-        for bench in benches.values():
+        for rows, bench in benches.items():
             bench.time(1)
+            if rows in together:
+                together[rows].time()
             meter.step()
     costs = dict[tuple[str, int], Costs]()
     for rows, bench in benches.items():
         costs |= _layer_costs(model, rows, bench.medians()[0], single[rows].flops)
-    costs = _with_one_share(costs)
-    temporaries = {(layer_id, rows): bench.temporary[layer_id,] for layer_id in model.distinct for rows, bench in single.items()}
     dispatch = statistics.median(bench.medians()[1] for bench in benches.values())
+    costs = _as_together(costs, {rows: each.ratios(costs, dispatch) for rows, each in together.items()})
+    temporaries = {(layer_id, rows): bench.temporary[layer_id,] for layer_id in model.distinct for rows, bench in single.items()}
     fields = {"source": "measured", "dispatch": dispatch, "device": device.device_kind, "compiled_for": device.device_kind}
     with compiling_threads() as pool:
-        neighbours = ScratchPrograms(model, policies, device, pool, meter)
-        neighbours.begin_neighbours()
-        return profile_of(model, lambda: costs, stage_costs, lambda costs: neighbours.scratch(costs, temporaries), **fields)
+        programs_of_neighbours = ScratchPrograms(model, policies, device, pool, meter)
+        programs_of_neighbours.begin_neighbours()
+        return profile_of(model, lambda: costs, stage_costs, lambda costs: programs_of_neighbours.scratch(costs, temporaries), **fields)
 
 
 def _layer_costs(
@@ -112,21 +120,84 @@ def _layer_costs(
     costs = {}
     for layer_id in model.distinct:
         times_of_layer = [seconds for other, seconds in shares if model.first_equal[other] == layer_id]
-        means = {name: statistics.fmean(seconds[name] for seconds in times_of_layer) for name in MEASURED}
+        means = {name: statistics.fmean(seconds[name] for seconds in times_of_layer) for name in PROGRAMS}
         costs[layer_id, rows] = Costs(**means, flops=flops[layer_id,]["forward"])
     return costs
 
 
-def _with_one_share(costs: Mapping[tuple[str, int], Costs]) -> dict[tuple[str, int], Costs]:
-    """Return costs in which one program has the same share of the time of both at all sizes of a layer, because few runs are not exact."""
-    apart, in_one = defaultdict[str, float](float), defaultdict[str, float](float)
-    for (layer_id, _), cost in costs.items():
-        apart[layer_id] += cost.forward + cost.backward
-        in_one[layer_id] += cost.forward_backward or 0.0
-    return {
-        (layer_id, rows): cost._replace(forward_backward=(cost.forward + cost.backward) * in_one[layer_id] / (apart[layer_id] or 1.0))
-        for (layer_id, rows), cost in costs.items()
-    }
+class Ratios(NamedTuple):
+    """What neighbours took together.
+
+    Attributes:
+        apart: the seconds of a forward and a backward, divided by those of the single layers.
+        in_one: the seconds of both as one program, divided by those of both apart.
+        again: the seconds that full recomputation adds, divided by those of a forward and a backward.
+        update: the seconds of an update, divided by those of the single layers.
+    """
+
+    apart: float
+    in_one: float
+    again: float
+    update: float
+
+
+class _Neighbours:
+    """Three neighbours at one size, with and without recomputation.
+
+    Args:
+        model: the model.
+        rows: the microbatch size.
+        device: the device.
+        times: the seconds of each distinct layer's programs, about.
+    """
+
+    def __init__(self, model: Model, rows: int, device: jax.Device, times: Mapping[tuple[str, ...], ByProgram]) -> None:
+        alone = {i: times[equal,]["forward"] + times[equal,]["backward"] for i, equal in model.first_equal.items()}
+        ids = neighbours(model.stack.ids, model.first_equal, alone)
+        self._keys = [(model.first_equal[layer_id], rows) for layer_id in ids]
+        self._kept, self._remade = (Together(model, ids, rows, sum(alone[i] for i in ids), [device], p) for p in ("none", "full"))
+        self._rounds = list[tuple[float, ...]]()
+
+    def time(self) -> None:
+        """Time a forward and a backward, both as one program, both with recomputation, and an update."""
+        apart, in_one, update = (self._kept.seconds(names) for names in (PROGRAMS[:2], IN_ONE, PROGRAMS[2:]))
+        self._rounds.append((apart, in_one, self._remade.seconds(), update))
+
+    def ratios(self, costs: Mapping[tuple[str, int], Costs], dispatch: float) -> Ratios:
+        """Return the medians of all rounds as ratios.
+
+        Args:
+            costs: the costs of the single layers.
+            dispatch: the seconds to start a program, which these costs do not include.
+        """
+        medians, starts = map(statistics.median, zip(*self._rounds, strict=True)), (2, 1, 2, 1)
+        apart, in_one, remade, update = (max(seconds - n * dispatch, 0.0) for seconds, n in zip(medians, starts, strict=True))
+        alone, updates = sum(costs[key].forward + costs[key].backward for key in self._keys), sum(costs[key].update for key in self._keys)
+        return Ratios(_share(apart, alone), _share(in_one, apart), _share(max(remade - apart, 0.0), apart), _share(update, updates))
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 1.0
+
+
+def _as_together(costs: Mapping[tuple[str, int], Costs], ratios: Mapping[int, Ratios]) -> dict[tuple[str, int], Costs]:
+    """Return the costs of layers in a pipeline.
+
+    Args:
+        costs: the costs of single layers by size.
+        ratios: what neighbours took together, at the smallest and the largest size. Between them the ratio is taken to be linear in
+            1 / rows, because what is not alike is the time of each program, not of each row.
+    """
+    ends = sorted(ratios, reverse=True)
+    mean = Ratios(*(statistics.fmean(each) for each in zip(*ratios.values(), strict=True)))
+
+    def cost(rows: int, alone: Costs) -> Costs:
+        ratio = float(np.interp(1 / rows, [1 / end for end in ends], [ratios[end].apart for end in ends]))
+        forward, backward = ratio * alone.forward, ratio * alone.backward
+        both = forward + backward
+        return Costs(forward, backward, mean.update * alone.update, alone.flops, mean.in_one * both, mean.again * both)
+
+    return {(layer_id, rows): cost(rows, alone) for (layer_id, rows), alone in costs.items()}
 
 
 def short_groups(ids: Sequence[str], first_equal: Mapping[str, str], times: Mapping[tuple[str, ...], ByProgram]) -> list[tuple[str, ...]]:

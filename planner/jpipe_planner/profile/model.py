@@ -41,6 +41,7 @@ class Costs(NamedTuple):
     update: float
     flops: float
     forward_backward: float | None = None
+    again: float | None = None
 
 
 @dataclass(frozen=True)

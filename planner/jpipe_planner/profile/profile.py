@@ -34,6 +34,7 @@ class AtSize(_Data):
         forward: seconds of a forward.
         backward: seconds of a backward, without recomputation.
         forward_backward: seconds of both as one program, as in the last stage of most schedules; None: the sum of both.
+        again: seconds that a backward takes longer if it recomputes its forward; None: the rest of `forward_backward`.
         backward_weight: the part of `backward` that computes the gradients of the weights; None in older profiles, which means half of it.
         outputs: bytes that cross a cut after this layer: all tensors that later layers use. Their gradients have the same size.
         residuals: bytes kept from forward to backward if the layer is a stage by itself, by recomputation policy. "none" is always present,
@@ -58,6 +59,7 @@ class AtSize(_Data):
     shared: dict[str, Bytes] = {}
     backward_weight: Seconds | None = None
     forward_backward: Seconds | None = None
+    again: Seconds | None = None
     stash: dict[str, Bytes] = {}
     temporary: Bytes = 0
     temporary_more: Bytes = 0
@@ -71,6 +73,11 @@ class AtSize(_Data):
         """The seconds of a forward and a backward as one program, at least the longer of both: measured times are not exact."""
         apart = self.forward + self.backward
         return apart if self.forward_backward is None else min(max(self.forward_backward, self.forward, self.backward), apart)
+
+    @property
+    def repeated(self) -> float:
+        """The seconds that a backward takes longer if it recomputes its forward."""
+        return self.in_one_program - self.backward if self.again is None else self.again
 
 
 Share = Annotated[float, Field(ge=0, le=1)]

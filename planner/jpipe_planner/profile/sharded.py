@@ -279,6 +279,7 @@ def _at(at: AtSize, tensor: TensorProfile, degrees: Degrees, forward: float, bac
             "forward": at.forward * work + forward,
             "backward": at.backward * work + backward,
             "forward_backward": at.in_one_program * work + forward + backward,
+            "again": None if at.again is None else at.again * work + forward,
             "backward_weight": for_weights * work,
             "outputs": math.ceil(at.outputs * _share_of_device(tensor.outputs, degrees.model) / degrees.rows),
             "residuals": rows_of(at.residuals),

@@ -16,7 +16,7 @@ Bounds = tuple[float, float]
 SHORTEST = 256
 """The fewest positions of a slice, over all rows of a microbatch. Products of fewer are slow on accelerators."""
 
-_OF_WORK = ("forward", "backward", "backward_weight", "forward_backward")
+_OF_WORK = ("forward", "backward", "backward_weight", "forward_backward", "again")
 _OF_SCRATCH = ("temporary", "temporary_more", "remaking", "remaking_next", "remaking_more")
 
 

@@ -77,7 +77,8 @@ class Layers:
         self._once = {name: _sums([getattr(layer, name) for layer in profile.layers]) for name in _ONCE}
         self._unknown_full = _sums([int(any("full" not in one.residuals for one in layer.at)) for layer in profile.layers])
         # Arrays by size, with the sum over the layers before each layer, unless a comment says otherwise.
-        self._forward, self._backward, self._in_one = (_sums(self._by_size(name)) for name in ("forward", "backward", "in_one_program"))
+        times = ("forward", "backward", "in_one_program", "repeated")
+        self._forward, self._backward, self._in_one, self._again = (_sums(self._by_size(name)) for name in times)
         self._more, self._further = (_sums(self._by_size(name)) for name in ("temporary_more", "remaking_more"))
         self._following, self._scratch = self._by_size("remaking_next"), self._by_size("temporary")  # no sums
         remaking = [[layer.at[n].remaking for layer in profile.layers] for n in range(len(profile.sizes))]
@@ -116,7 +117,8 @@ class Layers:
         once = {name: sums[end] - sums[first] for name, sums in self._once.items()}
         before = np.maximum(last - 1, first)
         inputs = self._crossing[n, first]
-        forward, backward, in_one = (sums[n, end] - sums[n, first] for sums in (self._forward, self._backward, self._in_one))
+        times = self._forward, self._backward, self._in_one, self._again
+        forward, backward, in_one, again = (sums[n, end] - sums[n, first] for sums in times)
         apart = forward + backward + 2 * dispatch
         residuals = self._residuals[n][:, end] - self._residuals[n][:, first] + self._shared[n][:, last]
         residuals[-1] = np.where(self._unknown_full[end] > self._unknown_full[first], inputs, residuals[-1])
@@ -126,7 +128,7 @@ class Layers:
             everything = remaking[last] + np.where(last > first, more, 0)
         return Stages(
             forward=forward + dispatch,
-            backward=backward + np.multiply.outer(self.repeats, in_one - backward) + dispatch,
+            backward=backward + np.multiply.outer(self.repeats, again) + dispatch,
             fusing=np.divide(in_one + dispatch, apart, out=np.ones_like(forward), where=apart > 0),
             inputs=inputs,
             outputs=np.where(is_last, 0, self._crossing[n, end]),

@@ -486,6 +486,13 @@ def test_a_forward_and_a_backward_take_the_time_of_one_program_where_they_are_on
     assert times["gpipe"] == [(1, 2), pytest.approx((2, 2.4 + 3))]
 
 
+def test_a_backward_that_recomputes_takes_the_measured_time_longer():
+    layers = {i: LayerCost(1.0, 2.0, forward_backward=2.8, again=0.5, residuals={"none": 50}) for i in "ab"}
+    stages = [{"layers": ("a",), "recompute": "full"}, {"layers": ("b",)}]
+    first, second = sum_layer_costs(Plan(schedule="gpipe", microbatches=2, stages=stages), layers)
+    assert (first.forward, first.backward, second.backward) == (1.0, 2.5, 2.0)
+
+
 @pytest.mark.parametrize(("measured", "taken"), [(2.4, 2.4), (1.2, 2.0), (4.0, 3.0), (0.0, 2.0)])
 def test_one_program_takes_at_least_the_longer_of_both_and_at_most_both(measured, taken):
     assert LayerCost(1.0, 2.0, forward_backward=measured).in_one_program == taken

@@ -1,4 +1,4 @@
-"""How devices slow each other down: which layer is run, what runs at once, and what follows for the price of a plan."""
+"""How devices slow each other down: which layers are run, what runs at once, and what follows for the price of a plan."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ import jpipe
 from jpipe_planner import Topology
 from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.profile import bench
-from jpipe_planner.profile.bench import WorkAtOnce, cores, longest_layer
+from jpipe_planner.profile.bench import Together, cores, neighbours
 from jpipe_planner.profile.model import Model
 from jpipe_planner.profile.profile import Profile
 
@@ -32,15 +32,16 @@ def profile_of(sizes=(2, 4, 8), **seconds):
 @pytest.mark.parametrize(
     ("seconds", "expected"),
     [
-        ({"embed": 1.0, "a": 2.0, "b": 2.0, "head": 3.0}, "a"),
-        ({"embed": 1.0, "a": 2.0, "b": 2.0, "head": 5.0}, "head"),
-        ({"embed": 1.0}, "embed"),
-        ({"embed": 0.0, "a": 0.0, "head": 0.1}, "head"),
+        ({"embed": 1.0, "a": 2.0, "b": 2.0, "c": 2.0, "head": 3.0}, "a b c"),
+        ({"embed": 1.0, "a": 2.0, "b": 2.0, "head": 3.0}, "embed a b"),
+        ({"embed": 1.0, "a": 2.0, "b": 2.0, "head": 5.0}, "a b head"),
+        ({"embed": 1.0, "head": 2.0}, "embed head"),
+        ({"embed": 0.0, "a": 0.0, "b": 0.0, "head": 0.1}, "a b head"),
     ],
 )
-def test_the_layer_is_the_first_of_those_that_take_most_of_the_time(seconds, expected):
-    layer_id, taken = longest_layer(profile_of(**seconds), 4)
-    assert (layer_id, taken) == (expected, pytest.approx(12 * seconds[expected]))
+def test_the_neighbours_are_of_the_kind_that_takes_most_of_the_time(seconds, expected):
+    kinds = {name: "block" if name in "abc" else name for name in seconds}
+    assert neighbours(tuple(seconds), kinds, seconds) == tuple(expected.split())
 
 
 def loss(outputs, labels):
@@ -52,16 +53,15 @@ def test_all_devices_run_the_same_work_at_once(monkeypatch):
     spec = {rows: jax.ShapeDtypeStruct((rows, 4), np.float32) for rows in (4,)}
     devices = jax.devices()[:2]
     model = Model(stack, lambda rows: (spec[rows], spec[rows]), loss, optax.adam(1e-3), (4,))
-    work = WorkAtOnce(model, "a", bench.SECONDS / 2, devices)
-    assert work.seconds(1) > 0
+    work = Together(model, ("a", "b"), 4, bench.SECONDS / 2, devices)
+    assert work.seconds() > 0
     begun, finished = [], []
     clock = iter(range(100))
     monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
     monkeypatch.setattr(bench.jax, "block_until_ready", finished.append)
     monkeypatch.setattr(work, "_runs", [SimpleNamespace(begin=lambda name, n=n: begun.append((n, name)) or n) for n in range(2)])
-    assert work.seconds(2) == 1.0
-    names = ["forward", "backward"] * 2 + ["update"]
-    assert begun == [(n, name) for name in names for n in (0, 1)]
+    assert work.seconds(count=2) == 0.5
+    assert begun == [(n, name) for name in ("forward", "backward") * 2 for n in (0, 1)]
     assert finished == [[0, 1]]
 
 

@@ -13,7 +13,7 @@ import jpipe
 from jpipe_planner.cost.memory import stage_bytes
 from jpipe_planner.machine.device import Device
 from jpipe_planner.profile.analyze import analyze
-from jpipe_planner.profile.measure import _with_one_share, measure, short_groups, split
+from jpipe_planner.profile.measure import Ratios, _as_together, _Neighbours, measure, short_groups, split
 from jpipe_planner.profile.model import Costs, Model
 
 LIKE = {"a": "a", "b": "b", "c": "b", "d": "d", "e": "b", "f": "f"}
@@ -73,10 +73,18 @@ def ones(rows):
     return np.ones((rows, 4), np.float32), np.ones((rows, 4), np.float32)
 
 
-def test_one_program_has_the_same_share_of_both_at_all_sizes_of_a_layer():
-    costs = {("a", 1): Costs(1.0, 2.0, 0.0, 0.0, 3.0), ("a", 3): Costs(3.0, 6.0, 0.0, 0.0, 6.0), ("b", 1): Costs(1.0, 1.0, 0.0, 0.0, 1.5)}
-    found = {key: cost.forward_backward for key, cost in _with_one_share(costs).items()}
-    assert found == {("a", 1): pytest.approx(3 * 9 / 12), ("a", 3): pytest.approx(9 * 9 / 12), ("b", 1): 1.5}
+def test_layers_take_the_time_that_neighbours_take_together():
+    alone = {("a", rows): Costs(rows * 1.0, rows * 2.0, 4.0, 7.0) for rows in (1, 2, 4)} | {("b", 2): Costs(20.0, 40.0, 4.0, 7.0)}
+    costs = _as_together(alone, {1: Ratios(0.7, 0.9, 0.2, 0.5), 4: Ratios(1.0, 0.8, 0.3, 0.7)})
+    assert [costs["a", rows].forward / rows for rows in (1, 2, 4)] == pytest.approx([0.7, 0.9, 1.0])
+    assert costs["b", 2] == pytest.approx(Costs(18.0, 36.0, 2.4, 7.0, 0.85 * 54, 0.25 * 54))
+
+
+def test_ratios_are_those_of_medians_without_dispatch():
+    run = object.__new__(_Neighbours)
+    run._keys, run._rounds = [("a", 1), ("a", 1)], [(4.2, 3.7, 5.2, 1.1), (9.0, 9.0, 9.0, 9.0), (1.0, 1.0, 1.0, 1.0)]
+    ratios = run.ratios({("a", 1): Costs(1.0, 1.5, 0.25, 0.0)}, 0.1)
+    assert ratios == pytest.approx((4.0 / 5, 3.6 / 4, 1.0 / 4, 1.0 / 0.5))
 
 
 @pytest.mark.slow
@@ -94,7 +102,7 @@ def test_a_model_is_measured():
     first, second = ([at.model_copy(update=by_what_follows) for at in profile.layers[n].at] for n in (2, 3))
     assert first == second
     assert profile.layers[2].model_copy(update={"id": "h1", "at": ()}) == profile.layers[3].model_copy(update={"at": ()})
-    assert all(at.forward_backward is not None for layer in profile.layers for at in layer.at)
+    assert all(None not in (at.forward_backward, at.again) for layer in profile.layers for at in layer.at)
     # What shapes tell is the same as without a device.
     analytic = analyze(stack, batch, loss, rule, [2, 8], Device(flops={"float32": 1e9}))
     for layer, expected in zip(profile.layers, analytic.layers, strict=True):

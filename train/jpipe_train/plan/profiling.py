@@ -12,7 +12,7 @@ import optax
 
 import jpipe
 from jpipe_planner import Profile, Topology, analyze, measure
-from jpipe_planner.profile.bench import WorkAtOnce, cores, longest_layer
+from jpipe_planner.profile.bench import Together, cores, neighbours
 from jpipe_planner.profile.model import Batch, Model
 from jpipe_train.assemble import model
 from jpipe_train.assemble.build import precision
@@ -134,13 +134,17 @@ def cores_of(parts: Parts, profile: Profile, devices: int, team: Team) -> float 
     if devices == 1 or local[0].platform != "cpu":
         return None
     rows = profile.sizes[len(profile.sizes) // 2]
-    work = WorkAtOnce(Model(*parts.for_profile, (rows,), **parts.profile_options), *longest_layer(profile, rows), local)
+    costs = profile.costs(rows)
+    seconds = {layer_id: cost.forward + cost.backward for layer_id, cost in costs.items()}
+    ids = neighbours(profile.ids, {layer_id: (seconds[layer_id], cost.weights) for layer_id, cost in costs.items()}, seconds)
+    model = Model(*parts.for_profile, (rows,), **parts.profile_options)
+    work = Together(model, ids, rows, sum(seconds[layer_id] for layer_id in ids), local)
     rounds = list[tuple[float, float]]()
     for _ in range(ROUNDS):
         team.meet("one device to compute alone")
-        seconds = work.seconds(1) if team.is_first else 0.0
+        alone = work.seconds() if team.is_first else 0.0
         team.meet("all devices to compute at once")
-        rounds.append((team.largest("the time alone", seconds), team.largest("the time at once", work.seconds(len(local)))))
+        rounds.append((team.largest("the time alone", alone), team.largest("the time at once", work.seconds(count=len(local)))))
     return cores(rounds, devices)
 
 
