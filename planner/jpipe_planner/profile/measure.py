@@ -126,13 +126,13 @@ def _layer_costs(
 
 
 class Ratios(NamedTuple):
-    """What neighbours took together.
+    """How long neighbours took together.
 
     Attributes:
-        apart: the seconds of a forward and a backward, divided by those of the single layers.
-        in_one: the seconds of both as one program, divided by those of both apart.
-        again: the seconds that full recomputation adds, divided by those of a forward and a backward.
-        update: the seconds of an update, divided by those of the single layers.
+        apart: the seconds of a forward and a backward, divided by the sum over the single layers.
+        in_one: the seconds of both as one program, divided by the seconds of two programs.
+        again: the seconds that full recomputation adds, divided by the seconds of a forward and a backward.
+        update: the seconds of an update, divided by the sum over the single layers.
     """
 
     apart: float
