@@ -14,7 +14,8 @@ from jpipe_planner import Plans
 from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.analyze import analyze
-from jpipe_planner.profile.profile import Profile
+from jpipe_planner.profile.profile import Profile, TensorProfile
+from jpipe_planner.profile.sharded import NO_MESH, Degrees
 from jpipe_planner.ranking import confirm as module
 from jpipe_planner.ranking import table
 from jpipe_planner.ranking.choose import choose
@@ -197,3 +198,27 @@ def test_what_the_compiler_finds_too_large_even_with_recomputation_waits_in_host
     assert found.candidate.offload is not None
     assert found.candidate in result.tried
     assert max(found.memory) <= 20e6
+
+
+@pytest.mark.parametrize("degrees", [NO_MESH, Degrees(data=2)], ids=str)
+def test_on_meshes_the_error_of_one_plan_is_expected_of_others(degrees):
+    estimated = profile()
+    layers = tuple(layer.model_copy(update={"tensor": TensorProfile()}) for layer in estimated.layers)
+    estimated, topology, compiled = estimated.model_copy(update={"layers": layers}), Topology.flat(4, 1e12, memory=60e6), []
+    found = find_candidates(estimated, topology, 8, schedules=("pipedream_flush", "gpipe", "zb_h1"), meshes=[degrees], replicas=False)
+    candidates = tuple(one for one in found if one.depth == 2 and one.rows == 2)
+    choice = choose(estimated, topology, candidates, tried=(tried := {}))
+
+    def compile_stages(choice, ranked):
+        """Without recomputation stages need four times as much memory as estimated, and with it as much as estimated."""
+        compiled.append(ranked.candidate)
+        factor = 4 if set(ranked.candidate.policies) == {"none"} else 1
+        peaks = tuple(factor * size for size in ranked.memory)
+        exact = dataclasses.replace(ranked, simulated=dataclasses.replace(ranked.simulated, peak_bytes=peaks))
+        return Compiled(exact, ranked.candidate.memory, max(peaks) - 60e6, tuple(range(len(peaks))))
+
+    result = confirm(Plans(choice, candidates, tried), compile_stages, lambda attempt: None)
+    kinds = [candidate.schedule for candidate in compiled if set(candidate.policies) == {"none"}]
+    assert len(kinds) == len(result.attempts)
+    assert (len(kinds) == 1) == (degrees.size > 1)
+    assert result.compiled
