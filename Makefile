@@ -5,6 +5,8 @@ PYTHON := $(or $(shell .ci/find-python 3.14 3.13 3.12 3.11),python3)
 endif
 PYTEST_ARGS ?=
 VENV := .venv/bin
+# What the tests compile stays here for a month: then only programs that are new, or have changed, are compiled.
+export JPIPE_TEST_CACHE ?= $(CURDIR)/build/test-cache
 unexport PYTHONDONTWRITEBYTECODE # without bytecode each process of the tests compiles all modules again, and rewrites all assertions
 # Each process imports all tests, for half a minute; more than four need too much memory.
 PYTEST := python -m pytest -n $(shell $(PYTHON) -c 'import os; print(min(os.cpu_count(), 4))') --dist worksteal
@@ -34,6 +36,7 @@ train: .venv/ready ## Train the GPT of configs/gpt-bytes.yaml through a four-sta
 	@$(VENV)/jpipe train configs/gpt-bytes.yaml
 
 test: .venv/ready ## Run all tests except the slow ones, about 13 minutes on two cores (PYTEST_ARGS="-k name" for some of them)
+	@find build/test-cache -type f -mtime +30 -delete 2>/dev/null || true
 	@$(QUICKLY) $(VENV)/$(PYTEST) -m "not slow and not targets" $(PYTEST_ARGS)
 
 test-slow: .venv/ready ## Run the tests that `make test` leaves out, but for those marked `exhaustive`, which only `make test-all` runs

@@ -7,12 +7,13 @@ Objects that a test builds for itself are new, so their work is not shared.
 import functools
 import gc
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import pytest
 from jax._src import cache_key
+from jax._src.lib.mlir import ir
 
 from jpipe.stages import _builder, _bytes, _compile
 from jpipe_lm.models import layers as built_in
@@ -69,6 +70,32 @@ def forget_if_full() -> None:
         gc.collect()
 
 
+class CompiledWhenUsed(jax.stages.Compiled):
+    """A program of a stage that is compiled when it is first used: most tests use only some of them."""
+
+    def __init__(self, compiled: Callable[[], list[jax.stages.Compiled]]) -> None:
+        self.compiled = compiled
+
+    def __getattr__(self, name: str) -> Any:
+        if compiled := self.compiled:
+            (program,) = compiled()
+            for slot in jax.stages.Compiled.__slots__:
+                setattr(self, slot, getattr(program, slot))
+            vars(self).update(vars(program), compiled=None)
+        return object.__getattribute__(self, name)
+
+
+def without_result_names(module: ir.Module) -> ir.Module:
+    """Return a copy of a program that does not name the results of its functions by the layers and parameters that they belong to."""
+    copy = module.operation.clone(ip=False)
+    with module.context:
+        for function in copy.opview.body.operations:
+            if "res_attrs" in function.attributes:
+                kept = [{a.name: a.attr for a in result if a.name != "jax.result_info"} for result in function.attributes["res_attrs"]]
+                function.attributes["res_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(attributes) for attributes in kept])
+    return copy.opview
+
+
 def shared(patch: pytest.MonkeyPatch) -> None:
     """Share equal work from here on."""
 
@@ -80,6 +107,13 @@ def shared(patch: pytest.MonkeyPatch) -> None:
         "_lower_call",
         lambda a, name: ((a.functions.stage.layers, a.place, name, a.share, a.any_layout), a.functions, a.chosen),
     )
+    at_once = _compile.compile_in_parallel
+
+    def when_used(lowered: Iterable[jax.stages.Lowered], options: Any = None) -> list[jax.stages.Compiled]:
+        return [CompiledWhenUsed(functools.partial(at_once, [call], options)) for call in lowered] if enabled else at_once(lowered, options)
+
+    if jax.config.values["jax_disable_most_optimizations"]:  # otherwise all programs are compiled, as for users
+        patch.setattr(_compile, at_once.__name__, when_used)
     share(_compile, "_lower_initializer", lambda layer, x, device: (device, layer, x))
     share(
         _builder,
@@ -96,6 +130,9 @@ def shared(patch: pytest.MonkeyPatch) -> None:
     # Equal programs for other devices are compiled once: the cache of JAX distinguishes them on CPUs, not on GPUs.
     options_in_key = cache_key._hash_serialized_compile_options
     patch.setattr(cache_key, options_in_key.__name__, lambda key, options, strip_device_assignment: options_in_key(key, options, True))
+    # So are those of other layers: only the names of their results differ.
+    serialize = cache_key._serialize_ir
+    patch.setattr(cache_key, serialize.__name__, lambda module, ignores: serialize(without_result_names(module), ignores))
     # What users name may be another function in the next test: only what is built in is shared.
     share(
         model,

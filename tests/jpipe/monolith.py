@@ -1,9 +1,8 @@
-"""The delayed rule without stages: one `jax.grad` of the whole model and one optax update of the whole tree."""
+"""The delayed rule without stages: `jax.grad` of the whole model for each microbatch, and one optax update of the whole tree."""
 
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -12,12 +11,11 @@ def train(stack, loss, optimizer, params, state, key, batches, m, read):
     """Train and return (losses, params by layer id, layer state); microbatch k reads version `read(layer_id, k)` of a layer."""
     gradient_of, updated = compiled(stack, loss, optimizer)
     versions, losses, optimizer_state = [params], [], optimizer.init(params)
-    zero = jax.tree.map(jnp.zeros_like, params)
     for t, batch in enumerate(batches):
         rows = np.split(np.arange(len(jax.tree.leaves(batch)[0])), m)
         microbatches = [jax.tree.map(lambda leaf, part=part: leaf[part], batch) for part in rows]
         trees = [{i: versions[read(i, t * m + j)][i] for i in stack.ids} for j in range(m)]
-        (value, state), gradient = gradient_of(zero, trees, state, microbatches, t * m, key)
+        (value, state), gradient = gradient_of(trees, state, microbatches, t * m, key)
         new, optimizer_state = updated(gradient, optimizer_state, versions[-1])
         versions.append(new)
         losses.append(float(value))
@@ -26,18 +24,26 @@ def train(stack, loss, optimizer, params, state, key, batches, m, read):
 
 @functools.cache
 def compiled(stack, loss, optimizer):
-    """Compute the gradient of a batch and the update."""
+    """Return functions that compute the gradient of a batch and the update."""
 
-    def mean_loss(shift, trees, state, microbatches, first, key):
-        """Return the loss of a batch. `shift` is zero and added to all weights, so that its gradient is the sum over microbatches."""
-        total = weight = 0.0
+    @jax.jit
+    def of_microbatch(params, state, x, labels, number, key):
+        def total(params):
+            y, new = stack.apply(stack.ids, params, state, x, key=key, microbatch=number, train=True)
+            added, weight = loss(y, labels)
+            return added, (weight, new)
+
+        return jax.value_and_grad(total, has_aux=True)(params)
+
+    def gradient_of(trees, state, microbatches, first, key):
+        """Return the mean loss of a batch, the layer state after it, and the gradient; numpy adds up, which compiles nothing."""
+        parts = []
         for j, (tree, (x, labels)) in enumerate(zip(trees, microbatches, strict=True)):
-            weights = jax.tree.map(jnp.add, tree, shift)
-            y, state = stack.apply(stack.ids, weights, state, x, key=key, microbatch=first + j, train=True)
-            state = jax.lax.stop_gradient(state)
-            added, count = loss(y, labels)
-            total, weight = total + added, weight + count
-        return total / jnp.where(weight == 0, 1, weight), state
+            (added, (weight, state)), gradient = of_microbatch(tree, state, x, labels, first + j, key)
+            parts.append(jax.tree.map(np.asarray, (added, weight, gradient)))
+        total, weight, gradient = jax.tree.map(lambda *each: sum(each[1:], each[0]), *parts)
+        mean, gradient = jax.tree.map(lambda leaf: leaf / leaf.dtype.type(weight or 1), (total, gradient))
+        return (mean, state), gradient
 
     @jax.jit
     def updated(gradient, optimizer_state, params):
@@ -45,4 +51,4 @@ def compiled(stack, loss, optimizer):
             updates, optimizer_state = optimizer.update(gradient, optimizer_state, params)
             return optax.apply_updates(params, updates), optimizer_state
 
-    return jax.jit(jax.value_and_grad(mean_loss, has_aux=True)), updated
+    return gradient_of, updated

@@ -65,7 +65,7 @@ def ordinary(pipe, batches, start, layer_state, later=None, since=None):
 
     From batch `since` on, the run is that of the pipeline `later`.
     """
-    m, x, y, zero = pipe.plan.microbatches, [start], [start], jax.tree.map(jnp.zeros_like, start)
+    m, x, y = pipe.plan.microbatches, [start], [start]
     optimizer, optimizer_state, losses = clipped(pipe), clipped(pipe).init(start), []
     gradient_of, _ = monolith.compiled(pipe.stack, pipe.loss, optimizer)
     for t, batch in enumerate(batches):
@@ -78,7 +78,7 @@ def ordinary(pipe, batches, start, layer_state, later=None, since=None):
         microbatches = [jax.tree.map(lambda leaf, part=part: leaf[part], batch) for part in rows]
         stage_of = by_layer(pipe, range(pipe.plan.depth))
         trees = [{i: x[reference.version(pipe.plan, stage_of[i], t * m + j)][i] for i in pipe.stack.ids} for j in range(m)]
-        (loss, layer_state), gradient = gradient_of(zero, trees, layer_state, microbatches, t * m, jax.random.key(running.KEY))
+        (loss, layer_state), gradient = gradient_of(trees, layer_state, microbatches, t * m, jax.random.key(running.KEY))
         with jax.numpy_dtype_promotion("standard"):
             updates, optimizer_state = optimizer.update(gradient, optimizer_state, x[-1])
         y.append(optax.apply_updates(y[-1], updates))

@@ -138,12 +138,12 @@ def sequential(pipe, batches, start) -> Expected:
     places = [(i, name) for i in stack.ids for name in start[i]]
     delayed_as = {place: stage_of["b" if stack.ties.shared and place == ("d", "w") else place[0]] for place in places}
     optimizer, (gradient_of, _) = optax.with_extra_args_support(pipe.optimizer), monolith.compiled(stack, pipe.loss, None)
-    states, zero = {place: optimizer.init(only(start, place)) for place in places}, jax.tree.map(np.zeros_like, start)
+    states = {place: optimizer.init(only(start, place)) for place in places}
     for t, batch in enumerate(batches):
         parts = [jax.tree.map(lambda leaf, j=j: np.split(leaf, m)[j], batch) for j in range(m)]
         read = [[reference.version(plan, s, t * m + j) for j in range(m)] for s in range(plan.depth)]
         trees = [{i: x[read[stage_of[i]][j]][i] for i in stack.ids} for j in range(m)]
-        _, gradient = gradient_of(zero, trees, {i: {} for i in stack.ids}, parts, 0, jax.random.key(0))
+        _, gradient = gradient_of(trees, {i: {} for i in stack.ids}, parts, 0, jax.random.key(0))
         if stack.ties.shared:
             gradient["b"]["w"] = gradient["d"]["w"] = gradient["b"]["w"] + gradient["d"]["w"]
         ordinary, predicted = jax.tree.map(np.asarray, (y[-1], y[-1]))

@@ -62,7 +62,7 @@ def rule(pipe, optimizer, batches, params):
     agreed, momentum = params, jax.tree.map(np.zeros_like, params)  # after the last agreement that has begun
     delay, own_share = plan.agree.delay, plan.agree.mixing if plan.agree.delay else 0.0
     versions, states = [[params] for _ in range(count)], [optimizer.init(params)] * count
-    zero, losses, history = jax.tree.map(np.zeros_like, params), [], []
+    losses, history = [], []
     for t, batch in enumerate(batches):
         total = weight = 0.0
         for k in range(count):
@@ -73,7 +73,7 @@ def rule(pipe, optimizer, batches, params):
                 for n in range(k, plan.microbatches, count)
             ]
             of_batch = sum(float(pipe.loss(part[0], part[1])[1]) for part in parts)
-            (value, _), gradient = gradient_of(zero, trees, {i: {} for i in STACK.ids}, parts, 0, jax.random.key(0))
+            (value, _), gradient = gradient_of(trees, {i: {} for i in STACK.ids}, parts, 0, jax.random.key(0))
             new, states[k] = updated(gradient, states[k], versions[k][-1])
             versions[k].append(jax.tree.map(np.asarray, new))  # what follows is computed by numpy, which compiles nothing
             total, weight = total + float(value) * of_batch, weight + of_batch
