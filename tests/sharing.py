@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import pytest
 from jax._src import cache_key
-from jax._src.lib.mlir import ir
 
 from jpipe.stages import _builder, _bytes, _compile
 from jpipe_lm.models import layers as built_in
@@ -85,17 +84,6 @@ class CompiledWhenUsed(jax.stages.Compiled):
         return object.__getattribute__(self, name)
 
 
-def without_result_names(module: ir.Module) -> ir.Module:
-    """Return a copy of a program that does not name the results of its functions by the layers and parameters that they belong to."""
-    copy = module.operation.clone(ip=False)
-    with module.context:
-        for function in copy.opview.body.operations:
-            if "res_attrs" in function.attributes:
-                kept = [{a.name: a.attr for a in result if a.name != "jax.result_info"} for result in function.attributes["res_attrs"]]
-                function.attributes["res_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(attributes) for attributes in kept])
-    return copy.opview
-
-
 def shared(patch: pytest.MonkeyPatch) -> None:
     """Share equal work from here on."""
 
@@ -130,9 +118,6 @@ def shared(patch: pytest.MonkeyPatch) -> None:
     # Equal programs for other devices are compiled once: the cache of JAX distinguishes them on CPUs, not on GPUs.
     options_in_key = cache_key._hash_serialized_compile_options
     patch.setattr(cache_key, options_in_key.__name__, lambda key, options, strip_device_assignment: options_in_key(key, options, True))
-    # So are those of other layers: only the names of their results differ.
-    serialize = cache_key._serialize_ir
-    patch.setattr(cache_key, serialize.__name__, lambda module, ignores: serialize(without_result_names(module), ignores))
     # What users name may be another function in the next test: only what is built in is shared.
     share(
         model,
