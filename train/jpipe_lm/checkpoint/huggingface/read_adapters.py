@@ -71,9 +71,6 @@ class Module(NamedTuple):
         """Return A and B as a folder stores them.
 
         The adapters of n parts become one adapter with n times the rank, in which B has a block for each part.
-
-        Args:
-            arrays: the parameters of the layer, by name in an export.
         """
         columns = [np.asarray(arrays[f"{part.adapter}/a"]) for part in self.parts if part.exists]
         a = np.concatenate(columns, axis=1)
@@ -90,13 +87,8 @@ class Module(NamedTuple):
     def divided(self, a: np.ndarray, b: np.ndarray, rank: int, where: str) -> dict[str, np.ndarray]:
         """Convert A and B of a folder to parameters, by name.
 
-        If the module has several parts, they either share A, or the rank is the sum of their ranks and B has a block for each part.
-
-        Args:
-            a: the matrix A, as in the folder.
-
-        Raises:
-            InputError: B has numbers outside its blocks.
+        If the module has several parts, they either share A, or the rank is the sum of their ranks and B has a block for each part. Raise
+        InputError if B has numbers outside its blocks.
         """
         columns = np.split(b.T, np.cumsum([part.outputs for part in self.parts])[:-1], axis=1)
         if len(a) == rank:
@@ -121,11 +113,7 @@ class Module(NamedTuple):
 
 
 def modules_of(row: Row, names: Collection[str], model: ModelConfig) -> list[Module]:
-    """Return the modules of a row of the layout that have adapters.
-
-    Args:
-        names: the names of all parameters of the model with adapters.
-    """
+    """Return the modules of a row of the layout that have adapters; `names` are all parameters of the model with adapters."""
     parts = {part: f"{linear}/lora/{part}" for linear, _ in _linears(row) for part in PARTS[_kind(linear)]}
     if not any(f"{adapter}/a" in names for adapter in parts.values()):
         return []
@@ -156,12 +144,8 @@ def _kind(linear: str) -> str:
 def with_adapters(source: Source, path: Path, base: Description, head: str, model: Mapping[str, Spec] | None = None) -> Source:
     """Add to a source the adapters of a folder in PEFT's layout, and the modules that the folder stores whole.
 
-    Args:
-        path: the path of the folder.
-        model: shapes and dtypes of the model's parameters; None: as the adapters have them.
-
-    Raises:
-        InputError: the folder cannot be read, or does not fit the model.
+    Without specs of the model's parameters, these are as the adapters have them. Raise InputError if the folder cannot be read, or does not
+    fit the model.
     """
     described = huggingface.read_adapters(path, base)
     if own := next((name for name in source.specs if is_of_adapter(name)), None):

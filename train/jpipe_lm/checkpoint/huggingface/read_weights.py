@@ -22,17 +22,11 @@ _PARTIAL = "with warm_start.mode=partial all matching tensors are used"
 
 
 def source(path: Path, *, head: str = "language", strict: bool = True, named_by: str = "warm_start.file", hint: str = _PARTIAL) -> Source:
-    """Open a folder in Hugging Face's layout.
+    """Open a folder in Hugging Face's layout for a model with this head.
 
-    Args:
-        path: the path of the folder.
-        head: the head of the new model. A head other than `language` may begin with a language model: it uses the parameters that both
-            have, such as the pooler; its other parameters are optional.
-        strict: whether missing tensors, additional tensors and other shapes are errors; otherwise such tensors are left out.
-        hint: what the user can change if tensors differ.
-
-    Raises:
-        InputError: tensors differ and `strict` is set, the folder cannot be read, or jpipe does not have its model.
+    A head other than `language` may begin with a language model: it uses the parameters that both have, such as the pooler; its other
+    parameters are optional. Without `strict`, missing tensors, additional ones and other shapes are left out; with it they are
+    errors, and `hint` says what the user can change. Raise InputError also if the folder cannot be read, or jpipe does not have its model.
     """
     described = huggingface.read(path)
     names = layout(described)

@@ -15,19 +15,9 @@ _ALIGNED = 8
 
 
 def write_tensors(folder: Path, specs: Mapping[str, Spec], arrays: Iterator[tuple[str, np.ndarray]], limit: int) -> int:
-    """Write tensors into one file, or into several with an index if one file would exceed a limit.
+    """Write tensors, in the order of `specs`, and return their bytes; raise OSError if the disk is full, for example.
 
-    Args:
-        folder: the folder of the files.
-        specs: shapes and dtypes of the tensors, by name.
-        arrays: names and tensors, in the same order.
-        limit: the most bytes of tensors in a file; a single larger tensor has its own file.
-
-    Returns:
-        The bytes of all tensors.
-
-    Raises:
-        OSError: the disk is full, for example.
+    There are several files with an index if one would have more than `limit` bytes. A single larger tensor has its own file.
     """
     sizes = {name: np.dtype(_numpy(spec)).itemsize * int(np.prod(spec.shape, dtype=np.int64)) for name, spec in specs.items()}
     parts = _parts(sizes, limit)

@@ -62,8 +62,7 @@ def write_peft(request: ExportRequest, report: Callable[[str], None]) -> None:
 def _saved(rows: Sequence[Row], model: Model, adapted: Collection[str]) -> list[str]:
     """Return the names of a layer's modules that are trained without adapters; PEFT stores these modules whole.
 
-    Raises:
-        InputError: a module has an adapter as well, or transformers has no separate module for it.
+    Raise InputError if a module has an adapter as well, or transformers has no separate module for it.
     """
     patterns, saved = model.config.tune.train_only, dict[str, None]()
     for row in rows:
@@ -110,12 +109,7 @@ def _described(model: Model, lora: LoraConfig, modules: Mapping[str, Module], sa
 
 
 def _ends(chosen: Collection[str], every: Collection[str], before: str) -> list[str]:
-    """Return for each chosen module the shortest ending that identifies its name, or the whole name.
-
-    Args:
-        every: the names of all modules.
-        before: what PEFT requires before the ending.
-    """
+    """Return for each chosen module the shortest ending after `before` that identifies its name among all, or the whole name."""
     for length in range(1, 4):
         ends = {".".join(name.split(".")[-length:]) for name in chosen}
         if {name for name in every if any(name == end or name.endswith(f"{before}{end}") for end in ends)} == set(chosen):

@@ -25,14 +25,7 @@ def names_of(family: Family) -> dict[str, str]:
 
 
 def keys_of(family: Family, content: BaseModel) -> dict[str, Any]:
-    """Return the keys of `model` that `config.json` determines.
-
-    Args:
-        content: the content of `config.json`, an instance of `schema(family)`.
-
-    Raises:
-        ValueError: jpipe's layers cannot express the model.
-    """
+    """Return the keys of `model` that `config.json` determines. Raise ValueError if jpipe's layers cannot express the model."""
     json_keys = dict(content)
     keys = {name: field.get_default() for name, field in ModelConfig.model_fields.items() if name not in _FREE} | dict(family.fixed)
     for part in _parts(family):

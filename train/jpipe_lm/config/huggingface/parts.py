@@ -68,11 +68,7 @@ def _one_of(*legal: Any) -> Any:
 
 
 def agreed(name: str, values: Iterable[T | None], default: T, where: str = "rope_parameters") -> T:
-    """Return the common value of all values that are not None, or the default if there are none.
-
-    Raises:
-        ValueError: the values differ; the message says that `where` has a different value.
-    """
+    """Return the common value of all values that are not None, or the default; raise ValueError if they differ from the one at `where`."""
     known = list(dict.fromkeys(value for value in values if value is not None))
     if len(known) > 1:
         raise ValueError(f"expected one {name}, found a different one in {where}; remove one of them")
@@ -144,13 +140,10 @@ def window(default: int | None) -> KeyGroup:
 
 
 def windows(default: int | None, layers: Layers, fields: Mapping[str, tuple[Any, Any]], write: Callable[[Keys], Keys]) -> KeyGroup:
-    """Return the group for a window in some layers.
+    """Return the group for a window in some layers; `default` is for `sliding_window`.
 
-    Args:
-        default: the default of `sliding_window`.
-        layers: decides which layers have the window, if there are no `layer_types`.
-        fields: further JSON keys that `layers` reads. If `use_sliding_window` is among them, there is a window only if it is true.
-        write: a function of all keys of `model` that returns these further JSON keys.
+    Without `layer_types`, `layers` decides which layers have it, from further JSON keys, its `fields`; `write` returns these from all keys
+    of `model`. If `use_sliding_window` is among them, there is a window only if it is true.
     """
 
     def read(json: Keys, keys: Keys) -> Keys:

@@ -73,11 +73,7 @@ class Rope(BaseModel):
         return _kind(self.rope_type or self.type)
 
     def scaling(self, where: str, kinds: Sequence[str], original: int) -> dict[str, Any] | None:
-        """Return the key `rope_scaling` of `model`.
-
-        Args:
-            original: the number of positions before the scaling, if these parameters do not have it.
-        """
+        """Return the key `rope_scaling` of `model`; `original` is the number of positions before it, unless the parameters have that."""
         kind = self.kind
         if kind in _UNSCALED:
             return None
@@ -110,12 +106,10 @@ class Rope(BaseModel):
 
 
 def rope(theta: float = 10_000.0, kinds: Sequence[str] = KINDS, share: bool = False, original: int | None = None) -> KeyGroup:
-    """Return the key group for rotary positions.
+    """Return the key group for rotary positions with this default of `rope_theta`.
 
-    Args:
-        theta: the default of `rope_theta`.
-        share: whether only a part of each head may be rotated (`partial_rotary_factor`).
-        original: the default of the top-level JSON key `original_max_position_embeddings`; None if the family does not have this key.
+    With `share` only a part of each head may be rotated (`partial_rotary_factor`). `original` is the default of the top-level JSON key
+    `original_max_position_embeddings`, if the family has it.
     """
     fields: dict[str, tuple[Any, Any]] = {
         "rope_theta": (Number | None, None),
@@ -164,9 +158,7 @@ class _ByLayer(BaseModel):
 def rope_by_layer(theta: float, local: float, kinds: Sequence[str] = KINDS) -> KeyGroup:
     """Return the key group for rotary positions that differ in layers with a window (Gemma 3).
 
-    Args:
-        theta: the default base of layers without a window.
-        local: the default base of layers with a window.
+    `theta` and `local` are the default bases of layers without and with a window.
     """
     fields: dict[str, tuple[Any, Any]] = {
         "rope_theta": (Number | None, None),

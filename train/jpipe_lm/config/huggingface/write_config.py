@@ -19,15 +19,10 @@ _SHOWN = 3  # the number of families that a message compares with the model
 
 
 def to_json_keys(model: ModelSection, preferred: str | None = None) -> dict[str, Any]:
-    """Return the content of `config.json` for a model, without the dtype.
+    """Return the content of `config.json` for a model, without the dtype, in the `preferred` architecture or the first that fits.
 
-    A family can express a model if reading the written content gives the same model.
-
-    Args:
-        preferred: the architecture to use if several can express the model; None for the first in the table.
-
-    Raises:
-        InputError: no architecture can express the model; the message names the keys that differ.
+    A family can express a model if reading the written content gives the same model. Raise InputError if none can; the message names the
+    keys that differ.
     """
     if not isinstance(model, ModelConfig):
         found = f"model.kind {model.kind}" if model.target is None else f"one of '{model.target}'"

@@ -37,8 +37,7 @@ class Conversation(NamedTuple):
 def conversation(values: Mapping[str, Any]) -> Conversation:
     """Return the conversation in a row. Keys of a message with null values are left out, as in transformers.
 
-    Raises:
-        WrongLine: the row is not a conversation.
+    Raise WrongLine if the row is not a conversation.
     """
     messages, tools = values.get("messages"), values.get("tools")
     if "messages" not in values:

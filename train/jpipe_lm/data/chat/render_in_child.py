@@ -110,11 +110,7 @@ def _check_name(name: Any) -> None:
 
 
 def environment(now: datetime | None = None) -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """Return the Jinja environment in which templates run. It offers the same functions as transformers.
-
-    Args:
-        now: the time that `strftime_now` returns; None for the current time.
-    """
+    """Return the Jinja environment in which templates run, with the functions of transformers; `now` replaces the current time."""
     sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
@@ -131,15 +127,9 @@ def environment(now: datetime | None = None) -> jinja2.sandbox.ImmutableSandboxe
 def compiled(
     source: str, variables: Mapping[str, str], most: int, now: datetime | None = None
 ) -> tuple[Callable[[Sequence[Any] | None], Render], bool]:
-    """Compile a template.
+    """Compile a template, which may also use `variables` such as bos_token; its texts have at most `most` characters.
 
-    Args:
-        variables: further names that the template may use, such as bos_token.
-        most: the largest number of characters in a text.
-        now: see `environment`.
-
-    Returns:
-        A function that takes the tools and returns a function that renders messages; and whether the template marks answers.
+    Return a function that takes the tools and returns a function that renders messages; and whether the template marks answers.
     """
     sandbox = environment(now)
     template = sandbox.from_string(source)
@@ -173,15 +163,8 @@ def with_answers(messages: Sequence[Message], render: Render, is_marked: bool) -
     answer differently once messages follow it, for example without its reasoning. Then the conversation up to this answer is a separate
     text. So every answer is learned once, after the same text that the model gets as a prompt.
 
-    Args:
-        render: renders messages, with or without a generation prompt after them.
-        is_marked: whether the template marks answers.
-
-    Returns:
-        The texts, usually one. Each has, for each of its answers, the position of the first character and the position after the last.
-
-    Raises:
-        Refused: an answer does not begin like the generation prompt, or the template cannot render a part of the conversation.
+    Return the texts, usually one, each with the position of the first character of each of its answers and the position after the last.
+    Raise Refused if an answer does not begin like the generation prompt, or the template cannot render a part of the conversation.
     """
     text, marked = render(messages, False)
     if is_marked:

@@ -97,34 +97,21 @@ class Renderer:
         process.communicate()
 
     def start(self) -> None:
-        """Compile the template now. Otherwise it is compiled for the first conversation.
-
-        Raises:
-            NoTemplate: the template cannot be compiled.
-        """
+        """Compile the template now, and not for the first conversation. Raise NoTemplate if it cannot be compiled."""
         self._start(self._template.source())
 
     def answers(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> list[Rendered]:
-        """Render a whole conversation, and find the answers of the assistant.
+        """Render a whole conversation, and find the answers of the assistant. Raise Failure if the template cannot render it.
 
-        Returns:
-            Usually one text. If the template writes an answer differently once messages follow it, there are several texts. Each ends with
-            an answer, and its spans mark the answers that are written as at the end of their own text.
-
-        Raises:
-            Failure: the template cannot render the conversation.
+        Usually one text is returned. If the template writes an answer differently once messages follow it, there are several texts. Each
+        ends with an answer, and its spans mark the answers that are written as at the end of their own text.
         """
         return self._ask({"messages": messages, "tools": tools, "answers": True})
 
     def text(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, *, generation_prompt: bool = False) -> str:
-        """Render a conversation without looking for answers.
+        """Render a conversation without looking for answers, and possibly with the beginning of an answer at the end.
 
-        Args:
-            tools: the tools that the assistant may call.
-            generation_prompt: whether the text ends with the beginning of an answer.
-
-        Raises:
-            Failure: the template cannot render the conversation.
+        `tools` are those that the assistant may call. Raise Failure if the template cannot render the conversation.
         """
         request = {"messages": messages, "tools": tools, "answers": False, "generation_prompt": generation_prompt}
         return self._ask(request)[0].text

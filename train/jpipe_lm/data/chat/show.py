@@ -17,14 +17,9 @@ BRACKETS = "[[", "]]"
 
 
 def lines(config: Config, most: int, *, bold: bool) -> Iterator[str]:
-    """Yield lines that show the first conversations.
+    """Yield lines that show the first conversations, at most `most`. Learned parts are bold or in double brackets.
 
-    Args:
-        most: the largest number of conversations to show.
-        bold: whether learned parts are bold, for a terminal; otherwise they are in double brackets.
-
-    Raises:
-        InputError: the config has no conversations, or they cannot be read.
+    Raise InputError if the config has no conversations, or they cannot be read.
     """
     data = config.data
     if not isinstance(data, DataConfig) or data.format != "chat":

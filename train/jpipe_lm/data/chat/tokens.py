@@ -29,11 +29,7 @@ class Tokenized(NamedTuple):
 
 
 def tokenized(conversations: Sequence[Rendered], tokenizer: Tokenizer) -> list[Tokenized]:
-    """Tokenize conversations on all cores. No special tokens are added, because the template writes the beginning and end of a text.
-
-    Raises:
-        InputError: the tokenizer fails.
-    """
+    """Tokenize conversations on all cores, or raise InputError. The template writes the special tokens at the ends of a text."""
     special = np.asarray(tokenizer.special_ids(), np.int64)
     encoded = tokenizer.with_offsets([conversation.text for conversation in conversations])
     found = []
@@ -47,11 +43,7 @@ def tokenized(conversations: Sequence[Rendered], tokenizer: Tokenizer) -> list[T
 
 
 def end_of_turn(renderer: Renderer, tokenizer: Tokenizer) -> tuple[list[int], list[str]]:
-    """Find what a template writes after an answer.
-
-    Returns:
-        A list with the special token that ends an answer, and a list with the text that ends it. At least one of them is empty.
-    """
+    """Return a list with the special token and a list with the text that a template writes after an answer; one of them is empty."""
     question, answer = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
     try:
         text = renderer.text([question, answer])
