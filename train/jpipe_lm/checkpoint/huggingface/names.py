@@ -21,18 +21,12 @@ class Row(NamedTuple):
     """Some parameters of jpipe and the tensors that store them. If either are several, they are concatenated along the last axis.
 
     A stacked parameter has a tensor for each expert, along its first axis.
-
-    Attributes:
-        shapes: the shapes of the parameters by name in an export, such as "block_0/qkv/kernel".
-        theirs: the shapes of the tensors, by name.
-        transposed: whether the tensors are (outputs, inputs), as in PyTorch's `Linear`; jpipe's kernels are (inputs, outputs).
-        stacked: whether there is a tensor for each expert.
     """
 
-    shapes: Mapping[str, Shape]
-    theirs: Mapping[str, Shape]
-    transposed: bool = False
-    stacked: bool = False
+    shapes: Mapping[str, Shape]  # the shapes of the parameters by name in an export, such as "block_0/qkv/kernel"
+    theirs: Mapping[str, Shape]  # the shapes of the tensors, by name
+    transposed: bool = False  # whether the tensors are (outputs, inputs), as in PyTorch's `Linear`; jpipe's kernels are (inputs, outputs)
+    stacked: bool = False  # whether there is a tensor for each expert
 
     def joined(self, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Convert tensors to parameters."""
@@ -61,18 +55,12 @@ def _divided(parts: list[np.ndarray], shapes: Mapping[str, Shape]) -> dict[str, 
 
 @dataclass(frozen=True)
 class Layout:
-    """The parameters of a model in Hugging Face's layout.
+    """The parameters of a model in Hugging Face's layout."""
 
-    Attributes:
-        rows: the rows by layer id, in the order of the layers.
-        prefix: what names in a whole model begin with; a folder of the model without its head leaves this out.
-        copies: a mapping from a tensor that is a copy to its original; a folder may have the copy.
-        optional: what the names of optional tensors begin with. If a folder leaves them out, their parameters are initialized.
-    """
-
-    rows: Mapping[str, tuple[Row, ...]]
-    prefix: str
-    copies: Mapping[str, str]
+    rows: Mapping[str, tuple[Row, ...]]  # the rows by layer id, in the order of the layers
+    prefix: str  # what names in a whole model begin with; a folder of the model without its head leaves this out
+    copies: Mapping[str, str]  # a mapping from a tensor that is a copy to its original; a folder may have the copy
+    # what the names of optional tensors begin with. If a folder leaves them out, their parameters are initialized.
     optional: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[Row]:
@@ -125,21 +113,13 @@ def layout(described: Description) -> Layout:
 
 
 class _Sizes(NamedTuple):
-    """The sizes of a layer's parameters with one name.
+    """The sizes of a layer's parameters with one name."""
 
-    Attributes:
-        inputs: the inputs of a linear layer, or the rows of a table; None for a norm or a bias alone.
-        outputs: the sizes of the tensors along the last axis.
-        bias: whether the layer has a bias.
-        kernel: jpipe's name of the first parameter.
-        experts: the number of experts with such a layer; 0 for a layer without experts.
-    """
-
-    inputs: int | None
-    outputs: tuple[int, ...]
-    bias: bool
-    kernel: str
-    experts: int = 0
+    inputs: int | None  # the inputs of a linear layer, or the rows of a table; None for a norm or a bias alone
+    outputs: tuple[int, ...]  # the sizes of the tensors along the last axis
+    bias: bool  # whether the layer has a bias
+    kernel: str  # jpipe's name of the first parameter
+    experts: int = 0  # the number of experts with such a layer; 0 for a layer without experts
 
 
 def _embed(c: ModelConfig) -> dict[str, _Sizes]:

@@ -25,33 +25,20 @@ _OTHER_RANK = "jpipe's adapters have one rank and alpha; use other adapters, or 
 
 
 class LinearPart(NamedTuple):
-    """A part of a linear layer that may have an adapter.
+    """A part of a linear layer that may have an adapter."""
 
-    Attributes:
-        adapter: what the names of its parameters begin with, such as "block_0/qkv/lora/q_proj".
-        outputs: the number of outputs of the part.
-        exists: whether the part has an adapter.
-    """
-
-    adapter: str
-    outputs: int
-    exists: bool
+    adapter: str  # what the names of its parameters begin with, such as "block_0/qkv/lora/q_proj"
+    outputs: int  # the number of outputs of the part
+    exists: bool  # whether the part has an adapter
 
 
 class Module(NamedTuple):
-    """A module of transformers that has adapters.
+    """A module of transformers that has adapters."""
 
-    Attributes:
-        name: the name of the module, such as "model.layers.0.self_attn.q_proj".
-        parts: the parts that it computes side by side, such as queries, keys and values; often only one.
-        inputs: the number of inputs.
-        transposed: as in `Row`.
-    """
-
-    name: str
-    parts: tuple[LinearPart, ...]
-    inputs: int
-    transposed: bool
+    name: str  # the name of the module, such as "model.layers.0.self_attn.q_proj"
+    parts: tuple[LinearPart, ...]  # the parts that it computes side by side, such as queries, keys and values; often only one
+    inputs: int  # the number of inputs
+    transposed: bool  # as in `Row`
 
     @property
     def number(self) -> int:

@@ -39,51 +39,35 @@ class Tensors:
 
     Tensors are concatenated if their names are joined by commas, and so are parameters: Phi-3 has `gate,expand` in one tensor. A `*` stands
     for the number of an expert; each expert has its own tensor. Names of parameters that a block lacks are ignored.
-
-    Attributes:
-        embed: the names in the layer `embed`.
-        layer: the prefix of the names in a block, with {} for the number of the block.
-        block: the names in a block, without the prefix.
-        head: the names in the layer `head` of a language model.
-        scores: the names in the layer `head` of a model that judges whole texts.
-        prefix: a prefix of names that folders of the model without its head leave out.
-        transposed: whether the kernels of blocks have shape (outputs, inputs), as in PyTorch's `Linear`. The kernels of heads always do.
-        copies: a mapping from tensors that are copies to the tensors that they copy. A folder may have the copies.
-        optional: for each architecture, prefixes of the names of tensors that a folder may lack. Their parameters are then initialized.
     """
 
-    embed: Mapping[str, str]
-    layer: str
-    block: Mapping[str, str]
-    head: Mapping[str, str]
-    scores: Mapping[str, str]
-    prefix: str
+    embed: Mapping[str, str]  # the names in the layer `embed`
+    layer: str  # the prefix of the names in a block, with {} for the number of the block
+    block: Mapping[str, str]  # the names in a block, without the prefix
+    head: Mapping[str, str]  # the names in the layer `head` of a language model
+    scores: Mapping[str, str]  # the names in the layer `head` of a model that judges whole texts
+    prefix: str  # a prefix of names that folders of the model without its head leave out
+    # whether the kernels of blocks have shape (outputs, inputs), as in PyTorch's `Linear`. The kernels of heads always do.
     transposed: bool = True
+    # a mapping from tensors that are copies to the tensors that they copy. A folder may have the copies.
     copies: Mapping[str, str] = field(default_factory=dict)
+    # for each architecture, prefixes of the names of tensors that a folder may lack. Their parameters are then initialized.
     optional: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Family:
-    """A row of the table.
+    """A row of the table."""
 
-    Attributes:
-        architectures: the architecture names of language models in `config.json`; the first name is written.
-        judges: for other values of `model.head`, the architecture name. Classification and regression share the name of classification.
-        model_type: the name of the family in `config.json`.
-        parts: groups of JSON keys and their meaning.
-        fixed: keys of `model` that are the same in all models of the family. All keys that are not determined have their defaults.
-        ignored: JSON keys, in addition to `IGNORED`, that do not change what the model computes.
-        tensors: the names of the tensors.
-    """
-
-    architectures: tuple[str, ...]
+    architectures: tuple[str, ...]  # the architecture names of language models in `config.json`; the first name is written
+    # for other values of `model.head`, the architecture name. Classification and regression share the name of classification.
     judges: Mapping[str, str]
-    model_type: str
-    parts: tuple[KeyGroup, ...]
+    model_type: str  # the name of the family in `config.json`
+    parts: tuple[KeyGroup, ...]  # groups of JSON keys and their meaning
+    # keys of `model` that are the same in all models of the family. All keys that are not determined have their defaults.
     fixed: Mapping[str, Any]
-    tensors: Tensors
-    ignored: frozenset[str] = frozenset()
+    tensors: Tensors  # the names of the tensors
+    ignored: frozenset[str] = frozenset()  # JSON keys, in addition to `IGNORED`, that do not change what the model computes
 
 
 IGNORED = frozenset(

@@ -24,20 +24,15 @@ Activation = Literal["gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu", "gelu
 
 @dataclass(frozen=True)
 class KeyGroup:
-    """A group of JSON keys that together determine keys of `model`.
+    """A group of JSON keys that together determine keys of `model`."""
 
-    Attributes:
-        fields: the type and the default of each JSON key; the default ... marks a required key.
-        read: a function of the JSON keys, and of the keys of `model` from earlier groups, that returns keys of `model`. It raises
-            ValueError if jpipe's layers cannot express the values.
-        write: a function of all keys of `model` that returns the JSON keys. Values that the JSON keys cannot express are left out.
-        names: a mapping from keys of `model` to JSON keys, for messages.
-    """
-
-    fields: Mapping[str, tuple[Any, Any]]
+    fields: Mapping[str, tuple[Any, Any]]  # the type and the default of each JSON key; the default ... marks a required key.
+    # a function of the JSON keys, and of the keys of `model` from earlier groups, that returns keys of `model`. It raises ValueError if
+    # jpipe's layers cannot express the values.
     read: Callable[[Keys, Keys], Keys]
+    # a function of all keys of `model` that returns the JSON keys. Values that the JSON keys cannot express are left out.
     write: Callable[[Keys], Keys]
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)  # a mapping from keys of `model` to JSON keys, for messages
 
 
 def one(theirs: str, ours: str, kind: Any, default: Any = ...) -> KeyGroup:

@@ -12,15 +12,10 @@ MOST_BYTES = 2**24  # the largest size of a conversation as JSON
 
 
 class Conversation(NamedTuple):
-    """A conversation.
+    """A conversation."""
 
-    Attributes:
-        messages: the messages. Each has a role, and usually content, which is a text or a list of text parts.
-        tools: descriptions of the tools that the assistant may call; None if there are none.
-    """
-
-    messages: list[dict[str, Any]]
-    tools: list[Any] | None
+    messages: list[dict[str, Any]]  # the messages. Each has a role, and usually content, which is a text or a list of text parts.
+    tools: list[Any] | None  # descriptions of the tools that the assistant may call; None if there are none
 
     @property
     def key(self) -> bytes:

@@ -40,31 +40,20 @@ class NoTemplate(Failure):
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits for rendering a conversation.
+    """The limits for rendering a conversation."""
 
-    Attributes:
-        seconds: the largest computing time in seconds.
-        memory: the largest memory of the process in bytes.
-        characters: the largest number of characters in the text.
-    """
-
-    seconds: int = 10
-    memory: int = 2**29
-    characters: int = 2**24
+    seconds: int = 10  # the largest computing time in seconds
+    memory: int = 2**29  # the largest memory of the process in bytes
+    characters: int = 2**24  # the largest number of characters in the text
 
 
 class Rendered(NamedTuple):
-    """The text of a conversation, or of a part of a conversation that ends with an answer.
+    """The text of a conversation, or of a part of a conversation that ends with an answer."""
 
-    Attributes:
-        text: the whole text.
-        answers: the position of the first character of each answer of the assistant, and the position after its last character.
-        is_marked: whether the template marks answers. If not, an answer may include spaces after its final special token.
-    """
-
-    text: str
+    text: str  # the whole text
+    # the position of the first character of each answer of the assistant, and the position after its last character
     answers: tuple[tuple[int, int], ...]
-    is_marked: bool = False
+    is_marked: bool = False  # whether the template marks answers. If not, an answer may include spaces after its final special token.
 
 
 class Renderer:

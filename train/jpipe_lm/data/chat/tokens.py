@@ -13,19 +13,13 @@ Range = tuple[int, int]
 
 
 class Tokenized(NamedTuple):
-    """A conversation as tokens.
+    """A conversation as tokens."""
 
-    Attributes:
-        text: the text of the whole conversation.
-        tokens: the tokens of the text.
-        offsets: shape (n, 2): for each token, the position of its first character in the text and the position after its last.
-        answers: for each answer, the index of its first token and the index after its last.
-    """
-
-    text: str
-    tokens: UInt32[np.ndarray, " n"]
+    text: str  # the text of the whole conversation
+    tokens: UInt32[np.ndarray, " n"]  # the tokens of the text
+    # shape (n, 2): for each token, the position of its first character in the text and the position after its last
     offsets: Int64[np.ndarray, "n 2"]
-    answers: list[Range]
+    answers: list[Range]  # for each answer, the index of its first token and the index after its last
 
 
 def tokenized(conversations: Sequence[Rendered], tokenizer: Tokenizer) -> list[Tokenized]:
