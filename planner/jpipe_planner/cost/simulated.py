@@ -106,7 +106,7 @@ def simulate_plan(
     ranks = [rank if workers is None else rank - replica for rank, (_, replica) in enumerate(plan.rank_positions)]
     return Simulated(
         batch_seconds=seconds,
-        bubble=1 - computing / (len(plan.rank_workers) * seconds),
+        bubble=max(1 - computing / (len(plan.rank_workers) * seconds), 0.0),  # not a little below 0
         held_bytes=tuple(map(prediction.held_bytes.__getitem__, ranks)),
         peak_bytes=tuple(map(prediction.peak_bytes.__getitem__, ranks)),
         sent_bytes=tuple(prediction.moved_bytes[rank] / program.end for rank in ranks),
