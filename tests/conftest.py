@@ -1,16 +1,20 @@
 """Fixtures and hooks of all tests: eight devices on any machine, strict promotion of dtypes and ranks, types checked at run time."""
 
 import collections
+import copy
+import functools
 import gc
 import os
 import pathlib
 import re
 import signal
+import types
 from typing import Protocol
 
 import jax
 import pytest
 from beartype import BeartypeConf
+from beartype._decor._nontype import decornontype
 from beartype.claw import beartype_packages
 from hypothesis.internal.conjecture import providers
 from jax.experimental.compilation_cache import compilation_cache
@@ -37,6 +41,31 @@ providers._get_local_constants = lambda: providers._local_constants
 SHAPED = [module_name(path) for folder in PACKAGES.values() for path in folder.rglob("*.py") if "jaxtyping" in path.read_text("utf-8")]
 beartype_packages([*PACKAGES], conf=BeartypeConf(is_pep484_tower=True))  # an int will do for a float, as for mypy
 install_import_hook(SHAPED, "beartype.beartype")
+# A function inside of another one would get new checks at each call of that one, which took a tenth of the time of all tests.
+_with_checks, _checked = decornontype.beartype_func, {}
+
+
+def _with_checks_once(func, conf, func_wrapper=None, **options):
+    if func_wrapper is not None or any(options.values()) or "<locals>" not in func.__qualname__:
+        return _with_checks(func, conf, func_wrapper, **options)
+    annotations, checked = _checked.get((func.__code__, conf), ({}, None))
+    if checked and annotations == func.__annotations__:
+        return _checking(checked, func)
+    checked = _with_checks(func, conf)
+    if {"__beartype_func", "__beartype_call_curr"} <= {*(getattr(checked, "__kwdefaults__", None) or ())}:
+        _checked[func.__code__, conf] = func.__annotations__, _checking(checked, None)  # which keeps nothing alive
+    return checked
+
+
+def _checking(checked, func):
+    again = types.FunctionType(checked.__code__, checked.__globals__, None, checked.__defaults__, checked.__closure__)
+    call = copy.copy(checked.__kwdefaults__["__beartype_call_curr"])
+    call.decoratee = func
+    again.__kwdefaults__ = checked.__kwdefaults__ | {"__beartype_func": func, "__beartype_call_curr": call}
+    return functools.update_wrapper(again, func)
+
+
+decornontype.beartype_func = _with_checks_once
 # Python 3.11 reads all members of an object, and computes its properties, at each check against a protocol, which took a quarter of the
 # time of all tests. For the packages' own classes and protocols, a check that succeeds once for a class is not repeated.
 _has_all_members, _known = type(Protocol).__instancecheck__, set()
