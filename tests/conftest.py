@@ -32,6 +32,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 for number, usual in {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}.items():
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, usual)
+os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"  # no test reaches the Hub, nor do programs that it starts
 # No test cuts the power: what is written need not be on the disk, for which each test of a run would wait a hundred times.
 os.fsync = lambda number: os.fstat(number if isinstance(number, int) else number.fileno()) and None
 # Hypothesis would read the source of all modules, for some seconds in each worker, to try the constants that they have.

@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from jpipe import InputError
 from jpipe.errors import nearest
+from jpipe.files import expanded
 
 GROUPS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -28,6 +29,7 @@ GROUPS: Final[Mapping[str, str]] = MappingProxyType(
         "losses": "loss.name",  # a function (outputs, labels) -> (sum, weight)
         "sources": "warm_start.file",  # an object with the functions of `jpipe_train.checkpoint.sources.source.Format`
         "layouts": "--layout",  # a function that takes an `ExportRequest` of `jpipe_train.checkpoint`, and a function that prints a line
+        "schemes": "a path, before the colon",  # an object with the functions of `jpipe_lm.hub`, for names such as `hf:owner/name`
         "commands": "jpipe",  # a function for tyro, or a `tyro.extras.SubcommandApp`
     }
 )
@@ -87,6 +89,26 @@ def find(group: str, name: str) -> Any:
     except Exception as error:
         line = traceback.format_exception_only(error)[-1].strip().partition("\n")[0]
         raise InputError(f"{described(known[name])} cannot be imported: {line}; correct the module, or uninstall the package") from None
+
+
+def scheme_of(path: str) -> Any:
+    """Return what a package adds for names like this one, such as `hf:owner/name`; None if the text is a path."""
+    scheme, colon, _ = path.partition(":")
+    return find("schemes", scheme) if colon and scheme in entries("schemes") else None
+
+
+def located(path: str, where: str) -> Path:
+    """Return the path on this machine of what a name means, after downloading it if need be. In a path, the home folder replaces `~`.
+
+    Args:
+        path: a path or a name.
+        where: the config key or option that gives it, for messages.
+
+    Raises:
+        InputError: as in `jpipe.files.expanded`; or what the name means is not on this machine and cannot be downloaded.
+    """
+    scheme = scheme_of(path)
+    return expanded(path if scheme is None else scheme.fetch(path, where), where)
 
 
 def packages() -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from jpipe_lm.config.model_config import ModelConfig
 from jpipe_train.checkpoint.sources.source import Source, Spec
 from jpipe_train.config.config import WarmStartConfig
 from jpipe_train.config.model_section import ModelSection
+from jpipe_train.registry import located
 
 _FILE, _ADAPTERS = "warm_start.file", "warm_start.adapters"
 
@@ -42,7 +43,7 @@ def open_source(path: Path, config: WarmStartConfig, model: ModelSection, specs:
         raise InputError("warm_start.names has no effect for a folder of Hugging Face's layout, because its names are known; leave it out")
     if config.adapters is None:
         return source
-    base, adapters = description.read(path), resolved(config.adapters, _ADAPTERS)
+    base, adapters = description.read(path), _located(config.adapters, _ADAPTERS)
     if specs is None:
         description.read_adapters(adapters, base)
         return source
@@ -61,7 +62,7 @@ def fill_config(data: dict[Any, Any], where: str) -> None:
     warm_start, model = data["warm_start"], data.get("model")
     file, adapters = warm_start["file"], warm_start.get("adapters")
     if (is_folder := description.is_folder(file)) and isinstance(model, dict | None):
-        data["model"] = description.fill_section(model or {}, resolved(file, _FILE), where, warm_start.get("mode") == "partial")
+        data["model"] = description.fill_section(model or {}, _located(file, _FILE), where, warm_start.get("mode") == "partial")
     if not isinstance(adapters, str) or not description.has_adapters(adapters):
         return  # this error is reported when the run begins
     if not is_folder:
@@ -72,5 +73,9 @@ def fill_config(data: dict[Any, Any], where: str) -> None:
     tune = data.get("tune")
     lora = tune.get("lora") if isinstance(tune, dict) else None
     if isinstance(tune, dict | None) and isinstance(lora, dict | None):
-        base, folder = description.read(resolved(file, _FILE)), resolved(adapters, _ADAPTERS)
+        base, folder = description.read(_located(file, _FILE)), _located(adapters, _ADAPTERS)
         data["tune"] = {**(tune or {}), "lora": description.fill_lora(lora or {}, folder, base, where)}
+
+
+def _located(path: str, where: str) -> Path:
+    return resolved(str(located(path, where)), where)

@@ -17,8 +17,8 @@ class PrepareRequest:
     """The arguments of `jpipe data prepare`.
 
     Attributes:
-        source: Files, folders or globs to read; by default the source code of Python's standard library.
-        tokenizer: A tokenizer.json, which is copied into the folder; jpipe data tokenizer makes one.
+        source: Files, folders, globs or names such as hf:datasets/owner/name; by default the source code of Python's standard library.
+        tokenizer: A tokenizer.json, its folder, or a name such as hf:owner/name. It is copied; jpipe data tokenizer makes one.
         out: The folder to create.
         form: What a document is. text: a text file, or a row of JSON lines, CSV, TSV, Parquet or Arrow with a text. auto: the same, but
             other files are rejected. prompts: a row with a prompt and an answer. chat: a conversation. tokens: a row with token ids.

@@ -13,7 +13,6 @@ from jaxtyping import UInt8
 
 from jpipe import InputError
 from jpipe.errors import shortened
-from jpipe.files import expanded
 from jpipe_lm.config.data_config import BYTES, DataConfig
 from jpipe_lm.config.sections import data_of
 from jpipe_lm.data import texts
@@ -31,6 +30,7 @@ from jpipe_train.data.files import kinds
 from jpipe_train.data.files.file_array import FileArray
 from jpipe_train.data.files.wrong_lines import Place as FilePlace
 from jpipe_train.data.sources import DataPath, parts_of
+from jpipe_train.registry import located
 
 _MOST_IN_MEMORY = 2**28  # bytes; if files have more, they are read when needed
 Place = Callable[[int], str] | None
@@ -112,7 +112,7 @@ def _check_kinds(data: DataConfig) -> None:
         as_it_is = "or set data.format: bytes to learn its bytes"
         with sources.readable(where):
             names, files = sources.find_files(path, where)
-            if token_files.INDEX in names and expanded(path, where).is_dir():
+            if token_files.INDEX in names and located(path, where).is_dir():
                 raise InputError(
                     f"'{path}' is a folder of tokens from jpipe data prepare",
                     where=where,
@@ -136,7 +136,7 @@ def _check_kinds(data: DataConfig) -> None:
 def check_beside_weights(config: Config) -> None:
     """Check that tokens mean the same as for the run's initial weights, if both tokenizers are known."""
     ours, file = tokenizers.file_of(config), config.warm_start.file
-    beside = None if file is None else expanded(file, "warm_start.file") / tokenizers.FILE
+    beside = None if file is None else located(file, "warm_start.file") / tokenizers.FILE
     if ours is None or beside is None or config.warm_start.mode == "partial" or not (ours.is_file() and beside.is_file()):
         return
     key = "data.path" if data_of(config).format == "tokens" else "data.tokenizer"

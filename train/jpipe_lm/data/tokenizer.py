@@ -15,11 +15,12 @@ from jaxtyping import Int64, UInt32
 
 from jpipe import InputError
 from jpipe.errors import nearest
-from jpipe.files import expanded, read_bytes
+from jpipe.files import read_bytes
 from jpipe_lm.config.data_config import DataConfig
 from jpipe_lm.data.files import tokenizer_limits
 from jpipe_train.config.section import AUTO
 from jpipe_train.console.terminal import first_line
+from jpipe_train.registry import located
 
 FILE = "tokenizer.json"
 MOST_BYTES = 2**27  # the largest size of a tokenizer.json; the largest known vocabularies need a quarter of it
@@ -192,7 +193,7 @@ def load(path: str | Path, where: str, end_of_text: str | None = AUTO) -> Tokeni
         InputError: the file cannot be read, is too large, or is not a tokenizer; or the tokenizer does not have the token.
     """
     try:
-        file = expanded(str(path), where)
+        file = _file(str(path), where)
         content = read_bytes(file, MOST_BYTES)
     except OSError as error:
         raise InputError(f"cannot read '{path}': {error.strerror}", where=where, change="give a tokenizer.json") from None
@@ -237,8 +238,14 @@ def file_of(config: Any) -> Path | None:
     if not isinstance(data := config.data, DataConfig):
         return None
     if data.format == "tokens":
-        return expanded(str(data.first_path), "data.path") / FILE
-    return None if data.tokenizer is None else expanded(data.tokenizer, "data.tokenizer")
+        return located(str(data.first_path), "data.path") / FILE
+    return None if data.tokenizer is None else _file(data.tokenizer, "data.tokenizer")
+
+
+def _file(path: str, where: str) -> Path:
+    """Return the path of a tokenizer.json, given this path or its folder."""
+    found = located(path, where)
+    return found / FILE if found.is_dir() else found
 
 
 def _with_end(tokenizer: Tokenizer, after: tuple[int, ...], end_of_text: str | None) -> Tokenizer:

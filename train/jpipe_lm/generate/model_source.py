@@ -31,6 +31,7 @@ from jpipe_train.checkpoint.weights import SavedWeights, check_steps, choose
 from jpipe_train.config import config_file
 from jpipe_train.config.config import AUTO, Config
 from jpipe_train.console.options import Weights
+from jpipe_train.registry import located
 
 _SETTINGS = ("config.json", "generation_config.json")  # files in Hugging Face's layout that may name the tokens at the end of a text
 
@@ -92,7 +93,7 @@ def find(
     Raises:
         InputError: the folder or checkpoint does not exist; the model cannot generate; or its tokenizer is unknown.
     """
-    folder = resolved(source, "generate")
+    folder = resolved(str(located(source, "generate")), "generate")
     if folder.is_file():
         huggingface.reject_file(folder)
         raise InputError(f"generate: expected a run folder or a folder in Hugging Face's layout, found the file '{source}'; give a folder")
@@ -159,7 +160,7 @@ def _find_in_folder(folder: Path, source: str, tokens_of: str | None, dtype: str
     model = {"": {name: spec._replace(dtype="float32") for name, spec in arrays.specs.items()}}
     warm_start.fitting(arrays, model, strict=True, hint=again)
     if adapters is not None:
-        beside = resolved(adapters, "--adapters")
+        beside = resolved(str(located(adapters, "--adapters")), "--adapters")
         tune = TuneConfig(lora=LoraConfig(**config_json.read_adapters(beside, base).lora))
         arrays = huggingface.with_adapters(arrays, beside, base, "language")
     names_of_layer: dict[str, list[str]] = {}

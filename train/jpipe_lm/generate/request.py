@@ -13,7 +13,7 @@ class Request:
     """The arguments of `jpipe generate`.
 
     Attributes:
-        source: A run folder, such as runs/0001, or a folder in Hugging Face's layout, with config.json.
+        source: A run folder, such as runs/0001, a folder in Hugging Face's layout, or the name of a model, such as hf:owner/name.
         prompts: The text to continue. The option may be repeated. Without it, standard input is read.
         tokens: Generate at most N tokens, fewer if the text ends or the model has no more positions. Default: 100, with --chat 1,000.
         stops: End the output before this text. The option may be repeated.
@@ -27,7 +27,7 @@ class Request:
         seed: The seed of sampling.
         step: The checkpoint after N steps, or the best checkpoint of a run with checkpoint.best; by default the newest complete checkpoint.
         weights: The newest parameters, or their moving average (ema) in a run with optimizer.ema_decay.
-        adapters: A folder in PEFT's layout, with adapters for a model in Hugging Face's layout.
+        adapters: A folder in PEFT's layout, or its name, with adapters for a model in Hugging Face's layout.
         tokenizer: A tokenizer.json that replaces the model's own. bytes: each byte is a token.
         devices: Place the layers on N devices, in order. By default, use the smallest number with enough memory; with several processes,
             use all devices.
@@ -35,7 +35,7 @@ class Request:
         as_json: At the end, write one JSON object for each prompt, with prompt, text, tokens and end.
     """
 
-    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|FOLDER")]
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|FOLDER|NAME")]
     prompts: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(name="prompt", metavar="TEXT")] = ()
     tokens: OptionalCount = None
     stops: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(name="stop", metavar="TEXT")] = ()

@@ -6,7 +6,7 @@ from typing import Annotated
 import tyro
 
 from jpipe_train import registry
-from jpipe_train.console.options import OptionalStep, Overrides, Weights
+from jpipe_train.console.options import Flag, OptionalStep, Overrides, Weights
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,9 @@ class ExportRequest:
             if model.target is a whole model. huggingface: a folder with config.json and model.safetensors, for decoders and BERT, with
             adapters merged into the weights. peft: a folder with only the adapters.
         overrides: Replace one key of a config, such as model.preset=gpt2-124m.
+        push: Then upload it under this name, such as hf:me/my-model. What will be uploaded is shown, and you are asked first.
+        yes: With --push, do not ask.
+        public: With --push, let everyone read a new model. By default it is private.
     """
 
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|CONFIG")]
@@ -33,6 +36,9 @@ class ExportRequest:
     weights: Weights = "newest"
     layout: Annotated[str, tyro.conf.arg(metavar=f"{{{','.join(registry.names('layouts'))}}}")] = "jpipe"
     overrides: Overrides = ()
+    push: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    yes: Flag = False
+    public: Flag = False
 
     @property
     def path(self) -> str:

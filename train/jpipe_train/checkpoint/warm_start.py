@@ -25,6 +25,7 @@ from jpipe_train.config.config import Config
 from jpipe_train.console.terminal import count
 from jpipe_train.launch.team import Team
 
+_FILE = "warm_start.file"
 _SHOWN = 3  # number of layers that a message lists
 _EXPECTED = "a safetensors file, or the folder of a run, of an Orbax checkpoint or of Hugging Face's layout"
 _HINT = "is it of another model? With warm_start.mode=partial all parameters with matching names and shapes are used"
@@ -52,7 +53,7 @@ def load(
     Raises:
         InputError: the file cannot be read, does not match the model, or differs between processes.
     """
-    path, strict = resolved(str(config.warm_start.file), "warm_start.file"), config.warm_start.mode == "strict"
+    path, strict = _file(config), config.warm_start.mode == "strict"
     specs = pipe.stack.ties.without_seconds(param_specs(pipe.stack, pipe.plan, batch))
     model = {
         layer_id: {f"{layer_id}/{name}": Spec(leaf.shape, str(leaf.dtype)) for name, leaf in by_path(tree).items()}
@@ -84,7 +85,11 @@ def load(
 
 def check_files(config: Config) -> None:
     """Check, from the headers alone, that the files of `warm_start` can be read. Raise InputError if a file cannot be read."""
-    _source(resolved(str(config.warm_start.file), "warm_start.file"), config, None, lambda _: None)
+    _source(_file(config), config, None, lambda _: None)
+
+
+def _file(config: Config) -> Path:
+    return resolved(str(registry.located(str(config.warm_start.file), _FILE)), _FILE)
 
 
 def _by_name(source: Source, config: Config, pipe: jpipe.Pipeline, model: dict[str, Spec]) -> Source:

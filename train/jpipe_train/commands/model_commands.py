@@ -3,6 +3,7 @@
 import os
 
 import jpipe
+from jpipe.files import expanded
 from jpipe_train import registry
 from jpipe_train.checkpoint.export_request import ExportRequest
 from jpipe_train.console import interrupt
@@ -35,5 +36,19 @@ def export(request: Fields[ExportRequest]) -> int:
         raise jpipe.InputError("export: expected one file or folder to write, such as --out gpt.safetensors")
     if request.overrides and not os.path.isfile(request.source):
         raise jpipe.InputError(f"--set {request.overrides[0]} has no effect for a run; leave it out")
-    write(request, lambda line: print(printable(line)))
+    if request.push is None and (request.yes or request.public):
+        raise jpipe.InputError("export: --yes and --public have no effect without --push; add --push NAME, or leave them out")
+    scheme = None if request.push is None else registry.scheme_of(request.push)
+    if request.push is not None and scheme is None:
+        known = " or ".join(f"{name}:…" for name in registry.names("schemes"))
+        raise jpipe.InputError(where="--push", expected=f"a name {known}", found=f"'{request.push}'", change="correct it")
+    if scheme is not None:
+        scheme.check(request.push, is_confirmed=request.yes)
+    write(request, _print)
+    if scheme is not None:
+        scheme.push(request.push, expanded(request.path, "--out"), _print, is_confirmed=request.yes, is_public=request.public)
     return 0
+
+
+def _print(line: str) -> None:
+    print(printable(line))

@@ -1,7 +1,9 @@
 """Read a config from YAML with `--set key=value` overrides, and write it back."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import functools
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,7 @@ def load(
 
     Raises:
         InputError: the file cannot be read or parsed; a key is unknown, or has a wrong type or value; the config names functions without
-            `allow_code`; a key contradicts `warm_start.file`.
+            `allow_code`; a key contradicts `warm_start.file`; or a name of a model or of data cannot be found.
     """
     data = _read(path)
     if str(data.get("format")).startswith("jpipe-plan/"):
@@ -49,6 +51,7 @@ def load(
     _let_overrides_decide_model(data, overridden)
     _let_override_decide_length(data, overridden)
     where = " ".join([str(path), *(f"--set {override}" for override in overrides)])
+    _pin_names(data, where)
     for name in registry.names("sources") if _has_file(data) else ():
         registry.find("sources", name).fill_config(data, where)
     config = _validated(data, where)
@@ -72,6 +75,31 @@ def load(
             "add --allow-code"
         )
     return config
+
+
+def _pin_names(data: dict[Any, Any], where: str) -> None:
+    """Pin names of models and data, such as `hf:owner/name`, to the version of today, or to the version of the run that resumes."""
+    found = [each for section in ("data", "warm_start") for each in _with_names(data.get(section), (section,))]
+    run = data.get("run") if found else None
+    folder = run.get("dir") if isinstance(run, dict) else None
+    recorded = expanded(folder, "run.dir") / "config.yaml" if isinstance(folder, str) else None
+    earlier = _read(recorded) if recorded is not None and recorded.is_file() else {}
+    for holder, keys in found:
+        try:
+            before = functools.reduce(operator.getitem, keys, earlier)
+        except (KeyError, IndexError, TypeError):
+            before = None
+        name, place = holder[keys[-1]], ".".join(map(str, keys))
+        holder[keys[-1]] = registry.scheme_of(name).pin(name, f"{where}: {place}", before if isinstance(before, str) else None)
+
+
+def _with_names(value: Any, keys: tuple[Any, ...]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Yield the dict or list that holds each name in a section, and the keys that lead to it. Arguments of functions are left out."""
+    for key, part in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        if isinstance(part, str) and registry.scheme_of(part) is not None:
+            yield value, (*keys, key)
+        elif key != "arguments":
+            yield from _with_names(part, (*keys, key))
 
 
 def _beside_plan_file(file: str) -> tuple[str, ...]:

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from jpipe import InputError
 from jpipe.errors import shortened
-from jpipe.files import expanded
 from jpipe_train.config.data_section import DataSection
 from jpipe_train.data.files import arrow, saved_datasets, streams
 from jpipe_train.data.files.kinds import kind_of, rows_in
+from jpipe_train.registry import located
 
 
 def named(path: str | None) -> str:
@@ -69,7 +69,7 @@ def find_files(path: str | None, where: str = "data.path", content: str = "text"
     """
     if path is None:
         return _ordered(_walk(Path(sysconfig.get_path("stdlib")), suffix=".py", leave_out=_NOT_LIBRARY, links=False))
-    root = expanded(path, where)
+    root = located(path, where)
     if root.is_dir():
         names, files = _in_folder(path, root, where)
     elif root.exists():
@@ -99,7 +99,7 @@ def left_out(*paths: str | None) -> tuple[str, ...]:
     """
     lines = []
     for path in paths:
-        root = None if path is None else expanded(path, "data.path")
+        root = None if path is None else located(path, "data.path")
         if root is None or not root.is_dir() or saved_datasets.is_saved(root):
             continue
         with readable():
@@ -123,7 +123,7 @@ def with_validation(path: str | None, where: str) -> tuple[str | None, str | Non
     Raises:
         InputError: a `DatasetDict` has no split `train`.
     """
-    root = None if path is None else expanded(path, where)
+    root = None if path is None else located(path, where)
     if root is None or not root.is_dir():
         return path, None
     splits = {name: str(folder) for name, folder in saved_datasets.splits(root, where).items()}

@@ -56,6 +56,7 @@ from jpipe_train.run.starting import (
 )
 from jpipe_train.run.training import Training
 
+_LONGEST_DOWNLOAD = 24 * 3600.0  # seconds that hosts wait for the downloads of each other
 _MANY_LAYERS = 100  # checking a hundred layers takes seconds, checking a thousand about a minute and a half
 
 
@@ -180,16 +181,16 @@ def agree_on_config(
 def check_early(config: Config, settings: RunSettings, team: Team, resumed: Resumed | None, resume: Resume) -> None:
     """Check everything that needs neither devices nor data, so that a mistake is reported within seconds."""
     stopping.check(settings)
-    check_by_reading(config)
-    if config.plan.file == AUTO:
-        Request().with_extras(config.plan)
-    if resumed is None:
-        if config.warm_start.file is not None:
+    with team.working("files to be found or downloaded", _LONGEST_DOWNLOAD):
+        check_by_reading(config)
+        if resumed is None and config.warm_start.file is not None:
             from jpipe_train.checkpoint import warm_start
 
             warm_start.check_files(config)
-        if team.is_first:
-            check_folder(settings, anew=resume == "auto")
+    if config.plan.file == AUTO:
+        Request().with_extras(config.plan)
+    if resumed is None and team.is_first:
+        check_folder(settings, anew=resume == "auto")
 
 
 def prepare(

@@ -13,6 +13,7 @@ from jpipe import InputError
 from jpipe.errors import explain, short
 from jpipe.files import expanded, open_to_read, read_bytes, shown
 from jpipe_lm.config.huggingface import ADAPTER_CONFIG, CONFIG, MOST_BYTES, inside, load_json
+from jpipe_lm.hub import fetch_weights
 from jpipe_train.checkpoint.sources.safetensors_file import tensors_file
 from jpipe_train.checkpoint.sources.source import Spec
 
@@ -112,6 +113,7 @@ def look_into(path: Path) -> Folder:
     Raises:
         InputError: there are no safetensors files, or one is missing, cut off, or outside the folder.
     """
+    fetch_weights(path)
     return _of_files(path, [WHOLE] if os.path.lexists(path / WHOLE) else _in_index(path))
 
 
@@ -121,6 +123,7 @@ def look_into_adapters(path: Path) -> Folder:
     Raises:
         InputError: there is no safetensors file, or it is cut off or outside the folder.
     """
+    fetch_weights(path)
     if not os.path.lexists(path / ADAPTER_WEIGHTS):
         pickles = sorted(name for name in os.listdir(path) if name.endswith(_PICKLES))
         found = f"found {pickles[0]}; {_ADAPTER_HINT}" if pickles else "found none; give a folder such as PEFT's save_pretrained writes"

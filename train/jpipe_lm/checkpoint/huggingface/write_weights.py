@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jpipe import InputError
-from jpipe.files import expanded, new_folder, read_bytes, resolved, shown, unused, write_atomically
+from jpipe.files import expanded, new_folder, read_bytes, shown, unused, write_atomically
 from jpipe_lm.checkpoint.adapters import merged, merged_specs
 from jpipe_lm.checkpoint.huggingface.names import Layout, layout
 from jpipe_lm.checkpoint.huggingface.tensors_file import write_tensors
@@ -30,6 +30,7 @@ from jpipe_train.checkpoint.weights import by_path
 from jpipe_train.config import config_file
 from jpipe_train.config.config import Config
 from jpipe_train.console.terminal import count
+from jpipe_train.registry import located
 
 LIMIT = 5 * 10**9  # the most bytes of tensors in a file
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -178,9 +179,9 @@ def _architecture(config: Config) -> str | None:
 
 def _original(config: Config) -> dict[str, Any]:
     """Return the content of `config.json` in the folder of the warm start, if it still exists."""
-    if config.warm_start.file is not None and huggingface.is_folder(config.warm_start.file):
-        with contextlib.suppress(InputError):
-            return huggingface.load_json(resolved(config.warm_start.file, "warm_start.file") / huggingface.CONFIG, huggingface.MOST_BYTES)
+    with contextlib.suppress(InputError):
+        if config.warm_start.file is not None and huggingface.is_folder(config.warm_start.file):
+            return huggingface.load_json(located(config.warm_start.file, "warm_start.file") / huggingface.CONFIG, huggingface.MOST_BYTES)
     return {}
 
 

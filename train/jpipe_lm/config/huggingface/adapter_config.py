@@ -9,10 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from jpipe import InputError
 from jpipe.errors import short
-from jpipe.files import expanded, shown
+from jpipe.files import shown, unusable
 from jpipe_lm.config.huggingface.families import ARCHITECTURES
 from jpipe_lm.config.huggingface.read_config import MOST_BYTES, Description, inside, load_json, validated
 from jpipe_lm.config.tune_config import PARTS, TARGETS
+from jpipe_train.registry import located
 
 ADAPTER_CONFIG = "adapter_config.json"
 _HINT = "jpipe does not support such adapters; use other adapters, or merge them into the model with PEFT"
@@ -76,8 +77,8 @@ class Adapters(NamedTuple):
 def has_adapters(path: str) -> bool:
     """Return whether the path is a folder in PEFT's layout."""
     try:
-        return (expanded(path, "folder") / ADAPTER_CONFIG).is_file()
-    except (InputError, OSError):  # reported when the folder is read
+        return unusable(path) is None and (located(path, "warm_start.adapters") / ADAPTER_CONFIG).is_file()
+    except OSError:  # reported when the folder is read
         return False
 
 

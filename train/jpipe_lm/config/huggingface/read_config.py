@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from jpipe import InputError
 from jpipe.errors import MISSING, Problem, explain, problems_of, short
-from jpipe.files import expanded, read_text, shown
+from jpipe.files import read_text, shown, unusable
 from jpipe_lm.config.huggingface import labels
 from jpipe_lm.config.huggingface.conversion import keys_of, names_of, schema
 from jpipe_lm.config.huggingface.experts_config import OF_THE_LOSS
@@ -19,6 +19,7 @@ from jpipe_lm.config.huggingface.parts import HINT, in_json
 from jpipe_lm.config.model.experts_section import replace_all_mlps
 from jpipe_lm.config.model.rope_section import RopeScaling
 from jpipe_lm.config.model_config import LOWER, ModelConfig
+from jpipe_train.registry import located
 
 CONFIG = "config.json"
 MOST_BYTES = 2**20  # hundreds of times the usual size of a `config.json`
@@ -37,8 +38,8 @@ class Description(NamedTuple):
 def is_folder(path: str) -> bool:
     """Return whether the path is a folder in Hugging Face's layout."""
     try:
-        return (expanded(path, "folder") / CONFIG).is_file()
-    except (InputError, OSError):  # reported when the folder is read
+        return unusable(path) is None and (located(path, "warm_start.file") / CONFIG).is_file()
+    except OSError:  # reported when the folder is read
         return False
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from jpipe import InputError
 from jpipe.errors import short
-from jpipe.files import expanded, read_text
+from jpipe.files import read_text
 from jpipe_lm.data.tokenizer import Tokenizer
+from jpipe_train.registry import located
 
 FILE = "chat_template.jinja"
 FOLDER = "additional_chat_templates"
@@ -64,7 +65,7 @@ def find(tokenizer: Tokenizer, chosen: str | None = None, where: str = "data.cha
     settings = _settings(folder / SETTINGS)
     variables = _special_tokens(settings, tokenizer)
     if chosen is not None:
-        return Template({_DEFAULT: _read(expanded(chosen, where), where)}, variables, f"'{chosen}'")
+        return Template({_DEFAULT: _read(located(chosen, where), where)}, variables, f"'{chosen}'")
     more = sorted(path for path in (folder / FOLDER).glob("*.jinja") if path.is_file())[:_MOST_TEMPLATES]
     files = {_DEFAULT: folder / FILE} if (folder / FILE).is_file() else {}
     files |= {path.name.removesuffix(".jinja"): path for path in more}

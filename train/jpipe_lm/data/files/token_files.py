@@ -20,11 +20,12 @@ from pydantic import Field
 
 from jpipe import InputError
 from jpipe.errors import explain, short
-from jpipe.files import expanded, open_to_read, read_bytes, read_text
+from jpipe.files import open_to_read, read_bytes, read_text
 from jpipe_lm.data.documents import Documents, Numbers, Shard
 from jpipe_lm.data.tokenizer import FILE, LARGEST_VOCABULARY, MOST_BYTES
 from jpipe_train.data import sources
 from jpipe_train.data.files.file_array import FileArray
+from jpipe_train.registry import located
 
 INDEX = "tokens.json"
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -95,7 +96,7 @@ def is_folder(path: str) -> bool:
 
     It is read as such a folder if it is one, or if it is no file, no glob, and no folder with files of rows.
     """
-    root = expanded(path, "data.path")
+    root = located(path, "data.path")
     if not root.is_dir():
         return not (root.is_file() or glob.has_magic(path))
     return (root / INDEX).exists() or not any(name.endswith(_WITH_ROWS) for _, _, names in os.walk(root) for name in names)
@@ -107,7 +108,7 @@ def read_index(path: str, where: str) -> tuple[Path, Index]:
     Raises:
         InputError: it is not a folder of tokens, a file is missing or has a wrong size, or the tokenizer did not make the tokens.
     """
-    folder = expanded(path, where)
+    folder = located(path, where)
     file = folder / INDEX
     text = read_text(
         file,
