@@ -56,7 +56,9 @@ class StageCost(Costs):
         kept: arrays that capabilities keep in addition to the optimizer state, such as the errors of compressed sums, or agreed weights.
         gathered: if each replica computes sums itself, for each piece of a sum (see `pieces_of`) the bytes that it sends to each other
             replica. If empty, gradients and then their sums go around a ring.
-        carries: for a slice of the rows, the part of `residuals` that later slices read, too.
+        carries: for a slice of the rows, bytes of the carries that its forward computes; they are not in `residuals`.
+        carries_used_up: bytes of the carries that its forward frees, because no backward reads them.
+        carries_freed: bytes of the carries that its backward frees, because no earlier slice keeps them.
         carry_message: for a slice of the rows, bytes of the gradients of the carries that a backward gets from the slice after it.
         carry_gradient: bytes of the gradients of the carries that it gives to the slice before.
         by_slice: if the plan cuts rows into slices, the cost of each slice; the other fields are the means. Empty: all slices have the
@@ -87,6 +89,8 @@ class StageCost(Costs):
     kept: int = 0
     gathered: tuple[int, ...] = ()
     carries: int = 0
+    carries_used_up: int = 0
+    carries_freed: int = 0
     carry_message: int = 0
     carry_gradient: int = 0
     by_slice: tuple["StageCost", ...] = ()
@@ -115,7 +119,7 @@ def mean_of_slices(costs: Sequence[StageCost]) -> StageCost:
 
 _SIZES_OF_SLICES = (
     *("inputs", "labels", "outputs", "residuals", "kept_outputs", "stash", "message", "gradient"),
-    *("carries", "carry_message", "carry_gradient"),
+    *("carries", "carries_used_up", "carries_freed", "carry_message", "carry_gradient"),
 )
 
 

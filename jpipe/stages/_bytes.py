@@ -1,5 +1,6 @@
 """The bytes of the arrays of stages, computed from shapes."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -50,8 +51,7 @@ def measure_bytes(
     because the parameters that it would need are frozen, takes 0.
     """
     f, a = functions, arrays_of(functions, chosen)
-    (kept_arguments, kept_outputs), unchanged_late = _of_microbatch(a, splits)
-    carries = () if f.positions is None else a.outputs[1]  # as long as the residuals of the slice that computes them
+    (kept_arguments, kept_outputs, kept_carries), unchanged_late = _of_microbatch(a, splits)
     has_backward, has_weight_gradient = float(f.output_gradient), float(f.output_gradient and has_gradient(f.trained, f.specs.params))
     backward_input = has_backward * (2.0 if recomputes else 1.0)
     return StageCost(
@@ -61,12 +61,13 @@ def measure_bytes(
         inputs=nbytes(a.received),
         labels=nbytes(a.labels),
         outputs=nbytes(a.sent),
-        residuals=nbytes((a.saved, kept_arguments, kept_outputs, carries)),
+        residuals=nbytes((a.saved, kept_arguments, kept_outputs)),
         kept_outputs=nbytes(kept_outputs),
         stash=nbytes(a.stash) - unchanged_late if splits else 0,
         message=nbytes(a.received_gradient),
         gradient=0 if f.first else nbytes(a.sent_gradient),
-        carries=nbytes(carries),
+        carries=0 if f.positions is None else nbytes(a.outputs[1]),
+        carries_freed=nbytes(kept_carries),
         carry_message=0 if f.positions is None else nbytes(a.message[0]) - nbytes(a.received_gradient[0]),
         carry_gradient=0 if f.positions is None else nbytes(a.gradient[0]) - nbytes(a.sent_gradient[0]),
         weights=nbytes((a.params, a.scale)),
@@ -80,8 +81,8 @@ def measure_bytes(
     )
 
 
-def _of_microbatch(a: Arrays, splits: bool) -> tuple[tuple[list[Any], list[Any]], int]:
-    """Select the (arguments, outputs) of one microbatch that are kept for the backward, without unchanged layer state and carries.
+def _of_microbatch(a: Arrays, splits: bool) -> tuple[tuple[list[Any], list[Any], list[Any]], int]:
+    """Select what is kept for the backward of a microbatch: (arguments, outputs, new carries), without unchanged state and other carries.
 
     Also return the bytes of unchanged state that the second half of a backward reads, 0 without halves.
     """
@@ -91,7 +92,8 @@ def _of_microbatch(a: Arrays, splits: bool) -> tuple[tuple[list[Any], list[Any]]
         first = len(jax.tree.leaves((f.specs.state, a.received)))
         of_carries, flow = range(first, first + len(jax.tree.leaves(f.specs.input[1]))), len(jax.tree.leaves(a.sent))
         arguments = [leaf for i, leaf in zip(f.residuals.arguments, arguments, strict=True) if i not in unchanged and i not in of_carries]
-        return (arguments, [leaf for i, leaf in zip(f.residuals.outputs, outputs, strict=True) if i < flow]), 0
+        count = sum(i < flow for i in f.residuals.outputs)  # these positions are sorted
+        return (arguments, [*outputs[:count]], [*outputs[count:]]), 0
     arguments_kept, late, begin = [], 0, len(jax.tree.leaves(a.outputs))
     for i, leaf in zip(f.residuals.arguments, arguments, strict=True):
         if i not in unchanged:
@@ -99,7 +101,7 @@ def _of_microbatch(a: Arrays, splits: bool) -> tuple[tuple[list[Any], list[Any]]
         elif splits and ("argument", i) in f.halves.late:
             late += nbytes(leaf)
     outputs_kept = [leaf for i, leaf in zip(f.residuals.outputs, outputs, strict=True) if i - begin not in unchanged]
-    return (arguments_kept, outputs_kept), late
+    return (arguments_kept, outputs_kept, []), late
 
 
 def joined_costs(functions: Sequence[Sequence[StageFunctions]], costs: Sequence[Sequence[StageCost]]) -> tuple[StageCost, ...]:
@@ -115,10 +117,33 @@ def joined_costs(functions: Sequence[Sequence[StageFunctions]], costs: Sequence[
         count, flops = len(of_stage), [sum(count_products(f.residuals.forward.jaxpr).values()) for f in of_functions]
         shares = [each * count / sum(flops) if any(flops) else 1.0 for each in flops]
         slices = tuple(
-            replace(cost, **{name: getattr(cost, name) * share for name in TIMES}) for cost, share in zip(of_stage, shares, strict=True)
+            replace(
+                cost,
+                **{name: getattr(cost, name) * share for name in TIMES},
+                carries_used_up=used_up,
+                carries_freed=cost.carries_freed + freed,
+            )
+            for cost, share, (used_up, freed) in zip(of_stage, shares, _carries_of_earlier(of_functions), strict=True)
         )
         joined.append(mean_of_slices(slices))
     return tuple(joined)
+
+
+def _carries_of_earlier(functions: Sequence[StageFunctions]) -> list[tuple[int, int]]:
+    """Return for each slice the bytes of the carries of earlier slices that its forward and its backward free.
+
+    Backwards are in reverse order, so the first slice that keeps a carry frees it; if none does, the last one that receives it.
+    """
+    freed, sizes = [], list[int]()  # of the received carries that no slice so far keeps
+    for f in functions:
+        first, begin = len(jax.tree.leaves((f.specs.state, f.specs.x[0]))), len(jax.tree.leaves(f.outputs_spec[0]))
+        keeps = [first + i in f.residuals.arguments for i in range(len(sizes))]
+        used_up = sum(size for i, size in enumerate(sizes) if not keeps[i] and i not in f.passed)
+        freed.append((used_up, sum(itertools.compress(sizes, keeps))))
+        new = iter(map(nbytes, arrays_of(f).outputs[1]))
+        left = [next(new) if source is None else 0 if keeps[source] else sizes[source] for source in f.passed]
+        sizes = [0 if begin + i in f.residuals.outputs else size for i, size in enumerate(left)]
+    return freed
 
 
 def arrays_of(functions: StageFunctions, chosen: Mapping[str, Sequence[Any]] | None = None) -> Arrays:

@@ -18,7 +18,7 @@ from jpipe.plan import Plan, Stage, repeats_forward
 from jpipe.programs._costs import StageCost
 from jpipe.stages._arrays import Arrays
 from jpipe.stages._builder import stage_functions
-from jpipe.stages._bytes import measure_bytes, nbytes
+from jpipe.stages._bytes import joined_costs, measure_bytes, nbytes
 from jpipe.stages._calls import Call, call_of, trace_call
 from jpipe.stages._gradients import with_gradients
 from jpipe.stages.functions._stage_functions import StageFunctions
@@ -134,3 +134,9 @@ def in_slices(plan: Plan, spec: tuple[Tree, Tree], stages: Sequence[StandaloneSt
         for stage, of_slice in zip(result[-1], functions, strict=True):
             vars(stage)["_functions"] = of_slice  # in place of those for whole rows
     return result
+
+
+def costs_in_slices(slices: Sequence[Sequence[StandaloneStage]]) -> tuple[StageCost, ...]:
+    """Return the costs of stages from `in_slices`: the costs of the mean slice and, in `by_slice`, of each slice."""
+    functions = [[stage._functions for stage in stages] for stages in slices]
+    return joined_costs(functions, [[stage.cost for stage in stages] for stages in slices])

@@ -215,8 +215,7 @@ def _change(prices: Prices, cost: StageCost, s: int, what: Kept, to_host: bool) 
 
 def _size(cost: StageCost, what: Kept) -> int:
     """Return the bytes that a move takes along; carries stay on the device, because other slices of the rows read them, too."""
-    sizes = {"optimizer": cost.optimizer, "versions": cost.trained, "residuals": cost.residuals - cost.carries, "stash": cost.stash}
-    return sizes[what]
+    return {"optimizer": cost.optimizer, "versions": cost.trained, "residuals": cost.residuals, "stash": cost.stash}[what]
 
 
 def _message(letter: str, what: Kept) -> MessageHooks:

@@ -58,15 +58,15 @@ class Prices:
         rank.
         """
         op, cost = OPS[name], self.costs[s]
-        left, made = {"residuals": cost.residuals, "stash": cost.stash}, cost.gradient + cost.carry_gradient if op.gives_gradient else 0
+        left = {"residuals": cost.residuals + cost.carries, "stash": cost.stash}
+        made = cost.gradient + cost.carry_gradient if op.gives_gradient else 0
         residuals = sum(size for kind, size in left.items() if kind in op.leaves)
         made += residuals
         if "output" in op.leaves:
             made += cost.message if s == self.plan.depth - 1 else cost.outputs - cost.kept_outputs
-        freed = cost.inputs + cost.labels
-        if not op.begins:
-            freed = left[op.reads] + (cost.message + cost.carry_message if op.reads == "residuals" else 0)
-            residuals -= left[op.reads]
+        used = {"inputs": cost.carries_used_up, "residuals": cost.residuals + cost.carries_freed, "stash": cost.stash}[op.reads]
+        residuals -= used
+        freed = used + {"inputs": cost.inputs + cost.labels, "residuals": cost.message + cost.carry_message, "stash": 0}[op.reads]
         # Arrays that two stages of a rank keep are freed when the second stage frees them.
         if before is not None:
             freed -= sum(arrays.size for arrays in cost.passed if arrays.receiver in op.parts and arrays.sender not in before)

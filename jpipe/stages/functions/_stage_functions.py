@@ -444,7 +444,7 @@ class StageFunctions:
     # Carries -------------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _passed(self) -> list[int | None]:
+    def passed(self) -> list[int | None]:
         """For each leaf of the carries that the forward leaves: the leaf of the received carries that it is, or None if it is new."""
         jaxpr, (y, _) = self.residuals.forward.jaxpr, self.residuals.results[0]
         first = len(jax.tree.leaves((self.specs.params, self.specs.state, self.specs.x[0])))
@@ -457,12 +457,12 @@ class StageFunctions:
         """Leave out the carries that are passed on unchanged; y is unchanged for whole rows."""
         if self.positions is None:
             return y
-        return y[0], [leaf for leaf, source in zip(jax.tree.leaves(y[1]), self._passed, strict=True) if source is None]
+        return y[0], [leaf for leaf, source in zip(jax.tree.leaves(y[1]), self.passed, strict=True) if source is None]
 
     def with_passed(self, y: Tree, carries: Tree) -> Tree:
         """Return the result of a forward with the carries that were passed on, which are arrays of the received carries."""
         received, new = jax.tree.leaves(carries), iter(y[1])
-        leaves = [next(new) if source is None else received[source] for source in self._passed]
+        leaves = [next(new) if source is None else received[source] for source in self.passed]
         return y[0], jax.tree.unflatten(jax.tree.structure(self._forward_spec[0][1]), leaves)
 
     @cached_property

@@ -122,18 +122,21 @@ def find_halves(model: Model, policies: Sequence[str], device: jax.Device) -> di
         if model.in_slices:
             raise
         return {}
-    found = {}
+    found, of_halves = {}, jpipe.stages.costs_in_slices(halves)
     for n, layer_id in enumerate(names):
         used = {equation.primitive.name for equation, *_ in find_products(whole[n].trace("forward", device).jaxpr.jaxpr)}
         if not model.in_slices and not used.issubset(_PRODUCTS):
             return {}
         total, (before, after) = products(whole[n]), (products(half[n]) for half in halves)
-        costs = [[(stage.stage.recompute, stage.cost) for stage in half[n :: len(names)]] for half in halves]
+        costs = {stage.stage.recompute: cost.by_slice for stage, cost in [*zip(whole, of_halves, strict=True)][n :: len(names)]}
+        carry = {policy: max(first.carries, 1) for policy, (first, _) in costs.items()}
         found[layer_id] = HalfRows(
             work=(before / total, after / total) if total else (0.5, 0.5),
             residuals={
-                policy: (first.residuals / rows, second.residuals / rows) for (policy, first), (_, second) in zip(*costs, strict=True)
+                policy: ((first.residuals + first.carries) / rows, second.residuals / rows) for policy, (first, second) in costs.items()
             },
-            carry=2 * costs[0][0][1].carry_message / rows,
+            carry=2 * costs["none"][0].carry_message / rows,
+            kept={policy: first.carries_freed / carry[policy] for policy, (first, _) in costs.items()},
+            unread={policy: second.carries_used_up / carry[policy] for policy, (_, second) in costs.items()},
         )
     return found

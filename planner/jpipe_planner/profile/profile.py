@@ -121,13 +121,17 @@ class HalfRows(_Data):
 
     Attributes:
         work: for each half the share of the layer's work for whole rows.
-        residuals: for each half the bytes of residuals for each row, by recomputation policy.
+        residuals: for each half the bytes of residuals for each row, by recomputation policy. The first half includes its carry.
         carry: bytes for each row that the layer keeps for later slices, such as keys and values.
+        kept: the share of `carry` that the backward of the same slice reads, too, by recomputation policy; without an entry, all of it.
+        unread: the share of `carry` that no backward reads, but only forwards, by recomputation policy; without an entry, nothing.
     """
 
     work: tuple[float, float]
     residuals: dict[str, tuple[float, float]]
     carry: float = 0.0
+    kept: dict[str, Share] = {}
+    unread: dict[str, Share] = {}
 
 
 class LayerProfile(_Data):
@@ -313,15 +317,21 @@ class Profile(_Data):
             return self.part_costs(plan, rows)
         lengths = self.slice_lengths(plan.slices)
         of_slices = [self.in_slices(lengths, n).part_costs(plan.counted, rows) for n in range(len(lengths))]
-        carries = {layer.id: rows * layer.halves.carry for layer in self.layers if layer.halves is not None}
+        halves = {layer.id: layer.halves for layer in self.layers if layer.halves is not None}
         joined = []
         for stage, costs in zip(plan.stages, zip(*of_slices, strict=True), strict=True):
-            carry = sum(carries[layer_id] for layer_id in stage.layers)
-            sizes = [
-                {"carry_message": math.ceil(carry * end) if end < 1 else 0, "carry_gradient": math.ceil(carry * begin)}
-                for begin, end in bounds_of(lengths)
-            ]
-            slices = [dataclasses.replace(cost, **size) for cost, size in zip(costs, sizes, strict=True)]
+            of_layers = [halves[layer_id] for layer_id in stage.layers]
+            carry = rows * sum(each.carry for each in of_layers)
+            kept = rows * sum(each.carry * each.kept.get(stage.recompute, 1.0) for each in of_layers)
+            unread = rows * sum(each.carry * each.unread.get(stage.recompute, 0.0) for each in of_layers)
+            slices, later, waiting = [], 0, 0  # carries that the next backward frees, and that the last forward frees
+            for cost, (begin, end) in zip(costs, bounds_of(lengths), strict=True):
+                made, own, until_last = (0 if end == 1 else round((end - begin) * size) for size in (carry, kept, unread))
+                waiting += until_last
+                sizes = {"carry_message": math.ceil(carry * end) if end < 1 else 0, "carry_gradient": math.ceil(carry * begin)}
+                sizes |= {"carries": made, "carries_used_up": waiting if end == 1 else 0, "carries_freed": own + later}
+                slices.append(dataclasses.replace(cost, residuals=max(cost.residuals - made, 0), **sizes))
+                later = max(made - own - until_last, 0)
             joined.append(jpipe.programs.mean_of_slices(slices))
         return tuple(joined)
 

@@ -7,6 +7,7 @@ of a time that does not grow with the rows, such as the time to read the weights
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -33,11 +34,10 @@ def value_of(halves: tuple[float, float], bounds: Bounds) -> float:
     return (end - begin) * (alone + pairs * end)
 
 
-def residuals_of(halves: tuple[float, float], bounds: Bounds) -> float:
-    """Return the residuals of a slice. All but the last one also keep what later slices read, if the backward does not read it."""
+def residuals_of(halves: tuple[float, float], carry: float, bounds: Bounds) -> float:
+    """Return the residuals of a slice. All but the last one also keep `carry`, which only later slices read."""
     begin, end = bounds
-    more = max(halves[0] - halves[1], 0.0)
-    return value_of((halves[0] - more, halves[1]), bounds) + (2 * more * (end - begin) if end < 1 else 0.0)
+    return value_of((halves[0] - carry / 2, halves[1]), bounds) + (carry * (end - begin) if end < 1 else 0.0)
 
 
 def layer_in_slices(layer: Any, sizes: Sequence[int], slices: Sequence[Bounds], chosen: Sequence[Bounds], saves: bool) -> Any:
@@ -53,11 +53,15 @@ def layer_in_slices(layer: Any, sizes: Sequence[int], slices: Sequence[Bounds], 
     halves = layer.halves
     assert halves is not None, "rows can be cut"
 
-    def mean(of: Callable[[tuple[float, float], Bounds], float], pair: tuple[float, float]) -> float:
-        return sum(of(pair, bounds) for bounds in chosen) / len(chosen)
+    def mean(of: Callable[[Bounds], float]) -> float:
+        return sum(map(of, chosen)) / len(chosen)
+
+    def residuals(policy: str) -> float:
+        later = (1 - halves.kept.get(policy, 1.0)) * halves.carry
+        return mean(partial(residuals_of, halves.residuals[policy], later))
 
     whole = 1.0 if saves else min(sum(value_of(halves.work, bounds) for bounds in slices), 1.0)
-    share, work = sum(end - begin for begin, end in chosen) / len(chosen), mean(value_of, halves.work) / (whole or 1.0)
+    share, work = sum(end - begin for begin, end in chosen) / len(chosen), mean(partial(value_of, halves.work)) / (whole or 1.0)
 
     def shrunk(name: str, n: int, factor: float) -> float | None:
         """Return a cost, with a factor for the part that grows with the rows."""
@@ -71,8 +75,8 @@ def layer_in_slices(layer: Any, sizes: Sequence[int], slices: Sequence[Bounds], 
     at = []
     for n, (rows, whole_rows) in enumerate(zip(sizes, layer.at, strict=True)):
         scratch = {name: size if (size := shrunk(name, n, share)) is None else math.ceil(size) for name in _OF_SCRATCH}
-        residuals = {
-            policy: math.ceil(rows * mean(residuals_of, halves.residuals[policy]) if policy in halves.residuals else share * size)
+        kept = {
+            policy: math.ceil(rows * residuals(policy) if policy in halves.residuals else share * size)
             for policy, size in whole_rows.residuals.items()
         }
         smaller = {
@@ -80,5 +84,5 @@ def layer_in_slices(layer: Any, sizes: Sequence[int], slices: Sequence[Bounds], 
         }
         outputs, flops = math.ceil(share * whole_rows.outputs), work * whole_rows.flops
         times = {name: shrunk(name, n, work) for name in _OF_WORK}
-        at.append(whole_rows.model_copy(update={"outputs": outputs, "flops": flops, "residuals": residuals, **times, **scratch, **smaller}))
+        at.append(whole_rows.model_copy(update={"outputs": outputs, "flops": flops, "residuals": kept, **times, **scratch, **smaller}))
     return layer.model_copy(update={"at": tuple(at)})

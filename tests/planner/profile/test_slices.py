@@ -40,10 +40,10 @@ def of(rows: int):
 def decoder() -> tuple[jpipe.LayerStack, Profile]:
     stack = layers(ModelConfig(depth=3, width=16, heads=2, vocab_size=11, seq_len=LENGTH))
     device = Device(name="one", flops={"float32": 1e9}, memory_bandwidth=1e15)
-    return stack, analyze(stack, of, loss, optax.adam(0.1), [1, 2], device, policies=("none", "full"), in_slices=True)
+    return stack, analyze(stack, of, loss, optax.adam(0.1), [1, 2], device, policies=("none", "elementwise", "full"), in_slices=True)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", "elementwise", "full"])
 @pytest.mark.parametrize("slices", [4, (24, 24, 8, 8), {"count": 3, "by": "cost"}], ids=str)
 def test_stages_in_slices_have_the_bytes_of_a_pipeline(decoder, slices, recompute):
     stack, profile = decoder
@@ -53,9 +53,11 @@ def test_stages_in_slices_have_the_bytes_of_a_pipeline(decoder, slices, recomput
         assert len(true.by_slice) == len(cost.by_slice)
         units = sum(each.forward for each in cost.by_slice) / len(cost.by_slice)
         for one, other in zip((true, *true.by_slice), (cost, *cost.by_slice), strict=True):
-            names = ("inputs", "carry_message", "carry_gradient", "weights", "optimizer", *(("outputs",) if s == 0 else ()))
+            names = "inputs", "carries", "carries_used_up", "carries_freed", "carry_message", "carry_gradient", "weights", "optimizer"
+            names = *names, *(("outputs",) if s == 0 else ())
             assert {name: getattr(one, name) for name in names} == {name: getattr(other, name) for name in names}
-            assert other.residuals == pytest.approx(one.residuals, rel=1e-3)
+            if recompute != "elementwise":  # which keeps joined keys and values for each slice
+                assert other.residuals == pytest.approx(one.residuals, rel=1e-3)
             assert other.forward / units == pytest.approx(one.forward, rel=2e-3)
 
 

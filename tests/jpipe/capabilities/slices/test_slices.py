@@ -26,6 +26,7 @@ from tests.jpipe.models import cut
 from tests.jpipe.running import KEY, check_close, check_equal
 from tests.jpipe.runtime.test_memory import peaks_of
 
+STOCHASTIC = {"activations": "int8", "gradients": "int8", "rounding": "stochastic"}
 HALVES = [{"backward_input": each / 2, "backward_weight": each / 2} for each in (3.0, 4.0, 3.5)]
 """Of the backwards of two slices, and of the mean slice."""
 
@@ -34,8 +35,11 @@ def plan_of(sizes=(2, 2, 2), m=3, schedule="pipedream_flush", **fields):
     return cut(models.stack().ids, sizes, schedule=schedule, microbatches=m, **fields)
 
 
-def pipeline(plan, stack=None, **options):
-    return Pipeline(stack or models.stack(), plan, models.loss, optax.adam(0.05), **options)
+def pipeline(plan, stack=None, devices=None, **options):
+    """Return a pipeline with all ranks on one device, so that replicas share what is compiled; on a mesh with all devices."""
+    if devices is None and not any(stage.mesh for stage in plan.stages):
+        devices = jax.devices()[:1] * len(plan.rank_workers)
+    return Pipeline(stack or models.stack(), plan, models.loss, optax.adam(0.05), devices, **options)
 
 
 def trained(pipe, batches):
@@ -85,7 +89,7 @@ def test_numbers_are_those_of_whole_rows(schedule, slices, sizes, options):
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize(("schedule", "fields"), [("pipedream_2bw", {}), ("zb_h1", {"replicas": 2})])
 def test_numbers_on_a_mesh_are_those_of_whole_rows(schedule, fields):
-    plans = [Plan.even(models.stack().ids, 2, schedule, 2, mesh={"data": 2}, slices=slices, **fields) for slices in (None, (1, 6, 3))]
+    plans = [Plan.even(models.stack().ids, 2, schedule, 2, mesh={"data": 2}, slices=slices, **fields) for slices in (None, (6, 4))]
     whole, sliced = (trained(pipeline(plan), models.batches(3, 2)) for plan in plans)
     check_close(sliced, whole, 1e-10)
 
@@ -96,15 +100,16 @@ def test_numbers_on_a_mesh_are_those_of_whole_rows(schedule, fields):
     [
         ("gpipe", 3, {}),
         ("pipedream_flush", 3, {"recompute": "full"}),
-        ("pipedream", 1, {}),
+        ("pipedream", 1, {"slices": (1, 6, 3)}),
         ("pipedream", 2, {"vertical_sync": True, "offload": {"residuals": "all", "versions": "all"}}),
         ("pipedream_2bw", 2, {"flush_first": 1}),
         ("pipedream", 3, {"sizes": (1, 2, 1, 2), "ranks": ((0, 2), (1, 3))}),
         ("pipedream", 2, {"stash": False}),
+        ("pipedream_2bw", 2, {"links": STOCHASTIC}),
     ],
 )
 def test_bits_are_those_of_the_slices_one_after_the_other(schedule, m, options):
-    plan, batches = plan_of(m=m, schedule=schedule, slices=(1, 6, 3), **options), models.batches(5, m)
+    plan, batches = plan_of(**{"m": m, "schedule": schedule, "sizes": (2, 4), "slices": (7, 3), **options}), models.batches(5, m)
     pipe = pipeline(plan)
     state = pipe.init(jax.random.key(KEY), batches[0])
     of_slices = pipe._bucket(microbatch_spec(batches[0], m)).slices
@@ -156,6 +161,7 @@ def test_programs_of_all_schedules_are_verified_and_hold_what_their_schedule_say
     ("schedule", "fields", "options"),
     [
         ("pipedream_flush", {"offload": {"residuals": "all"}}, {}),
+        ("pipedream_2bw", {"links": STOCHASTIC}, {}),
         ("pipedream", {"sizes": (1, 2, 1, 2), "ranks": ((0, 2), (1, 3))}, {}),
         ("pipedream_2bw", {"replicas": (1, 2), "m": 4, "sizes": (3, 3)}, {"clip_global_norm": 0.1}),
     ],
@@ -189,7 +195,7 @@ def test_shared_parameters_norms_and_loss_scales(schedule, m, options):
     stack = LayerStack(layers, [Tie(("attend", "k"), ("again", "q"))])
     clipped = {"clip_global_norm": 0.1, "precision": Precision(loss_scale=8.0)}
     fields = {"num_stages": 2, "schedule": schedule, "microbatches": m, **options}
-    plans = [Plan.even(stack.ids, **fields, slices=slices) for slices in (None, 3)]
+    plans = [Plan.even(stack.ids, **fields, slices=slices) for slices in (None, 2)]
     whole, sliced = (trained(pipeline(plan, stack, **clipped), models.batches(4, m)) for plan in plans)
     check_close(sliced, whole, 1e-10)
 
@@ -226,21 +232,53 @@ def test_costs_are_those_of_each_slice_and_of_the_mean_slice():
 @pytest.mark.parametrize(
     ("schedule", "fields"),
     [
-        ("pipedream_flush", {}),
-        ("gpipe", {}),
+        ("pipedream_flush", {"recompute": "full", "slices": (1, 4, 2, 3)}),
+        ("gpipe", {"recompute": "elementwise"}),
+        ("zb_h1", {"recompute": "full", "slices": 2}),
         ("zb_h1", {}),
-        ("pipedream", {}),
-        ("pipedream_flush", {"replicas": 2}),
+        ("pipedream", {"recompute": "full"}),
+        ("pipedream_flush", {"recompute": "elementwise", "replicas": 2}),
+        ("pipedream_flush", {"recompute": "full", "offload": {"residuals": "all"}}),
         ("pipedream_flush", {"offload": {"residuals": "all"}}),
         ("pipedream_2bw", {"links": {"activations": "int8", "gradients": "bfloat16"}}),
-        ("pipedream_2bw", {"sizes": (1, 2, 1, 2), "ranks": ((0, 2), (1, 3))}),
+        ("pipedream_2bw", {"recompute": "elementwise", "sizes": (1, 2, 1, 2), "ranks": ((0, 2), (1, 3))}),
     ],
 )
 def test_measured_peak_is_predicted(schedule, fields):
-    plan, batch = plan_of(m=4, schedule=schedule, slices=(1, 6, 3), **fields), models.batches(1, 4)[0]
+    plan, batch = plan_of(**{"m": 4, "schedule": schedule, "slices": (5, 2, 3), **fields}), models.batches(1, 4)[0]
     devices = jax.devices()[: len(plan.rank_workers)]
     measured, predicted = peaks_of(pipeline(plan, devices=devices), batch, devices)
-    np.testing.assert_allclose(measured, predicted, rtol=0.05)
+    np.testing.assert_allclose(measured, predicted, atol=64)  # but for a few scalars it is exact
+
+
+@pytest.mark.parametrize("recompute", ["none", "elementwise", "full"])
+def test_a_carry_is_freed_once_by_the_last_slice_that_reads_it(recompute):
+    slices = [cost.by_slice for cost in pipeline(plan_of(m=2, slices=(1, 4, 2, 3), recompute=recompute)).costs(models.batches(1, 2)[0])]
+    made = [[each.carries for each in of_stage] for of_stage in slices]
+    freed = [[each.carries_used_up + each.carries_freed for each in of_stage] for of_stage in slices]
+    keys_and_values = [2 * models.ROWS * models.WIDTH * 4 * length for length in (1, 4, 2, 0)]  # the last slice leaves none
+    assert made == [keys_and_values, [models.ROWS * models.WIDTH * 4] * 3 + [0], keys_and_values]
+    own = {"none": keys_and_values, "full": [0, *keys_and_values[:-1]], "elementwise": [0, 0, 0, sum(keys_and_values)]}
+    assert freed == [own[recompute], [0, *made[1][:-1]], own[recompute]]
+    assert all(not each.carries_used_up for of_stage in slices[::2] for each in of_stage) == (recompute != "elementwise")
+
+
+def test_slices_are_rounded_by_different_random_numbers():
+    stack = LayerStack({"first": models.act, "head": models.head()})
+    pipe, inputs = (
+        pipeline(Plan.even(stack.ids, 2, "gpipe", 1, slices=2, links=STOCHASTIC), stack),
+        np.ones((1, 10, models.WIDTH), np.float32),
+    )
+    inputs[..., 0] = 2.0  # sets the scale
+    spec = inputs, {"next": np.zeros((1, 10), int), "weight": np.ones((1, 10))}
+    stages = [of_slice[0] for of_slice in pipe._bucket(microbatch_spec(spec, 1)).slices]
+    messages = []
+    for f in stages:
+        (sent, _), *_ = f.forward({"first": {}}, {"first": {}}, (inputs[:, :5], {}), None, (jnp.uint32(0), jax.random.key(KEY)))
+        messages.append(f.exchange.decode("activation", sent, jax.ShapeDtypeStruct((1, 5, models.WIDTH), jnp.float32)))
+    assert np.any(messages[0] != messages[1])
+    for message in messages:
+        np.testing.assert_allclose(message, np.tanh(inputs[:, :5]), atol=1 / 127)
 
 
 def test_a_slice_costs_what_the_trace_says():
@@ -441,7 +479,7 @@ class LinenSum(linen.Module):
 @pytest.mark.parametrize("layer", [lambda rngs: Sum(rngs=rngs), LinenSum()], ids=["nnx", "linen"])
 def test_modules_of_flax_have_a_method_for_the_carry(layer):
     stack = LayerStack({"embed": models.embed(), "sum": layer, "head": models.head()})
-    plans = (Plan.even(stack.ids, 3, "pipedream_flush", 2, slices=slices) for slices in (None, 3))
+    plans = (Plan.even(stack.ids, 2, "pipedream_flush", 2, slices=slices) for slices in (None, 2))
     whole, sliced = (trained(pipeline(plan, stack), models.batches(2, 2)) for plan in plans)
     check_close(sliced, whole, 1e-10)
 
