@@ -112,7 +112,7 @@ class _Confirm:
     def offloading(self) -> None:
         """Compile the plans that lack least. They keep in host memory what they lack, plus the possible error of their estimates."""
         nearest = sorted(self.attempts, key=lambda attempt: attempt.compiled.lacking or 0)
-        for attempt in [one for one in nearest if one.ranked.candidate.offload is None and one.ranked.candidate.slices is None][:MOST_LEAN]:
+        for attempt in [one for one in nearest if one.ranked.candidate.offload is None][:MOST_LEAN]:
             candidate, true = attempt.ranked.candidate, attempt.compiled.ranked.memory
             errors = [max(actual - estimate, 0) for actual, estimate in zip(true, attempt.ranked.memory, strict=True)]
             share = min(limit / (limit + error) for limit, error in zip(self._choice.limits(candidate), errors, strict=True))

@@ -129,7 +129,8 @@ def find_plans(
         share_optimizer: whether replicas may share an optimizer.
         offload: whether to try plans with parts of their state in host memory even if other plans fit. If no plan fits, they are tried
             anyway.
-        extras: agreements, compressed messages and slices that all plans must have. Without them plans in slices are tried, too.
+        extras: agreements, compressed messages and slices that all plans must have. If they say nothing of agreements and slices, plans in
+            slices are tried, too.
     """
     schedules = tuple(jpipe.schedules.SCHEDULES) if schedules is None else tuple(map(jpipe.schedules.name_of, schedules))
     planned, varies = tuple(filter(is_planned, schedules)), any(name in variant_schedules() for name in schedules)
@@ -149,8 +150,8 @@ def find_plans(
     before = len(tried)
     find_variants(choice, usable, schedules, tried, max_delay=max_delay, share_optimizer=share_optimizer)
     choice = improve(choice.with_more(tried.values(), len(tried) - before), tried, max_delay)
-    if extras == NO_EXTRAS and NO_MESH in meshes:
-        choice = find_in_slices(choice, in_slices, tried)
+    if extras.agree is None and extras.slices is None and NO_MESH in meshes:
+        choice = find_in_slices(choice, in_slices, tried, extras)
     known = set(candidates)
     candidates += [one.candidate for one in tried.values() if one.candidate not in known]
     if offload or not choice.ranked:

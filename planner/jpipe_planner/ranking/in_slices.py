@@ -16,7 +16,9 @@ MOST_IN_ALL = 24_000  # forwards, after which no further plan is simulated
 UNEVEN = 0.02  # relative difference of the last slice from the first, above which slices are cut by cost
 
 
-def find_in_slices(choice: Choice, search: Callable[[Extras], Iterable[Candidate]], tried: dict[Candidate, Ranked]) -> Choice:
+def find_in_slices(
+    choice: Choice, search: Callable[[Extras], Iterable[Candidate]], tried: dict[Candidate, Ranked], extras: Extras
+) -> Choice:
     """Return the ranking with the plans in slices that are faster than all plans of whole rows by more than `PAYS`.
 
     Slices have more programs to compile, so they must gain as much. If no plan of whole rows fits, any plan in slices counts.
@@ -25,6 +27,7 @@ def find_in_slices(choice: Choice, search: Callable[[Extras], Iterable[Candidate
         choice: the ranking of the plans of whole rows.
         search: returns the candidates in these slices, the best estimates first.
         tried: the results of simulations, by candidate; the new plans that count are added.
+        extras: the options that all plans must have.
     """
     profile, best = choice.profile, next(iter(choice.ranked), None)
     if not profile.positions or (
@@ -46,14 +49,16 @@ def find_in_slices(choice: Choice, search: Callable[[Extras], Iterable[Candidate
 
     near = list[Candidate]()
     for count in (count for count in COUNTS if count * SHORTEST <= profile.sizes[-1] * profile.positions):
-        candidates = [one for one in search(Extras(slices=slices_of(profile, count))) if one.rows * profile.positions >= count * SHORTEST]
+        candidates = [
+            one for one in search(extras._replace(slices=slices_of(profile, count))) if one.rows * profile.positions >= count * SHORTEST
+        ]
         considered += len(candidates)
         near += [one for one in candidates if one.over is None and one.samples_per_second > least]
     found = simulated(first_of_kinds(sorted(near, key=lambda one: one.rank))[:MOST])
     if found:
         slices, needs = in_order(found)[0].candidate.slices, choice.needs
         others = (dataclasses.replace(one.candidate, slices=slices, sum_parts=(), over=None) for one in choice.ranked[:MOST])
-        found += simulated(one for one in others if one.extras == Extras(slices=slices) and is_legal(one, profile.ids, needs))
+        found += simulated(one for one in others if one.extras.slices == slices and is_legal(one, profile.ids, needs))
     tried |= {one.candidate: one for one in found}
     return choice.with_more(found, considered)
 

@@ -36,7 +36,7 @@ def offload_bases(candidates: Iterable[Candidate], lacks_in_host: Callable[[Cand
         candidates: the plans.
         lacks_in_host: whether a plan does not fit even with host memory; such plans come last.
     """
-    tight = [candidate for candidate in candidates if lacks_memory(candidate) and candidate.slices is None]
+    tight = [candidate for candidate in candidates if lacks_memory(candidate)]
     fastest = {
         (one.kind, one.rows): one
         for one in sorted(tight, key=lambda one: (lacks_in_host(one), one.seconds / one.batch, one.rank), reverse=True)
@@ -127,9 +127,9 @@ def _may_wait(plan: jpipe.Plan, s: int, cost: jpipe.programs.StageCost, what: jp
     rules = jpipe.schedules.SCHEDULES[plan.schedule]
     exists = {
         "optimizer": cost.optimizer > 0,
-        "versions": rules.versions_alive(plan, s) > 1,
-        "residuals": cost.residuals > 0 and not rules.begins_fused(plan, s),
-        "stash": cost.stash > 0 and rules.splits(plan, s),
+        "versions": rules.versions_alive(plan.counted, s) > 1,
+        "residuals": cost.residuals > 0 and not rules.begins_fused(plan.counted, s),
+        "stash": cost.stash > 0 and rules.splits(plan.counted, s),
     }
     moved = jpipe.plan.HostMemory.model_validate({what: [s]})
     return exists[what] and not excluded(plan.model_copy(update={"offload": moved}))

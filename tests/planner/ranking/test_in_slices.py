@@ -73,3 +73,16 @@ def test_all_plans_have_the_slices_that_are_asked_for():
 def test_without_a_flush_updates_of_slices_may_wait_for_other_stages():
     plans = find_plans(profile(), topology(1e9), 16, extras=Extras(slices=2), global_norm=True)
     assert any(one.candidate.options.vertical_sync for one in plans.choice.ranked)
+
+
+def test_slices_are_tried_with_compressed_messages_and_in_host_memory():
+    links = jpipe.plan.Links(activations="int8", gradients="bfloat16")
+    plans = find_plans(profile(), topology(), 2, schedules=["pipedream_flush"], extras=Extras(links=links))
+    assert (plans.choice.ranked[0].candidate.slices, plans.choice.ranked[0].candidate.links) == (8, links)
+    machine = Topology(levels=({"count": 4, "bandwidth": 1e9},), device={"memory": 4e9, "host": {"bandwidth": 1e12}})
+    plans = find_plans(profile(residuals=10**9), machine, 8, schedules=["gpipe"], offload=True, extras=Extras(slices=4, links=links))
+    moved = next(one for one in plans.choice.ranked if one.candidate.offload)
+    plan, costs = plans.choice.plan(moved), plans.choice.profile.stage_costs(plans.choice.plan(moved), moved.candidate.rows)
+    run, without = (jpipe.simulate(jpipe.lower(each, 4), costs) for each in (plan, plan.model_copy(update={"offload": None})))
+    assert moved.memory == moved.candidate.most_of_replicas(run.peak_bytes)
+    assert max(run.peak_bytes) <= 4e9 < max(without.peak_bytes)

@@ -28,9 +28,7 @@ _EXCLUSIONS = (
     Exclusion("--pipedream", "plan.agree", "all stages of pipelines that agree have equally many replicas", "leave one of them out"),
     Exclusion("--mesh", "plan.links", "a search cannot price compressed messages on meshes"),
     Exclusion("--mesh", "plan.slices", "a search cannot price slices on meshes"),
-    Exclusion("--offload", "plan.slices", "a search cannot price slices in host memory"),
     Exclusion("--pipedream", "plan.slices", "PipeDream's stages are searched for whole rows", "leave one of them out"),
-    Exclusion("plan.links", "plan.slices", "a search cannot price compressed messages of slices"),
     Exclusion("plan.links.sums", "search for a plan", "a search cannot price compressed sums", "remove it, or write the plan by hand"),
 )
 """The options that a search cannot combine."""
@@ -56,7 +54,6 @@ class Request(Options):
             "--agree": self.agree,
             "--mesh": meshes,
             "--pipedream": self.pipedream,
-            "--offload": self.offload,
             "search for a plan": True,
         }
         of_plan = {"plan.agree": agree, "plan.links": links, "plan.links.sums": sums, "plan.slices": slices}
