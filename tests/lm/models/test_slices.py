@@ -44,7 +44,7 @@ def trained(config, chunk=None, tune=None, m=2, packed=False, **fields):
     """
     stack, random = layers(config, chunk, tune), np.random.default_rng(0)
     stack = stack.with_layers({layer_id: wide(layer) for layer_id, layer in stack.layers.items()})
-    plan = jpipe.Plan.even(stack.ids, 2, "pipedream_flush", m, **fields)
+    plan = jpipe.Plan.even(stack.ids, **{"num_stages": 2, "schedule": "pipedream_flush", "microbatches": m, **fields})
     rule = optax.adam(0.01)
     if tune is not None:
         specs = stack.specs(jax.ShapeDtypeStruct((2, LENGTH), np.int32))
@@ -64,6 +64,8 @@ def trained(config, chunk=None, tune=None, m=2, packed=False, **fields):
     for batch in batches:
         state, metrics = pipe.step(state, batch)
         losses += metrics.losses.values()
+    state, metrics = pipe.drain(state, with_metrics=True)
+    losses += metrics.losses.values()
     return losses, pipe.params(state), pipe.evaluate(state, batches[0]).loss
 
 
@@ -114,6 +116,20 @@ def test_documents_may_cross_slices(config, options, monkeypatch):
         monkeypatch.setattr(blockwise, "queries_of_block", lambda keys: block)
     with jax.enable_x64(True), LENIENT():
         check_close(trained(of(**config), packed=True, **options), trained(of(**config), packed=True), 1e-10)
+
+
+@pytest.mark.thinned(most=1, most_slow=2)
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("slices", [2, (1, 7, 4)])
+@pytest.mark.parametrize("schedule", [name for name, rules in jpipe.schedules.SCHEDULES.items() if rules.takes_slices])
+def test_packed_documents_ties_and_dropout_under_every_schedule(schedule, slices, replicas):
+    config = of(tied=True, dropout=0.2)
+    options = {"pipedream": {"m": replicas, "vertical_sync": True}}.get(schedule, {"m": 2 * replicas})
+    if "interleaved" in schedule or schedule == "looped_bfs":
+        options |= {"num_stages": 4, "chunks_per_rank": 2}
+    options |= {"schedule": schedule, "replicas": replicas, "packed": True}
+    with jax.enable_x64(True), LENIENT():
+        check_close(trained(config, slices=slices, **options), trained(config, **options), 1e-10)
 
 
 @pytest.mark.thinned(most=1, most_slow=1)
