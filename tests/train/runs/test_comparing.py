@@ -27,6 +27,12 @@ def runs(tmp_path, monkeypatch):
     return "a", "b"
 
 
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Draw nothing: a picture takes longer than all else."""
+    monkeypatch.setattr(picture, "to_svg", lambda figure: f"<svg>{picture.CREATOR}</svg>")
+
+
 def curve(label="a", steps=4, tokens=100, examples=4, first=5.0) -> picture.Curve:
     return picture.Curve(label, rows_of(steps, first), tokens, examples)
 
@@ -90,7 +96,7 @@ def test_only_earlier_comparisons_are_overwritten(runs, tmp_path, capsys, monkey
         (["a", "b", "--out", "no/c.html"], "--out: cannot write 'no/c.html': No such file or directory; choose another file"),
     ],
 )
-def test_mistakes_are_reported_in_a_line(runs, arguments, message, capsys):
+def test_mistakes_are_reported_in_a_line(runs, arguments, message, capsys, undrawn):
     assert main(["compare", *arguments]) == 2
     assert message in capsys.readouterr().err
 
@@ -120,7 +126,7 @@ def test_no_run_is_the_best_if_the_units_differ_and_one_kind_of_loss_decides(tmp
     assert best("validated", "trained") == (1,)
 
 
-def test_runs_with_equal_losses_are_all_named(tmp_path):
+def test_runs_with_equal_losses_are_all_named(tmp_path, undrawn):
     for name, first in (("a", 5.0), ("b", 4.0), ("c", 4.0)):
         write_run(tmp_path / name, rows_of(4, first))
 
@@ -145,9 +151,8 @@ def test_tokens_count_the_batch_sizes_of_the_earlier_parts_of_a_run(tmp_path, mo
 
 
 @pytest.mark.parametrize("arguments", [["s"], ["s/sweep.json", "s/compare.html", "s/one", "s/two"]])
-def test_the_folder_of_a_sweep_stands_for_its_runs(tmp_path, monkeypatch, arguments, capsys):
+def test_the_folder_of_a_sweep_stands_for_its_runs(tmp_path, monkeypatch, arguments, capsys, undrawn):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(picture, "to_svg", lambda figure: "<svg/>")
     for seed, name in enumerate(("one", "two")):
         write_run(tmp_path / "s" / name, rows_of(4), seed=seed)
     (tmp_path / "s" / "empty").mkdir()
