@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pydantic
+import pytest
+from beartype import beartype
+from beartype.roar import BeartypeCallHintParamViolation, BeartypeCallHintReturnViolation
 
 import jpipe
 from docs import api
@@ -220,3 +223,20 @@ def test_a_word_of_pytests_k_that_no_test_can_have_is_told_at_once():
     assert unknown_word(f"gpipe and {nowhere}") == nowhere
     for keywords in ("gpipe and ZB_V", f"gpipe or {nowhere}", f"not {nowhere}", "test_policies.py", "a-1"):
         assert unknown_word(keywords) is None
+
+
+def test_a_function_inside_of_another_one_checks_its_types_each_time():
+    def outer(kind):
+        @beartype
+        def inner(value: kind) -> int:
+            return value
+
+        return inner
+
+    for kind, right, wrong in ((int, 1, "a"), (int, 2, "a"), (str | int, 3, 1.5)):
+        inner = outer(kind)
+        assert inner(right) == right
+        with pytest.raises(BeartypeCallHintParamViolation, match=f"value={wrong!r}"):
+            inner(wrong)
+    with pytest.raises(BeartypeCallHintReturnViolation):
+        outer(str | int)("a")
