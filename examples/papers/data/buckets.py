@@ -13,7 +13,7 @@ import numpy as np
 from examples.papers.data.sentences import check_held_out, in_order, nothing_to_learn
 from jpipe_train.data import position
 from jpipe_train.data.position import Position
-from jpipe_train.data.rows import AllRows, Batch, BatchesOfRows, Elements
+from jpipe_train.data.rows import Batch, BatchesOfRows, Elements
 
 Place = tuple[int, int]  # a bucket, and the number of a batch of it
 
@@ -109,9 +109,11 @@ class HeldOutBatches:
 
     Attributes:
         buckets: the rows of each.
+        has_remainder: whether smaller batches with the remaining rows follow.
     """
 
     buckets: tuple[BatchesOfRows, ...]
+    has_remainder: bool = False
 
     def __len__(self) -> int:
         return len(self.locations)
@@ -120,50 +122,27 @@ class HeldOutBatches:
         bucket, number = self.locations[index]
         return self.buckets[bucket][number]
 
-    def with_remainder(self) -> "AllBatches":
+    @property
+    def whole(self) -> int:
+        """The number of whole batches."""
+        return sum(bucket.whole for bucket in self.buckets)
+
+    def rows_of(self, index: int) -> int:
+        """Return how many rows of the data a batch has."""
+        bucket, number = self.locations[index]
+        return self.buckets[bucket].rows_of(number)
+
+    def with_remainder(self) -> "HeldOutBatches":
         """Return these batches, followed by smaller ones with the rows that fill none."""
-        return AllBatches(self)
+        return HeldOutBatches(tuple(bucket.with_remainder() for bucket in self.buckets), has_remainder=True)
 
     @cached_property
     def locations(self) -> list[Place]:
         """The bucket of each batch, and its number in that bucket."""
         numbers = [itertools.count() for _ in self.buckets]
-        order = _shuffled(0, 0, tuple(map(len, self.buckets))).tolist()
-        return [(bucket, next(numbers[bucket])) for bucket in order]
-
-
-@dataclass(frozen=True)
-class AllBatches:
-    """The full batches of all buckets, followed by smaller ones with the remaining rows, as in `AllRows`.
-
-    Attributes:
-        batches: the whole ones.
-    """
-
-    batches: HeldOutBatches
-
-    def __len__(self) -> int:
-        return len(self._locations)
-
-    def __getitem__(self, index: int) -> Batch:
-        part, number = self._locations[index]
-        return part[number]
-
-    @property
-    def whole(self) -> int:
-        """The number of whole batches."""
-        return len(self.batches)
-
-    def rows_of(self, index: int) -> int:
-        """Return how many rows of the data a batch has."""
-        part, number = self._locations[index]
-        return part.rows_of(number)
-
-    @cached_property
-    def _locations(self) -> list[tuple[AllRows, int]]:
-        parts = [AllRows(bucket) for bucket in self.batches.buckets]
-        partial = [(part, i) for part in parts for i in range(len(part.batches), len(part))]
-        return [(parts[bucket], number) for bucket, number in self.batches.locations] + partial
+        order = _shuffled(0, 0, tuple(bucket.whole for bucket in self.buckets)).tolist()
+        smaller = [(number, bucket.whole) for number, bucket in enumerate(self.buckets) if len(bucket) > bucket.whole]
+        return [(bucket, next(numbers[bucket])) for bucket in order] + smaller
 
 
 class RowsOfOneShape(Elements, Protocol):

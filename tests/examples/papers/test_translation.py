@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from examples.papers.data import translation
-from examples.papers.data.buckets import AllBatches
 from examples.papers.samples import make
 from jpipe import InputError
 from jpipe_train.assemble import labels
@@ -206,7 +205,7 @@ def test_a_bucket_may_lack_rows_for_training_or_for_validation(uneven):
 
 def test_every_validation_row_is_read_once(uneven):
     dataset = data.load(config(uneven, buckets=[4, 6]))
-    everything, counted = AllBatches(dataset.validation), []
+    everything, counted = dataset.validation.with_remainder(), []
     assert len(dataset.validation) == 4
     for i in range(len(everything)):
         read = sizes(rows(everything, i)[1])

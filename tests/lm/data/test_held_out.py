@@ -10,7 +10,7 @@ import pytest
 from jpipe import InputError
 from jpipe_lm.data import prepare, splits
 from jpipe_train.data import data
-from jpipe_train.data.rows import AllRows, like_a_batch
+from jpipe_train.data.rows import like_a_batch
 from tests.lm.data.conftest import quiet, same
 from tests.lm.data.prepared import prepare_files
 from tests.train.conftest import SENTENCE, changed
@@ -72,11 +72,11 @@ def test_the_remaining_rows_are_a_smaller_batch(tiny, tmp_path, rows, batch_size
         plan={"microbatches": 1},
     )
     batches = data.held_out(config, str(tmp_path / "text.txt")).validation
-    everything = AllRows(batches)
+    everything = batches.with_remainder()
     read = np.concatenate([everything[i][0][:] for i in range(len(everything))])
     assert np.array_equal(read, np.stack([batches.elements[i][0] for i in range(rows)]))
     assert [len(everything[i][0]) for i in range(len(everything))] == [everything.rows_of(i) for i in range(len(everything))]
-    assert everything.rows == rows
+    assert sum(map(everything.rows_of, range(len(everything)))) == rows
     assert like_a_batch(batches)[0][:].shape == (batch_size, 16)
 
 

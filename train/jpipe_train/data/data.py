@@ -22,7 +22,7 @@ from jpipe_train.console.terminal import count
 from jpipe_train.data import mixture, position, target_data
 from jpipe_train.data.order import ordered
 from jpipe_train.data.position import Ordered, Position
-from jpipe_train.data.rows import Batch, BatchesOfRows, Divisible, Elements, WithRemainder
+from jpipe_train.data.rows import Batch, BatchesOfRows, Divisible, Elements
 
 
 @runtime_checkable
@@ -110,7 +110,8 @@ class Data:
                 for end, (source, part) in zip(ends, self.parts, strict=True)
                 for i in range(len(part.held_out(most)))
             ]
-        number = len(self.validation) if isinstance(self.validation, WithRemainder) else min(most, len(self.validation))
+        takes_all = isinstance(self.validation, Divisible) and self.validation.has_remainder
+        number = len(self.validation) if takes_all else min(most, len(self.validation))
         return [HeldOut(self.validation[i]) for i in range(number)]
 
     def with_some_validation(self) -> "Data":

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
-import grain
 import jax
 import numpy as np
 
@@ -76,9 +75,19 @@ class BatchesOfRows:
     spec: Batch  # the shapes and dtypes of an element
     begins: Position | None = None  # the position of the first batch; None if batch 0 has the first elements
     end: int | None = None  # the index of the first element that is replaced by padding; None if all elements count
+    has_remainder: bool = False  # whether a smaller batch with the remaining elements follows the whole batches
 
     def __len__(self) -> int:
+        return -(-len(self.elements) // self.batch_size) if self.has_remainder else self.whole
+
+    @property
+    def whole(self) -> int:
+        """The number of whole batches."""
         return len(self.elements) // self.batch_size
+
+    def rows_of(self, index: int) -> int:
+        """Return how many rows a batch has."""
+        return min(self.batch_size, len(self.elements) - index * self.batch_size) if self.has_remainder else self.batch_size
 
     @property
     def first_position(self) -> Position:
@@ -94,20 +103,20 @@ class BatchesOfRows:
         elements = self.elements.in_pieces(position.pieces) if isinstance(self.elements, Pieces) else self.elements
         return replace(self, elements=elements, begins=position)
 
-    def with_remainder(self) -> "AllRows":
+    def with_remainder(self) -> "BatchesOfRows":
         """Return these batches, followed by a smaller batch with the remaining rows."""
-        return AllRows(self)
+        return replace(self, has_remainder=True)
 
     def __getitem__(self, index: int) -> Batch:
         specs, structure = jax.tree.flatten(self.spec)
         start = self.first_position
-        first = start.total + (index - start.batch) * self.batch_size
+        first, count = start.total + (index - start.batch) * self.batch_size, self.rows_of(index)
 
         @functools.lru_cache(maxsize=2)  # the arrays of a batch are sliced in turn, usually for the same rows
         def rows(start: int, stop: int) -> list[list[Any]]:
             return [jax.tree.leaves(self._element(first + i)) for i in range(start, stop)]
 
-        leaves = [Rows((self.batch_size, *leaf.shape), leaf.dtype, partial(_stacked, rows, i, leaf)) for i, leaf in enumerate(specs)]
+        leaves = [Rows((count, *leaf.shape), leaf.dtype, partial(_stacked, rows, i, leaf)) for i, leaf in enumerate(specs)]
         batch: Batch = jax.tree.unflatten(structure, leaves)
         return batch
 
@@ -144,14 +153,19 @@ def _read(leaves: Callable[[], list[np.ndarray]], number: int, start: int, stop:
 
 
 @runtime_checkable
-class WithRemainder(Protocol):
-    """Whole batches, followed by smaller batches with the remaining rows of the data."""
+class Divisible(Protocol):
+    """Batches that leave out the rows that do not fill a batch, or have them in smaller batches after the whole ones."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Batch: ...
 
     @property
+    def has_remainder(self) -> bool:
+        """Whether there are smaller batches."""
+        ...
+
+    @property
     def whole(self) -> int:
         """The number of whole batches."""
         ...
@@ -160,65 +174,14 @@ class WithRemainder(Protocol):
         """Return how many rows a batch has."""
         ...
 
-
-@runtime_checkable
-class Divisible(Protocol):
-    """Batches that leave out the remaining rows, which do not fill a batch."""
-
-    def with_remainder(self) -> WithRemainder:
-        """Return these batches, followed by smaller batches with the remaining rows."""
+    def with_remainder(self) -> "Divisible":
+        """Return these batches with the smaller ones."""
         ...
-
-
-@dataclass(frozen=True)
-class AllRows:
-    """Full batches, followed by a smaller batch with the remaining rows."""
-
-    batches: BatchesOfRows  # the full batches
-
-    def __len__(self) -> int:
-        return -(-self.rows // self.batches.batch_size)
-
-    def __getitem__(self, index: int) -> Batch:
-        return self.batches[index] if index < self.whole else _cycle(self.batches, index * self.batches.batch_size, self.rows_of(index))
-
-    @property
-    def whole(self) -> int:
-        """The number of whole batches."""
-        return len(self.batches)
-
-    def rows_of(self, index: int) -> int:
-        """Return how many rows a batch has."""
-        return min(self.batches.batch_size, self.rows - index * self.batches.batch_size)
-
-    @property
-    def rows(self) -> int:
-        """The number of rows in the data."""
-        return len(self.batches.elements)
 
 
 def like_a_batch(batches: BatchesOfRows) -> Batch:
     """Return a full batch. If there are too few rows, they are repeated."""
-    return batches[0] if len(batches) else _cycle(batches, 0, batches.batch_size)
-
-
-def _cycle(batches: BatchesOfRows, first: int, size: int) -> Batch:
-    """Return a batch of `size` rows from `first` on; if there are too few, they are repeated."""
-    elements = _Cycle(batches.elements, first, min(size, len(batches.elements) - first), size)
-    return replace(batches, elements=grain.MapDataset.source(elements), batch_size=size)[0]
-
-
-@dataclass(frozen=True)
-class _Cycle:
-    """A cycle of `size` elements: `rows` elements from `first` on, repeated."""
-
-    elements: Elements
-    first: int
-    rows: int
-    size: int
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> Batch:
-        return self.elements[self.first + index % self.rows]
+    if batches.whole:
+        return batches[0]
+    rows = [batches.elements[i] for i in range(len(batches.elements))]
+    return replace(batches, elements=[rows[i % len(rows)] for i in range(batches.batch_size)])[0]

@@ -1,7 +1,9 @@
 """Collect the traces of all ranks in process 0."""
 
+import dataclasses
 import json
-from typing import Any
+
+import pydantic
 
 import jpipe
 
@@ -26,19 +28,9 @@ def gather(processes: jpipe.processes.Processes, pipe: jpipe.Pipeline, name: str
 
 def encoded(trace: jpipe.runtime.Trace) -> bytes:
     """Convert a trace to JSON for `decoded`, without rounding."""
-    memory = [[sample._replace(weights=[*sample.weights.items()]) for sample in samples] for samples in trace.memory]  # type: ignore[arg-type]
-    return json.dumps([trace.timeline, memory, trace.transfers]).encode()
+    return json.dumps(dataclasses.asdict(trace)).encode()
 
 
 def decoded(text: bytes) -> jpipe.runtime.Trace:
     """Convert JSON from `encoded` back to a trace."""
-    timeline, memory, transfers = json.loads(text)
-
-    def sample(time: float, weights: Any, *sizes: int) -> jpipe.programs.MemorySample:
-        return jpipe.programs.MemorySample(time, dict(weights), *sizes)
-
-    return jpipe.runtime.Trace(
-        tuple(tuple(jpipe.programs.Span(*span) for span in spans) for spans in timeline),
-        tuple(tuple(sample(*each) for each in samples) for samples in memory),
-        tuple(jpipe.programs.Transfer(what, tuple(ranks), *numbers) for what, ranks, *numbers in transfers),
-    )
+    return pydantic.TypeAdapter(jpipe.runtime.Trace).validate_json(text)

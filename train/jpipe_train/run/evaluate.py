@@ -27,7 +27,7 @@ from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count
 from jpipe_train.data import data
 from jpipe_train.data.mixture import Joined
-from jpipe_train.data.rows import BatchesOfRows, Divisible, WithRemainder, like_a_batch
+from jpipe_train.data.rows import BatchesOfRows, Divisible, like_a_batch
 from jpipe_train.launch.team import facts, joined
 from jpipe_train.report.metrics_log import RunStopped, mean_of, means_of
 from jpipe_train.run.ending import reason
@@ -186,7 +186,7 @@ def _built(config: Config, request: EvaluateRequest, reporter: Reporter) -> tupl
         return replace(held_out, train=[like_a_batch(first)] if isinstance(first, BatchesOfRows) else first)
 
     pipe, batches = build(config, reporter, load=load)
-    if isinstance(rows := batches.validation, Divisible):
+    if isinstance(rows := batches.validation, Divisible | Joined):
         batches = replace(batches, validation=rows.with_remainder())
     if not isinstance(rows := batches.validation, Joined):
         return pipe, check(config, pipe, batches), _select_batches(config, request, rows)
@@ -206,11 +206,9 @@ class _Selection:
 
 def _select_batches(config: Config, request: EvaluateRequest, batches: data.Batches) -> _Selection:
     """Select the first `request.batches` whole batches. If that is all of the data, also select the remaining rows."""
-    rows = [config.train.batch_size] * len(batches)
-    whole = len(batches)
-    if isinstance(batches, WithRemainder):
-        whole = batches.whole
-        rows = [batches.rows_of(i) for i in range(len(batches))]
+    rows, whole = [config.train.batch_size] * len(batches), len(batches)
+    if isinstance(batches, Divisible):
+        rows, whole = [batches.rows_of(i) for i in range(len(batches))], batches.whole
     number = len(batches) if request.batches is None or request.batches > whole else request.batches
     return _Selection(range(number), rows[:number], sum(rows))
 
