@@ -164,20 +164,22 @@ class _Neighbours:
         self._rounds.append((apart, in_one, self._remade.seconds(), update))
 
     def ratios(self, costs: Mapping[tuple[str, int], Costs], dispatch: float) -> Ratios:
-        """Return the medians of all rounds as ratios.
+        """Return the medians of all rounds as ratios. Times that are no longer than a start of a program are noise, and give no ratio.
 
         Args:
             costs: the costs of the single layers.
             dispatch: the seconds to start a program, which these costs do not include.
         """
+
+        def share(part: float, whole: float, otherwise: float = 1.0) -> float:
+            return part / whole if min(part, whole) > dispatch else otherwise
+
         medians, starts = map(statistics.median, zip(*self._rounds, strict=True)), (2, 1, 2, 1)
-        apart, in_one, remade, update = (max(seconds - n * dispatch, 0.0) for seconds, n in zip(medians, starts, strict=True))
-        alone, updates = sum(costs[key].forward + costs[key].backward for key in self._keys), sum(costs[key].update for key in self._keys)
-        return Ratios(_share(apart, alone), _share(in_one, apart), _share(max(remade - apart, 0.0), apart), _share(update, updates))
-
-
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole else 1.0
+        apart, in_one, remade, update = (seconds - n * dispatch for seconds, n in zip(medians, starts, strict=True))
+        forwards, backwards, updates = (sum(getattr(costs[key], name) for key in self._keys) for name in PROGRAMS)
+        alone = forwards + backwards
+        again = share(remade - apart, apart, forwards / alone if alone else 0.0)
+        return Ratios(share(apart, alone), share(in_one, apart), again, share(update, updates))
 
 
 def _as_together(costs: Mapping[tuple[str, int], Costs], ratios: Mapping[int, Ratios]) -> dict[tuple[str, int], Costs]:

@@ -87,6 +87,13 @@ def test_ratios_are_those_of_medians_without_dispatch():
     assert ratios == pytest.approx((4.0 / 5, 3.6 / 4, 1.0 / 4, 1.0 / 0.5))
 
 
+@pytest.mark.parametrize("seconds", [(0.1, 0.1, 0.1, 0.1), (0.29, 0.19, 0.39, 9.0), (0.2, 0.1, 9.0, 9.0)])
+def test_times_as_short_as_a_start_give_no_ratio(seconds):
+    run = object.__new__(_Neighbours)
+    run._keys, run._rounds = [("a", 1), ("a", 1)], [seconds]
+    assert run.ratios({("a", 1): Costs(0.4, 0.6, 1e-6, 0.0)}, 0.1) == (1.0, 1.0, 0.4, 1.0)
+
+
 @pytest.mark.slow
 def test_a_model_is_measured():
     layers = {"in": Lookup, "tanh": jnp.tanh, "h0": linear(8, 8), "h1": linear(8, 8), "norm": lambda rngs: nnx.BatchNorm(8, rngs=rngs)}
