@@ -21,8 +21,7 @@ _FILE, _ADAPTERS = "warm_start.file", "warm_start.adapters"
 def opens(path: Path) -> bool:
     """Return whether a folder is in Hugging Face's layout.
 
-    Raises:
-        InputError: the folder holds only adapters; or the path is a pickle, or a file inside such a folder.
+    Raise InputError if it holds only adapters, or if the path is a pickle, or a file inside such a folder.
     """
     if not os.path.isdir(path):
         huggingface.reject_file(path)
@@ -32,11 +31,7 @@ def opens(path: Path) -> bool:
 
 
 def open_source(path: Path, config: WarmStartConfig, model: ModelSection, specs: Mapping[str, Spec] | None) -> Source:
-    """Return the parameters of a folder, as `jpipe_train.checkpoint.sources.source.Format` says. A head of another kind is left out.
-
-    Raises:
-        InputError: the folder cannot be read, or does not match the model.
-    """
+    """Return the parameters of a folder, as `jpipe_train.checkpoint.sources.source.Format` says. A head of another kind is left out."""
     head = model.head if isinstance(model, ModelConfig) else "language"
     source = huggingface.source(path, head=head, strict=config.mode == "strict")
     if config.names:
@@ -53,11 +48,7 @@ def open_source(path: Path, config: WarmStartConfig, model: ModelSection, specs:
 def fill_config(data: dict[Any, Any], where: str) -> None:
     """Add the keys of `model` that `config.json` decides, and the keys of `tune.lora` that a folder of adapters decides.
 
-    Args:
-        data: a config, with a `warm_start.file`.
-
-    Raises:
-        InputError: a key contradicts a folder, or there are adapters without a model in Hugging Face's layout.
+    Raise InputError if a key contradicts a folder, or there are adapters without a model in Hugging Face's layout.
     """
     warm_start, model = data["warm_start"], data.get("model")
     file, adapters = warm_start["file"], warm_start.get("adapters")

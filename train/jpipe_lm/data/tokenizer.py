@@ -70,13 +70,9 @@ class Tokenizer:
         return hashlib.sha256(self.content).hexdigest()
 
     def encoded(self, texts: Sequence[str], continued: Sequence[bool] = ()) -> list[UInt32[np.ndarray, " _"]]:
-        """Tokenize each text on all cores, without the special tokens that begin or end a text.
+        """Tokenize each text on all cores, without the special tokens that begin or end a text, or raise InputError.
 
-        Args:
-            continued: for each text, whether it continues another text, so that no space is put before it; empty if none does.
-
-        Raises:
-            InputError: the tokenizer fails.
+        `continued` has for each text whether it continues another text, so that no space is put before it; empty if none does.
         """
         marks = self._marks if any(continued) else {}
         before = [marks.get(text[0].isspace(), _NO_MARK) if text and on else _NO_MARK for text, on in zip(texts, continued, strict=False)]
@@ -88,13 +84,9 @@ class Tokenizer:
         return tokens
 
     def with_offsets(self, texts: Sequence[str]) -> list[tuple[UInt32[np.ndarray, " n"], Int64[np.ndarray, "n 2"]]]:
-        """Tokenize each text on all cores, without the special tokens that begin or end a text.
+        """Tokenize each text on all cores, without the special tokens that begin or end a text, or raise InputError.
 
-        Returns:
-            For each text, its tokens, and an array of shape (n, 2) with the positions in the text where each token begins and ends.
-
-        Raises:
-            InputError: the tokenizer fails.
+        For each text return its tokens, and an array of shape (n, 2) with the positions in the text where each token begins and ends.
         """
         try:
             encodings = self.rules.encode_batch(list(texts), add_special_tokens=False)
@@ -124,11 +116,7 @@ class Tokenizer:
     def whole(self, texts: Sequence[str | tuple[str, str]], most: int | None = None) -> list["Row"]:
         """Tokenize texts and pairs of texts on all cores, with the special tokens that the tokenizer adds around and between them.
 
-        Args:
-            most: the most tokens of a row. Longer rows are cut; in a pair, the longer text is cut first. None: rows may have any length.
-
-        Raises:
-            InputError: the tokenizer fails.
+        Rows with more than `most` tokens are cut; in a pair, the longer text is cut first. Raise InputError if the tokenizer fails.
         """
         try:
             if most is not None:
@@ -154,11 +142,7 @@ class Tokenizer:
             raise _failed(error, self.where, "cannot make text of tokens") from None
 
     def id_of(self, *names: str) -> int:
-        """Return the id of the first of these special tokens that the tokenizer has.
-
-        Raises:
-            InputError: the tokenizer has none of these tokens.
-        """
+        """Return the id of the first of these special tokens that the tokenizer has. Raise InputError if it has none of them."""
         for name in names:
             if (number := self.rules.token_to_id(name)) is not None:
                 return int(number)
@@ -184,13 +168,9 @@ def load(path: str | Path, where: str, end_of_text: str | None = AUTO) -> Tokeni
 
     Settings for padding and truncation in the file are ignored. BPE dropout is turned off, because it would make the tokens random.
 
-    Args:
-        path: the path of the file.
-        end_of_text: the token that ends a document, as text; None for no token. With auto, it is the token that the tokenizer adds after a
-            text, or else the first of `ENDS_OF_TEXT` that the tokenizer has.
-
-    Raises:
-        InputError: the file cannot be read, is too large, or is not a tokenizer; or the tokenizer does not have the token.
+    `end_of_text` is the token that ends a document, as text, or None. With auto, it is the token that the tokenizer adds after a text, or
+    else the first of `ENDS_OF_TEXT` that it has. Raise InputError if it has no such token, or if the file cannot be read, is too large, or
+    is not a tokenizer.
     """
     try:
         file = _file(str(path), where)

@@ -48,12 +48,9 @@ class Origin:
     compile_cache: str | None  # the same as the config key
 
     def layer(self, layer_id: str, specs: Tree) -> Tree:
-        """Read the parameters of a layer.
+        """Read the parameters of a layer; only kernels and embeddings are converted to the dtype of the computation.
 
-        Only kernels and embeddings are converted to the dtype of the computation.
-
-        Raises:
-            InputError: parameters are missing, or have other shapes.
+        Raise InputError if parameters are missing, or have other shapes.
         """
         arrays = self.read(layer_id)
 
@@ -79,10 +76,9 @@ def find(
     report: Callable[[str], None],
     adapters: str | None = None,
 ) -> Origin:
-    """Find the model in a folder, without reading arrays.
+    """Find the model in a folder of a run or in Hugging Face's layout, without reading arrays.
 
     Args:
-        source: a run folder, or a folder in Hugging Face's layout.
         step: the step of a run's checkpoint, or "best"; None for the newest complete checkpoint.
         weights: which weights of a run to use: the newest weights or their moving average.
         tokens_of: a tokenizer.json that replaces the model's own, or "bytes".
@@ -251,12 +247,7 @@ def _valid_tokens(value: Any, vocab_size: int) -> tuple[int, ...]:
 def parameters(origin: Origin, devices: dict[str, jax.Device], check: Callable[[], None]) -> dict[str, Tree]:
     """Load the parameters of this process's layers onto their devices. At most one layer is in memory twice.
 
-    Args:
-        devices: the device of each layer.
-        check: called before each layer.
-
-    Raises:
-        InputError: parameters do not match the model, or a file is damaged.
+    `check` is called before each layer. Raise InputError if parameters do not match the model, or a file is damaged.
     """
     params: dict[str, Tree] = {}
     for layer_id, layer in layers_of(origin.config).items():

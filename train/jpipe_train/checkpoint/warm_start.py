@@ -42,16 +42,10 @@ def load(
     team: Team,
     say: Callable[[str], None],
 ) -> dict[str, dict[str, np.ndarray]]:
-    """Read the parameters of this process's layers for `Pipeline.init`. All processes call this.
+    """Read the parameters of this process's layers for `Pipeline.init`, by layer id and path. All processes call this.
 
-    Args:
-        say: a function that prints a line about the layers that are used.
-
-    Returns:
-        The parameters by layer id and path.
-
-    Raises:
-        InputError: the file cannot be read, does not match the model, or differs between processes.
+    `say` prints a line about the layers that are used. Raise InputError if the file cannot be read, does not match the model, or differs
+    between processes.
     """
     path, strict = _file(config), config.warm_start.mode == "strict"
     specs = pipe.stack.ties.without_seconds(param_specs(pipe.stack, pipe.plan, batch))
@@ -103,14 +97,9 @@ def _by_name(source: Source, config: Config, pipe: jpipe.Pipeline, model: dict[s
 
 
 def fitting(source: Source, model: Model, *, strict: bool, hint: str = _HINT) -> set[str]:
-    """Return the names and specs of the model's parameters that a source has.
+    """Return the names and specs of the model's parameters that a source has; `hint` says what to change after an error.
 
-    Args:
-        strict: whether missing and additional parameters are errors.
-        hint: what to change after such an error.
-
-    Raises:
-        InputError: no parameter matches, or `strict` is set and parameters differ.
+    Raise InputError if no parameter matches, or if some are missing or additional and `strict` is set.
     """
     wanted = {name: spec for specs in model.values() for name, spec in specs.items()}
     if strict:

@@ -110,8 +110,7 @@ def _beside_plan_file(file: str) -> tuple[str, ...]:
 def load_resolved(path: Path) -> Config:
     """Read the `config.yaml` of a run, as `to_yaml` wrote it, without importing the functions that it names.
 
-    Raises:
-        InputError: the file cannot be read, or is not such a config.
+    Raise InputError if the file cannot be read, or is not such a config.
     """
     return _validated(_read(path), str(path))
 

@@ -59,13 +59,8 @@ def place_of(name: bytes) -> float:
 def find_files(path: str | None, where: str = "data.path", content: str = "text") -> tuple[list[str], list[Path]]:
     """Return the names and the paths of the files to read, in a fixed order.
 
-    The names are relative to the searched folder. They decide the split into training and validation files.
-
-    Args:
-        path: a file, a folder or a glob; None means the source code of the standard library.
-
-    Raises:
-        InputError: the path does not exist, or has no regular file.
+    The path is a file, a folder or a glob; None means the source code of the standard library. The names are relative to the searched
+    folder. They decide the split into training and validation files. Raise InputError if the path does not exist, or has no regular file.
     """
     if path is None:
         return _ordered(_walk(Path(sysconfig.get_path("stdlib")), suffix=".py", leave_out=_NOT_LIBRARY, links=False))
@@ -89,14 +84,7 @@ def find_files(path: str | None, where: str = "data.path", content: str = "text"
 
 
 def left_out(*paths: str | None) -> tuple[str, ...]:
-    """Return remarks about files that `find_files` leaves out because they only describe the data.
-
-    Args:
-        paths: paths as in `find_files`.
-
-    Returns:
-        One line for each folder with such files.
-    """
+    """Return a line for each folder with files that `find_files` leaves out because they only describe the data."""
     lines = []
     for path in paths:
         root = None if path is None else located(path, "data.path")
@@ -110,18 +98,10 @@ def left_out(*paths: str | None) -> tuple[str, ...]:
 
 
 def with_validation(path: str | None, where: str) -> tuple[str | None, str | None]:
-    """Return the paths of the training and the validation split of a folder.
+    """Return the paths of the training and the validation split of a folder; without splits, `path` and None.
 
-    A folder has splits if it is a saved `DatasetDict`, or if its files are named after splits, such as `train-00000-of-00002.parquet`.
-
-    Args:
-        path: a path as in `find_files`.
-
-    Returns:
-        The path of the split `train`, and the path of the split `validation` or None. Without splits, `path` and None.
-
-    Raises:
-        InputError: a `DatasetDict` has no split `train`.
+    A folder has splits if it is a saved `DatasetDict`, or if its files are named after splits, such as `train-00000-of-00002.parquet`. The
+    path is as in `find_files`; the validation split may be None. Raise InputError if a `DatasetDict` has no split `train`.
     """
     root = None if path is None else located(path, where)
     if root is None or not root.is_dir():
@@ -147,11 +127,7 @@ class DataPath(NamedTuple):
 
 
 def parts_of(data: DataSection) -> list[DataPath]:
-    """Return the paths to read, and the share of each that is held out. If a folder has splits, the validation split is used.
-
-    Raises:
-        InputError: a `DatasetDict` has no split `train`.
-    """
+    """Return the paths to read, and the share of each that is held out. If a folder has splits, the validation split is used."""
     with readable():
         train, validation = with_validation(data.path, "data.path")
     if data.validation_path is not None:
@@ -164,11 +140,9 @@ def parts_of(data: DataSection) -> list[DataPath]:
 
 
 def check_rows(data: DataSection, path: str | None = None) -> None:
-    """Check that the files with rows exist, and that the library to read them is installed. No rows are read.
+    """Check that the files with rows, or those at another path, exist, and that the library to read them is installed.
 
-    Args:
-        data: the section that names the files.
-        path: the path of other files to check instead.
+    No rows are read.
     """
     for file, _, where in parts_of(data) if path is None else [DataPath(path, 0.0, "data.path")]:
         with readable(where):

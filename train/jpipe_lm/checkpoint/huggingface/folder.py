@@ -92,13 +92,7 @@ def reject_file(path: Path) -> None:
 
 
 def reject_adapters(path: Path, where: str, instead: str) -> None:
-    """Check that a folder holds a model, and not only adapters.
-
-    Args:
-        path: the path of the folder.
-        where: the key or command that names the folder.
-        instead: the key or option that takes adapters.
-    """
+    """Check that a folder holds a model, and not only adapters, which the key or option `instead` takes."""
     if (path / ADAPTER_CONFIG).is_file():
         raise InputError(
             f"'{shown(path)}' has an {ADAPTER_CONFIG}: it holds adapters instead of a model",
@@ -110,8 +104,7 @@ def reject_adapters(path: Path, where: str, instead: str) -> None:
 def look_into(path: Path) -> Folder:
     """Return the tensors of a folder that has a `config.json`; no array is read.
 
-    Raises:
-        InputError: there are no safetensors files, or one is missing, cut off, or outside the folder.
+    Raise InputError if there are no safetensors files, or one is missing, cut off, or outside the folder.
     """
     fetch_weights(path)
     return _of_files(path, [WHOLE] if os.path.lexists(path / WHOLE) else _in_index(path))
@@ -120,8 +113,7 @@ def look_into(path: Path) -> Folder:
 def look_into_adapters(path: Path) -> Folder:
     """Return the tensors of a folder in PEFT's layout; no array is read.
 
-    Raises:
-        InputError: there is no safetensors file, or it is cut off or outside the folder.
+    Raise InputError if there is no safetensors file, or it is cut off or outside the folder.
     """
     fetch_weights(path)
     if not os.path.lexists(path / ADAPTER_WEIGHTS):

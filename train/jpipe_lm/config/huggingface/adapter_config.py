@@ -83,13 +83,9 @@ def has_adapters(path: str) -> bool:
 
 
 def read_adapters(folder: Path, base: Description) -> Adapters:
-    """Read the `adapter_config.json` of a folder.
+    """Read the `adapter_config.json` of a folder in PEFT's layout.
 
-    Args:
-        folder: a folder in PEFT's layout.
-
-    Raises:
-        InputError: the file cannot be read, or describes adapters that jpipe does not support or that do not belong to the model.
+    Raise InputError if it cannot be read, or describes adapters that jpipe does not support or that do not belong to the model.
     """
     file = inside(folder, ADAPTER_CONFIG)
     where, data = shown(folder / ADAPTER_CONFIG), load_json(file, MOST_BYTES)
@@ -126,14 +122,7 @@ def read_adapters(folder: Path, base: Description) -> Adapters:
 
 
 def fill_lora(section: Mapping[str, Any], folder: Path, base: Description, where: str) -> dict[str, Any]:
-    """Return the section `tune.lora` with the keys that a folder in PEFT's layout determines.
-
-    Args:
-        folder: a folder in PEFT's layout.
-
-    Raises:
-        InputError: see `read_adapters`; or a key contradicts the folder.
-    """
+    """Return the section `tune.lora` with the keys that a folder in PEFT's layout determines, which `section` must not contradict."""
     keys = read_adapters(folder, base).lora
     explicit = {key: value for key, value in section.items() if value is not None}
     lines = [
@@ -148,12 +137,7 @@ def fill_lora(section: Mapping[str, Any], folder: Path, base: Description, where
 
 
 def module_parts(names: list[str], linears: list[tuple[str, ...]]) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the names of modules, each with the parts that it computes: one part or several, such as queries, keys and values.
-
-    Args:
-        names: the names of the modules that together compute some linear layers.
-        linears: the parts of each of these linear layers.
-    """
+    """Return the names of modules that together compute linear layers, each with the parts that it computes, such as queries and keys."""
     parts = tuple(part for linear in linears for part in linear)
     return [(name, (part,)) for name, part in zip(names, parts, strict=True)] if len(names) == len(parts) else [(names[0], parts)]
 

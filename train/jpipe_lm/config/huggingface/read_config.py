@@ -46,8 +46,7 @@ def is_folder(path: str) -> bool:
 def read(folder: Path) -> Description:
     """Read the model that `config.json` of a folder describes.
 
-    Raises:
-        InputError: the file cannot be read, its architecture is not supported, or jpipe's layers cannot express the model.
+    Raise InputError if it cannot be read, its architecture is not supported, or jpipe's layers cannot express the model.
     """
     path = folder / CONFIG
     return parse(load_json(path, MOST_BYTES), shown(path))
@@ -83,14 +82,10 @@ class _Architectures(BaseModel):
 
 
 def fill_section(section: Mapping[str, Any], folder: Path, where: str, partial: bool) -> dict[str, Any]:
-    """Return the section `model` with the keys that a folder determines.
+    """Return the section `model` with the keys that a folder in Hugging Face's layout determines.
 
-    Args:
-        folder: a folder in Hugging Face's layout.
-        partial: whether keys may contradict the folder. If so, only parameters that match are read from the folder later.
-
-    Raises:
-        InputError: see `read`; or a key contradicts the folder.
+    Keys may contradict the folder only if it is `partial`; then only parameters that match are read from it later. Raise InputError if they
+    do, or as in `read`.
     """
     keys, file = read(folder).keys, shown(folder / CONFIG)
     section, keys = _with_router_losses(section, keys)
@@ -142,8 +137,7 @@ def _normal(key: str, value: Any) -> Any:
 def load_json(path: Path, most: int) -> dict[str, Any]:
     """Read the object in an untrusted JSON file.
 
-    Raises:
-        InputError: the file cannot be read, is larger than `most` bytes, or is not a JSON object.
+    Raise InputError if the file cannot be read, is larger than `most` bytes, or is not a JSON object.
     """
     where, hint = shown(path), "give a folder such as transformers' save_pretrained writes"
     text = read_text(path, most, f"{where}: cannot read the file", hint, f"{where}: expected JSON in UTF-8, found other bytes; {hint}")
@@ -159,14 +153,10 @@ def load_json(path: Path, most: int) -> dict[str, Any]:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Resolve the links of a file. Links may lead to the blobs of a Hugging Face download, but nowhere else outside the folder.
+    """Resolve the links of a file in a folder that may be untrusted.
 
-    Args:
-        folder: the folder, which may be untrusted.
-        name: the name of the file in the folder.
-
-    Raises:
-        InputError: the file does not exist, is not a regular file, or is a link that leads out of the folder.
+    Links may lead to the blobs of a Hugging Face download, but nowhere else outside the folder. Raise InputError if they do, or if the file
+    does not exist or is not a regular file.
     """
     path = folder / name
     try:

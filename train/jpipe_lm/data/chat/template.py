@@ -49,17 +49,10 @@ class Template:
 
 
 def find(tokenizer: Tokenizer, chosen: str | None = None, where: str = "data.chat_template") -> Template:
-    """Find the template of a tokenizer in the same places as transformers.
+    """Find the template of a tokenizer, read from a file, in the same places as transformers, unless a template file is `chosen`.
 
     Template files take precedence over templates in the tokenizer's settings. `chat_template.json`, which transformers reads only for
-    multimodal models, comes last.
-
-    Args:
-        tokenizer: the tokenizer, read from a file.
-        chosen: a template file that replaces the tokenizer's own template.
-
-    Raises:
-        InputError: there is no template, or a file cannot be read or is too large.
+    multimodal models, comes last. Raise InputError if there is no template, or a file cannot be read or is too large.
     """
     folder = tokenizer.path.parent
     settings = _settings(folder / SETTINGS)
@@ -95,8 +88,7 @@ def _read(path: Path, where: str) -> str:
 def _named(value: Any, place: str) -> dict[str, str]:
     """Return a dict from names to templates, from the value of `chat_template` in a tokenizer_config.json.
 
-    Raises:
-        InputError: the value has another form, a template is too large, or there is no template with the name `default`.
+    Raise InputError if the value has another form, a template is too large, or there is none with the name `default`.
     """
     items = [{"name": _DEFAULT, "template": value}] if isinstance(value, str) else value if isinstance(value, list) else []
     pairs = [(item.get("name"), item.get("template")) for item in items[:_MOST_TEMPLATES] if isinstance(item, dict)]
@@ -111,8 +103,7 @@ def _named(value: Any, place: str) -> dict[str, str]:
 def _with_default(sources: dict[str, str], expected: str, otherwise: str = "") -> dict[str, str]:
     """Return `sources` after checking that there is a template `default`, for conversations without tools.
 
-    Raises:
-        InputError: there is no such template. Without any template, the message says that `otherwise` was found.
+    Raise InputError if there is not. Without any template, the message says that `otherwise` was found.
     """
     if _DEFAULT not in sources:
         found = short(sorted(sources)) if sources else otherwise

@@ -105,8 +105,7 @@ def is_folder(path: str) -> bool:
 def read_index(path: str, where: str) -> tuple[Path, Index]:
     """Read the index of the folder at `path`, and check that every shard exists and has its size.
 
-    Raises:
-        InputError: it is not a folder of tokens, a file is missing or has a wrong size, or the tokenizer did not make the tokens.
+    Raise InputError if it is no folder of tokens, a file is missing or has a wrong size, or another tokenizer made the tokens.
     """
     folder = located(path, where)
     file = folder / INDEX
@@ -154,10 +153,9 @@ def documents(folder: Path, index: Index, shards: Sequence[ShardFacts]) -> Docum
 
 
 def digest(folder: Path, index: Index) -> str:
-    """Return a hash of the index, which contains hashes, and of a sample of every file. It does not depend on file times.
+    """Return a hash of the index, which contains hashes, and of a sample of every file, independent of file times.
 
-    Raises:
-        InputError: a file cannot be read.
+    Raise InputError if a file cannot be read.
     """
     hasher = hashlib.sha256(index.model_dump_json().encode())
     with sources.readable():
