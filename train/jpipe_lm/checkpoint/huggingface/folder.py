@@ -35,19 +35,12 @@ _SAMPLES, _SAMPLE = 1024, 2**12  # number of samples of a file for its digest, a
 
 @dataclass(frozen=True)
 class Folder:
-    """The tensors of a folder.
+    """The tensors of a folder."""
 
-    Attributes:
-        path: the path of the folder.
-        files: the safetensors files, by name.
-        tensors: the file and the spec of each tensor, by name.
-        described: the name of the file that says what the tensors are.
-    """
-
-    path: Path
-    files: dict[str, Path]
-    tensors: dict[str, tuple[str, Spec]]
-    described: str = CONFIG
+    path: Path  # the path of the folder
+    files: dict[str, Path]  # the safetensors files, by name
+    tensors: dict[str, tuple[str, Spec]]  # the file and the spec of each tensor, by name
+    described: str = CONFIG  # the name of the file that says what the tensors are
 
     def read(self, names: list[str]) -> dict[str, Any]:
         """Read tensors as NumPy arrays, by name."""

@@ -59,19 +59,12 @@ class _Json(BaseModel):
 
 
 class Adapters(NamedTuple):
-    """The adapters that an `adapter_config.json` describes.
+    """The adapters that an `adapter_config.json` describes."""
 
-    Attributes:
-        lora: the keys of `tune.lora`.
-        ranks: a mapping from names of modules, or ends of names, to ranks that differ from `lora.rank`.
-        alphas: a mapping from names of modules, or ends of names, to values of alpha that differ from `lora.alpha`.
-        saved: the names, or ends of names, of modules that are stored with all weights.
-    """
-
-    lora: dict[str, Any]
-    ranks: Mapping[str, int]
-    alphas: Mapping[str, float]
-    saved: tuple[str, ...]
+    lora: dict[str, Any]  # the keys of `tune.lora`
+    ranks: Mapping[str, int]  # a mapping from names of modules, or ends of names, to ranks that differ from `lora.rank`
+    alphas: Mapping[str, float]  # a mapping from names of modules, or ends of names, to values of alpha that differ from `lora.alpha`
+    saved: tuple[str, ...]  # the names, or ends of names, of modules that are stored with all weights
 
 
 def has_adapters(path: str) -> bool:

@@ -24,17 +24,11 @@ _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 
 @dataclass(frozen=True)
 class Template:
-    """A chat template, which may come from a stranger.
+    """A chat template, which may come from a stranger."""
 
-    Attributes:
-        sources: a mapping from names of templates to their text. A single template has the name `default`.
-        variables: the special tokens that templates may use, such as bos_token.
-        where: the file that the templates were read from, for messages.
-    """
-
-    sources: Mapping[str, str]
-    variables: Mapping[str, str]
-    where: str
+    sources: Mapping[str, str]  # a mapping from names of templates to their text. A single template has the name `default`.
+    variables: Mapping[str, str]  # the special tokens that templates may use, such as bos_token
+    where: str  # the file that the templates were read from, for messages
 
     @property
     def settings(self) -> dict[str, Any]:
