@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from jpipe.capabilities.protocol import hooks
 from jpipe.capabilities.registry import runtimes_for
+from jpipe.model.jaxprs._cpu_products import with_swapped_products
 from jpipe.model.jaxprs._wanted import without_effects
-from jpipe.model.jaxprs._weight_gradients import with_swapped_products
 from jpipe.ops import OPS, Leaves, Op
 from jpipe.stages._arrays import Arrays, shardings_of
 from jpipe.stages.functions._evaluation import evaluate, predict
@@ -57,7 +57,7 @@ def trace_call(arrays: Arrays, name: str, *, with_effects: bool = True, call: Ca
     """
     call, place = call or call_of(arrays, name), arrays.place
     function, outputs, op = call.function, call.outputs, ops_of_stage(arrays.functions).get(name)
-    if op is not None and op.parts != "F" and arrays.functions.platform == "cpu" and not place.mesh:
+    if op is not None and arrays.functions.platform == "cpu" and not place.mesh:
         function = with_swapped_products(function)
     if op is not None or name in get_args(UpdateKind):
         function, outputs = _with_done(function), (outputs, place.specs(_DONE))

@@ -136,15 +136,21 @@ def test_auto_takes_the_kernel_of_the_platform(monkeypatch, platform, length, dt
 
 
 @pytest.mark.parametrize("length", [8, 1])
-def test_repeated_keys_and_values_change_no_number(length):
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_repeated_keys_and_values_change_no_number(monkeypatch, platform, length):
+    heads, of_jax = [], jax.nn.dot_product_attention
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, k, v, **options: heads.append(k.shape[2]) or of_jax(q, k, v, **options))
+
     def gradients(platform):
         with tracing_for(platform):
             return jax.grad(lambda *arrays: jnp.sum(attention.attend(*arrays, None, ModelConfig(attention="xla")) ** 2), (0, 1, 2))(
                 *inputs_of(length)
             )
 
-    for found, expected in zip(gradients("gpu"), gradients("cpu"), strict=True):
+    for found, expected in zip(gradients(platform), gradients("cpu"), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    q, k, _ = inputs_of(length)
+    assert heads == [k.shape[2] if length == 1 else q.shape[2], k.shape[2]]
 
 
 def test_auto_falls_back_where_cudnn_is_not_installed(monkeypatch):

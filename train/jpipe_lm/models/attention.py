@@ -173,12 +173,12 @@ def _masked(config: ModelConfig, q: Any, k: Any, v: Any, mask: Bool[Array, "#b 1
 def _of_xla(q: Float[Array, "b s h d"], k: Float[Array, "b t k d"], v: Float[Array, "b t k d"], **options: Any) -> Float[Array, "b s h d"]:
     """Call JAX's attention. On CPUs and TPUs, float16 is cast to float32, because these cannot sum float16 products in float32.
 
-    On GPUs keys and values are repeated for each query head, except for a single query: XLA would transpose the probabilities of grouped
-    heads.
+    On GPUs and TPUs keys and values are repeated for each query head, except for a single query: XLA would transpose the probabilities of
+    grouped heads.
     """
     if q.dtype == jnp.float16 and traced_platform() in ("cpu", "tpu"):
         return _of_xla(*(x.astype(jnp.float32) for x in (q, k, v)), **options).astype(q.dtype)
-    if traced_platform() == "gpu" and q.shape[1] > 1:
+    if traced_platform() in ("gpu", "tpu") and q.shape[1] > 1:
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     return jax.nn.dot_product_attention(q, k, v, implementation="xla", **options)
 

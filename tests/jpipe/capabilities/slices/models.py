@@ -9,6 +9,7 @@ import numpy as np
 
 from jpipe import Layer, LayerStack
 from jpipe.context import traced_positions
+from jpipe.model.jaxprs._cpu_products import with_swapped_products
 from jpipe.schedules import SCHEDULES
 
 WIDTH, VOCAB, LENGTH, ROWS = 6, 11, 10, 2
@@ -179,7 +180,8 @@ def version(plan, s, k):
 
 
 def jitted(slices):
-    return [[{name: jax.jit(getattr(f, name)) for name in ("forward", "backward")} for f in functions] for functions in slices]
+    calls = ("forward", "backward")
+    return [[{name: jax.jit(with_swapped_products(getattr(f, name))) for name in calls} for f in functions] for functions in slices]
 
 
 def updates(functions, update):

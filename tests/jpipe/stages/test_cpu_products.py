@@ -1,4 +1,4 @@
-"""Gradients of weights on CPUs: products without a transpose of the result, with the same numbers."""
+"""Products on CPUs: swapped operands where XLA would copy more, with the same numbers."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from jpipe import Layer, LayerStack, Pipeline, Plan
-from jpipe.model.jaxprs._weight_gradients import with_swapped_products
+from jpipe.model.jaxprs._cpu_products import with_swapped_products
 from tests.jpipe import models
 
 
@@ -55,6 +55,22 @@ def test_a_linear_solver_inside_stays_as_it_is(float64):
     function, (a, b) = gradient(lambda w, x: jnp.linalg.solve(w + 6 * jnp.eye(6), (x @ w).T).T), jax.random.split(jax.random.key(0))
     w, x = jax.random.normal(a, (6, 6)), jax.random.normal(b, (5, 6))
     np.testing.assert_allclose(with_swapped_products(function)(w, x), function(w, x), rtol=1e-12)
+
+
+@pytest.mark.parametrize("is_swapped", [True, False])
+def test_the_larger_operand_of_a_product_of_batches_is_read_as_it_is(is_swapped, float64):
+    shapes, numbers = ((2, 7, 3, 4), (2, 3, 6, 7)), (((1,), (3,)), ((0, 2), (0, 1)))  # values and probabilities
+    if not is_swapped:  # queries and keys: the result is larger than what a swap saves
+        shapes, numbers = ((2, 7, 3, 4), (2, 3, 4, 7)), (((3,), (2,)), ((0, 2), (0, 1)))
+    left, right = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes))
+
+    def product(left, right):
+        return jax.lax.dot_general(left, right, numbers)
+
+    swapped = with_swapped_products(product)
+    np.testing.assert_allclose(swapped(left, right), product(left, right), rtol=1e-12)
+    read = dict(operations(jax.make_jaxpr(swapped)(left, right).jaxpr))["dot_general"]
+    assert read == shapes[is_swapped]
 
 
 def test_a_product_whose_operands_differ_in_precision_stays():
