@@ -49,11 +49,13 @@ _with_checks, _checked = decornontype.beartype_func, {}
 def _with_checks_once(func, conf, func_wrapper=None, **options):
     if func_wrapper is not None or any(options.values()) or "<locals>" not in func.__qualname__:
         return _with_checks(func, conf, func_wrapper, **options)
-    annotations, checked = _checked.get((func.__code__, conf), ({}, None))
-    if checked and annotations == func.__annotations__:
-        return _checking(checked, func)
+    annotations, checked = _checked.get((func.__code__, conf), (None, None))
+    if annotations == func.__annotations__:
+        return _checking(checked, func) if checked else func
     checked = _with_checks(func, conf)
-    if {"__beartype_func", "__beartype_call_curr"} <= {*(getattr(checked, "__kwdefaults__", None) or ())}:
+    if checked is func:  # its annotations allow everything
+        _checked[func.__code__, conf] = func.__annotations__, None
+    elif {"__beartype_func", "__beartype_call_curr"} <= {*(checked.__kwdefaults__ or ())}:
         _checked[func.__code__, conf] = func.__annotations__, _checking(checked, None)  # which keeps nothing alive
     return checked
 
