@@ -10,6 +10,7 @@ import pytest
 
 import jpipe_lm.hub.download as downloads
 from jpipe import InputError
+from jpipe_lm.config.data_config import DataConfig
 from jpipe_lm.hub import fetch_weights, pin
 from jpipe_train.console.exit_codes import code_of
 from jpipe_train.registry import located
@@ -21,7 +22,10 @@ MODEL = {
     **{"model-00001-of-00002.safetensors": b"1" * 5000, "model-00002-of-00002.safetensors": b"2" * 5000},
     **{"modeling.py": b"raise SystemExit", "pytorch_model.bin": b"pickle", "onnx/config.json": b"{}", "onnx/model.safetensors": b"3"},
 }
-DATA = {"data/train-0.parquet": b"0" * 500, "data/train-1.parquet": b"1" * 500, "more.jsonl": b"{}\n", "load.py": b"raise SystemExit"}
+DATA = {
+    **{"data/train-0.parquet": b"0" * 500, "data/train-1.parquet": b"1" * 500, "data/old/train-2.parquet": b"2" * 500},
+    **{"more.jsonl": b"{}\n", "load.py": b"raise SystemExit"},
+}
 
 
 def names(folder: Path) -> set[str]:
@@ -45,13 +49,21 @@ def test_a_data_set_is_its_files_of_rows_or_those_at_a_path(hub):
     first = located("hf:datasets/me/data/data/train-0.parquet", "here")
     assert first.read_bytes() == DATA["data/train-0.parquet"]
     assert hub.downloads() == ["train-0.parquet"]
-    pattern = located("hf:datasets/me/data/data/train-*.parquet", "here")
-    assert pattern.name == "train-*.parquet"
+    pattern = located("hf:datasets/me/data/data/*.parquet", "here")
+    assert pattern.name == "*.parquet"
     assert sorted(hub.downloads()) == ["train-0.parquet", "train-1.parquet"]
+    assert located("hf:datasets/me/data/**/train-2.parquet", "here").parent.name == "**"
+    assert hub.downloads()[-1] == "train-2.parquet"
     assert names(located("hf:datasets/me/data", "here")) == {*DATA} - {"load.py"}
     assert located("hf:datasets/me/data/data", "here").is_dir()
     with pytest.raises(InputError, match=r"expected files in hf:datasets/me/data@\w+/none that jpipe reads, found none; check the path"):
         located("hf:datasets/me/data/none", "here")
+
+
+def test_sources_of_data_are_named_after_their_data_sets():
+    paths = [f"hf:datasets/me/texts@{'a' * 40}", f"hf:datasets/me/code@{'b' * 40}/data/*.parquet"]
+    named = DataConfig.model_validate({"sources": [{"path": path} for path in paths]})
+    assert [source.name for source in named.sources] == ["texts", "data"]
 
 
 @pytest.mark.parametrize(

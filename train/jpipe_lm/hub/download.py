@@ -129,12 +129,15 @@ def fetch(text: str, where: str) -> str:
     """
     name = parse(pin(text, where), where)
     path = name.path
-    if name.is_dataset:
-        patterns = [path, f"{path}/*", path.replace("**/", "")] if path else _ROWS
-    else:
+    patterns: Sequence[str] = [path, f"{path}/*"] if path else _ROWS
+    deeper: Sequence[str] = []
+    if name.is_dataset and glob.has_magic(path):
+        patterns = [path, path.replace("**/", "")]
+        deeper = [] if "**" in path else ["*/" * (path.count("/") + 1) + "*"]  # for huggingface_hub * stands for folders, too
+    elif not name.is_dataset:
         folders = (f"{path}/", f"{os.path.dirname(path)}/".lstrip("/")) if path else ("",)
         patterns = [path, *(f"{folder}{file}" for folder in folders for file in _ABOUT)]
-    folder = _download(name, where, patterns)
+    folder = _download(name, where, patterns, deeper)
     if not name.is_dataset:
         _fetched[folder / path] = name, where
     return os.path.join(glob.escape(str(folder)) if glob.has_magic(path) else folder, path).rstrip("/")
@@ -154,7 +157,7 @@ def fetch_weights(folder: Path) -> None:
         _download(name, where, [os.path.join(name.path, file) for file in _WEIGHTS])
 
 
-def _download(name: Name, where: str, patterns: Sequence[str]) -> Path:
+def _download(name: Name, where: str, patterns: Sequence[str], ignored: Sequence[str] = ()) -> Path:
     """Download the files that match and are not in the cache, and return the folder of the whole repository in the cache."""
     with reported(name, where), contextlib.ExitStack() as stack:
         from huggingface_hub import constants, get_cached_repo_tree, snapshot_download
@@ -165,7 +168,7 @@ def _download(name: Name, where: str, patterns: Sequence[str]) -> Path:
             def __init__(self, *arguments: Any, **options: Any) -> None:
                 super().__init__(*arguments, **options | {"disable": True})
 
-        wanted = {**name.arguments, "allow_patterns": [pattern for pattern in patterns if pattern]}
+        wanted = {**name.arguments, "allow_patterns": [*filter(None, patterns)], "ignore_patterns": [*ignored]}
         lock = Path(constants.HF_HUB_CACHE, ".locks", str(name._replace(path="", revision=None)).replace("/", "--"), "jpipe.lock")
         with contextlib.suppress(OSError):  # nobody downloads into a cache that is read-only
             lock.parent.mkdir(parents=True, exist_ok=True)

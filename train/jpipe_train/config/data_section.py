@@ -48,6 +48,7 @@ def _named(sources: list[SourceConfig]) -> list[SourceConfig]:
 
 def _name_of(path: str) -> str:
     """Return the name of a file or folder with only letters, digits and `_`; for a glob, the last part of the path without a `*`."""
+    path = re.sub(r"@[0-9a-f]{40}\b", "", path)  # the commit of `hf:datasets/owner/name`
     parts = [
         re.sub(r"[^A-Za-z0-9]+", "_", part).strip("_") for part in (Path(path).stem, *reversed(Path(path).parts[:-1])) if "*" not in part
     ]
