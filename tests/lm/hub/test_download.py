@@ -105,13 +105,19 @@ fetch_weights(pathlib.Path(fetch(sys.argv[1], "here")))
 """
 
 
-def test_the_processes_of_a_machine_download_once(hub):
+def test_the_processes_of_a_machine_download_once(hub, tmp_path):
     hub.add("models/me/model", MODEL)
     command = [sys.executable, "-c", PROGRAM, pin("hf:me/model", "here")]
-    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
-    lines = [process.communicate(timeout=120)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0], lines
-    assert sorted(hub.downloads()) == sorted({*hub.downloads()})
+
+    def requests(number: int) -> list[str]:
+        hub.requests.clear()
+        environment = os.environ | {"HF_HUB_CACHE": str(tmp_path / f"cache of {number}")}
+        processes = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(number)]
+        lines = [process.communicate(timeout=120)[1] for process in processes]
+        assert [process.returncode for process in processes] == [0] * number, lines
+        return sorted(request for request in hub.requests if "/me/model/" in request)
+
+    assert requests(3) == requests(1)  # two of three find all files in the cache, with hashes that the first has compared
     assert len(hub.downloads()) == 5
 
 
