@@ -127,22 +127,26 @@ class LanguageModel(ModelConfig):
 
 
 class Text(DataConfig):
-    """The formats of text, from `bytes` to `labels`."""
+    """The formats of text, from `bytes` to `preferences`."""
 
     def load_batches(self, config: Config) -> "jpipe_train.data.data.Data | None":
-        """Read documents and cut them into rows. Return None for texts with labels."""
+        """Read documents and cut them into rows. Return None for texts with labels and preferences."""
         from jpipe_lm.data import document_rows
 
-        return None if self.format == "labels" else document_rows.load(config)
+        return document_rows.load(config) if self.has_tokens else None
 
     def load_held_out(self, config: Config, path: str | None) -> "jpipe_train.data.data.Data | None":
-        """Read the held-out documents, or the documents at `path`. Return None for texts with labels."""
+        """Read the held-out documents, or the documents at `path`. Return None for texts with labels and preferences."""
         from jpipe_lm.data import document_rows
 
-        return None if self.format == "labels" else document_rows.load_held_out(config, path)
+        return document_rows.load_held_out(config, path) if self.has_tokens else None
 
     def read_examples(self, config: Config, path: str | None = None) -> "jpipe_train.data.data.Examples":
-        """Read texts with labels."""
+        """Read texts with labels, or preferences."""
+        if self.format == "preferences":
+            from jpipe_lm.preferences import read_pairs
+
+            return read_pairs.read(config, path)
         from jpipe_lm.data.labelled import read_labelled
 
         return read_labelled.read(config, path)
@@ -161,5 +165,5 @@ class Text(DataConfig):
             splits.check_tokenizers([source.path for source in self.sources])
 
     def amount_of_step(self, config: Config) -> tuple[int, str]:
-        """Return the number of tokens of a step; for texts with labels, the number of samples."""
+        """Return the number of tokens of a step; for texts with labels and preferences, the number of samples."""
         return (config.train.batch_size * config.model.seq_len, "tokens") if self.has_tokens else super().amount_of_step(config)

@@ -26,7 +26,7 @@ GROUPS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "models": "model.kind",  # a subclass of `jpipe_train.config.model_section.ModelSection`
         "formats": "data.format",  # a subclass of `jpipe_train.config.data_section.DataSection`
-        "losses": "loss.name",  # a function (outputs, labels) -> (sum, weight)
+        "losses": "loss.name",  # a function (outputs, labels) -> (sum, weight), or a class of such functions, made with loss.arguments
         "sources": "warm_start.file",  # an object with the functions of `jpipe_train.checkpoint.sources.source.Format`
         "layouts": "--layout",  # a function that takes an `ExportRequest` of `jpipe_train.checkpoint`, and a function that prints a line
         "schemes": "a path, before the colon",  # an object with the functions of `jpipe_lm.hub`, for names such as `hf:owner/name`

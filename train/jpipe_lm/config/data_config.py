@@ -16,14 +16,16 @@ BYTES = 256  # the number of symbols of a text that is read as bytes
 _Word = Annotated[str, Field(min_length=1, max_length=256)]
 _FORMATS_OF = MappingProxyType(
     {  # the formats that a key is for; with any other format the key is an error
-        "tokenizer": ("text", "prompts", "chat", "labels"),
-        "end_of_text": ("text", "prompts"),
+        "tokenizer": ("text", "prompts", "chat", "labels", "preferences"),
+        "end_of_text": ("text", "prompts", "preferences"),
         "boundaries": ("bytes", "text", "tokens"),
         "objective": ("text", "tokens"),
-        "too_long": ("tokens", "prompts", "chat", "labels"),
-        "prompt_key": ("prompts",),
+        "too_long": ("tokens", "prompts", "chat", "labels", "preferences"),
+        "prompt_key": ("prompts", "preferences"),
         "answer_key": ("prompts",),
-        "chat_template": ("chat",),
+        "chosen_key": ("preferences",),
+        "rejected_key": ("preferences",),
+        "chat_template": ("chat", "preferences"),
         "text_key": ("text", "labels"),
         "second_key": ("labels",),
         "choices_key": ("labels",),
@@ -37,6 +39,7 @@ _PATHS = {  # for each format that needs a path, what the path must name
     "prompts": "files with prompts and answers, such as JSON lines or Parquet",
     "chat": "files with conversations, such as JSON lines or Parquet",
     "labels": "files with texts and labels, such as JSON lines, CSV or Parquet",
+    "preferences": "files with prompts, chosen and rejected answers, such as JSON lines or Parquet",
 }
 
 
@@ -44,14 +47,15 @@ class DataConfig(DataSection):
     """Text for language models. `path` is a file, folder or glob; null means the source code of Python's standard library.
 
     The `format` is bytes, text (which needs a `tokenizer`), tokens (a folder that `jpipe data prepare` wrote, or rows of token ids),
-    prompts (rows with a prompt and an answer), chat (rows with conversations) or labels (rows with texts and a label). auto means bytes,
-    but rejects files that are not text. Rows are in JSON lines, CSV, TSV, Parquet or Arrow files, and the keys `…_key` name their columns.
-    With `text_key: null` every file is read as one text, even a file of rows.
+    prompts (rows with a prompt and an answer), chat (rows with conversations), labels (rows with texts and a label) or preferences (rows
+    with a prompt, a chosen and a rejected answer). auto means bytes, but rejects files that are not text. Rows are in JSON lines, CSV, TSV,
+    Parquet or Arrow files, and the keys `…_key` name their columns. With `text_key: null` every file is read as one text, even a file of
+    rows.
     """
 
     formats_of: ClassVar[Mapping[str, tuple[str, ...]]] = _FORMATS_OF
 
-    format: Literal["auto", "bytes", "text", "tokens", "prompts", "chat", "labels"] = AUTO
+    format: Literal["auto", "bytes", "text", "tokens", "prompts", "chat", "labels", "preferences"] = AUTO
     tokenizer: FilePath | None = None
     end_of_text: _Word | None = AUTO
     boundaries: Literal["keep", "ignore"] | None = None
@@ -59,6 +63,8 @@ class DataConfig(DataSection):
     masked_fraction: Fraction = 0.15
     prompt_key: _Word = "prompt"
     answer_key: _Word = "answer"
+    chosen_key: _Word = "chosen"
+    rejected_key: _Word = "rejected"
     chat_template: FilePath | None = None
     text_key: _Word | None = "text"
     second_key: _Word | None = None
@@ -68,14 +74,14 @@ class DataConfig(DataSection):
     too_long: Literal["refuse", "cut"] = "refuse"
 
     @property
-    def read_as(self) -> Literal["bytes", "text", "tokens", "prompts", "chat", "labels"]:
+    def read_as(self) -> Literal["bytes", "text", "tokens", "prompts", "chat", "labels", "preferences"]:
         """The format, with bytes in place of auto."""
         return "bytes" if self.format == AUTO else self.format
 
     @property
     def has_tokens(self) -> bool:
-        """Whether the rows are windows of a text. Texts with labels are not."""
-        return self.format != "labels"
+        """Whether the rows are windows of a text. Texts with labels and preferences are not."""
+        return self.format not in ("labels", "preferences")
 
     @property
     def may_be_padded(self) -> bool:
@@ -98,6 +104,13 @@ class DataConfig(DataSection):
                 "data.format labels needs a built-in model with model.head classification, regression or multiple_choice; set model.head, "
                 "or use data.target"
             )
+        if self.format == "preferences" and (getattr(config.model, "kind", None), getattr(config.model, "head", None)) != (
+            "decoder",
+            "language",
+        ):
+            raise ValueError("data.format preferences needs a built-in decoder with model.head language; change model, or use data.target")
+        if self.format == "preferences" and config.loss.name is None and config.loss.target is None:
+            raise ValueError("data.format preferences needs a loss of preferences; set loss.name to dpo, simpo or orpo")
 
     @model_validator(mode="after")
     def _keys_fit_the_format(self) -> "DataConfig":

@@ -177,10 +177,10 @@ class ModelConfig(ModelSection):
             raise ValueError(f"model.vocab_size {self.vocab_size} is less than the {BYTES} bytes of a text; raise or remove it")
         if self.head != "language":
             self._check_head(config)
-        if config.loss.name is not None:
+        if config.loss.name is not None and getattr(config.data, "format", None) != "preferences":
             raise ValueError(
                 f"loss.name has no effect without model.target, because model.head determines the loss of a built-in model, found "
-                f"{config.loss.name}; remove loss.name"
+                f"{config.loss.name}; remove loss.name, or set data.format to preferences for a loss of preferences"
             )
 
     def _check_head(self, config: "jpipe_train.config.config.Config") -> None:

@@ -67,8 +67,7 @@ def check_by_reading(config: Config, path: str | None = None) -> None:
     `path` names data that replace the data of the run, as in `jpipe_train.data.data.held_out`. Raise jpipe.InputError if a file is missing
     or no installed library reads it; a function does not exist or has other arguments; or a size does not divide another.
     """
-    metrics(config.eval, config.model)
-    model.loss(config)
+    metrics(config.eval, config.model, model.loss(config))
     checked_arguments(config.optimizer, config.train.length)
     with errors_name_config_keys(config.plan.file):
         plan = None if config.plan.file in (None, AUTO) else read_plan(config.plan.file)
@@ -105,7 +104,7 @@ def check(config: Config, pipe: jpipe.Pipeline, batches: data.Data) -> data.Data
         params = pipe.stack.ties.without_seconds({layer_id: layer.params for layer_id, layer in layers.items()})
         devices, is_trained = started_devices(pipe), config.tune.trained()
         check_memory(params, pipe.optimizer, pipe.plan, devices, pipe.precision.has_masters, is_trained)
-        functions = metrics(config.eval, config.model)
+        functions = metrics(config.eval, config.model, pipe.loss)
         pipe.check(batch, functions if functions or len(batches.validation) else None)
     return labels.check_labels(config, batches, layers[pipe.stack.ids[-1]].output)
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jpipe import InputError
+from jpipe_train.assemble import model as models
 from jpipe_train.config.config import BestConfig, Config, EvalConfig, Mode, StopConfig
 from jpipe_train.config.functions import entry_point
 from jpipe_train.config.model_section import ModelSection
@@ -24,13 +25,15 @@ from jpipe_train.losses import cross_entropy, squared_error
 Pair = tuple[jax.Array, jax.Array]
 
 
-def metrics(config: EvalConfig, model: ModelSection | None = None) -> dict[str, Any]:
+def metrics(config: EvalConfig, model: ModelSection | None = None, loss: Any = None) -> dict[str, Any]:
     """Return functions `(outputs, labels) -> (sum, weight)` by name; `combined` computes the metrics from their means.
 
-    The model determines the number of classes, and may add metrics. Raise InputError if a target does not exist.
+    The model determines the number of classes, and may add metrics, as the property `metrics` of a loss may, a mapping from names to
+    (function, "min" or "max"). Raise InputError if a target does not exist.
     """
     functions: dict[str, Any] = {} if model is None else dict(model.extra_metrics())
     has_more = bool(functions)
+    functions |= {name: function for name, (function, _) in getattr(loss, "metrics", {}).items()}
     classes = None if model is None else model.label_count
     for name, metric in config.metrics.items():
         if metric in _IN_PARTS:
@@ -47,7 +50,11 @@ def results(config: Config) -> dict[str, Mode]:
     """Return each result of a validation, named as in `metrics.jsonl`, with "min" if lower values are better, else "max"."""
     named = dict.fromkeys(config.model.extra_metrics(), "loss") | config.eval.metrics
     sources: dict[str, Mode] = {f"val_loss_{source.name}": "min" for source in config.data.sources or ()}
-    return results_of(named, has_average=config.optimizer.ema_decay is not None) | sources
+    has_average = config.optimizer.ema_decay is not None
+    of_loss = {} if config.loss_name is None else getattr(models.loss(config), "metrics", {})
+    modes: dict[str, Mode] = {f"val_{name}": mode for name, (_, mode) in of_loss.items()}
+    modes |= {f"{name}_ema": mode for name, mode in modes.items() if has_average}
+    return modes | results_of(named, has_average=has_average) | sources
 
 
 def results_of(named: Mapping[str, str], *, has_average: bool) -> dict[str, Mode]:

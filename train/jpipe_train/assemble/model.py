@@ -12,7 +12,7 @@ from jpipe import InputError
 from jpipe_train import registry
 from jpipe_train.config.config import Config
 from jpipe_train.config.functions import entry_point
-from jpipe_train.config.functions.arguments import check_names, parameters_of
+from jpipe_train.config.functions.arguments import check_names, convert, parameters_of
 from jpipe_train.config.model_section import ModelSection
 
 
@@ -67,12 +67,19 @@ def _spec(rows: Any) -> jax.ShapeDtypeStruct:
 
 
 def loss(config: Config) -> Any:
-    """Return the loss function `(outputs, labels) -> (sum, weight)`: the loss of this name, or `loss.target` with its arguments.
+    """Return the loss function `(outputs, labels) -> (sum, weight)`: the loss of this name or `loss.target`, with its arguments.
 
     Raise InputError if the target does not exist, or has other arguments; or the package that adds the loss cannot be imported.
     """
     if (name := config.loss_name) is not None:
-        return registry.find("losses", name)
+        found, arguments = registry.find("losses", name), config.loss.arguments
+        with entry_point.errors_about("loss.arguments"):
+            if inspect.isclass(found):
+                check_names(found, name, arguments, {})
+                return found(**convert(found, name, arguments))
+            if arguments:
+                raise ValueError(f"'{name}' takes no arguments; remove them")
+        return found
     target = str(config.loss.target)
     function = entry_point.load(target, "loss.target")
     first_two, remaining = list(parameters_of(function).values())[:2], list(parameters_of(function).values())[2:]

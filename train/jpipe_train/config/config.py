@@ -134,10 +134,10 @@ class PrecisionConfig(Section):
 class LossConfig(TargetSection):
     """The loss: the mean cross-entropy of integer labels, the mean squared error, or a function of your own.
 
-    `name` is `cross_entropy`, `squared_error` or a loss that an installed package adds; null means the loss of the model, usually the
-    cross-entropy. `target(outputs, labels, **arguments)` returns (sum of the losses, weight). The logits of built-in models are computed
-    for `chunk` positions at a time, and again in the backward pass, so that they are never all in memory. null: all logits at once. "auto":
-    all at once for small vocabularies, otherwise in chunks.
+    `name` is `cross_entropy`, `squared_error` or a loss that an installed package adds, perhaps with `arguments`, such as `dpo`; null
+    means the loss of the model, usually the cross-entropy. `target(outputs, labels, **arguments)` returns (sum of the losses, weight). The
+    logits of built-in models are computed for `chunk` positions at a time, and again in the backward pass, so that they are never all in
+    memory. null: all logits at once. "auto": all at once for small vocabularies, otherwise in chunks.
     """
 
     keeps_meaning: ClassVar[frozenset[str]] = TargetSection.keeps_meaning | {

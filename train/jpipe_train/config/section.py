@@ -80,7 +80,7 @@ class TargetSection(Section):
 
     @model_validator(mode="after")
     def _arguments_have_a_target(self) -> "TargetSection":
-        if self.arguments and self.target is None:
+        if self.arguments and self.target is None and getattr(self, "name", None) is None:  # a loss has a name in place of a target
             raise ValueError("arguments has no effect without target; set target to module:function, or remove arguments")
         return self
 

@@ -8,16 +8,19 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
+import jpipe
 from jpipe import InputError
 from jpipe_train.config.config import Config
 from jpipe_train.config.data_section import SourceConfig
 from jpipe_train.config.functions import entry_point
 from jpipe_train.config.section import MOST_ROWS
+from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count
 from jpipe_train.data import mixture, position, target_data
 from jpipe_train.data.order import ordered
@@ -62,6 +65,7 @@ class Examples:
         digest: a function that returns a hash; it is equal in two processes only if their rows are equal.
         remarks: lines that say what was cut or left out.
         largest_class: the largest label and the name of its row, if labels are classes and the largest is known.
+        unfinished: the rows of either part, if their labels lack numbers of the initial model.
     """
 
     train: ElementsOfOneShape
@@ -70,6 +74,23 @@ class Examples:
     digest: Callable[[], str]
     remarks: tuple[str, ...] = ()
     largest_class: tuple[int, str] | None = None
+    unfinished: "tuple[Unfinished, ...]" = ()
+
+
+@runtime_checkable
+class Unfinished(Protocol):
+    """Rows with labels that also have numbers of the initial model, such as the log-probabilities of a reference.
+
+    A new run computes them before its first step, and keeps them in its folder.
+    """
+
+    def read(self, folder: Path) -> bool:
+        """Read the numbers from the folder of a run. Return False if it has none for these rows."""
+        ...
+
+    def compute(self, pipe: jpipe.Pipeline, state: jpipe.State, batch_size: int, folder: Path | None, reporter: Reporter) -> None:
+        """Compute the numbers with the weights of a state, and keep them in the folder of a run, if it is given."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -95,6 +116,7 @@ class Data:
     largest_class: tuple[int, str] | None = None
     # the sources of a mixture, each with its data; `validation` joins their validation batches, one source after the other
     parts: "tuple[tuple[SourceConfig, Data], ...]" = ()
+    unfinished: tuple[Unfinished, ...] = ()  # the rows that lack numbers of the initial model in their labels
 
     @property
     def like(self) -> Batch:
@@ -238,6 +260,7 @@ def _mixture(config: Config, sources: Sequence[SourceConfig], read: Callable[[Co
         lambda: hashlib.sha256(" ".join(part.digest() for part in parts).encode()).hexdigest(),
         tuple(f"{source.name}: {remark}" for source, part in zip(sources, parts, strict=True) for remark in part.remarks),
         parts=tuple(zip(sources, parts, strict=True)),
+        unfinished=tuple(rows for part in parts for rows in part.unfinished),
     )
 
 
@@ -338,7 +361,17 @@ def _of_examples(config: Config, read: Examples) -> Data:
         raise InputError(f"{expected}, found {have[0]:,} and none in {read.source}", where="data.path", change=f"give more data{more}")
     train, validation = _batched(config, read.train, 0), _batched(config, read.validation, 1)
     amount = f"{have[0]:,} examples for training, {have[1]:,} for validation"
-    return Data(train, validation, read.source, amount, read.digest, read.remarks, rows=have[0], largest_class=read.largest_class)
+    return Data(
+        train,
+        validation,
+        read.source,
+        amount,
+        read.digest,
+        read.remarks,
+        rows=have[0],
+        largest_class=read.largest_class,
+        unfinished=read.unfinished,
+    )
 
 
 def _held_out_examples(config: Config, read: Examples) -> Data:
@@ -346,7 +379,8 @@ def _held_out_examples(config: Config, read: Examples) -> Data:
     if not len(read.validation):
         raise InputError(where="data.path", expected="at least 1 example", found=f"none in {read.source}", change="give more data")
     batches, amount = _batched(config, read.validation, 1), count(len(read.validation), "example")
-    return Data(batches, batches, read.source, amount, read.digest, read.remarks, largest_class=read.largest_class)
+    remarks, largest = read.remarks, read.largest_class
+    return Data(batches, batches, read.source, amount, read.digest, remarks, largest_class=largest, unfinished=read.unfinished)
 
 
 def _batched(config: Config, examples: ElementsOfOneShape, part: int) -> BatchesOfRows:

@@ -128,7 +128,14 @@ def _number(labels: Int[Array, "*n"] | UInt8[Array, "*n"]) -> Float[Array, ""]:
 def _nats(outputs: Any, labels: Int[Array, "*n"] | UInt8[Array, "*n"]) -> Float[Array, ""]:
     """Sum the cross-entropy of the labels in nats, from logits or an `Unprojected`."""
     if isinstance(outputs, Unprojected):
-        return _nats_in_chunks(*_in_chunks(outputs, labels))
+        return _nats_in_chunks(*_in_chunks(outputs, labels)).sum()
+    return nats_of_each(outputs, labels).sum()
+
+
+def nats_of_each(outputs: Any, labels: Int[Array, "*n"] | UInt8[Array, "*n"]) -> Float[Array, "*n"]:
+    """Return the cross-entropy of each label in nats, from logits or an `Unprojected`; 0 for labels that do not count."""
+    if isinstance(outputs, Unprojected):
+        return _nats_in_chunks(*_in_chunks(outputs, labels)).T.reshape(-1)[: labels.size].reshape(labels.shape)
     if outputs.shape[:-1] != labels.shape:
         raise InputError(
             f"loss: cross_entropy: expected outputs with one more dimension than the labels, {list(labels.shape)}, found "
@@ -136,7 +143,7 @@ def _nats(outputs: Any, labels: Int[Array, "*n"] | UInt8[Array, "*n"]) -> Float[
         )
     wide = outputs.astype(wider(outputs.dtype))
     nats = optax.softmax_cross_entropy_with_integer_labels(wide, jnp.maximum(labels, 0))
-    return jnp.where(labels >= 0, nats, jnp.zeros((), nats.dtype)).sum()
+    return jnp.where(labels >= 0, nats, jnp.zeros((), nats.dtype))
 
 
 # Chunk by chunk ----------------------------------------------------------------------------------------------------------
@@ -159,19 +166,14 @@ def _in_chunks(outputs: Unprojected, labels: Int[Array, "*n"] | UInt8[Array, "*n
 
 
 @jax.custom_vjp
-def _nats_in_chunks(whole: Unprojected, labels: Int[Array, "chunks size"]) -> Float[Array, ""]:
-    """Return the sum of the nats of all chunks. They are computed one after the other.
+def _nats_in_chunks(whole: Unprojected, labels: Int[Array, "chunks size"]) -> Float[Array, "chunks size"]:
+    """Return the nats of each label of all chunks. The chunks are computed one after the other.
 
     The backward pass recomputes the logits of each chunk. It is written out, without `jax.checkpoint`, for two reasons. Gradients of the
     kernel are summed in float32. And if backwards are split into parts for inputs and for weights, this one stays whole; otherwise it would
     keep the gradients of all logits.
     """
-    wide = wider(whole.dtype)
-
-    def add(total: Any, part: Any) -> tuple[Any, None]:
-        return total + _nats(replace(whole, hidden=part[0]).logits(), part[1]), None
-
-    return jax.lax.scan(add, jnp.zeros((), wide), (whole.hidden, labels))[0]
+    return jax.lax.map(lambda part: nats_of_each(replace(whole, hidden=part[0]).logits(), part[1]), (whole.hidden, labels))
 
 
 def _forward(whole: Unprojected, labels: Any) -> tuple[Any, Any]:
@@ -183,13 +185,14 @@ def _backward(saved: Any, gradient: Any) -> tuple[Unprojected, None]:
     wide = wider(whole.dtype)
 
     def add(sums: Any, part: Any) -> tuple[Any, Any]:
-        _, pull = jax.vjp(lambda unprojected: _nats(unprojected.logits(), part[1]), replace(whole, hidden=part[0]))
-        gradients = pull(gradient)[0]
+        hidden, numbers, of_nats = part
+        _, pull = jax.vjp(lambda unprojected: nats_of_each(unprojected.logits(), numbers), replace(whole, hidden=hidden))
+        gradients = pull(of_nats)[0]
         sums = jax.tree.map(lambda total, new: total + new.astype(wide), sums, (gradients.kernel, gradients.bias))
         return jax.lax.optimization_barrier((sums, gradients.hidden))  # both are computed together, see `_nats_in_chunks`
 
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, wide), (whole.kernel, whole.bias))
-    sums, hidden = jax.lax.scan(add, zeros, (whole.hidden, labels))
+    sums, hidden = jax.lax.scan(add, zeros, (whole.hidden, labels, gradient))
     kernel, bias = jax.tree.map(lambda total: total.astype(whole.dtype), sums)
     return replace(whole, hidden=hidden, kernel=kernel, bias=bias), None
 

@@ -28,11 +28,11 @@ from jpipe_train.console.terminal import count
 from jpipe_train.data import data
 from jpipe_train.data.mixture import Joined
 from jpipe_train.data.rows import BatchesOfRows, Divisible, like_a_batch
-from jpipe_train.launch.team import facts, joined
+from jpipe_train.launch.team import Team, facts, joined
 from jpipe_train.report.metrics_log import RunStopped, mean_of, means_of
 from jpipe_train.run.ending import reason
 from jpipe_train.run.requests import EvaluateRequest
-from jpipe_train.run.starting import begin, read_checkpoint
+from jpipe_train.run.starting import begin, initial_params, read_checkpoint
 
 _MOST_PENDING = 2  # batches that may be in flight before a result is read, so that the devices always have work
 
@@ -85,6 +85,7 @@ def main(request: EvaluateRequest, num_processes: int = 1, connect_limit: float 
         interrupt.check()
         resumed, fresh = team.run_on_all(lambda: resume.at(folder, step)), config.resume.optimizer == "reset"
         try:
+            _finish_labels(config, folder, pipe, batches, team, reporter)
             with reporter.phase(f"compiling {count(pipe.plan.depth, 'stage')}, reading the checkpoint", compile_cache.CacheCount()):
                 with _other_shapes_named(config, request):
                     layers, damaged = read_checkpoint(pipe, batches, team, resumed, fresh_optimizer=fresh)
@@ -99,6 +100,16 @@ def main(request: EvaluateRequest, num_processes: int = 1, connect_limit: float 
         result = Result(step, sum(selection.rows), selection.total, labels, loss, of_config)
         _print(config, request, result, batches.source, reporter, over="by the weights of the sources," if selection.sources else "over")
         return result
+
+
+def _finish_labels(config: Config, folder: Path, pipe: jpipe.Pipeline, batches: data.Data, team: Team, reporter: Reporter) -> None:
+    """Add the numbers of the run's initial model to labels that need them: kept ones, otherwise from the initial weights, made again."""
+    unfinished = [rows for rows in batches.unfinished if not rows.read(folder)]
+    if unfinished:
+        config = config.model_copy(update={"warm_start": config_file.load_resolved(folder / "config.yaml").warm_start})
+        state = begin(config.seed, pipe, batches, None, initial_params(config, pipe, batches, team, None, reporter))
+        for rows in unfinished:
+            rows.compute(pipe, state, config.train.batch_size, None, reporter)
 
 
 def _run_folder(request: EvaluateRequest) -> Path:
@@ -234,7 +245,7 @@ def _evaluate(
     reporter: Reporter,
 ) -> tuple[dict[str, float], float]:
     """Return the mean loss and metrics over all selected batches, and the total weight of the loss."""
-    functions = metrics(config.eval, config.model)
+    functions = metrics(config.eval, config.model, pipe.loss)
     pending: list[jpipe.Evaluation] = []
     results: list[dict[str, tuple[float, float]]] = []
     total, done = sum(selection.rows), 0

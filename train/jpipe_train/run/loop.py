@@ -49,6 +49,7 @@ from jpipe_train.run.starting import (
     begin,
     check_shared,
     continue_on_all,
+    finish_labels,
     initial_params,
     make_folder,
     read_checkpoint,
@@ -89,7 +90,7 @@ def main(
         interrupt.check()
         options = {"--resume": resume, "--from-checkpoint": str(from_checkpoint), "--elastic": str(elastic)}
         config, remarks = agree_on_config(config, num_processes, elastic, options, team)
-        settings = settings_of(config)
+        settings = team.run_on_all(lambda: settings_of(config))
         reporter = Reporter(config.train.length, *settings.items, None if team.is_first else Console(quiet=True))
         for line in remarks:
             reporter.say(line)
@@ -314,6 +315,7 @@ def run(
             (initial or {}).clear()  # free the arrays, even if a caller still has the dict
             sizes, temporary = _sizes(pipe, batches, alone=team.processes is None, writes=folder is not None)
             stages = [] if folder is None else stages_of(pipe, batches.like)
+        finish_labels(pipe, batches, state if resumed is None else None, path, reporter, writes=folder is not None)
         report_transfers(pipe, reporter)
         earlier = continue_on_all(settings, folder, resumed, team, reporter.say)
         train = settings.train

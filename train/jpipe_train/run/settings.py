@@ -1,5 +1,6 @@
 """Make the settings of a run from a config."""
 
+from jpipe_train.assemble import model
 from jpipe_train.assemble.metrics import metrics, results
 from jpipe_train.assemble.optimizer import learning_rate
 from jpipe_train.config import config_file
@@ -16,7 +17,7 @@ def settings_of(config: Config) -> RunSettings:
         train=config.train,
         checkpoint=config.checkpoint,
         log=config.log,
-        metrics=lambda: metrics(config.eval, config.model),
+        metrics=lambda: metrics(config.eval, config.model, model.loss(config)),
         results=results(config),
         learning_rate=lambda steps: learning_rate(config.optimizer, steps),
         accumulate_batches=config.optimizer.accumulate_batches,

@@ -170,3 +170,31 @@ def begin(
         return pipe.init(key, batches.like, initial, buckets=batches.shapes)
     assert initial is not None
     return pipe.restore(key, batches.like, initial, resumed.step, fresh_optimizer=fresh_optimizer, buckets=batches.shapes)
+
+
+def finish_labels(
+    pipe: jpipe.Pipeline, batches: data.Data, state: jpipe.State | None, folder: Path, reporter: Reporter, *, writes: bool
+) -> None:
+    """Add the numbers of the initial model to labels that need them. A new run computes them, a resumed run reads them.
+
+    Args:
+        pipe: the compiled pipeline.
+        batches: the data of the run.
+        state: the initial state of a new run; None in a run that resumes.
+        folder: the folder of the run.
+        reporter: prints the progress.
+        writes: whether this process writes into the folder.
+
+    Raises:
+        jpipe.InputError: a run that resumes has not kept the numbers of its rows.
+    """
+    for rows in batches.unfinished:
+        if state is not None:
+            rows.compute(pipe, state, len(jax.tree.leaves(batches.like)[0]), folder if writes else None, reporter)
+        elif not rows.read(folder):
+            raise jpipe.InputError(
+                where="data",
+                expected=f"the rows with which the run in '{shown(folder)}' began, with numbers of its initial model for them",
+                found="other rows, or a folder without these numbers",
+                change="restore the data, or start a new run with another run.dir",
+            )

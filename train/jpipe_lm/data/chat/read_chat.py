@@ -45,7 +45,7 @@ def read(
     def texts(record: Mapping[str, Any]) -> _Texts:
         interrupt.check()
         found = conversation(record)
-        return found, _rendered(found, renderer, wrong)
+        return found, rendered(found, renderer, wrong)
 
     rows = records(files, wrong, COLUMNS, texts, lambda value: value[0].key, share)
     each = ((row, i, text) for row in rows for i, text in enumerate(row.value[1]))
@@ -59,7 +59,7 @@ def no_template(error: NoTemplate) -> InputError:
     return InputError(f"chat template: {error}; correct the template, or choose another one")
 
 
-def _rendered(found: Conversation, renderer: Renderer, wrong: WrongLines) -> list[Rendered]:
+def rendered(found: Conversation, renderer: Renderer, wrong: WrongLines) -> list[Rendered]:
     """Return the texts of a conversation.
 
     Raises:
