@@ -315,7 +315,7 @@ def test_files_with_the_name_of_rows_are_not_learned_as_bytes(tiny, tmp_path):
     assert data.load(configured(tiny, tmp_path / "[cde].*")).rows
 
 
-@pytest.mark.parametrize("form", ["bytes", "text", "prompts", "chat", "tokens", "labels", "arrays"])
+@pytest.mark.parametrize("form", ["bytes", "text", "prompts", "chat", "tokens", "labels", "preferences", "arrays"])
 def test_a_path_that_no_file_has_is_an_error_in_each_format(form, tiny, tokenizer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("loop").symlink_to("loop")
@@ -324,7 +324,7 @@ def test_a_path_that_no_file_has_is_an_error_in_each_format(form, tiny, tokenize
     keys |= {} if form in ("bytes", "tokens", "arrays") else {"tokenizer": tokenizer}
     keys |= {"chat_template": "template"} if form == "chat" else {}
     model = tiny["model"] | {"vocab_size": 300} | ({"head": "regression"} if form == "labels" else {})
-    model = {"model": {"target": "a:b"} if form == "arrays" else model}
+    model = {"model": {"target": "a:b"} if form == "arrays" else model} | ({"loss": {"name": "dpo"}} if form == "preferences" else {})
     for path in ("a" * 300, "a/" * 2500, "loop", "loop/a"):
         for read in (data.load, lambda config: data.held_out(config, config.data.path)):
             with pytest.raises(InputError, match=r"^data\.path: .*(File name too long|does not exist|cannot read).*"):

@@ -125,6 +125,8 @@ def _check_kinds(data: DataConfig) -> None:
                 hint = kind.hint
                 if {data.prompt_key, data.answer_key} <= set(kind.columns):
                     hint = "set data.format: prompts and data.tokenizer"
+                elif {data.chosen_key, data.rejected_key} <= set(kind.columns):
+                    hint = "set data.format: preferences, data.tokenizer and loss.name: dpo"
                 elif "messages" in kind.columns:
                     hint = "set data.format: chat and data.tokenizer"
                 elif data.text_key in kind.columns:

@@ -21,19 +21,12 @@ Sum = tuple[Float[Array, ""], Float[Array, ""]]
 
 
 class Pairs(NamedTuple):
-    """The answers of some pairs as a model sees them.
+    """The answers of some pairs as a model sees them."""
 
-    Attributes:
-        log_probs: the log-probability of each answer.
-        means: the log-probability divided by the number of tokens.
-        reference: the log-probability by the reference; 0 if the labels have none.
-        counts: whether a pair is a pair, and not padding.
-    """
-
-    log_probs: Float[Array, "b 2"]
-    means: Float[Array, "b 2"]
-    reference: Float[Array, "b 2"]
-    counts: Bool[Array, " b"]
+    log_probs: Float[Array, "b 2"]  # the log-probability of each answer
+    means: Float[Array, "b 2"]  # the log-probability divided by the number of tokens
+    reference: Float[Array, "b 2"]  # the log-probability by the reference; 0 if the labels have none
+    counts: Bool[Array, " b"]  # whether a pair is a pair, and not padding
 
 
 def pairs_of(outputs: Any, labels: Any) -> Pairs:

@@ -25,33 +25,21 @@ _MOST_PENDING = 2  # batches that may be in flight before a result is read, so t
 
 
 class Answer(NamedTuple):
-    """A prompt with an answer, as tokens.
+    """A prompt with an answer, as tokens."""
 
-    Attributes:
-        tokens: the tokens of both.
-        start: the index of the first token of the answer.
-        stop: the index after its last token.
-    """
-
-    tokens: np.ndarray
-    start: int
-    stop: int
+    tokens: np.ndarray  # the tokens of both
+    start: int  # the index of the first token of the answer
+    stop: int  # the index after its last token
 
 
 @dataclass(frozen=True)
 class PairRows:
-    """Pairs of rows: a prompt with the chosen answer, and the same prompt with the rejected answer. A pair is one element.
+    """Pairs of rows: a prompt with the chosen answer, and the same prompt with the rejected answer. A pair is one element."""
 
-    Attributes:
-        rows: both rows of each pair.
-        seq_len: the number of positions in a row.
-        padding: the token that fills rows.
-        reference: the log-probability of each answer by the reference, filled in before training; None if the loss needs none.
-    """
-
-    rows: Sequence[tuple[Answer, Answer]]
-    seq_len: int
-    padding: int
+    rows: Sequence[tuple[Answer, ...]]  # both rows of each pair
+    seq_len: int  # the number of positions in a row
+    padding: int  # the token that fills rows
+    # the log-probability of each answer by the reference, filled in before training; None if the loss needs none
     reference: Float32[np.ndarray, "pairs 2"] | None
 
     def __len__(self) -> int:

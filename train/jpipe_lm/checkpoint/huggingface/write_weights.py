@@ -229,8 +229,8 @@ def _copy_tokenizer(config: Config, to: Path, say: Callable[[str], None]) -> str
     # Otherwise transformers builds the default tokenizer of the architecture.
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     data = data_of(config)
-    has_template = data.format == "tokens" and (path.parent / template.SETTINGS).is_file()
-    if data.format == "chat" or has_template:
+    has_template = data.format in ("tokens", "preferences") and (path.parent / template.SETTINGS).is_file()
+    if data.format == "chat" or data.chat_template is not None or has_template:
         try:
             found = template.find(tokenizer.load(path, "data.tokenizer"), data.chat_template)
         except InputError as error:
