@@ -93,18 +93,18 @@ def test_two_updates_are_those_of_the_formulas(loss, schedule, microbatches, seq
         state = pipe.init(jax.random.key(0), data)
         params, functions = jax.tree.map(np.asarray, pipe.params(state)), metrics(EvalConfig(), loss=loss)
         expected = jax.jit(jax.value_and_grad(partial(by_the_papers, loss=loss, stack=plain), has_aux=True))
-        for _ in range(2):
+        for exact in (1e-12, 1e-9):  # the second step has the rounding of the first update
             (value, rewards), gradient = expected(params)
             evaluation = pipe.evaluate(state, data, functions)
             assert {float(mean.weight) for mean in evaluation.metrics.values()} == {3}
             found = [float(evaluation.metrics[name].mean) for name in ("chosen_reward", "rejected_reward", "margin", "accuracy")]
             chosen, rejected = np.asarray(rewards).T
             np.testing.assert_allclose(
-                found, [chosen.mean(), rejected.mean(), (chosen - rejected).mean(), (chosen > rejected).mean()], 1e-12
+                found, [chosen.mean(), rejected.mean(), (chosen - rejected).mean(), (chosen > rejected).mean()], exact
             )
             state, found = pipe.step(state, data)
             params = jax.tree.map(lambda leaf, change: leaf - 0.5 * np.asarray(change), params, gradient)
-            np.testing.assert_allclose(float(next(iter(found.losses.values()))), value, rtol=1e-12)
+            np.testing.assert_allclose(float(next(iter(found.losses.values()))), value, rtol=exact)
         jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12), pipe.params(state), params)
 
 

@@ -66,10 +66,11 @@ def test_a_loss_without_reference_has_none_in_its_labels(config):
 def test_equal_prompts_are_never_in_both_parts(config):
     rows = [row | {"prompt": f"the fox {i // 3}"} for i, row in enumerate(texts(40))]
     loaded = data.load(config(rows, "simpo"))
-    train, validation = (
-        {row.tobytes() for b in range(number) for row in np.where(part[b][1]["tokens"][:][:, 0] < 0, part[b][0]["tokens"][:][:, 0], 0)}
-        for part, number in ((loaded.train, 15), (loaded.validation, len(loaded.validation)))
-    )
+    train, validation = set(), set()
+    for part, number, found in ((loaded.train, 15, train), (loaded.validation, len(loaded.validation), validation)):
+        for inputs, labels in (part[b] for b in range(number)):
+            chosen = zip(inputs["tokens"][:][:, 0], labels["tokens"][:][:, 0], strict=True)
+            found |= {tuple(tokens[: np.argmax(learned >= 0) + 1].tolist()) for tokens, learned in chosen}
     assert len(train) > 1
     assert not train & validation
 

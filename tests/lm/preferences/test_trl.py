@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 
 from jpipe_lm.checkpoint.huggingface.write_weights import write_huggingface
 from jpipe_train.checkpoint.export_request import ExportRequest
-from jpipe_train.config.config import Config
+from jpipe_train.config import config_file
 from jpipe_train.run import loop
 from tests import torch
 from tests.lm.preferences.test_pairs import texts
@@ -33,7 +33,9 @@ def test_three_steps_are_those_of_trl(loss, optimizer, tokenizer, tmp_path):
     keys = {"data": data, "model": {"seq_len": 48}, "warm_start": {"file": str(tmp_path / "model")}, "run": {"dir": str(tmp_path / "run")}}
     keys |= {"loss": {"name": loss, "arguments": ARGUMENTS[loss]}, "optimizer": OPTIMIZERS[optimizer], "checkpoint": {"every": 3}}
     keys |= {"plan": {"schedule": "pipedream_flush", "num_stages": 2, "microbatches": 4}}
-    folder = loop.main(Config.model_validate(keys | {"train": {"steps": 3, "batch_size": 8, "eval_every": 1, "log_every": 1}})).folder
+    keys |= {"train": {"steps": 3, "batch_size": 8, "eval_every": 1, "log_every": 1}}
+    (tmp_path / "config.yaml").write_text(json.dumps(keys))
+    folder = loop.main(config_file.load(tmp_path / "config.yaml")).folder
     ours = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     theirs = json.loads((tmp_path / f"{loss}-{optimizer}.json").read_text())
     names = {"chosen": "chosen_reward", "rejected": "rejected_reward", "margins": "margin", "accuracies": "accuracy"}
