@@ -56,10 +56,10 @@ def process(name: str, microbatches: int, slices: int, number: int, count: int, 
         steps = 1 if slices == 1 else 2
         for _ in range(steps):
             state, metrics = pipe.step(state, batch, observe=held)
-            losses += metrics.losses.values()
+            losses += map(float, metrics.losses.values())  # waits for the step
         seconds, peak = (time.perf_counter() - began) / steps, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         predicted = _predicted(pipe, batch).held_bytes
-        serve(lambda steps: {}, predicted=predicted, held=held.bytes, peak=peak, seconds=seconds, losses=list(map(float, losses)))
+        serve(lambda steps: {}, predicted=predicted, held=held.bytes, peak=peak, seconds=seconds, losses=losses)
     elif count == 1:
         serve(lambda steps: {"costs": [dataclasses.asdict(cost) for cost in fitted_costs(pipe, batch, steps)]})
     else:
