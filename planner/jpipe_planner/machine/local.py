@@ -34,6 +34,11 @@ def local_topology(
     All processes must call this function. The bandwidth of a link is the slower one of a transfer and a sum, each timed alone. Then both
     are timed while the first device computes, which shows whether they overlap with computations.
 
+    Example:
+        ```python
+        topology = local_topology(2, report=print)  # of two devices; prints what overlaps
+        ```
+
     Args:
         count: the number of devices of the topology; by default all devices.
         cores: how many devices can compute at the same time without slowing each other down (`Together`); None: all devices.

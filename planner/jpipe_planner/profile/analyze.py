@@ -56,6 +56,12 @@ def analyze(
     GPUs) triples with full recomputation are compiled as well. An update is assumed to need no temporaries. Programs are compiled for the
     target of the device, or for this machine if the device has no target or XLA cannot compile for it here.
 
+    Example:
+        ```python
+        tokens = lambda rows: jax.ShapeDtypeStruct((rows, 1024), np.int32)
+        profile = analyze(stack, lambda rows: (tokens(rows), tokens(rows)), loss, optax.adamw(1e-3), (1, 4), Device(target="h100-80gb"))
+        ```
+
     The profile does not know that products of few rows are slow on GPUs: if the smallest microbatches look best, use a measured profile.
 
     Args:

@@ -197,19 +197,27 @@ class Together:
         seconds: about the seconds of a forward and a backward of these layers. Short ones are repeated, to be timed together.
         devices: devices of this process, which can compute at once.
         recompute: the recomputation policy.
+        programs: the programs that are compiled, and run once.
     """
 
     @without_mesh()
     def __init__(
-        self, model: Model, ids: Sequence[str], rows: int, seconds: float, devices: Sequence[jax.Device], recompute: str = "none"
+        self,
+        model: Model,
+        ids: Sequence[str],
+        rows: int,
+        seconds: float,
+        devices: Sequence[jax.Device],
+        recompute: str = "none",
+        programs: tuple[str, ...] = PROGRAMS,
     ) -> None:
         self._calls = min(math.ceil(SECONDS / max(seconds, SECONDS / _MOST)), _MOST)
         stage = model.stage(ids, rows, recompute)
         with compiling_threads() as pool:
-            begun = [{name: pool.submit(stage.trace(name, device).lower().compile) for name in (*PROGRAMS, *IN_ONE)} for device in devices]
+            begun = [{name: pool.submit(stage.trace(name, device).lower().compile) for name in programs} for device in devices]
             compiled = [{str(name): program.result() for name, program in of_device.items()} for of_device in begun]
         self._runs = [StageRun(stage, model.batch(rows), *each) for each in zip(compiled, devices, strict=True)]
-        self.seconds((*PROGRAMS, *IN_ONE), len(devices))  # warms up
+        self.seconds(programs, len(devices))  # warms up
 
     def seconds(self, names: tuple[str, ...] = _APART, count: int = 1) -> float:
         """Return the mean seconds in which the first `count` devices at once run each of these programs once."""

@@ -46,6 +46,11 @@ def read_graph_txt(text: str, rows: int, *, where: str = "graph.txt") -> Profile
     data loader; its tensors are the inputs of the model. A forward keeps its own output for its backward. The optimizer state has as many
     bytes as the parameters, as with momentum. Temporaries are unknown.
 
+    Example:
+        ```python
+        profile = read_graph_txt(Path("vgg16/graph.txt").read_text(), rows=128)
+        ```
+
     Args:
         text: the text of the file.
         rows: the number of rows in the profiled minibatch (in the published files 128 images for VGG-16 and ResNet-50, and 32 sentences for

@@ -43,7 +43,10 @@ def measure(
     precision: jpipe.Precision | None = None,
     in_slices: bool = False,
 ) -> Profile:
-    """Profile a model on a device of this process, which must hold three layers with their gradients, optimizer state and residuals.
+    """Profile a model on a device of this process.
+
+    At each size the device holds each distinct layer with its gradients, optimizer state and residuals, and at the smallest and the largest
+    size also three neighbours, twice.
 
     Each distinct layer is compiled as a separate stage. The stages of all sizes run in turns, so that a slow moment of the machine affects
     all of them; the arrays of all sizes are in memory at the same time. Each time is a median minus the time of a stage without work, which
@@ -52,6 +55,12 @@ def measure(
 
     A program that is waited for takes longer than one in a pipeline. So three neighbours, if possible equal ones, also run as one stage
     that computes microbatch after microbatch, at the smallest and the largest size, and all times are scaled to agree with theirs.
+
+    Example:
+        ```python
+        profile = measure(stack, lambda rows: (inputs[:rows], labels[:rows]), loss, optax.adamw(1e-3), sizes=(1, 4, 16))
+        plans = find_plans(profile, local_topology(), batch=64)
+        ```
 
     Args:
         stack: the model.
@@ -155,7 +164,8 @@ class _Neighbours:
         alone = {i: times[equal,]["forward"] + times[equal,]["backward"] for i, equal in model.first_equal.items()}
         ids = neighbours(model.stack.ids, model.first_equal, alone)
         self._keys = [(model.first_equal[layer_id], rows) for layer_id in ids]
-        self._kept, self._remade = (Together(model, ids, rows, sum(alone[i] for i in ids), [device], p) for p in ("none", "full"))
+        stage = model, ids, rows, sum(alone[i] for i in ids), [device]
+        self._kept, self._remade = Together(*stage, programs=(*PROGRAMS, *IN_ONE)), Together(*stage, recompute="full")
         self._rounds = list[tuple[float, ...]]()
 
     def time(self) -> None:
@@ -178,7 +188,7 @@ class _Neighbours:
         apart, in_one, remade, update = (seconds - n * dispatch for seconds, n in zip(medians, starts, strict=True))
         forwards, backwards, updates = (sum(getattr(costs[key], name) for key in self._keys) for name in PROGRAMS)
         alone = forwards + backwards
-        again = share(remade - apart, apart, forwards / alone if alone else 0.0)
+        again = share(min(remade - apart, apart), apart, forwards / alone if alone else 0.0)
         return Ratios(share(apart, alone), share(in_one, apart), again, share(update, updates))
 
 
