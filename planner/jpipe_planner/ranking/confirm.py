@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Iterable, Sequence
 
 from jpipe_planner.cost.devices import lacking
@@ -64,30 +63,20 @@ class _Confirm:
     def __init__(self, plans: Plans, compile: Compile, report: Callable[[Attempt], None]) -> None:
         self.fitting, self.attempts, self.tried = list[Compiled](), list[Attempt](), dict(plans.tried)
         self._choice, self._candidates, self._compile, self._report = plans.choice, plans.candidates, compile, report
-        self._compiled, self._errors = set[Candidate](), dict[tuple[object, ...], float]()
+        self._compiled = set[Candidate]()
         misses = (one for one in _fastest_first(plans.candidates) if one.over and one not in plans.tried)
         nearly = itertools.islice((one for one in misses if self._nearly_fits(Ranked(one))), MOST_NEAR)
         self._queue = [one for one in (*plans.tried.values(), *map(self._simulated, nearly)) if self._nearly_fits(one)]
 
     def _nearly_fits(self, one: Ranked) -> bool:
-        over = one.candidate.over
-        return over is None or over[1] <= NEAR * self._choice.limits(one.candidate)[over[0]]
+        """Return whether a plan fits or lacks little memory by its estimate. On meshes it must fit: there estimates are rather too low."""
+        over, near = one.candidate.over, NEAR if one.candidate.degrees.size == 1 else 0.0
+        return over is None or over[1] <= near * self._choice.limits(one.candidate)[over[0]]
 
     def fastest(self) -> None:
-        """Compile plans in the order of their speed until one fits.
-
-        Estimates on meshes err alike. So a plan on meshes is not compiled if it would not fit with the error of another one, with as many
-        stages on meshes of as many devices and the same recomputation. The plans that follow it are tried.
-        """
+        """Compile plans in the order of their speed until one fits."""
         while self._queue and len(self.attempts) < MOST_COMPILED and not self.fitting:
-            ranked = preferred(in_order(self._queue))[0]
-            error, candidate = self._errors.get(_stages_on_meshes(ranked.candidate), 1.0), ranked.candidate
-            expected = [math.ceil(error * size) for size in ranked.memory]
-            if error > 1 and lacking(expected, self._choice.limits(candidate))[1] > 0:
-                self._compiled.add(candidate)
-                self._queue_next(ranked, self._raised(ranked, expected, range(len(expected))))
-            else:
-                self._try(ranked)
+            self._try(preferred(in_order(self._queue))[0])
 
     def leanest(self) -> None:
         """Compile the plan of each kind that needs the least memory with full recomputation: only the fastest few and the smallest."""
@@ -147,20 +136,11 @@ class _Confirm:
             self.tried[candidate] = fitting
             self.fitting.append(dataclasses.replace(compiled, ranked=fitting))
             return
-        true, ranks = compiled.ranked.memory, compiled.ranks
-        if candidate.degrees.size > 1:
-            self._errors[_stages_on_meshes(candidate)] = max(true[p] / ranked.memory[p] for p in ranks or range(len(true)))
-        raised = self._raised(ranked, true, ranks or range(len(true)))
+        raised = self._raised(ranked, compiled)
         attempt = Attempt(ranked, compiled, None if raised is None else raised.candidate)
         self.attempts.append(attempt)
         self._report(attempt)
-        self._queue_next(ranked, raised)
-
-    def _queue_next(self, ranked: Ranked, raised: Ranked | None) -> None:
-        """After a plan that does not fit, queue the plan with more recomputation, if any, and a smaller plan of its kind."""
-        candidate = ranked.candidate
-        remaining = (one for one in self._queue if one.candidate != candidate)
-        self._queue = [one for one in remaining if one.candidate.kind != candidate.kind or _may_be_smaller(one.candidate, candidate)]
+        self._queue = [one for one in self._queue if one.candidate.kind != candidate.kind or _may_be_smaller(one.candidate, candidate)]
         alike = (one for one in self._candidates if one.kind == candidate.kind and _may_be_smaller(one, candidate))
         smaller = next((one for one in _fastest_first(alike) if one.over is None and one not in self.tried), None)
         for one in (raised, None if smaller is None else self._simulated(smaller)):
@@ -180,20 +160,16 @@ class _Confirm:
         self.tried[candidate] = one
         return one
 
-    def _raised(self, ranked: Ranked, true: Sequence[int], compiled_ranks: Sequence[int]) -> Ranked | None:
+    def _raised(self, ranked: Ranked, compiled: Compiled) -> Ranked | None:
         """Return the plan with more recomputation at the stages that lack memory, or None if these already recompute everything.
 
         The errors of the estimates are assumed to stay the same with more recomputation. Pipeline ranks without compiled stages are assumed
         to have the largest error of the compiled ranks.
-
-        Args:
-            ranked: the plan, as estimated.
-            true: the bytes that each pipeline rank needs.
-            compiled_ranks: the pipeline ranks with compiled stages.
         """
-        candidate = ranked.candidate
+        candidate, true = ranked.candidate, compiled.ranked.memory
         order = Layers(self._choice.meshes.of(candidate.degrees)[0]).policies
         errors = [actual - estimate for actual, estimate in zip(true, ranked.memory, strict=True)]
+        compiled_ranks = compiled.ranks or range(len(true))
         errors = [error if p in compiled_ranks else max(errors[q] for q in compiled_ranks) for p, error in enumerate(errors)]
         pipeline_ranks, raised, limits = self._choice.plan(ranked).pipeline_ranks, ranked, self._choice.limits(candidate)
         while over := [p for p, estimate in enumerate(raised.memory) if estimate + errors[p] > limits[p]]:
@@ -204,10 +180,6 @@ class _Confirm:
                 break
             raised = self._simulated(dataclasses.replace(candidate, policies=tuple(policies), over=None))
         return None if raised.candidate in self._compiled else raised
-
-
-def _stages_on_meshes(candidate: Candidate) -> tuple[object, ...]:
-    return candidate.policies, candidate.degrees.size
 
 
 def _may_be_smaller(other: Candidate, candidate: Candidate) -> bool:
