@@ -45,16 +45,14 @@ def measure(
 ) -> Profile:
     """Profile a model on a device of this process.
 
-    At each size the device holds each distinct layer with its gradients, optimizer state and residuals, and at the smallest and the largest
-    size also three neighbours, twice.
-
     Each distinct layer is compiled as a separate stage. The stages of all sizes run in turns, so that a slow moment of the machine affects
-    all of them; the arrays of all sizes are in memory at the same time. Each time is a median minus the time of a stage without work, which
+    all of them. So the device must hold each layer at each size, with its gradients, optimizer state and residuals. Each time is a median minus the time of a stage without work, which
     is the profile's `dispatch`. Neighbours that are too short to be timed alone are timed as one stage, and this time is split among them
     in proportion to their FLOPs.
 
     A program that is waited for takes longer than one in a pipeline. So three neighbours, if possible equal ones, also run as one stage
-    that computes microbatch after microbatch, at the smallest and the largest size, and all times are scaled to agree with theirs.
+    that computes microbatch after microbatch, at the smallest and the largest size, once without and once with recomputation, and all times
+    are scaled to agree with theirs.
 
     Example:
         ```python
