@@ -46,13 +46,12 @@ def measure(
     """Profile a model on a device of this process.
 
     Each distinct layer is compiled as a separate stage. The stages of all sizes run in turns, so that a slow moment of the machine affects
-    all of them. So the device must hold each layer at each size, with its gradients, optimizer state and residuals. Each time is a median minus the time of a stage without work, which
-    is the profile's `dispatch`. Neighbours that are too short to be timed alone are timed as one stage, and this time is split among them
-    in proportion to their FLOPs.
+    all of them. So the device must hold each layer at each size, with its gradients, optimizer state and residuals. Each time is a median
+    minus the time of a stage without work, which is the profile's `dispatch`. Neighbours that are too short to be timed alone are timed as
+    one stage, and this time is split among them in proportion to their FLOPs.
 
-    A program that is waited for takes longer than one in a pipeline. So three neighbours, if possible equal ones, also run as one stage
-    that computes microbatch after microbatch, at the smallest and the largest size, once without and once with recomputation, and all times
-    are scaled to agree with theirs.
+    A program that is waited for takes longer than one in a pipeline. So three neighbours, if possible equal ones, also run as one stage,
+    microbatch after microbatch, at the smallest and the largest size, with and without recomputation. All times are scaled to theirs.
 
     Example:
         ```python
@@ -94,8 +93,9 @@ def measure(
             programs.begin(groups[rows], rows)
         meter.wait()
     benches = {rows: single[rows] if groups[rows] == single_layers else Bench(programs, groups[rows], rows) for rows in model.sizes}
-    medians = {rows: bench.medians()[0] for rows, bench in single.items()}
-    together = {rows: _Neighbours(model, rows, device, medians[rows]) for rows in dict.fromkeys((model.sizes[0], model.sizes[-1]))}
+    together = {
+        rows: _Neighbours(model, rows, device, single[rows].medians()[0]) for rows in dict.fromkeys((model.sizes[0], model.sizes[-1]))
+    }
     end = time.perf_counter() + seconds
     for n in range(repetitions):  # all sizes in turns, because a machine may be slow for several seconds
         if n >= FEWEST and time.perf_counter() > end:
