@@ -17,7 +17,7 @@ import optax
 import jpipe
 from jpipe.context import without_mesh
 from jpipe.model import find_products
-from jpipe_planner.profile.analyze import PROGRAMS
+from jpipe_planner.profile.analyze import PROGRAMS, Name
 from jpipe_planner.profile.model import Meter, Model
 from jpipe_planner.profile.scratch import compiling_threads, scratch_bytes
 
@@ -209,7 +209,7 @@ class Together:
         seconds: float,
         devices: Sequence[jax.Device],
         recompute: str = "none",
-        programs: tuple[str, ...] = PROGRAMS,
+        programs: tuple[Name | Literal["forward_backward"], ...] = PROGRAMS,
     ) -> None:
         self._calls = min(math.ceil(SECONDS / max(seconds, SECONDS / _MOST)), _MOST)
         stage = model.stage(ids, rows, recompute)
