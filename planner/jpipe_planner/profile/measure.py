@@ -93,7 +93,7 @@ def measure(
             programs.begin(groups[rows], rows)
         meter.wait()
     benches = {rows: single[rows] if groups[rows] == single_layers else Bench(programs, groups[rows], rows) for rows in model.sizes}
-    together = {rows: _Neighbours(model, rows, device, single[rows].medians()[0]) for rows in (model.sizes[0], model.sizes[-1])}
+    together = {rows: _Neighbours(model, rows, device, single[rows].medians()[0]) for rows in {model.sizes[0], model.sizes[-1]}}
     end = time.perf_counter() + seconds
     for n in range(repetitions):  # all sizes in turns, because a machine may be slow for several seconds
         if n >= FEWEST and time.perf_counter() > end:
