@@ -141,10 +141,10 @@ clean: ## Remove the virtual environments and everything else that was built (no
 		> "$$(.venv-targets/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
 	@.ci/set-up .venv-targets "XLA's compilers for GPUs and TPUs" -c constraints.txt -e '.[target-cuda,target-tpu]'
 
-# PyTorch's CPU build (200 MB; the CUDA build has gigabytes) and transformers. Without them the benchmark omits its rows, and slow tests
+# PyTorch's CPU build (200 MB; the CUDA build has gigabytes), transformers and what trains with it. Without them the benchmark omits its rows, and slow tests
 # are skipped. PyTorch's pipelines need numpy.
 TORCH ?= torch==2.13.0+cpu
-TRANSFORMERS ?= transformers==5.23.0 safetensors==0.8.0 peft==0.21.2
+TRANSFORMERS ?= transformers==5.23.0 safetensors==0.8.0 peft==0.21.2 trl==1.16.0
 .venv-torch/ready: Makefile
 	@echo "Setting up .venv-torch (once) ..."
 	@[ -x .venv-torch/bin/pip ] || "$(or $(shell .ci/find-python 3.11),$(PYTHON))" -m venv .venv-torch

@@ -10,6 +10,7 @@ import optax
 
 from jpipe import LayerStack, Pipeline, Plan, State
 from jpipe.capabilities.global_norm.runtime import sum_squares, with_stage_norm
+from jpipe.model.jaxprs._cpu_products import with_swapped_products
 from jpipe.stages.functions._update import add, update, update_entries
 from tests.jpipe import models, monolith, reference
 
@@ -110,7 +111,7 @@ def check_against_reference(
     if key not in JITTED:  # they depend on nothing else: the microbatches of all tests are alike
         functions, added = pipe.stage_functions(batches[0]), jax.jit(add)
         names = ("forward", "backward", "forward_backward", "forward_backward_input", "backward_weight")
-        calls = [{name: jax.jit(getattr(f, name)) for name in names} for f in functions]
+        calls = [{name: jax.jit(with_swapped_products(getattr(f, name))) for name in names} for f in functions]
         of_updates = {"update": update, "update_entries": update_entries, "sum_squares": sum_squares, "stage_norm": with_stage_norm}
         update_calls = [{"add": added} | {name: jax.jit(partial(call, f)) for name, call in of_updates.items()} for f in functions]
         JITTED[key] = functions, [stage_calls | other for stage_calls, other in zip(calls, update_calls, strict=True)]
