@@ -5,6 +5,7 @@ returned for the slice before (`Layer.carried`). In programs each slice counts a
 (`Plan.counted`). The losses and gradients of slices add up, so the numbers of a run do not change, except for rounding.
 """
 
+import contextlib
 import math
 from collections.abc import Collection, Mapping
 from itertools import pairwise
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
 
-from jpipe._numbers import as_python, even_numbers, is_int
+from jpipe._numbers import as_python, even_numbers
 from jpipe.capabilities.protocol import Exclusion, Option
 from jpipe.errors import InputError, short
 from jpipe.schedules import SCHEDULES
@@ -37,26 +38,19 @@ class ByCost(pydantic.BaseModel):
 
 def _checked(value: Any) -> Any:
     """Return a number of slices, a tuple of their lengths, the way to find lengths, or None for a single slice."""
+    if isinstance(value, Mapping):
+        with contextlib.suppress(pydantic.ValidationError):
+            value = ByCost.model_validate({key: as_python(each) for key, each in value.items()})
     if isinstance(value, ByCost):
         return None if value.count == 1 else value
-    if (
-        isinstance(value, Mapping)
-        and value.keys() == {"count", "by"}
-        and value["by"] == "cost"
-        and is_int(count := value["count"])
-        and count > 0
-    ):
-        return _checked(ByCost(count=int(count), by="cost"))
-    if isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping):
-        value = tuple(map(as_python, value))
-    else:
-        value = as_python(value)
-    numbers = value if isinstance(value, tuple) else (value,)
+    is_list = isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping)
+    value = tuple(map(as_python, value)) if is_list else as_python(value)
+    numbers = value if is_list else (value,)
     if value is None:
         return None
     if not numbers or not all(type(number) is int and number >= 1 for number in numbers):
         raise ValueError(f"expected a number of slices, a list of their lengths, or {{count: number, by: cost}}, found {short(value)}")
-    return None if value == 1 or (len(numbers) == 1 and isinstance(value, tuple)) else value
+    return None if value == 1 or (is_list and len(numbers) == 1) else value
 
 
 Slices = int | tuple[int, ...] | ByCost

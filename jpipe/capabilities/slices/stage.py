@@ -11,7 +11,7 @@ import numpy as np
 
 from jpipe.capabilities.slices.option import ByCost, lengths_by_cost, lengths_of
 from jpipe.context import Positions, noting_reads, tracing_at
-from jpipe.errors import InputError, callers_code, cause
+from jpipe.errors import InputError, callers_code, cause, shortened
 from jpipe.model._function_arguments import random_parameter
 from jpipe.model._layer import LayerSpec, describe, key_spec
 from jpipe.model._stack import LayerStack
@@ -89,16 +89,18 @@ def check_model(functions: Sequence[StageFunctions], layers: Mapping[str, LayerS
         labels: the specs of the labels of a microbatch.
     """
     stack, loss = functions[0].stack, functions[-1].loss
-    if stack.traced is not None:
-        raise _refused("a dict of layers, in which those that mix positions have a carry", "layers that were cut from a model")
     for f in functions:
         if changed := [layer_id for layer_id, tree in f.changed.part(f.specs.state).items() if jax.tree.leaves(tree)]:
             raise _refused("layers without state that forwards change", f"layer '{changed[0]}'")
     if random_parameter(loss) is not None:
         raise _refused("a loss that draws no random numbers", f"a loss with a parameter '{random_parameter(loss)}'")
     ids, loss_too = rows_together(stack, layers, labels, loss, 1)
-    if mixing := [layer_id for layer_id in ids if stack.layers[layer_id].carried is None]:
-        raise _refused("layers that compute each position separately, or have a carry", f"layer '{mixing[0]}', which mixes positions")
+    mixing = shortened([repr(layer_id) for layer_id in ids if stack.layers[layer_id].carried is None])
+    if stack.traced is not None:
+        found = "layers that were cut from a model" + (f", of which {mixing} mix positions" if mixing else "")
+        raise _refused("a dict of layers, in which those that mix positions have a carry", found)
+    if mixing:
+        raise _refused("layers that compute each position separately, or have a carry", f"layers that mix positions: {mixing}")
     if loss_too:
         raise _refused("a loss that is a sum over positions", "a loss that is more")
     if numbering := _numbering(stack, layers):

@@ -74,6 +74,11 @@ def all_but_elementwise_on_tpu() -> Callable[..., bool]:
     return saves
 
 
+def all_but_joined(saves: Callable[..., bool]) -> Callable[..., bool]:
+    """Return a policy that saves no joined arrays: each slice of a row joins the keys of all earlier slices, which are kept anyway."""
+    return lambda primitive, *operands, **params: primitive.name != "concatenate" and saves(primitive, *operands, **params)
+
+
 def _product_bytes(params: Any, left: Any, right: Any) -> int:
     """Return the bytes of the result of a `dot_general`."""
     (contracted, _), (_, batch) = params["dimension_numbers"]

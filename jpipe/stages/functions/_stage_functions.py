@@ -22,7 +22,7 @@ from jpipe.model._precision import PLAIN, LossScale, Precision
 from jpipe.model._stack import LayerStack
 from jpipe.model._subset import EVERYTHING, Subset, floats_of, is_float, with_floats
 from jpipe.model.jaxprs._dependence import is_literal, passed_on
-from jpipe.model.jaxprs._primitives import all_but_elementwise, all_but_elementwise_on_gpu, all_but_elementwise_on_tpu
+from jpipe.model.jaxprs._primitives import all_but_elementwise, all_but_elementwise_on_gpu, all_but_elementwise_on_tpu, all_but_joined
 from jpipe.model.jaxprs._row_dims import row_dims
 from jpipe.model.layerwise._optimizer import LayerwiseOptimizer
 from jpipe.plan import Stage, repeats_forward
@@ -528,7 +528,8 @@ class StageFunctions:
             case "elementwise":
                 on = {"gpu": all_but_elementwise_on_gpu, "tpu": all_but_elementwise_on_tpu()}
                 saves = on.get(self.platform, all_but_elementwise)
-                recomputing = jax.checkpoint(stage, policy=saves, prevent_cse=False)
+                policy = saves if self.positions is None else all_but_joined(saves)
+                recomputing = jax.checkpoint(stage, policy=policy, prevent_cse=False)
             case "full":
                 recomputing = jax.checkpoint(stage)
             case policy:

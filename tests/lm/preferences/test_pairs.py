@@ -147,6 +147,7 @@ def test_columns_have_other_names_if_keys_say_so(config):
         ({"loss": {}}, "data.format preferences needs a loss of preferences; set loss.name to dpo, simpo or orpo"),
         ({"model": {"head": "classification", "labels": 2}}, "model.head classification needs data.format labels"),
         ({"model": {"target": "a:b"}}, "data.format preferences needs a built-in decoder with model.head language"),
+        ({"plan": {"slices": 2}}, "data.format preferences needs whole rows; remove plan.slices"),
         ({"data": {"path": "a", "format": "text", "tokenizer": "t"}}, "loss.name has no effect without model.target"),
         (
             {"data": {"path": "a", "format": "text", "tokenizer": "t", "chosen_key": "b"}},

@@ -82,6 +82,7 @@ def without(row, names):
     "plan",
     [
         {"schedule": "pipedream_2bw", "num_stages": 2},
+        pytest.param({"schedule": "pipedream_2bw", "num_stages": 2, "slices": [5, 3]}, marks=pytest.mark.slow),
         pytest.param({"schedule": "gpipe", "num_stages": 2}, marks=pytest.mark.slow),
         pytest.param({"schedule": "pipedream", "num_stages": 3, "vertical_sync": True, "microbatches": 1}, marks=pytest.mark.slow),
         {"schedule": "pipedream", "num_stages": 2, "replicas": [2, 1]},

@@ -111,6 +111,8 @@ class DataConfig(DataSection):
             raise ValueError("data.format preferences needs a built-in decoder with model.head language; change model, or use data.target")
         if self.format == "preferences" and config.loss.name is None and config.loss.target is None:
             raise ValueError("data.format preferences needs a loss of preferences; set loss.name to dpo, simpo or orpo")
+        if self.format in ("labels", "preferences") and config.plan.slices is not None:
+            raise ValueError(f"data.format {self.format} needs whole rows; remove plan.slices")
 
     @model_validator(mode="after")
     def _keys_fit_the_format(self) -> "DataConfig":

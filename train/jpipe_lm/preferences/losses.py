@@ -37,11 +37,11 @@ def pairs_of(outputs: Any, labels: Any) -> Pairs:
         labels: a dict with "tokens" (b, 2, s), below zero outside of the answers, and possibly "reference" (b, 2).
 
     Raises:
-        InputError: the labels are not pairs of whole rows.
+        InputError: the labels are not pairs.
     """
     tokens = labels.get("tokens") if isinstance(labels, dict) else None
     if tokens is None or tokens.ndim != 3 or tokens.shape[1] != 2:
-        raise InputError("loss.name: expected labels of pairs of whole rows; use data.format preferences, without plan.slices")
+        raise InputError("loss.name: expected labels of pairs; use data.format preferences")
     outputs = outputs["tokens"] if isinstance(outputs, dict) else outputs
     each = -nats_of_each(outputs, tokens.reshape(-1, tokens.shape[-1])).reshape(tokens.shape)
     sizes, log_probs = (tokens >= 0).sum(-1), each.sum(-1)

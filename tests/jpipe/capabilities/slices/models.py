@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe import Layer, LayerStack
+from jpipe import Layer, LayerStack, lower
 from jpipe.context import traced_positions
 from jpipe.model.jaxprs._cpu_products import with_swapped_products
 from jpipe.schedules import SCHEDULES
@@ -127,6 +127,7 @@ def masked_batches(count, microbatches):
 def in_sequence(slices, calls, update, start, plan, lengths, all_batches):
     """Train with the functions of slices, one computation after the other, and return the losses and the newest weights of each stage."""
     m, d = plan.microbatches, plan.depth
+    halved = {plan.workers[i.worker][0] for i in lower(plan, 1).instructions if getattr(i, "op", "") == "I"}
     weights = [[worker.weights.read(0)] for worker in start]  # by stage and version
     optimizer, sums, losses = [worker.optimizer for worker in start], [worker.accumulators for worker in start], []
     ends = np.cumsum(lengths)
@@ -149,7 +150,12 @@ def in_sequence(slices, calls, update, start, plan, lengths, all_batches):
                 f = slices[j][s]
                 first, weight = ([y[0]], y[1]) if f.last else message
                 message = [*first, *of_carries[s]], weight
-                (gradient, weight), sums[s] = calls[j][s]["backward"](read_back[s], kept, saved, message, sums[s], rng)
+                if s in halved:
+                    (gradient, weight), stash = calls[j][s]["backward_input"](read_back[s], kept, saved, message, rng)
+                    late = f.halves.late_inputs(kept, saved, message)
+                    sums[s] = calls[j][s]["backward_weight"](read_back[s], late, stash, sums[s], rng)
+                else:
+                    (gradient, weight), sums[s] = calls[j][s]["backward"](read_back[s], kept, saved, message, sums[s], rng)
                 count = len(gradient) - len(jax.tree.leaves(f.specs.input[1]))
                 message, of_carries[s] = (gradient[:count], weight), gradient[count:]
         for s in range(d):
@@ -180,7 +186,7 @@ def version(plan, s, k):
 
 
 def jitted(slices):
-    calls = ("forward", "backward")
+    calls = ("forward", "backward", "backward_input", "backward_weight")
     return [[{name: jax.jit(with_swapped_products(getattr(f, name))) for name in calls} for f in functions] for functions in slices]
 
 

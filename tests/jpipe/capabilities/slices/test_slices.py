@@ -106,6 +106,11 @@ def test_numbers_on_a_mesh_are_those_of_whole_rows(schedule, fields):
         ("pipedream", 3, {"sizes": (1, 2, 1, 2), "ranks": ((0, 2), (1, 3))}),
         ("pipedream", 2, {"stash": False}),
         ("pipedream_2bw", 2, {"links": STOCHASTIC}),
+        ("interleaved_1f1b", 3, {"sizes": (1, 2, 1, 2), "ranks": ((0, 2), (1, 3)), "slices": (1, 6, 3)}),
+        ("looped_bfs", 2, {"sizes": (1, 2, 1, 2), "ranks": ((0, 2), (1, 3))}),
+        ("zb_h1", 3, {"sizes": (2, 2, 2), "slices": (1, 6, 3)}),
+        ("zb_h2", 3, {}),
+        ("interleaved_zero_bubble", 2, {"sizes": (1, 2, 1, 2), "ranks": ((0, 2), (1, 3))}),
     ],
 )
 def test_bits_are_those_of_the_slices_one_after_the_other(schedule, m, options):
@@ -166,16 +171,23 @@ def test_programs_of_all_schedules_are_verified_and_hold_what_their_schedule_say
         ("pipedream_2bw", {"replicas": (1, 2), "m": 4, "sizes": (3, 3)}, {"clip_global_norm": 0.1}),
     ],
 )
-def test_a_run_goes_on_from_a_snapshot_in_flight(schedule, fields, options):
+def test_a_run_goes_on_from_a_snapshot_in_flight_before_any_batch(schedule, fields, options):
     plan = plan_of(**{"m": 2, "slices": (2, 8), "schedule": schedule, **fields})
     batches, pipe = models.batches(5, plan.microbatches), pipeline(plan, **options)
-    state, snapshot = pipe.init(jax.random.key(KEY), batches[0]), pipe.snapshot(2)
+    state, snapshots = pipe.init(jax.random.key(KEY), batches[0]), [pipe.snapshot(n) for n in range(1, 5)]
+
+    def observe(event):
+        for snapshot in snapshots:
+            snapshot(event)
+
     for batch in batches:
-        state, _ = pipe.step(state, batch, observe=snapshot)
-    again = pipe.restore(jax.random.key(KEY), batches[0], snapshot.layers(), 2)
-    for batch in batches[2:]:
-        again, _ = pipe.step(again, batch)
-    check_equal(pipe.params(pipe.drain(again)), pipe.params(pipe.drain(state)))
+        state, _ = pipe.step(state, batch, observe=observe)
+    expected = pipe.params(pipe.drain(state, observe=observe))
+    for n, snapshot in enumerate(snapshots, 1):
+        again = pipe.restore(jax.random.key(KEY), batches[0], snapshot.layers(), n)
+        for batch in batches[n:]:
+            again, _ = pipe.step(again, batch)
+        check_equal(pipe.params(pipe.drain(again)), expected)
 
 
 @pytest.mark.thinned(most=2, most_slow=1)
@@ -241,7 +253,7 @@ def test_costs_are_those_of_each_slice_and_of_the_mean_slice():
         ("pipedream_flush", {"recompute": "full", "offload": {"residuals": "all"}}),
         ("pipedream_flush", {"offload": {"residuals": "all"}}),
         ("pipedream_2bw", {"links": {"activations": "int8", "gradients": "bfloat16"}}),
-        ("pipedream_2bw", {"recompute": "elementwise", "sizes": (1, 2, 1, 2), "ranks": ((0, 2), (1, 3))}),
+        ("pipedream_2bw", {"recompute": "everything_saveable", "sizes": (1, 2, 1, 2), "ranks": ((0, 2), (1, 3))}),
     ],
 )
 def test_measured_peak_is_predicted(schedule, fields):
@@ -251,16 +263,17 @@ def test_measured_peak_is_predicted(schedule, fields):
     np.testing.assert_allclose(measured, predicted, atol=64)  # but for a few scalars it is exact
 
 
-@pytest.mark.parametrize("recompute", ["none", "elementwise", "full"])
+@pytest.mark.parametrize("recompute", ["none", "elementwise", "full", "everything_saveable"])
 def test_a_carry_is_freed_once_by_the_last_slice_that_reads_it(recompute):
     slices = [cost.by_slice for cost in pipeline(plan_of(m=2, slices=(1, 4, 2, 3), recompute=recompute)).costs(models.batches(1, 2)[0])]
     made = [[each.carries for each in of_stage] for of_stage in slices]
     freed = [[each.carries_used_up + each.carries_freed for each in of_stage] for of_stage in slices]
     keys_and_values = [2 * models.ROWS * models.WIDTH * 4 * length for length in (1, 4, 2, 0)]  # the last slice leaves none
     assert made == [keys_and_values, [models.ROWS * models.WIDTH * 4] * 3 + [0], keys_and_values]
-    own = {"none": keys_and_values, "full": [0, *keys_and_values[:-1]], "elementwise": [0, 0, 0, sum(keys_and_values)]}
-    assert freed == [own[recompute], [0, *made[1][:-1]], own[recompute]]
-    assert all(not each.carries_used_up for of_stage in slices[::2] for each in of_stage) == (recompute != "elementwise")
+    copied, again = recompute == "everything_saveable", [0, *keys_and_values[:-1]]  # copies of joined keys, and forwards that are repeated
+    own = [0, 0, 0, sum(keys_and_values)] if copied else keys_and_values if recompute == "none" else again
+    assert freed == [own, [0, *made[1][:-1]], own]
+    assert any(each.carries_used_up for of_stage in slices[::2] for each in of_stage) == copied
 
 
 def test_slices_are_rounded_by_different_random_numbers():
@@ -412,7 +425,7 @@ def counting() -> Layer:
 @pytest.mark.parametrize(
     ("layer", "words"),
     [
-        (plus_mean, "layer 'layer', which mixes positions"),
+        (plus_mean, "found layers that mix positions: 'layer'; give the layer a carry"),
         (plus_number, "layer 'layer', which counts positions without it"),
         (plus_waves, "layer 'layer', which has constants for each position without it"),
         (lambda x: x / x.shape[1], "layer 'layer', which computes with the number of positions without it"),
@@ -429,6 +442,18 @@ def test_layers_that_do_not_fit_are_named(layer, words):
     with pytest.raises(InputError) as error:
         pipe.init(jax.random.key(0), models.batches(1, 2)[0])
     assert words in str(error.value)
+
+
+def test_layers_that_mix_positions_are_named_in_a_model_that_was_cut():
+    def model(params, x):
+        for layer in params:
+            x = plus_mean(jnp.tanh(x @ layer["w"]))
+        return x
+
+    stack = LayerStack.from_function(model, [{"w": jnp.eye(models.VOCAB)} for _ in range(3)], jnp.ones((2, models.LENGTH, models.VOCAB)))
+    batch = np.ones((4, models.LENGTH, models.VOCAB), np.float32), models.batches(1, 2)[0][1]
+    with pytest.raises(InputError, match=r"found layers that were cut from a model, of which '0', '1', '2' mix positions; give"):
+        pipeline(Plan.even(stack.ids, 2, "gpipe", 2, slices=2), stack).init(jax.random.key(0), batch)
 
 
 def test_losses_and_batches_that_do_not_fit_are_refused():
