@@ -97,7 +97,7 @@ def check_model(functions: Sequence[StageFunctions], layers: Mapping[str, LayerS
     ids, loss_too = rows_together(stack, layers, labels, loss, 1)
     mixing = shortened([repr(layer_id) for layer_id in ids if stack.layers[layer_id].carried is None])
     if stack.traced is not None:
-        found = "layers that were cut from a model" + (f", of which {mixing} mix positions" if mixing else "")
+        found = "layers that were cut from a model" + (f", where {mixing} mix positions" if mixing else "")
         raise _refused("a dict of layers, in which those that mix positions have a carry", found)
     if mixing:
         raise _refused("layers that compute each position separately, or have a carry", f"layers that mix positions: {mixing}")
