@@ -7,6 +7,7 @@ from typing import Any
 
 import jpipe
 from jpipe_planner.cost.shape import is_planned
+from jpipe_planner.cost.simulated import lowered
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.profile.sharded import NO_MESH, Degrees
@@ -30,12 +31,14 @@ class Compiled:
         estimated: for each pipeline rank the bytes in a simulation with the profile.
         lacking: the bytes that the rank with the least memory left lacks; 0 or less if the plan fits; None if memory is not limited.
         ranks: the pipeline ranks with compiled stages; the memory of the other ranks is estimated.
+        extrapolated: whether a stage of many equal layers was compiled with fewer of them, and its memory extrapolated.
     """
 
     ranked: Ranked
     estimated: tuple[int, ...]
     lacking: float | None
     ranks: tuple[int, ...]
+    extrapolated: bool = False
 
     @property
     def errors(self) -> tuple[float, ...]:
@@ -159,4 +162,5 @@ def find_plans(
         tried |= {one.candidate: one for one in moved}
         candidates += [one.candidate for one in moved]
         choice = choice.with_more(moved, len(moved))
+    lowered.cache_clear()  # of large programs
     return Plans(choice, tuple(candidates), tried, excluded=tuple(excluded))

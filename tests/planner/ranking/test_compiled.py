@@ -16,7 +16,7 @@ from jpipe_planner.profile.analyze import analyze
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.ranking import compiled as module
 from jpipe_planner.ranking.choose import choose
-from jpipe_planner.ranking.compiled import compile_stages, equal_stages
+from jpipe_planner.ranking.compiled import Repeats, compile_repeated, compile_stages, equal_stages, find_repeats
 from jpipe_planner.search.candidates import find_candidates
 
 STACK = jpipe.LayerStack({f"dense_{n}": lambda rngs: nnx.Linear(16, 16, rngs=rngs) for n in range(4)})
@@ -164,3 +164,56 @@ def test_the_fullest_rank_is_compiled_first_and_of_equal_stages_one_unless_they_
     temporary = [cost.temporary for cost in profile.stage_costs(plan, 1)]
     found = (50, 150, 150, 350) if share == 1.1 else (50, *temporary[1:])  # that of stage 2 is stage 1's
     assert more == [new - old for new, old in zip(found, temporary, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        ("a" + 16 * "b" + "c", Repeats(1, 1, 16)),
+        ("a" + 15 * "b" + "c", None),
+        ("a" + 17 * "bc" + "d", Repeats(1, 2, 17)),
+        ("x" + 16 * "abcd" + "abx", Repeats(1, 4, 16)),
+        (17 * "a" + "b" + 20 * "c", Repeats(18, 1, 20)),
+        ("a", None),
+    ],
+)
+def test_the_longest_part_of_a_stage_that_repeats_is_found(kinds, expected):
+    assert find_repeats([*map(ord, kinds)]) == expected
+
+
+def test_fewer_repetitions_keep_the_first_and_the_last_one():
+    layers = ("in", *(f"{kind}{n}" for n in range(9) for kind in "ab"), "out")
+    assert Repeats(1, 2, 9).fewer(layers, 4) == ("in", "a0", "b0", "a1", "b1", "a7", "b7", "a8", "b8", "out")
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.norm, self.wide, self.narrow = nnx.LayerNorm(8, rngs=rngs), nnx.Linear(8, 32, rngs=rngs), nnx.Linear(32, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.narrow(jnp.tanh(self.wide(self.norm(x))))
+
+
+@pytest.mark.slow
+@pytest.mark.thinned(most=1)
+@pytest.mark.parametrize(
+    ("recompute", "mesh", "schedule"),
+    [
+        ("none", {}, "pipedream_flush"),
+        ("full", {}, "pipedream_2bw"),
+        ("elementwise", {"mesh": {"data": 2}, "fsdp": True}, "pipedream_flush"),
+        ("none", {}, "zb_h1"),
+    ],
+)
+def test_what_is_extrapolated_from_few_equal_layers_is_what_all_of_them_need(recompute, mesh, schedule):
+    blocks = {f"block_{n}": Block for n in range(24)}
+    stack = jpipe.LayerStack({"in": lambda rngs: nnx.Linear(16, 8, rngs=rngs), **blocks, "out": lambda rngs: nnx.Linear(8, 16, rngs=rngs)})
+    parts = (stack.ids[:12], stack.ids[12:])
+    plan = jpipe.Plan(schedule=schedule, microbatches=4, stages=[{"layers": ids, "recompute": recompute, **mesh} for ids in parts])
+    pipe, devices = jpipe.Pipeline(stack, plan, loss, RULE), jax.devices()
+    repeats = {0: Repeats(1, 1, 11), 1: Repeats(0, 1, 13)}
+    extrapolated = compile_repeated(pipe, repeats, batch(2048), stages=[0, 1], compiled_for=devices)
+    exact = pipe.costs(batch(2048), compiled_for=devices)
+    for one, other in zip(extrapolated, exact, strict=True):
+        assert one.temporary == pytest.approx(other.temporary, rel=0.005)
+        assert dataclasses.replace(one, temporary=0) == dataclasses.replace(other, temporary=0)

@@ -239,7 +239,8 @@ def _report(request: Request, reporter: Reporter, plans: Plans, measured: trial.
     )
     reporter.table(table.head(choice), table.rows(choice, SHOWN), table.WORDS)
     first = "row" if len(plans.compiled) < 2 else count(len(plans.compiled), "row")
-    compiled = f"estimated except in the first {first}, {known_by}"
+    few = ", extrapolated from stages of fewer equal layers" if any(one.extrapolated for one in plans.compiled) else ""
+    compiled = f"estimated except in the first {first}, {known_by}{few}"
     reporter.say(table.legend(choice, SHOWN, "estimated" if confirmed is None else compiled))
     if words := table.no_pipeline(choice):
         reporter.say(words)
