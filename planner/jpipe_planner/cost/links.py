@@ -1,5 +1,6 @@
 """The links and devices of the stages of a plan: how long messages and sums take, and which ports they share."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -35,21 +36,12 @@ class StageLinks(NamedTuple):
     sums: Any
 
     def port_seconds(self, microbatches: int, sizes: Any, summed: Any) -> float:
-        """Return the seconds that the busiest port sends during a batch.
-
-        Args:
-            microbatches: M, the microbatches of the batch, over all replicas.
-            sizes: for each cut the bytes of a microbatch that cross the cut.
-            summed: for each stage the bytes of gradients that its replicas sum in a batch.
-        """
+        """Return the seconds that the busiest port sends in a batch: M microbatches of `sizes` bytes at each cut, `summed` bytes."""
         return float((microbatches * self.messages @ sizes + self.sums @ summed).max(initial=0.0))
 
 
-def ring_share(replicas: int) -> float:
-    """Return the bytes that each replica sends in a ring sum, divided by the bytes that are summed.
-
-    A replica first sends shares of its bytes, and then sums of such shares.
-    """
+def ring_share(replicas: Any) -> Any:
+    """Return the bytes that each replica sends in a ring sum (first shares, then sums of shares), divided by the bytes that are summed."""
     return 2 * (replicas - 1) / replicas
 
 
@@ -62,22 +54,33 @@ def find_links(topology: Topology, replicas: Sequence[int], keep_together: KeepT
         devices = [np.arange(s, depth * count, depth) for s, count in enumerate(replicas)]
     # the columns are the messages of each cut, then the sums of each stage
     ports = np.zeros((2 * len(topology.levels) * topology.num_devices, 2 * depth - 1))
-    bandwidths, latencies, rings = np.full(depth - 1, np.inf), np.zeros(depth - 1), list[jpipe.Link]()
-    for s in range(depth - 1):
-        k = np.arange(math.lcm(replicas[s], replicas[s + 1]))
-        source, target = devices[s][k % replicas[s]], devices[s + 1][k % replicas[s + 1]]
-        levels, bandwidth, ends = _crossed(topology, source, target)
-        bandwidths[s], latencies[s] = bandwidth.min(), max(topology.levels[n].latency for n in np.unique(levels).tolist())
+    latency = np.array([level.latency for level in topology.levels])
+    bandwidths, latencies, rings = np.full(depth - 1, np.inf), np.zeros(depth - 1), [jpipe.Link()] * depth
+    if depth > 1:
+        counts = np.array([math.lcm(*pair) for pair in itertools.pairwise(replicas)])
+        turns, cut, begins = [np.arange(count) for count in counts], np.repeat(np.arange(depth - 1), counts), _begins(counts)
+        sources, targets = (
+            np.concatenate([of_stage[k % len(of_stage)] for of_stage, k in zip(some, turns, strict=True)])
+            for some in (devices[:-1], devices[1:])
+        )
+        levels, bandwidth, ends = _crossed(topology, sources, targets)
+        bandwidths, latencies = np.minimum.reduceat(bandwidth, begins), np.maximum.reduceat(latency[levels], begins)
         for port in (*ends, *(ends + 1)):  # both ports of both ends, because outputs go one way and gradients come back
-            np.add.at(ports[:, s], port, 1 / len(k) / bandwidth)
-    for s, of_stage in enumerate(devices):
-        if len(of_stage) == 1:
-            rings.append(jpipe.Link())
-            continue
-        levels, bandwidth, (out, into) = _crossed(topology, of_stage, np.roll(of_stage, 1))
-        rings.append(jpipe.Link(float(bandwidth.min()), max(topology.levels[n].latency for n in np.unique(levels).tolist())))
-        ports[np.concatenate([out, into + 1]), depth - 1 + s] = ring_share(len(of_stage)) / rings[-1].bandwidth
-    used = np.array(list(dict.fromkeys(map(tuple, ports.tolist()))))
+            np.add.at(ports, (port, cut), 1 / counts[cut] / bandwidth)
+    if summing := [s for s in range(depth) if replicas[s] > 1]:
+        counts = np.array([replicas[s] for s in summing])
+        around = [(devices[s], np.roll(devices[s], 1)) for s in summing]
+        levels, bandwidth, (out, into) = _crossed(topology, *(np.concatenate(some) for some in zip(*around, strict=True)))
+        slowest, longest = np.minimum.reduceat(bandwidth, _begins(counts)), np.maximum.reduceat(latency[levels], _begins(counts))
+        for s, ring, seconds in zip(summing, slowest.tolist(), longest.tolist(), strict=True):
+            rings[s] = jpipe.Link(ring, seconds)
+        shares = np.repeat(ring_share(counts) / slowest, counts)
+        for port in (out, into + 1):
+            ports[port, depth - 1 + np.repeat(summing, counts)] = shares
+    distinct: dict[Any, int] = {}
+    for port, row in enumerate(ports.view(np.dtype((np.void, ports.strides[0]))).ravel().tolist()):
+        distinct.setdefault(row, port)
+    used = ports[[*distinct.values()]]
     slowness, limits = topology.slowness, topology.limits
     return StageLinks(
         bandwidths,
@@ -90,11 +93,12 @@ def find_links(topology: Topology, replicas: Sequence[int], keep_together: KeepT
     )
 
 
-def _crossed(topology: Topology, sources: Any, targets: Any) -> tuple[Any, Any, Any]:
-    """Return the level and the bandwidth of the links between devices, and the numbers of the sending ports at both ends.
+def _begins(counts: Any) -> Any:
+    return np.cumsum(counts) - counts
 
-    The receiving port of an end has the number of its sending port plus 1.
-    """
+
+def _crossed(topology: Topology, sources: Any, targets: Any) -> tuple[Any, Any, Any]:
+    """Return level and bandwidth of links, and the sending ports of both ends; the receiving port has the next number."""
     levels = sum((sources // size != targets // size).astype(int) for size in topology.sizes)
     inside = np.array([1, *topology.sizes])[levels]
     components = np.stack([sources // inside, targets // inside])

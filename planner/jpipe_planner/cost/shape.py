@@ -34,10 +34,7 @@ def planned_schedules() -> tuple[str, ...]:
 
 
 def updates_early(schedule: str) -> bool:
-    """Return whether the updates of a planned schedule cannot depend on the gradients of all stages.
-
-    Updates depend on them if stages share parameters, or if gradients are clipped by their norm over all stages.
-    """
+    """Return whether updates cannot depend on the gradients of all stages, as for shared parameters or a norm over all stages."""
     options = PlanOptions(vertical_sync=needs_vertical_sync(schedule))
     shape = PlainShape(schedule, 2, (1, 1), options)
     return is_planned(schedule) and jpipe.schedules.SCHEDULES[schedule].updates_early(shape)
@@ -79,9 +76,16 @@ def schedule_facts(shape: PlainShape) -> ScheduleFacts | None:
     return ScheduleFacts(
         np.array(in_flight),
         np.array([rules.versions_alive(shape, s) for s in stages]),
-        np.array([rules.begins_fused(beginning, s) for s in stages]),
+        np.array([_begins_fused(beginning, s) for s in stages]),
         np.array([hidden_passes(shape, s, ahead) for s, ahead in enumerate(in_flight)]),
     )
+
+
+def _begins_fused(shape: PlainShape, s: int) -> bool:
+    """Return `Schedule.begins_fused` for a rank of one stage from its first computation; a list of all takes long."""
+    first = next(jpipe.schedules.SCHEDULES[shape.schedule].computations(shape, s, 0, 0, 1))
+    op = jpipe.ops.OPS[first.op]
+    return op.begins and op.gives_gradient
 
 
 def hidden_passes(shape: PlainShape, s: int, in_flight: int) -> int:

@@ -5,6 +5,8 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +17,7 @@ from jpipe_planner.machine.topology import Topology
 __all__ = ["Simulated", "simulate_plan"]
 
 MOST_FORWARDS = 100_000  # the most forwards in a simulation, for some seconds
+PROGRAMS = 4  # the most programs that are kept: plans that differ in their cuts have the same one
 BATCHES = 4  # the fewest batches in a window, if the schedule does not flush
 _NEVER = 10**9  # updates between agreements that are too many for a simulation to reach an agreement
 # the fewest microbatches of a worker in a window, because with shared links the pattern repeats only after several batches
@@ -62,16 +65,10 @@ def simulate_plan(
 
     If equal pipelines have no ports in common, only one of them is simulated, because the others do the same at the same times. Pipelines
     that agree are simulated for a round of agreements, and again without agreements: the time is the mean, the memory includes agreements.
+    If ranks share cores, computations take longer while more ranks compute than there are cores.
 
-    Args:
-        plan: the plan.
-        costs: the costs of the stages on the usual device: `Profile.stage_costs`, or `jpipe.Pipeline.costs` for exact bytes.
-        topology: the links, including the links to host memory, and what overlaps with computations. If ranks share cores, computations
-            take longer while more ranks compute than there are cores.
-        global_norm: whether updates wait for the norm of the gradients of all stages.
-
-    Returns:
-        The result; None if the simulation would take more than some seconds.
+    The costs are those on the usual device: `Profile.stage_costs`, or `jpipe.Pipeline.costs` for exact bytes. With `global_norm` updates
+    wait for the norm of the gradients of all stages. Return None if the simulation would take more than some seconds.
     """
     plan = plan.counted
     if plan.agree is not None and _round_batches(plan) < plan.agree.every < _NEVER:
@@ -80,10 +77,9 @@ def simulate_plan(
     workers = None if any(uses.values()) else _first_pipeline(plan, topology)
     if forwards(plan, topology) > MOST_FORWARDS:
         return None
-    link, overlap = network(plan, topology), topology.device.overlap
+    link, overlap, lower = network(plan, topology), topology.device.overlap, (_without_layers(plan), workers, tuple(uses.items()))
     if jpipe.programs.has_repeated_batches(plan, **uses):
-        program, is_short = jpipe.programs.lower_repeated(plan, workers=workers, **uses), topology.cores is None
-        # if ranks share cores, the whole window is needed
+        program, is_short = lowered(*lower), topology.cores is None  # if ranks share cores, the whole window is needed
         prediction, seconds = jpipe.programs.simulate_batches(program, *window(plan), costs, link, overlap, until_periodic=is_short)
     else:
         counted = sum(window(plan)) + 1
@@ -91,7 +87,7 @@ def simulate_plan(
             # If ranks wait for transfers or sums of other ranks, the last batches are faster: earlier ranks have nothing left to send.
             counted += jpipe.programs.batches_until_full(plan)
         counted += -counted % _round_batches(plan)
-        program = jpipe.lower(plan, counted, workers=workers, **uses)
+        program = lowered(*lower, counted)
         # a plan is verified before it runs
         prediction = jpipe.simulate(program, costs, link, overlap, host=hosts(plan, topology), brief=True)
         seconds = _measured(plan, prediction.timeline)
@@ -112,6 +108,22 @@ def simulate_plan(
         sent_bytes=tuple(prediction.moved_bytes[rank] / program.end for rank in ranks),
         host_bytes=tuple(map(prediction.host_bytes.__getitem__, ranks)),
     )
+
+
+@lru_cache(maxsize=PROGRAMS)
+def lowered(
+    plan: jpipe.Plan, workers: frozenset[int] | None, uses: tuple[tuple[str, Any], ...], batches: int | None = None
+) -> jpipe.programs.Program:
+    """Return the program of some batches of a plan, or if None with the batches that later ones repeat."""
+    if batches is None:
+        return jpipe.programs.lower_repeated(plan, workers=workers, **dict(uses))
+    return jpipe.lower(plan, batches, workers=workers, **dict(uses))
+
+
+def _without_layers(plan: jpipe.Plan) -> jpipe.Plan:
+    """Return the plan without the layers of stages; sums in parts have a size for each layer."""
+    stages = tuple(stage if stage.sum_parts else stage.model_copy(update={"layers": ()}) for stage in plan.stages)
+    return plan.model_copy(update={"stages": stages})
 
 
 def _first_pipeline(plan: jpipe.Plan, topology: Topology) -> frozenset[int] | None:
@@ -158,10 +170,7 @@ def _round_batches(plan: jpipe.Plan) -> int:
 
 
 def forwards(plan: jpipe.Plan, topology: Topology) -> int:
-    """Return the number of forwards in a simulation of a plan, which determines how long the simulation takes.
-
-    If batches repeat, few of them are lowered, and simulating a batch takes about as long as lowering it.
-    """
+    """Return the number of forwards in a simulation of a plan; batches that repeat are lowered once, which takes about as long."""
     plan = plan.counted
     pipelines = plan.replicas[0] if _first_pipeline(plan, topology) is not None else 1
     lowered = simulated = sum(window(plan)) + 1
@@ -179,12 +188,7 @@ def hosts(plan: jpipe.Plan, topology: Topology) -> jpipe.programs.HostLink | Non
 
 
 def _measured(plan: jpipe.Plan, timeline: jpipe.programs.Timeline) -> float:
-    """Return the mean seconds per batch over the window and the simulated ranks, because ranks that share links begin batches irregularly.
-
-    Args:
-        plan: the simulated plan.
-        timeline: the spans of the ranks.
-    """
+    """Return the mean seconds per batch over the window and the simulated ranks: ranks that share links begin batches irregularly."""
     first, batches = window(plan)
     seconds, rows = 0.0, [(workers, row) for workers, row in zip(plan.rank_workers, timeline, strict=True) if row]
     for workers, row in rows:
@@ -195,11 +199,7 @@ def _measured(plan: jpipe.Plan, timeline: jpipe.programs.Timeline) -> float:
 
 
 def window(plan: jpipe.Plan) -> tuple[int, int]:
-    """Return the batches of a simulation that are measured. They begin in steady state.
-
-    Returns:
-        The first batch; the number of batches, a multiple of the batches in a round of agreements.
-    """
+    """Return the first batch, in steady state, and the number of batches that are measured, whole rounds of agreements."""
     most, of_round = max(plan.replicas), _round_batches(plan)
     late = 1 if most > 1 else 0  # with sums that overlap, the steady state begins later
     if jpipe.schedules.SCHEDULES[plan.schedule].flushes:
@@ -212,10 +212,7 @@ def window(plan: jpipe.Plan) -> tuple[int, int]:
 
 
 def _stretched(timeline: jpipe.programs.Timeline, seconds: float, cores: float | None) -> float:
-    """Return the seconds of a timeline if the ranks that compute at the same time share the cores evenly.
-
-    All these ranks slow down by the same factor, so the order of their computations stays the same.
-    """
+    """Return the seconds if the ranks that compute at the same time share the cores evenly, so that their order stays the same."""
     if cores is None or len(timeline) <= cores:
         return seconds
     spans = [(span.start, span.end) for row in timeline for span in row]

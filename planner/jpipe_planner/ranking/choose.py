@@ -112,7 +112,7 @@ class Choice:
     def forwards(self, candidate: Candidate) -> int:
         """Return the number of forwards in the simulation of a candidate."""
         profile, topology = self.meshes.of(candidate.degrees)
-        return forwards(candidate.plan(profile.ids), topology)
+        return forwards(_plan(candidate, profile.ids), topology)
 
     def limits(self, candidate: Candidate) -> tuple[float, ...]:
         """Return for each pipeline rank of a candidate the bytes that it may use on a device; infinity: not limited."""
@@ -140,7 +140,7 @@ class Choice:
     def simulate(self, candidate: Candidate) -> Ranked:
         """Return a candidate with its simulation. If the simulated plan does not fit, `Candidate.over` is set."""
         profile, topology = self.meshes.of(candidate.degrees)
-        plan = candidate.plan(profile.ids)
+        plan = _plan(candidate, profile.ids)
         costs = profile.stage_costs(plan, candidate.rows)
         simulated = simulate_plan(plan, costs, topology, self.global_norm)
         if simulated is None:
@@ -163,12 +163,7 @@ class Choice:
         return Ranked(priced, simulated, max(busy))
 
     def with_more(self, found: Iterable[Ranked], considered: int = 0) -> "Choice":
-        """Return the ranking with further plans. Only the best plan of each kind is kept.
-
-        Args:
-            found: the plans; `Candidate.over` is set if a plan does not fit.
-            considered: the number of additional candidates that were considered.
-        """
+        """Return the ranking with further plans, and more considered candidates. Only the best plan of each kind is kept."""
         found = list(found)
         ranked = best_of_kinds([*(one for one in found if one.candidate.over is None), *self.ranked])
         lacking = [*self.rejected, *(one.candidate for one in found if one.candidate.over is not None)]
@@ -188,15 +183,8 @@ def choose(
     """Rank candidates. Simulate the fitting candidates with the best estimates and, for comparison, the best of other kinds.
 
     The estimates of similar candidates (a family, such as one schedule with equal replicas) are wrong by about the same factor. So
-    simulations of some candidates of a family correct the estimates of its other candidates.
-
-    Args:
-        profile: the profile of the model.
-        topology: the topology.
-        candidates: candidates of any schedules, with their estimates.
-        most: the number of candidates to simulate, half of them for comparison.
-        global_norm: whether gradients are clipped by their norm over all stages, for which updates wait.
-        tried: results of earlier simulations by candidate; new ones are added.
+    simulations of some candidates of a family correct the estimates of its other candidates. At most `most` candidates are simulated, half
+    of them for comparison. New simulations are added to `tried`.
     """
     by_rank, tried = sorted(candidates, key=lambda candidate: candidate.rank), {} if tried is None else tried
     rejected = of_other_kinds((candidate for candidate in by_rank if candidate.over is not None), ())
@@ -209,12 +197,7 @@ def choose(
 
 
 class _Simulations:
-    """Simulations of candidates, up to a number of candidates and of simulated forwards.
-
-    Attributes:
-        fitting: the candidates that fit by their estimates, the best first.
-        found: the simulated plans that fit.
-    """
+    """Simulations of candidates that fit by their estimates, the best first, up to a number of candidates and of simulated forwards."""
 
     def __init__(self, choice: Choice, fitting: Sequence[Candidate], tried: dict[Candidate, Ranked], most: int) -> None:
         self.found, self.fitting = list[Ranked](), fitting
@@ -232,26 +215,30 @@ class _Simulations:
                 first = max(first - 1, 0)
                 alike[_replicated(candidate)] += one.candidate.over is None
                 taken[_family(candidate)].append(_row_seconds(one.candidate) / _row_seconds(candidate))
-            waiting = [one for one in waiting if one is not candidate and alike[_replicated(one)] < MOST_ALIKE and self._could_win(one)]
+            waiting = [one for one in waiting if one is not candidate and alike[_replicated(one)] < MOST_ALIKE]
+            waiting = self._that_could_win(waiting)
 
     def compared(self, candidates: Iterable[Candidate]) -> None:
-        """Simulate for comparison the best candidate of each kind that is not found yet, if its simulation is short.
-
-        Estimates of plans that differ in what is in flight are often equal. The plan with most in flight is simulated.
-        """
+        """Simulate the best candidate of each other kind if its simulation is short; of equal estimates the one with most in flight."""
         self._spent, kinds = 0, {one.candidate.kind for one in self.found}
         for candidate in first_of_kinds(sorted(candidates, key=lambda one: _turn(one, ()))):
             if candidate.kind not in kinds and len(self.found) < self._most:
                 self._simulated(candidate, MOST_COMPARED)
 
-    def _could_win(self, candidate: Candidate) -> bool:
-        """Return whether a plan's estimate is faster than the best simulated plan, or as fast and better in its other properties."""
-        if not self.found or candidate.bound.startswith("sum"):  # a sum in parts takes less time
-            return True
-        best = in_order(self.found)[0].candidate
-        share = _row_seconds(candidate) / _row_seconds(best)
-        as_fast = dataclasses.replace(candidate, seconds=candidate.batch / best.samples_per_second)
-        return share < 1 - EQUAL or (share <= 1 + EQUAL and as_fast.rank < best.rank)
+    def _that_could_win(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Return the candidates with estimates faster than the best simulated plan, or as fast and better in their other properties."""
+        if not self.found:
+            return [*candidates]
+        best = in_order(self.found)[0]
+        fastest, rank = _row_seconds(best.candidate), best.candidate.rank
+
+        def could_win(one: Candidate) -> bool:
+            share = _row_seconds(one) / fastest
+            if one.bound.startswith("sum") or share < 1 - EQUAL:  # a sum in parts takes less time
+                return True
+            return share <= 1 + EQUAL and dataclasses.replace(one, seconds=one.batch / best.samples_per_second).rank < rank
+
+        return [*filter(could_win, candidates)]
 
     def _simulated(self, candidate: Candidate, limit: int) -> Ranked | None:
         """Return a candidate with its simulation, or None if all simulations together would take too long."""
@@ -269,18 +256,19 @@ class _Simulations:
         return one
 
 
+@lru_cache(maxsize=256)
+def _plan(candidate: Candidate, ids: tuple[str, ...]) -> jpipe.Plan:
+    """Return the plan of a candidate, which is counted before it is simulated."""
+    return candidate.plan(ids)
+
+
 def _row_seconds(candidate: Candidate) -> float:
     """Return the seconds per row, to compare plans with different batches."""
     return candidate.seconds / candidate.batch
 
 
 def _turn(candidate: Candidate, taken: Sequence[float]) -> tuple[int, int, int]:
-    """Return the key for the order of simulations: first the best corrected estimates; then many microbatches in flight and few stages.
-
-    Args:
-        candidate: the candidate.
-        taken: the seconds in earlier simulations of its family, relative to their estimates.
-    """
+    """Return the key for the order of simulations. `taken` are seconds of simulations of its family, relative to their estimates."""
     expected = _row_seconds(candidate) * (sum(taken) / len(taken) if taken else 1.0)
     return round(math.log(expected) / ALIKE), -candidate.options.extra_in_flight, candidate.depth
 

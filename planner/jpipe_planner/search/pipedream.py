@@ -53,14 +53,7 @@ class Placement(NamedTuple):
 
 
 def pipedream_plans(estimates: Estimates, batch: int, every: Literal["batch", "replicas"], exact: bool) -> Iterator[Candidate]:
-    """Yield for each microbatch size the best plans of each depth, with each number in `EXTRA` of additional microbatches in flight.
-
-    Args:
-        estimates: the estimates of the plans.
-        batch: the largest number of rows per update.
-        every: the argument `pipedream` of `find_candidates`.
-        exact: whether the microbatches of an update must have exactly `batch` rows together.
-    """
+    """Yield the best plans of each microbatch size and depth, with `EXTRA` microbatches in flight, that update `every` batch."""
     for rows in estimates.profile.sizes:
         if batch < rows or (exact and batch % rows):
             continue
@@ -102,10 +95,7 @@ def _placements(estimates: Estimates, rows: int, microbatches: int | None) -> li
 
 
 def _places(estimates: Estimates, rows: int) -> Any:
-    """Return the layers before which cuts are tried, and at the end the number of layers.
-
-    With more than `MOST_CUTS` layers, the work is divided into pieces, and each piece has one cut, where the fewest bytes are sent.
-    """
+    """Return the layers before which cuts are tried, and their number; of more than `MOST_CUTS`, one in each piece of equal work."""
     layers = estimates.layers
     if layers.count <= MOST_CUTS:
         return np.arange(layers.count + 1)
@@ -196,18 +186,15 @@ class _Loads:
 def fastest_stages(
     seconds: Callable[[int, int], Any], layers: int, devices: int, replicas: list[int], depth: int | None
 ) -> list[Placement]:
-    """Return the placements with the smallest time of the slowest stage, by the recurrence.
+    """Return the placements with the smallest time of the slowest stage for each number of stages up to `depth`, by the recurrence.
+
+    With `depth` None, return only the best placement with any number of stages. Among equally fast placements, the one with the fewest
+    devices is taken; the last devices may stay idle.
 
     Args:
         seconds: (first device, replicas) -> the seconds of a stage, by its first layer and its last layer plus one; infinity: impossible.
-        layers: the number of layers.
-        devices: the number of devices; the last devices may stay idle.
+        layers, devices: their numbers.
         replicas: the numbers of replicas that a stage may have.
-        depth: the largest number of stages; the best placement for each number of stages is returned. None: only the best placement with
-            any number of stages.
-
-    Returns:
-        The placements, the fewest stages first. Among equally fast placements, the one with the fewest devices is taken.
     """
     seconds, ends, found, step = functools.cache(seconds), np.arange(layers + 1), list[Placement](), math.gcd(*replicas)
     best: Any = np.full((devices + 1, layers + 1), _INFINITE)
@@ -217,15 +204,18 @@ def fastest_stages(
         longer = best if depth is None else np.full_like(best, _INFINITE)
         begin, count = np.zeros(best.shape, np.int32), np.zeros(best.shape, np.int32)
         choices.append((begin, count))
+        reached = (best < _INFINITE).any(1)
         for used in range(step, devices + 1, step):
-            for r in replicas:
-                if r > used or best[used - r].min() == _INFINITE:
-                    continue
-                times = np.maximum(best[used - r][:, None], seconds(used - r, r))
-                first = times.argmin(0)
-                least = times[first, ends]
-                better = least < longer[used]
-                longer[used][better], begin[used][better], count[used][better] = least[better], first[better], r
+            if not (sizes := [r for r in replicas if r <= used and reached[used - r]]):
+                continue
+            before = best[[used - r for r in sizes]]
+            times = np.maximum(before[:, :, None], [seconds(used - r, r) for r in sizes]).reshape(-1, layers + 1)
+            chosen = times.argmin(0)
+            least = times[chosen, ends]
+            better = least < longer[used]
+            size, first = np.divmod(chosen[better], layers + 1)
+            longer[used][better], begin[used][better], count[used][better] = least[better], first, np.array(sizes)[size]
+            reached[used] |= depth is None and bool(better.any())
         best = longer
         if (used := int(best[:, layers].argmin())) and best[used, layers] < _INFINITE:
             found.append(_traced(choices, depth is None, used, layers, float(best[used, layers])))
@@ -233,10 +223,7 @@ def fastest_stages(
 
 
 def _traced(choices: list[tuple[Any, Any]], repeats: bool, used: int, end: int, seconds: float) -> Placement:
-    """Return the placement that leads to a state of the recurrence.
-
-    `choices` has the choices for each number of stages; with `repeats`, the last of them are used for all stages.
-    """
+    """Return the placement that leads to a state, from the choices for each number of stages, or (`repeats`) the last for all stages."""
     starts, replicas = list[int](), list[int]()
     while end:
         begin, count = choices[-1] if repeats else choices[len(choices) - 1 - len(starts)]

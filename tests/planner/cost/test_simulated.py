@@ -6,7 +6,7 @@ import pytest
 
 import jpipe
 from jpipe_planner.cost.devices import device_numbers, network
-from jpipe_planner.cost.simulated import simulate_plan
+from jpipe_planner.cost.simulated import lowered, simulate_plan
 from jpipe_planner.machine.topology import Topology
 from tests.planner.invented import invented_profile
 
@@ -157,3 +157,17 @@ def test_ranks_wait_for_what_a_sum_takes_longer_than_the_delay(seconds, delay, o
     plan = _plan(replicas=2, schedule="gpipe", stages=1, agree={"every": 10, "delay": delay})
     known = simulate_plan(plan, _costs(plan, weights=seconds), topology)
     assert known.batch_seconds == pytest.approx(6 + max(seconds - hidden * delay, 0) / 10, rel=1e-9)
+
+
+def test_plans_that_differ_in_their_cuts_have_the_same_program():
+    cuts = [
+        jpipe.Plan(schedule="pipedream", microbatches=4, stages=[{"layers": [*"abcd"[:n]]}, {"layers": [*"abcd"[n:]]}]) for n in (1, 3, 1)
+    ]
+    costs = [[jpipe.programs.StageCost(of, 2 * of, residuals=of) for of in (n, 4 - n)] for n in (1, 3, 1)]
+    lowered.cache_clear()
+    topology = Topology.flat(2, 1e9)
+    first, second, third = (simulate_plan(*each, topology) for each in zip(cuts, costs, strict=True))
+    assert lowered.cache_info().misses == 1
+    assert first == third != second
+    lowered.cache_clear()
+    assert simulate_plan(cuts[1], costs[1], topology) == second
