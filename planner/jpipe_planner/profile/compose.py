@@ -1,5 +1,6 @@
 """The profile of a model, from the costs of its distinct layers."""
 
+import dataclasses
 import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -28,15 +29,7 @@ def profile_of(
     find_scratch: Callable[[StageCosts], Scratch],
     **fields: Any,
 ) -> Profile:
-    """Return the profile of a model.
-
-    Args:
-        model: the model.
-        find_costs: returns the costs of each distinct layer at each size; it is called last.
-        stage_costs: the result of `count_bytes`.
-        find_scratch: `stage_costs -> Scratch`; it is called late, because programs may still be compiled before.
-        fields: the other fields of `Profile`.
-    """
+    """Return the profile of a model. `find_scratch` and `find_costs` wait for programs, so they are called late."""
 
     def shared(equal: str, next_equal: str | None, rows: int, policy: str) -> int:
         if next_equal is None:
@@ -102,21 +95,22 @@ def find_halves(model: Model, policies: Sequence[str], device: jax.Device) -> di
     """Return for each distinct layer the costs of half rows; {} if a search need not consider slices of rows.
 
     It need not if rows are short, if the model cannot be computed slice by slice, or if a kernel computes the attention of whole rows,
-    because slices do not use it. If the plan of the config cuts rows, it must.
-
-    Raises:
-        InputError: the plan of the config cuts rows, but the model cannot be computed slice by slice.
+    because slices do not use it. If the plan of the config cuts rows, it must: raise InputError if the model cannot be computed so.
     """
     rows, names = model.sizes[0], model.distinct
     if not model.in_slices and row_positions(model) < 2 * SHORTEST:
         return {}
-    whole = [model.stage([layer_id], rows, policy) for policy in dict.fromkeys(("none", *policies)) for layer_id in names]
+    # of equal neighbours one is enough to find out whether the model can be computed slice by slice
+    neighbours = itertools.pairwise(("", *model.stack.ids))
+    kept = [layer_id for before, layer_id in neighbours if model.first_equal[layer_id] != model.first_equal.get(before)]
+    short = dataclasses.replace(model, stack=model.stack.with_layers({layer_id: model.stack.layers[layer_id] for layer_id in kept}))
 
     def products(stage: jpipe.stages.StandaloneStage) -> float:
         return sum(count_products(stage.trace("forward", device).jaxpr.jaxpr).values())
 
     try:
-        plan = jpipe.Plan.even(model.stack.ids, 1, "gpipe", 1, slices=2)
+        whole = [short.stage([layer_id], rows, policy) for policy in dict.fromkeys(("none", *policies)) for layer_id in names]
+        plan = jpipe.Plan.even(kept, 1, "gpipe", 1, slices=2)
         halves = jpipe.stages.in_slices(plan, model.batches[rows], whole)
     except InputError:
         if model.in_slices:

@@ -94,17 +94,10 @@ class ScratchPrograms:
     """Programs that threads compile to find their scratch memory, while other programs are traced. Equal programs are compiled once.
 
     Without recomputation only the smallest and the largest size are compiled, and the sizes between are interpolated. The forward of the
-    smallest size is compiled only if at the largest size the forward needs more than the backward. With full recomputation only the largest
-    size is compiled, because the additional bytes are proportional to the residuals. There triples of neighbours are compiled as well,
-    because for TPUs a third layer adds much less than the second. For GPUs it adds the same, and its program takes long to compile.
-
-    Args:
-        model: the model.
-        policies: the recomputation policies.
-        device: the device to compile for.
-        pool: the threads.
-        meter: counts the finished programs.
-        rates: the rates of the device, for `seconds`; None: it is not needed.
+    smallest size is compiled only if at the largest size the forward needs more than the backward, and the forward of a pair only if this
+    is so for one of its layers. With full recomputation only the largest size is compiled, because the additional bytes are proportional to
+    the residuals. There triples of neighbours are compiled as well, because for TPUs a third layer adds much less than the second. For GPUs
+    it adds the same, and its program takes long to compile. Only `seconds` needs `rates`.
     """
 
     def __init__(
@@ -127,12 +120,12 @@ class ScratchPrograms:
             self._begin(ids, self._largest, "backward", "full")
 
     def scratch(self, stage_costs: StageCosts, layers: Mapping[tuple[str, int], int] | None = None) -> Scratch:
-        """Wait until all programs are compiled, and return their scratch memory.
-
-        Pass the scratch memory of the single layers as `layers` if their programs were not begun here.
-        """
+        """Wait for all programs and return their scratch memory; `layers` have the single layers if they were not begun here."""
         self._meter.wait()
         singles = [(one,) for one in self._model.distinct] if layers is None else []
+        for ids in self._pairs:
+            if layers is not None or any(self._forward_decides((self._model.first_equal[one],)) for one in ids):
+                self._begin(ids, self._largest, "forward")
         for ids in [*singles, *self._pairs]:
             if self._forward_decides(ids):
                 self._begin(ids, self._ends[0], "forward")
@@ -143,15 +136,11 @@ class ScratchPrograms:
         return Scratch(self._model, stage_costs, layers, pairs, backwards, full)
 
     def begin(self, ids: _Ids) -> None:
-        """Begin to compile the backward of some layers at the smallest and the largest size, and their forward at the largest size.
-
-        If `seconds` needs it, the forward of a single layer is compiled at both sizes.
-        """
+        """Begin to compile some layers: backward at both ends, a single layer's forward at the largest size, or both for `seconds`."""
         for rows in self._ends:
             self._begin(ids, rows, "backward")
-        self._begin(ids, self._largest, "forward")
-        if self._rates and len(ids) == 1:
-            self._begin(ids, self._ends[0], "forward")
+        for rows in self._ends[0 if self._rates else -1 :] if len(ids) == 1 else ():
+            self._begin(ids, rows, "forward")
 
     def seconds(self, layer_id: str, kind: Kind) -> dict[int, float]:
         """Return the roofline of a layer's program at the smallest and the largest size, where XLA could compile it; {} without rates."""
@@ -159,7 +148,9 @@ class ScratchPrograms:
         return {rows: seconds for rows, seconds in compiled.items() if seconds is not None}
 
     def _forward_decides(self, ids: _Ids) -> bool:
-        return self._known(ids, self._largest, "forward") > self._known(ids, self._largest, "backward")
+        """Return whether the forward needs more than the backward. Of a pair it does not if it does of neither layer."""
+        is_known = (ids, self._largest, "forward", "none") in self._compiled
+        return is_known and self._known(ids, self._largest, "forward") > self._known(ids, self._largest, "backward")
 
     def _begin(self, ids: _Ids, rows: int, kind: Kind, recompute: str = "none") -> None:
         lowered = self._model.stage(ids, rows, recompute).trace(kind, self._device).lower()
@@ -191,10 +182,7 @@ def compiling_threads() -> Iterator[Executor]:
 
 
 def compile_program(program: jax.stages.Lowered, device: jax.Device, rates: Rates | None = None) -> tuple[int, float | None]:
-    """Compile a program and return its scratch memory, and with rates the seconds of its kernels.
-
-    If the program exceeds the memory of a TPU, the bytes are those in XLA's error, and the seconds None.
-    """
+    """Compile a program; return its scratch memory (in XLA's error if it exceeds a TPU's), and with rates the seconds of its kernels."""
     try:
         compiled = jpipe.stages.compile_for_analysis(program, device)
     except jax.errors.JaxRuntimeError as error:
