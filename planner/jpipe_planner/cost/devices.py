@@ -93,13 +93,7 @@ def slowness_of(plan: jpipe.Plan, topology: Topology) -> tuple[float, ...]:
 
 
 def slowed(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology) -> Sequence[jpipe.programs.StageCost]:
-    """Return the costs of the stages of a plan on their devices. Each stage is as slow as its slowest device.
-
-    Args:
-        plan: the plan.
-        costs: the costs of its stages on the usual device.
-        topology: the devices.
-    """
+    """Return the costs of the stages of a plan on their devices. Each stage is as slow as its slowest device."""
     if not topology.differing:
         return costs
 

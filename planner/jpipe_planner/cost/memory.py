@@ -39,20 +39,13 @@ def stage_bytes(
 
     Args:
         weights: bytes of one version, without frozen parameters.
-        optimizer: bytes of the optimizer state.
         state: bytes of the layer state and of frozen parameters, which all versions share.
         residuals: bytes that the stage keeps from a forward to its backward, with its recomputation.
-        inputs: bytes of the stage input; its gradient has the same size.
-        outputs: bytes of the stage output, 0 at the last stage; its gradient has the same size.
+        inputs, outputs: bytes of the stage input and output (0 at the last stage); their gradients have the same sizes.
         temporary: the largest scratch memory of a program in bytes, including recomputed residuals.
         labels: bytes of the labels, 0 except at the last stage.
-        versions: the number of weight versions alive.
         in_flight: n_s, the number of microbatches between forward and backward.
-        waiting: the number of stage inputs that have arrived and wait for their forward, 0 at the first stage (see `waiting_inputs`).
-        accumulators: bytes of the accumulated gradients.
-        replicas: r_s, the number of replicas.
-        gradients: the number of gradients of outputs that have arrived and wait for their backward, not counting the first (see
-            `waiting_gradients`).
+        waiting, gradients: the numbers of stage inputs and of gradients that wait, see `waiting_inputs` and `waiting_gradients`.
         exchanged: bytes of this and other stages' gradients of shared parameters that wait for the update. With a flush, no microbatch is
             in flight then.
         ahead: bytes of the weights that `delay_correction` predicts; a stage with several versions holds them.
@@ -68,13 +61,9 @@ def stage_bytes(
 def temporary_bytes(scratch: Number, everything: Number | None, unchanged: Number, residuals: Number, inputs: Number) -> Number:
     """Return the largest scratch memory of the programs of a stage, including the residuals that its backward recomputes.
 
-    Args:
-        scratch: bytes of scratch memory without recomputation.
-        everything: bytes of scratch memory if the backward recomputes all residuals; None if unknown: the bytes of the recomputed residuals
-            are added.
-        unchanged: bytes of residuals without recomputation.
-        residuals: bytes of residuals with the stage's recomputation; 0 if forward and backward are one program, which makes all residuals.
-        inputs: bytes of the stage input, which no program recomputes.
+    `scratch` is without recomputation, `everything` with recomputation of all residuals; None if unknown: the recomputed residuals are
+    added. `unchanged` are the residuals without recomputation, and `residuals` with the stage's, 0 if forward and backward are one program.
+    No program recomputes `inputs`.
     """
     remade = np.maximum(unchanged - residuals, 0)
     if everything is None:
@@ -86,21 +75,12 @@ def temporary_bytes(scratch: Number, everything: Number | None, unchanged: Numbe
 def waiting_inputs(in_flight: Number, replicas: Number, sent: Number) -> Number:
     """Return the largest number of inputs that wait at a replica of a stage.
 
-    This is its share of the microbatches in flight at the previous stage, minus its own microbatches in flight.
-
-    Args:
-        in_flight: n_s of the stage.
-        replicas: r_s of the stage.
-        sent: the microbatches in flight at the previous stage, over all its replicas; 0 at the first stage.
+    This is its share of the microbatches in flight at the previous stage (`sent`, over all its replicas; 0 at the first stage), minus its
+    own microbatches in flight.
     """
     return np.maximum(-(-sent // replicas) - in_flight, 0)
 
 
 def waiting_gradients(replicas: Number, after: Number) -> Number:
-    """Return how many gradients of outputs wait at a replica, not counting the first: the next stage's replicas send simultaneously.
-
-    Args:
-        replicas: r_s of the stage.
-        after: the number of replicas of the next stage; 0 at the last stage.
-    """
+    """Return how many gradients wait at a replica, not counting the first: the next stage's replicas (`after`) send simultaneously."""
     return np.maximum(-(-after // replicas) - 1, 0)

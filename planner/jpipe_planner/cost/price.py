@@ -15,10 +15,7 @@ _COMPUTES = 0.9  # above this share of a batch, the slowest stage is named as it
 
 
 def all_reduce_seconds(size: Number, replicas: Number, link: jpipe.Link) -> Number:
-    """Return the seconds of a ring over `replicas` workers that sums `size` bytes.
-
-    In 2 (r - 1) steps each worker receives shares of the bytes, and then sums of such shares.
-    """
+    """Return the seconds of a ring of r workers that sums `size` bytes: in 2 (r - 1) steps they send shares, and then sums of shares."""
     steps = 2 * (replicas - 1)
     return steps / replicas * size / link.bandwidth + steps * link.latency
 
@@ -27,9 +24,7 @@ class Times(NamedTuple):
     """Seconds of the stages of a plan with one stage on each rank, and of the cuts between them.
 
     Attributes:
-        forward: for each stage the forward of one microbatch.
-        backward: for each stage the backward of one microbatch, with recomputation.
-        update: for each stage one update.
+        forward, backward, update: for each stage, of one microbatch with recomputation, and of one update.
         all_reduce: for each stage the sum of the gradients of an update over its replicas; 0 with one replica.
         messages: for each cut the time to send the outputs of a microbatch; their gradients take as long.
         latencies: for each cut the time from the end of sending to the arrival.
@@ -62,15 +57,9 @@ def batch_seconds(shape: PlainShape, times: Times, in_flight: Any, hidden: Any) 
     """Return the seconds of a batch, and what limits them: a stage that computes, a cut, a sum, or the bubble.
 
     Without a flush, the longest of three times decides: the computations of a device, the messages of the busiest port, and the round trip
-    of the microbatches in flight from a stage to the last stage. A sum adds only the part that computations with older weights do not hide.
-    With a flush, one microbatch goes through all stages and back, each further microbatch adds the time of the slowest stage or cut, and
-    the sums end the batch.
-
-    Args:
-        shape: schedule, microbatches and replicas.
-        times: the times of the stages and cuts.
-        in_flight: n_s of each stage.
-        hidden: for each stage the number of microbatches that a replica can compute before one needs the sum.
+    of the microbatches in flight from a stage to the last stage. A sum adds only the part that computations with older weights do not hide:
+    `hidden` microbatches of a replica. With a flush, one microbatch goes through all stages and back, each further microbatch adds the time
+    of the slowest stage or cut, and the sums end the batch.
     """
     rules = jpipe.schedules.SCHEDULES[shape.schedule]
     each: Any = np.array([shape.microbatches / count for count in shape.replicas])

@@ -60,15 +60,7 @@ class Rooflines:
 def find_programs(
     pipe: jpipe.Pipeline, batch: Any, device: Device, compiling: Compiling, programs: dict[Any, Any] | None = None
 ) -> tuple[ProgramRoofline, ...]:
-    """Compile the stages of a plan for a device, run nothing, and return the rooflines of their programs.
-
-    Args:
-        pipe: a pipeline of the plan.
-        batch: arrays or specs of a batch, (inputs, labels).
-        device: the device, with a target, which gives the rates.
-        compiling: the devices to compile for.
-        programs: programs compiled for other plans of the model; new ones are added.
-    """
+    """Compile the stages of a plan for a device and return the rooflines of their programs; new programs are added to `programs`."""
     rates, read = Rates.of(device), dict[int, tuple[Kernel, ...]]()  # by program, because equal stages share their programs
     found = list[ProgramRoofline]()
     for s, compiled in enumerate(pipe.compiled_calls(batch, compiling.devices, {} if programs is None else programs)):
@@ -80,15 +72,7 @@ def find_programs(
 
 
 def find_whole(pipe: jpipe.Pipeline, batch: Any, device: Device, compiling: Compiling) -> ProgramRoofline:
-    """Compile a train step as one program for one device, and return its roofline.
-
-    Args:
-        pipe: a pipeline of the whole model as one stage.
-        batch, device, compiling: as in `find_programs`.
-
-    Raises:
-        InputError: the program needs more memory than the device has, so XLA does not compile it, for example for TPUs.
-    """
+    """Compile a train step of a model as one stage as one program, and return its roofline. Raise InputError if it exceeds the memory."""
     first = compiling.devices[0]
     try:
         step = jpipe.stages.compile_for_analysis(pipe.lower_whole_step(batch, first), first)

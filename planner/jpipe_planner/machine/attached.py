@@ -53,11 +53,7 @@ class Attached:
 
 
 def attached_target() -> Attached:
-    """Read the properties of the first GPU or TPU of this machine, from JAX and from the driver.
-
-    Raises:
-        InputError: there is no GPU or TPU, or its properties cannot be read.
-    """
+    """Read the properties of the first GPU or TPU of this machine, from JAX and the driver. Raise InputError if that is not possible."""
     device = local_devices()[0]
     kind, platform = device.device_kind, device.platform
     table = next((name for name, target in known_targets().items() if target.name == kind), "")
@@ -75,14 +71,7 @@ def attached_target() -> Attached:
 
 
 def _attached(platform: str, kind: str, table: str, measured: Mapping[str, Any]) -> Attached:
-    """Return the target of a device.
-
-    Args:
-        platform: JAX's platform, "cuda" or "tpu".
-        kind: the kind of the device.
-        table: the name of the target of the same kind in the table, or "".
-        measured: the properties that XLA needs, and `memory_bandwidth`; the other properties come from the table.
-    """
+    """Return the target of a device of a `platform`; figures that are not `measured` are from the target `table`."""
     name = table or re.sub(r"[^a-z0-9]+", "-", kind.lower()).strip("-")
     target = known_targets().get(table)
     published = {} if target is None else {"memory_bandwidth": target.memory_bandwidth, **target.compiler}
@@ -114,11 +103,7 @@ def _attached(platform: str, kind: str, table: str, measured: Mapping[str, Any])
 
 
 def _of_driver(number: int) -> dict[str, Any]:
-    """Return the properties of a GPU from the CUDA driver, including the memory bandwidth.
-
-    Args:
-        number: the number of the GPU among the GPUs that this process sees.
-    """
+    """Return the properties of a GPU that this process sees from the CUDA driver, including the memory bandwidth."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:

@@ -30,16 +30,10 @@ class Compiling:
 
 
 def compiling_for(device: Device, count: int = 1, *, unlimited: bool = False) -> Compiling:
-    """Return the devices to compile for.
+    """Return the devices to compile for: devices of the device's target, or of this machine without one or without XLA's compiler for it.
 
-    Args:
-        device: the device of the topology.
-        count: the number of devices of the largest mesh.
-        unlimited: whether to compile for a GPU as if its memory were unlimited. Otherwise XLA computes some arrays again if memory is
-            short.
-
-    Returns:
-        Devices of the device's target; or the devices of this machine if there is no target, or XLA cannot compile for it here.
+    `count` is the size of the largest mesh. With `unlimited` XLA compiles for a GPU as if its memory were unlimited; otherwise it computes
+    some arrays again if memory is short.
     """
     target = device.compiles_for
     missing = "the topology's device names no target; add one of those that `jpipe target` lists"

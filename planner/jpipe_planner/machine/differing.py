@@ -66,11 +66,7 @@ class Differing(Data):
         return name
 
     def device(self, usual: Device) -> Device:
-        """Return the figures of these devices.
-
-        Args:
-            usual: the figures of the other devices.
-        """
+        """Return the figures of these devices; `usual` has the figures of the other devices."""
         figures = usual if self.target is None else Device(target=self.target)
         name = self.name or (figures.name + ("" if self.target or self.speed in (None, 1) else f" at {self.speed:g}"))
         of_host = {} if self.host is None else {given: getattr(self.host, given) for given in self.host.model_fields_set}
@@ -80,11 +76,7 @@ class Differing(Data):
         return figures.model_copy(update=update)
 
     def relative_speed(self, usual: Device, place: str = "") -> float:
-        """Return the speed of these devices relative to the usual device.
-
-        Raises:
-            InputError: the speed is not given and does not follow from the figures of both devices.
-        """
+        """Return the speed relative to the usual device. Raise InputError if it does not follow from the figures of both devices."""
         if self.speed is not None or self.target is None:
             return self.speed or 1.0
         target = find_target(self.target)
@@ -101,16 +93,10 @@ class Differing(Data):
         return min(ratios)
 
     def check(self, place: str, usual: Device, sizes: Sequence[int], level_number: Callable[[str, str], int]) -> None:
-        """Check that the devices are in the topology, and that their figures fit together.
+        """Check that the devices are in the topology, and that their figures fit together. Raise InputError if not.
 
-        Args:
-            place: the beginning of the names of keys in messages, such as `differing.0.`.
-            usual: the figures of the other devices.
-            sizes: the number of devices in a component of each level.
-            level_number: a function (name of a level, `place` for messages) -> number of the level.
-
-        Raises:
-            InputError: a device or a level does not exist, or figures do not fit together.
+        `sizes` has the number of devices in a component of each level, `place` begins the names of keys in messages, such as
+        `differing.0.`, and `level_number` returns the number of a level from its name and `place`.
         """
         count = sizes[-1]
         if max(self.devices) >= count:

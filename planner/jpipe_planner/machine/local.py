@@ -78,10 +78,8 @@ def local_topology(
 def _link(ends: int, most: int, small: _Seconds, large: _Seconds) -> dict[str, float]:
     """Return bandwidth and latency of a link from the slower one of transfers and sums. Without measurements the link takes no time.
 
-    Args:
-        ends: the number of devices in the measurement: a transfer goes to all of them and back, a sum goes round a ring.
-        most: the number of elements in a large transfer or sum.
-        small, large: the seconds of a transfer and of a sum, with `SMALL` and with `most` elements.
+    A transfer goes to all `ends` devices and back, a sum goes round a ring. `small` and `large` are the seconds of both, with `SMALL` and
+    with `most` elements.
     """
     if not small:
         return {"bandwidth": _FREE}
@@ -125,12 +123,8 @@ def usable_cores() -> int:
 def _measured_host(device: jax.Device, memory: float | None) -> Host:
     """Measure the link of a device of this process to the memory of its host, in the slower direction.
 
-    Args:
-        device: the device.
-        memory: bytes of host memory that a plan may use for the device; None: not known.
-
-    Returns:
-        The figures. If the device has no memory of the kind `pinned_host`, the default figures with 0 bytes of memory.
+    `memory` is the host memory in bytes that a plan may use for the device; None: not known. A device without memory of the kind
+    `pinned_host` gets the default figures with 0 bytes.
     """
     if _HOST_KIND not in {each.kind for each in device.addressable_memories()}:
         return Host(memory=0)

@@ -12,12 +12,10 @@ __all__ = ["dump", "parse"]
 
 
 def parse(text: str, where: str, remedy: str = "correct the text") -> Any:
-    """Parse YAML into plain data.
+    """Parse YAML into plain data. `1e-3` is a number.
 
-    `1e-3` is a number. A key that occurs twice and a value that can be read in two ways (`010`, `yes`) are errors.
-
-    Raises:
-        InputError: the text is not such YAML (with line and column), or has more than 20,000 values; the message ends with `remedy`.
+    Raise InputError if the text is not YAML (with line and column), has more than 20,000 values, a key twice, or a value that can be read
+    in two ways (`010`, `yes`). The message ends with `remedy`.
     """
     try:
         return _Loader(text).get_single_data()

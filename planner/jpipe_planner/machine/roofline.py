@@ -86,13 +86,9 @@ class Kernel:
 
 
 def read_kernels(text: str, rates: Rates) -> tuple[Kernel, ...]:
-    """Return the kernels of an optimized program, in the order in which they run.
+    """Return the kernels of an optimized program, from the text of `jax.stages.Compiled.as_text`, in the order in which they run.
 
     The body of a loop counts as often as it runs, or once if that is unknown. Only the longest branch of a conditional counts.
-
-    Args:
-        text: the text of the program from `jax.stages.Compiled.as_text`.
-        rates: the rates of the device.
     """
     return tuple(_Module(text, rates).kernels())
 
@@ -297,10 +293,7 @@ class _Module:
     # Sources -----------------------------------------------------------------------------------------------------------
 
     def _origin(self, each: _Instruction, local: Mapping[str, _Instruction]) -> tuple[str, str]:
-        """Return the name in JAX and the line of the model for an instruction.
-
-        If the instruction has none, an instruction inside it gives them, or else an instruction that computes one of its operands.
-        """
+        """Return the name in JAX and the line of the model for an instruction, or else for one inside it, or for an operand."""
         inner = self._computations.get(each.called[0], {}).values() if each.called else ()
         candidates = [each, *reversed(inner), *(local[name] for name in each.operands if name in local)]
         name = next(filter(None, (one.attribute(r'op_name="([^"]*)"') for one in candidates)), "")

@@ -345,11 +345,7 @@ def target_devices(target: Target, count: int = 1, processes: int = 1) -> tuple[
 
 
 def local_devices() -> "list[jax.Device]":
-    """Return the devices of this process.
-
-    Raises:
-        InputError: JAX cannot start the devices.
-    """
+    """Return the devices of this process. Raise InputError if JAX cannot start them."""
     import jax
 
     try:
@@ -376,10 +372,7 @@ _TPU_SETTINGS = {
 
 @functools.cache
 def _devices_elsewhere(target_json: str, count: int, processes: int) -> tuple["jax.Device", ...]:
-    """Return devices that this machine does not have.
-
-    Equal arguments give the same device objects, so equal programs for these devices also have equal shardings.
-    """
+    """Return devices that this machine does not have: for equal arguments the same objects, so that equal programs have equal shardings."""
     import jax
     from jax.experimental import topologies
 

@@ -107,11 +107,7 @@ class Topology(Data):
         return _link(bandwidth, self.levels[k].latency, k, source // inside, target // inside)
 
     def level_number(self, name: str, place: str = "") -> int:
-        """Return the number of the level that `name` names, or the number in `name`; 0 is the innermost.
-
-        Raises:
-            InputError: no level, or more than one, has this name.
-        """
+        """Return the number of the level with this name or number; 0 is the innermost. Raise InputError if there is not one."""
         names = [level.name for level in self.levels]
         if names.count(name) == 1:
             return names.index(name)
@@ -160,10 +156,7 @@ class Topology(Data):
         return ports
 
     def orders(self) -> list[tuple[int, ...]]:
-        """Return orders of the devices to try in plans: as numbered, and in each component the fastest first or the fastest last.
-
-        Equally fast devices are ordered by their memory in the same way.
-        """
+        """Return orders of the devices to try: as numbered, and in each component the fastest (then the largest) first or last."""
         figures = list(zip((-self.slowness).tolist(), self.limits.tolist(), strict=True))
         found = [tuple(range(self.num_devices))]
         for sign in (-1, 1) if self.differing else ():
@@ -235,11 +228,7 @@ class Topology(Data):
         return jpipe.Link(min(bandwidths, default=math.inf), max((self.levels[k].latency for k in crossed), default=0.0))
 
     def _joined(self, size: int) -> tuple[int, ...] | None:
-        """Return how many components of each level a mesh of `size` devices joins.
-
-        Returns:
-            The number for each level; None if meshes do not fill or divide the components evenly, or a mesh would have unequal devices.
-        """
+        """Return how many components of each level a mesh joins; None if it does not fill or divide them, or has unequal devices."""
         joined, whole = [], size
         for level in self.levels:
             count = math.gcd(level.count, size)

@@ -38,14 +38,7 @@ _MOST = 64  # the most microbatches that are timed together
 
 
 class Programs:
-    """The programs of stages at several sizes, each compiled once, in threads: XLA releases Python's lock while it compiles.
-
-    Args:
-        model: the model that the layers of the stages belong to.
-        device: the device on which they run.
-        pool: the threads that compile.
-        meter: counts the finished programs.
-    """
+    """The programs of stages at several sizes, each compiled once, in threads: XLA releases Python's lock while it compiles."""
 
     def __init__(self, model: Model, device: jax.Device, pool: Executor, meter: Meter) -> None:
         self.model, self.device, self._pool, self._meter = model, device, pool, meter
@@ -76,17 +69,7 @@ class Programs:
 
 
 class Bench:
-    """Stages at one microbatch size with their arrays, and an empty stage.
-
-    Attributes:
-        temporary: scratch bytes of each stage.
-        flops: FLOPs of each stage's programs.
-
-    Args:
-        programs: the programs; `begin` was called for these groups and this size.
-        groups: the layers of each stage.
-        rows: the microbatch size.
-    """
+    """Stages at one microbatch size with their arrays, and an empty stage. Its programs were begun before."""
 
     def __init__(self, programs: Programs, groups: Sequence[tuple[str, ...]], rows: int) -> None:
         batch = programs.model.batch(rows)
@@ -190,14 +173,8 @@ def _empty_stage() -> jpipe.stages.StandaloneStage:
 class Together:
     """Neighbouring layers as one stage that computes microbatch after microbatch without waiting, as in a pipeline.
 
-    Args:
-        model: the model.
-        ids: the layers, from `neighbours`.
-        rows: the microbatch size.
-        seconds: about the seconds of a forward and a backward of these layers. Short ones are repeated, to be timed together.
-        devices: devices of this process, which can compute at once.
-        recompute: the recomputation policy.
-        programs: the programs that are compiled, and run once.
+    `seconds` is about the time of a forward and a backward of these layers; short ones are repeated, to be timed together. `devices` of
+    this process can compute at once.
     """
 
     @without_mesh()
@@ -229,13 +206,7 @@ class Together:
 
 
 def neighbours(ids: Sequence[str], kinds: Mapping[str, Any], seconds: Mapping[str, float]) -> tuple[str, ...]:
-    """Return three neighbours, as many as possible of them of the kind of layers that together take the longest.
-
-    Args:
-        ids: the layers of the model, in order. If there are fewer than three, all are returned.
-        kinds: for each layer something hashable; equal layers have equal kinds.
-        seconds: the seconds of each layer.
-    """
+    """Return three neighbours (or all layers), as many as possible of them of the kind of layers that together take the longest."""
     by_kind = defaultdict[Any, float](float)
     for layer_id in ids:
         by_kind[kinds[layer_id]] += seconds[layer_id]
@@ -247,28 +218,19 @@ def neighbours(ids: Sequence[str], kinds: Mapping[str, Any], seconds: Mapping[st
 def cores(rounds: Sequence[tuple[float, float]], devices: int) -> float:
     """Return how many devices can compute at the same time as fast as one device alone.
 
-    Args:
-        rounds: for each round the seconds of one device alone, and of all devices together right after. The median of their ratios counts,
-            so that a change of the machine's speed concerns one round.
-        devices: the number of devices.
+    A round has the seconds of one device alone, and of all devices together right after. The median of their ratios counts, so that a
+    change of the machine's speed concerns one round.
     """
     ratio = statistics.median(alone / together if together > 0 else 1.0 for alone, together in rounds)
     return min(max(devices * ratio, 1.0), float(devices))
 
 
 def count_flops(traced: jax.stages.Traced, lowered: jax.stages.Lowered) -> float:
-    """Return the FLOPs of a program: the FLOPs from XLA's cost analysis, plus the loop iterations that it omits.
+    """Return the FLOPs of a program: the FLOPs from XLA's cost analysis, plus the loop iterations that it omits; 0 if it reports none.
 
     XLA counts the body of a loop once. For a `scan`, the matrix products and convolutions of the other iterations are added. For a `while`,
     nothing is added, because the number of iterations is unknown. In a product of groups of rows, each with its own kernel
-    (`jax.lax.ragged_dot`), each row counts once, even if XLA multiplies all rows by all kernels, as for CPUs.
-
-    Args:
-        traced: the program.
-        lowered: the same program, lowered. It need not be compiled, and nothing is allocated.
-
-    Returns:
-        The FLOPs, or 0 if the backend does not report them.
+    (`jax.lax.ragged_dot`), each row counts once, even if XLA multiplies all rows by all kernels, as for CPUs. Nothing is compiled.
     """
     # Only the iterations that XLA has not counted are added. It has counted the first iteration of every loop.
     further = sum(times * flops - _counted_by_xla(equation, flops) for equation, flops, times in find_products(traced.jaxpr.jaxpr))

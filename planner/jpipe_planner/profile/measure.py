@@ -147,14 +147,7 @@ class Ratios(NamedTuple):
 
 
 class _Neighbours:
-    """Three neighbours at one size, with and without recomputation.
-
-    Args:
-        model: the model.
-        rows: the microbatch size.
-        device: the device.
-        times: the seconds of each distinct layer's programs, about.
-    """
+    """Three neighbours at one size, with and without recomputation. `times` are about the seconds of each distinct layer's programs."""
 
     def __init__(self, model: Model, rows: int, device: jax.Device, times: Mapping[tuple[str, ...], ByProgram]) -> None:
         alone = {i: times[equal,]["forward"] + times[equal,]["backward"] for i, equal in model.first_equal.items()}
@@ -170,12 +163,7 @@ class _Neighbours:
         self._rounds.append((apart, in_one, self._remade.seconds(), update))
 
     def ratios(self, costs: Mapping[tuple[str, int], Costs], dispatch: float) -> Ratios:
-        """Return the medians of all rounds as ratios. Times that are no longer than a start of a program are noise, and give no ratio.
-
-        Args:
-            costs: the costs of the single layers.
-            dispatch: the seconds to start a program, which these costs do not include.
-        """
+        """Return the medians of all rounds as ratios. Times no longer than a start of a program (`dispatch`) are noise, and give none."""
 
         def share(part: float, whole: float, otherwise: float = 1.0) -> float:
             return part / whole if min(part, whole) > dispatch else otherwise
@@ -189,12 +177,9 @@ class _Neighbours:
 
 
 def _as_together(costs: Mapping[tuple[str, int], Costs], ratios: Mapping[int, Ratios]) -> dict[tuple[str, int], Costs]:
-    """Return the costs of layers in a pipeline.
+    """Return the costs of layers in a pipeline, from single layers, and what neighbours took together at the smallest and the largest size.
 
-    Args:
-        costs: the costs of single layers by size.
-        ratios: what neighbours took together, at the smallest and the largest size. Between them the ratio is taken to be linear in
-            1 / rows, because what is not alike is the time of each program, not of each row.
+    Between these sizes the ratio is taken to be linear in 1 / rows, because what is not alike is the time of each program, not of each row.
     """
     ends = sorted(ratios, reverse=True)
     mean = Ratios(*(statistics.fmean(each) for each in zip(*ratios.values(), strict=True)))
@@ -209,16 +194,7 @@ def _as_together(costs: Mapping[tuple[str, int], Costs], ratios: Mapping[int, Ra
 
 
 def short_groups(ids: Sequence[str], first_equal: Mapping[str, str], times: Mapping[tuple[str, ...], ByProgram]) -> list[tuple[str, ...]]:
-    """Choose which layers to time together. Short neighbours form groups that are long enough; each other layer is timed alone.
-
-    Args:
-        ids: the model's layers.
-        first_equal: for each layer the first layer that equals it.
-        times: the seconds of each distinct layer alone.
-
-    Returns:
-        Groups of layer ids, without duplicates. Each distinct layer or an equal layer is in at least one group.
-    """
+    """Choose which layers to time together: short neighbours in groups that are long enough, each other layer alone."""
 
     def seconds(layer_id: str) -> float:
         alone = times[first_equal[layer_id],]

@@ -58,9 +58,7 @@ class Model:
         loss: `(outputs, labels) -> (sum, weight)`.
         optimizer: any optimizer that `jpipe.Pipeline` accepts.
         sizes: the microbatch sizes, in rows.
-        precision: as in `jpipe.Pipeline`.
-        ema_decay: as in `jpipe.Pipeline`.
-        delay_correction: as in `jpipe.Pipeline`.
+        precision, ema_decay, delay_correction: as in `jpipe.Pipeline`.
         in_slices: whether the plans cut rows into slices. If not, plans in slices are considered where it is possible.
 
     Raises:
@@ -131,10 +129,7 @@ class Model:
         return triples
 
     def stage(self, ids: Sequence[str], rows: int, recompute: str = "none", specs: Any = None) -> jpipe.stages.StandaloneStage:
-        """Return consecutive layers as one stage, which is traced only once. A later call returns the same stage.
-
-        Pass the specs of all layers as `specs` while the specs for all sizes are not known yet.
-        """
+        """Return consecutive layers as one stage, traced only once; pass all `specs` until those for all sizes are known."""
         if recompute not in jpipe.plan.RECOMPUTE:
             raise InputError(
                 f"policies: unknown recomputation policy '{recompute}'; {jpipe.errors.nearest(recompute, jpipe.plan.RECOMPUTE)}"
@@ -250,13 +245,7 @@ class Meter:
 
 
 def count_bytes(model: Model, policies: Sequence[str], meter: Meter) -> StageCosts:
-    """Count the bytes of each distinct layer and of each distinct pair of neighbours as a stage, at all sizes, with `count_at`.
-
-    Args:
-        model: the model.
-        policies: the recomputation policies for which residuals are counted; "none" is always included.
-        meter: gets `parts_of_bytes(model)` finished parts.
-    """
+    """Count the bytes of each distinct layer and pair as a stage, at all sizes; `meter` gets `parts_of_bytes(model)` parts."""
     policies = tuple(dict.fromkeys(("none", *policies)))
     costs, linear = StageCosts(), set[str]()
     for name, ids in [*(((layer_id,), (layer_id,)) for layer_id in model.distinct), *model.pairs.items()]:
@@ -280,14 +269,7 @@ _INCIDENTAL = re.compile(r"(random_fold_in \S+) \d+:|0x[0-9a-f]+")  # in a trace
 
 
 def _without_names(layer: jpipe.Layer, spec: jpipe.model.LayerSpec, key: Any, *, by_use: bool) -> str:
-    """Return a layer's trace, shapes, dtypes and logical axes, without the names of its parameters.
-
-    Args:
-        layer: the layer.
-        spec: the specs of the layer.
-        key: the spec of a random key.
-        by_use: whether to order the arrays by their first use in the layer, which does not depend on names either.
-    """
+    """Return a layer's trace, shapes, dtypes and logical axes, without parameters' names, in the order of use in the layer (`by_use`)."""
     named, treedef = jax.tree_util.tree_flatten_with_path((spec.params, spec.state))
     axes = [spec.axes.get(jax.tree_util.keystr(path[1:], simple=True, separator="/")) for path, _ in named]
     num_params = len(jax.tree.leaves(spec.params))

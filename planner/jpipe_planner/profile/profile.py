@@ -308,11 +308,7 @@ class Profile(_Data):
         return tuple(jpipe.programs.SharedCost(**dict(parameter)) for parameter in self.shared)
 
     def stage_costs(self, plan: jpipe.Plan, rows: int) -> tuple[jpipe.programs.StageCost, ...]:
-        """Return the costs of each stage of a plan, for `jpipe.simulate`. The seconds of each computation include `dispatch`.
-
-        Raises:
-            InputError: the plan cuts rows into slices, and the profile lacks the costs of half rows.
-        """
+        """Return the costs of each stage of a plan, with `dispatch`. Raise InputError if slices need the unknown costs of half rows."""
         if plan.slices is None:
             return self.part_costs(plan, rows)
         lengths = self.slice_lengths(plan.slices)
@@ -354,12 +350,7 @@ class Profile(_Data):
         return jpipe.plan.lengths_by_cost(slices.count, self.positions, first / half, second / (self.positions - half))
 
     def in_slices(self, lengths: tuple[int, ...], number: int | None = None) -> "Profile":
-        """Return the profile of a slice of the rows; of the mean slice without a number.
-
-        Args:
-            lengths: the positions of each slice.
-            number: the number of the slice.
-        """
+        """Return the profile of a slice of the rows, from the positions of each slice; of the mean slice without a number."""
         if (lengths, number) not in self._in_slices:
             bounds, saves = bounds_of(lengths), self.saves_in_slices
             chosen = bounds if number is None else bounds[number : number + 1]
@@ -407,15 +398,7 @@ class Profile(_Data):
         return "elementwise" if known and not self.is_of_cpus(topology) else "none"
 
     def check_layers(self, ids: tuple[str, ...], shared: Sequence[tuple[str, ...]] = ()) -> None:
-        """Check that the profile has the layers `ids`, and that the same layers share parameters.
-
-        Args:
-            ids: the ids of the model's layers.
-            shared: for each shared parameter the ids of the layers that share it.
-
-        Raises:
-            InputError: the message names the first layer that differs.
-        """
+        """Check that the profile has these layers, and that the same layers share parameters. Raise InputError otherwise."""
         for n, (actual, expected) in enumerate(zip(self.ids, ids, strict=False)):
             if actual != expected:
                 raise InputError(f"profile: layer {n} is '{actual}', the model has '{expected}' there; profile this model")

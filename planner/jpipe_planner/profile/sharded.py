@@ -52,11 +52,7 @@ class Degrees(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> "Degrees":
-        """Read text such as `model=4`, `data=2,model=4,fsdp`, `expert=8` or `none`.
-
-        Raises:
-            InputError: the text has another form.
-        """
+        """Read text such as `model=4`, `data=2,model=4,fsdp`, `expert=8` or `none`. Raise InputError if it has another form."""
         fields: dict[str, Any] = {}
         for part in text.split(",") if text != "none" else ():
             match = re.fullmatch(r"(data|expert|model)=([1-9][0-9]{0,5})|(fsdp)", part.strip())
@@ -138,12 +134,7 @@ def shard_profile(profile: Profile, degrees: Degrees, topology: Topology) -> Pro
     The seconds include the device's share of the work, and the sums and gathers inside the mesh, which overlap with nothing. A forward sums
     the partial sums of each layer. A backward sums as many bytes. An update sums the gradients over `data`. With FSDP forward and backward
     gather the weights, and each backward reduce-scatters the gradients. If experts are sharded, both exchange tokens, and a backward sums
-    the gradients of experts.
-
-    Args:
-        profile: the profile of the layers on one device; `mesh_refusal` returns "" for it.
-        degrees: the degrees of the mesh.
-        topology: the devices; the first of them form the mesh.
+    the gradients of experts. `mesh_refusal` must return "" for the mesh, which the first devices of the topology form.
     """
     size_indices = [n for n, rows in enumerate(profile.sizes) if rows % degrees.rows == 0]
     gathers, layers = profile.is_of_cpus(topology), []  # on CPUs tokens are gathered
@@ -169,15 +160,7 @@ def shard_profile(profile: Profile, degrees: Degrees, topology: Topology) -> Pro
 
 
 def collective_seconds(layer: LayerProfile, rows: int, degrees: Degrees, topology: Topology, *, gathers: bool) -> tuple[float, float]:
-    """Return the seconds of the sums and gathers inside a mesh in a forward and a backward of a layer.
-
-    Args:
-        layer: the layer on one device.
-        rows: the rows of a microbatch.
-        degrees: the degrees of the mesh.
-        topology: the devices; the first of them form the mesh.
-        gathers: whether the devices gather all tokens of a mixture. Otherwise they send each token only to devices with its experts.
-    """
+    """Return the seconds inside a mesh in a forward and a backward. Devices gather all tokens, or send each to devices with its experts."""
     for_model, for_experts = (topology.mesh_link(n) for n in (degrees.model, degrees.model * degrees.expert))
     tensor, of_rows = layer.tensor or TensorProfile(), rows / degrees.rows
     partial = _ring(2, tensor.reduced * of_rows, tensor.reductions, degrees.model, for_model)
@@ -211,10 +194,7 @@ def _ring(times: int, size: float, count: int, devices: int, link: jpipe.Link) -
 
 
 def _share_of_tokens(tensor: TensorProfile, degrees: Degrees) -> float:
-    """Return the share of its tokens that a device sends to each other device, if all sets of experts are equally likely.
-
-    A token goes to a device unless all its experts are on other devices.
-    """
+    """Return the share of its tokens that a device sends to each other device, if all sets of experts are equally likely."""
     others = tensor.experts - tensor.experts // degrees.expert
     if not tensor.per_token:
         return 1.0
@@ -241,14 +221,7 @@ def _over_data(degrees: Degrees) -> int:
 
 
 def _layer(layer: LayerProfile, degrees: Degrees, seconds: Mapping[int, tuple[float, float]], once: float) -> LayerProfile:
-    """Return the costs of a layer on one device of a mesh.
-
-    Args:
-        layer: the layer on one device.
-        degrees: the degrees of the mesh.
-        seconds: the seconds inside the mesh in a forward and a backward, by size.
-        once: the seconds inside the mesh in an update.
-    """
+    """Return the costs of a layer on one device of a mesh, with `seconds` inside the mesh by size, and `once` for each update."""
     tensor, weight_shards = layer.tensor or TensorProfile(), _over_data(degrees)
     share = _share_of_weights(tensor, degrees)
     at = []

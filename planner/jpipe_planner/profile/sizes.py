@@ -14,19 +14,11 @@ _ROUNDING = 1e-6  # relative error of FLOPs
 
 
 def count_at(sizes: Sequence[int], count: Callable[[int], Numbers], *, is_linear: bool = False) -> tuple[dict[int, Numbers], bool]:
-    """Count something at all microbatch sizes.
+    """Count something, a tree of numbers, at all microbatch sizes (sorted). Also return whether it is linear in the rows.
 
     In almost all models, shapes are proportional to the rows or do not depend on them. So first the smallest size, the largest size and a
-    size in the middle are counted. If the middle size lies on the line through the other two, this line gives the remaining sizes;
-    otherwise they are counted, too.
-
-    Args:
-        sizes: the sizes in rows, in order.
-        count: returns a tree of numbers for a number of rows, with the same structure for every number of rows.
-        is_linear: whether the numbers are known to be linear in the rows; then only the smallest and the largest size are counted.
-
-    Returns:
-        The numbers by rows, and whether a size in the middle lies on the line through the smallest and the largest size.
+    size in the middle are counted. If the middle size lies on the line through the other two, or it is known that it `is_linear`, this line
+    gives the remaining sizes; otherwise they are counted, too.
     """
     first, middle, last = sizes[0], sizes[len(sizes) // 2], sizes[-1]
     counted = {rows: count(rows) for rows in dict.fromkeys((first, last) if is_linear else (first, middle, last))}
@@ -42,19 +34,10 @@ def count_at(sizes: Sequence[int], count: Callable[[int], Numbers], *, is_linear
 def count_by_policy(
     sizes: Sequence[int], policies: Sequence[str], count: Callable[[int, str], Numbers], *, is_linear: bool = False
 ) -> tuple[dict[tuple[int, str], Numbers], bool]:
-    """Count something at all microbatch sizes with each recomputation policy.
+    """Count something at all microbatch sizes with each recomputation policy, "none" first, as `count_at`.
 
     A policy keeps some of the arrays that are kept without recomputation. So if all their bytes are linear in the rows, each policy's bytes
     are, too.
-
-    Args:
-        sizes: the sizes in rows, in order.
-        policies: the policies, "none" first.
-        count: returns numbers for a number of rows and a policy.
-        is_linear: as in `count_at`.
-
-    Returns:
-        The numbers by rows and policy; whether the numbers without recomputation are linear in the rows.
     """
 
     def counted(policy: str, is_linear: bool) -> tuple[dict[int, Numbers], bool]:

@@ -41,15 +41,7 @@ def residuals_of(halves: tuple[float, float], carry: float, bounds: Bounds) -> f
 
 
 def layer_in_slices(layer: Any, sizes: Sequence[int], slices: Sequence[Bounds], chosen: Sequence[Bounds], saves: bool) -> Any:
-    """Return the `LayerProfile` of a layer for a slice, the mean over the `chosen` ones.
-
-    Args:
-        layer: the `LayerProfile` for whole rows; its `halves` are known.
-        sizes: the microbatch sizes in rows.
-        slices: all slices of a row.
-        chosen: the slices to take the mean of.
-        saves: whether all slices together may take less work than whole rows, because no slice attends to later ones.
-    """
+    """Return a layer's mean cost over `chosen` ones of all slices of a row. If it `saves`, no slice attends to later ones."""
     halves = layer.halves
     assert halves is not None, "rows can be cut"
 

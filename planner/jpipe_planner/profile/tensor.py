@@ -52,15 +52,7 @@ class Walk:
     """The number of kernels for each token, and the number of tokens with products that the walk has not reached yet."""
 
     def run(self, jaxpr: Any, arguments: Sequence[Dims]) -> list[Dims]:
-        """Walk through a jaxpr.
-
-        Args:
-            jaxpr: the program.
-            arguments: for each argument, which dims are sharded.
-
-        Returns:
-            For each result, which dims are sharded.
-        """
+        """Walk through a jaxpr with these dims of its arguments sharded. Return which dims of each result are sharded."""
         known = dict(zip(jaxpr.invars, arguments, strict=True))
 
         def dims(var: Any) -> Dims:
@@ -94,10 +86,7 @@ class Walk:
         return [_like_inputs(equation, out, inputs) for out in equation.outvars]
 
     def _scan(self, equation: Any, inputs: list[Dims]) -> list[Dims]:
-        """Walk through the body of a scan once, and count it once for each iteration.
-
-        The arrays over which the scan iterates have one dim more outside of the body than inside.
-        """
+        """Walk through the body of a scan once, and count it for each iteration; outside its arrays have one dim more."""
         length, jaxpr = equation.params["length"], equation.params["jaxpr"]
         body = getattr(jaxpr, "jaxpr", jaxpr)  # JAX 0.12 has an open jaxpr here
 
@@ -156,10 +145,7 @@ def _product(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
 
 
 def _grouped_product(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
-    """Shard a product of groups of rows, each with its own kernel.
-
-    A partial sum is summed over the devices after the results of a token's kernels are added.
-    """
+    """Shard a product of groups of rows, each with its own kernel; partial sums are summed after a token's results are added."""
     (left, right), _ = equation.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
     out, (left_dims, right_dims) = equation.outvars[0], inputs[:2]
     contracted = left_dims[left[0]] or right_dims[right[0]]
@@ -257,10 +243,7 @@ class Array:
 
 
 def sharded_params(layer_id: str, spec: jpipe.model.LayerSpec) -> Any:
-    """Return the parameters of a layer as `Array`s.
-
-    Each `Array` marks the dim that the logical axes of its parameter and `jpipe.plan.RULES` shard over the mesh axis "model".
-    """
+    """Return a layer's parameters as `Array`s, with the dim marked that `jpipe.plan.RULES` shards over the mesh axis "model"."""
 
     def array(path: Any, leaf: Any) -> Array:
         sharded = [jpipe.plan.RULES.get(axis or "") == AXIS for axis in _axes(spec, path)]
@@ -286,15 +269,7 @@ def _axes(spec: jpipe.model.LayerSpec, path: Any) -> tuple[str | None, ...]:
 def tensor_profile(
     stage: Callable[[str], jpipe.stages.StandaloneStage], layer_id: str, rows: int, policies: Sequence[str], device: jax.Device
 ) -> TensorProfile:
-    """Return the shares of a layer that tensor parallelism shards.
-
-    Args:
-        stage: recomputation policy -> the layer as a stage.
-        layer_id: the id of the layer.
-        rows: the rows of a microbatch of the stages.
-        policies: the recomputation policies of the residuals, "none" among them.
-        device: the device to trace for.
-    """
+    """Return the shares of a layer that tensor parallelism shards. `stage` returns the layer as a stage with a recomputation policy."""
     plain = stage("none")
     params = sharded_params(layer_id, plain.specs[layer_id])
     walk, y, saved = _walked(plain, layer_id, params, device)
@@ -318,11 +293,7 @@ def tensor_profile(
 
 
 def _walked(stage: jpipe.stages.StandaloneStage, layer_id: str, params: Any, device: jax.Device) -> tuple[Walk, Any, Any]:
-    """Walk through the forward of a stage of one layer.
-
-    Returns:
-        The walk; the outputs and the residuals as trees of `Array`s.
-    """
+    """Walk through the forward of a stage of one layer. Return the walk, and the outputs and the residuals as trees of `Array`s."""
     traced = stage.trace("forward", device)
     arguments = [array.dims for array in jax.tree.leaves(stage.stack.ties.split({layer_id: params}, [layer_id]))]
     jaxpr, walk = traced.jaxpr.jaxpr, Walk()

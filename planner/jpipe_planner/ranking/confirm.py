@@ -27,18 +27,12 @@ Compile = Callable[[Choice, Ranked], Compiled]
 def confirm(plans: Plans, compile: Compile, report: Callable[[Attempt], None]) -> Plans:
     """Compile simulated plans in the order of their speed until one fits, and then other plans that may be as fast.
 
-    If the compiled stages of a plan do not fit, two more plans are added: the plan with more recomputation at the stages that lack memory,
-    and a smaller plan of its kind. Plans that lack little memory are compiled as well, because estimates may be too high. If none of the
-    first `MOST_COMPILED` plans fits, a few plans with full recomputation are compiled. If none of these fits, the plans that lack least
-    are compiled with parts of their state in host memory.
+    If the compiled stages of a plan do not fit, it is reported, and two more plans are added: the plan with more recomputation at the
+    stages that lack memory, and a smaller plan of its kind. Plans that lack little memory are compiled as well, because estimates may be
+    too high. If none of the first `MOST_COMPILED` plans fits, a few plans with full recomputation are compiled. If none of these fits, the
+    plans that lack least are compiled with parts of their state in host memory.
 
-    Args:
-        plans: the result of the search.
-        compile: compiles the stages of a plan.
-        report: called with each plan that does not fit.
-
-    Returns:
-        The plans with a new ranking: first the compiled plans that fit, then plans of other kinds, which were not compiled.
+    Return a new ranking: first the compiled plans that fit, then plans of other kinds, which were not compiled.
     """
     run = _Confirm(plans, compile, report)
     run.fastest()
@@ -52,13 +46,7 @@ def confirm(plans: Plans, compile: Compile, report: Callable[[Attempt], None]) -
 
 
 class _Confirm:
-    """A confirmation in progress.
-
-    Attributes:
-        fitting: the plans with compiled stages that fit, best first.
-        attempts: the plans with compiled stages that do not fit, in the order in which they were compiled.
-        tried: the simulated or compiled plans, by candidate.
-    """
+    """A confirmation in progress; its attributes are as in `Plans`, `fitting` are the compiled plans."""
 
     def __init__(self, plans: Plans, compile: Compile, report: Callable[[Attempt], None]) -> None:
         self.fitting, self.attempts, self.tried = list[Compiled](), list[Attempt](), dict(plans.tried)

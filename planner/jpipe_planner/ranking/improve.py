@@ -1,8 +1,6 @@
 """Improve the best plans of a ranking step by step, with simulations.
 
-Estimates ignore that messages and sums wait for each other, so a plan with a slightly worse estimate may be faster. Therefore neighbours of
-the best plans are tried: plans with a moved cut, with a replica moved to one of the busiest stages, with another number of microbatches in
-flight, or with sums in parts. The neighbours with the best estimates are simulated.
+Estimates ignore that messages and sums wait for each other, so a plan with a slightly worse estimate may be faster.
 """
 
 import dataclasses
@@ -32,13 +30,7 @@ MOST_EXTRA = 4  # the most additional microbatches in flight
 def improve(choice: Choice, tried: dict[Candidate, Ranked], max_delay: float | None = None) -> Choice:
     """Replace the best plans of a ranking by faster neighbours until no neighbour gains `GAIN`, or the simulations take too long.
 
-    Args:
-        choice: the ranking.
-        tried: the results of simulations, by candidate; new ones are added.
-        max_delay: the largest mean delay of a plan in updates, see `Candidate.delay`; None: any.
-
-    Returns:
-        The ranking with the found plans. A plan of a new kind is added; another plan replaces the plan of its kind if it is better.
+    New simulations are added to `tried`. A plan of a new kind is added; another plan replaces the plan of its kind if it is better.
     """
     near, found, count, spent = dict[object, Ranked](), list[Ranked](), 0, 0
     for one in in_order([one for one in (*choice.ranked, *tried.values()) if _can_step(one)]):
@@ -91,10 +83,7 @@ def _near(choice: Choice, ranked: Ranked, max_delay: float | None) -> tuple[Cand
 
 
 def _steps(choice: Choice, best: Ranked, now: Candidate, others: list[Candidate]) -> Iterator[Candidate]:
-    """Yield the neighbours of a plan, the best estimates first. If the plan has sums in parts, so have the neighbours.
-
-    Among them is the plan itself with the other kind of sums, whole or in parts.
-    """
+    """Yield the neighbours, the best estimates first, with sums in parts if the plan has them, and the plan with the other kind of sums."""
     for one in sorted((now, *others), key=lambda one: one.seconds):
         has_parts = bool(best.candidate.sum_parts) != (one is now)
         in_parts = with_sum_parts(one, *choice.meshes.of(one.degrees)) if has_parts else one
@@ -107,10 +96,6 @@ def neighbours(candidate: Candidate, estimates: Estimates) -> Iterator[Candidate
     Cuts move by 1, 2, 4, ... layers. A replica moves to one of the two busiest stages. If this is a neighbouring stage, the plan is also
     tried with the cut between both stages moved so that they compute for about as long. Only schedules without a flush may have different
     numbers of replicas.
-
-    Args:
-        candidate: a plan of one stage on each rank, with whole backwards.
-        estimates: the estimates of the profile and the devices.
     """
     rules, options, layers = jpipe.schedules.SCHEDULES[candidate.schedule], candidate.options, estimates.layers
     starts, replicas = candidate.starts, candidate.replicas

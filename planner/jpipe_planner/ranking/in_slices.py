@@ -21,13 +21,8 @@ def find_in_slices(
 ) -> Choice:
     """Return the ranking with the plans in slices that are faster than all plans of whole rows by more than `PAYS`.
 
-    Slices have more programs to compile, so they must gain as much. If no plan of whole rows fits, any plan in slices counts.
-
-    Args:
-        choice: the ranking of the plans of whole rows.
-        search: returns the candidates in these slices, the best estimates first.
-        tried: the results of simulations, by candidate; the new plans that count are added.
-        extras: the options that all plans must have.
+    Slices have more programs to compile, so they must gain as much. If no plan of whole rows fits, any plan in slices counts. `search`
+    returns the candidates in these slices, the best estimates first. The new plans that count are added to `tried`.
     """
     profile, best = choice.profile, next(iter(choice.ranked), None)
     if not profile.positions or (

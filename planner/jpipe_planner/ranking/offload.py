@@ -30,11 +30,8 @@ MOST_IN_ALL = 48_000  # forwards in all simulations, after which no further plan
 def offload_bases(candidates: Iterable[Candidate], lacks_in_host: Callable[[Candidate], bool] = lambda _: False) -> list[Candidate]:
     """Return plans to try with host memory: plans that lack memory, or that recompute so that they fit.
 
-    For each kind these are the plan that lacks least, and the fastest plan with equally many rows in a microbatch.
-
-    Args:
-        candidates: the plans.
-        lacks_in_host: whether a plan does not fit even with host memory; such plans come last.
+    For each kind these are the plan that lacks least, and the fastest plan with equally many rows in a microbatch. Plans that do not fit
+    even with host memory come last.
     """
     tight = [candidate for candidate in candidates if lacks_memory(candidate)]
     fastest = {
@@ -47,15 +44,7 @@ def offload_bases(candidates: Iterable[Candidate], lacks_in_host: Callable[[Cand
 
 
 def find_offloads(choice: Choice, bases: Sequence[Candidate], share: float = 1.0) -> list[Ranked]:
-    """Return simulated plans that fit because parts of their state wait in host memory.
-
-    Each plan is tried with its recomputation, and with the policy that takes least time.
-
-    Args:
-        choice: the ranking, which gives the profile, the topology and whether updates wait for a norm.
-        bases: plans that do not fit, or that do not fit without recomputation.
-        share: the share of the memory of a device that plans may use.
-    """
+    """Return plans that fit into a share of the memory with parts in host memory, with their recomputation and with the fastest policy."""
     found, spent, cheapest = list[Ranked](), 0, choice.profile.cheapest_policy(choice.topology)
     for base in bases:
         for policies in dict.fromkeys((base.policies, (cheapest,) * base.depth)):
@@ -67,11 +56,7 @@ def find_offloads(choice: Choice, bases: Sequence[Candidate], share: float = 1.0
 
 
 def _offloads_of(choice: Choice, candidate: Candidate, share: float) -> tuple[list[Ranked], int]:
-    """Find the fewest parts in host memory with which a plan fits. Return that plan, and the one that moves most parts of the same ranks.
-
-    Returns:
-        The plans that fit; the number of simulated forwards.
-    """
+    """Return the plan with the fewest parts in host memory that fits, the one with most parts there, and the simulated forwards."""
     profile, topology = choice.meshes.of(candidate.degrees)
     plan, found, forwards, spent = candidate.plan(profile.ids), list[Ranked](), choice.forwards(candidate), 0
     limits, host_limits = [share * limit for limit in limits_of(plan, topology)], host_limits_of(plan, topology)

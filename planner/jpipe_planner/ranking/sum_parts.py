@@ -24,10 +24,7 @@ MOST_PARTS = 8
 def with_sum_parts(candidate: Candidate, profile: Profile, topology: Topology) -> Candidate | None:
     """Return a plan with stages that sum their gradients in parts where other work waits for the sums; None if no stage gains time.
 
-    Args:
-        candidate: a plan with one stage on each rank.
-        profile: the profile of the layers on the plan's meshes.
-        topology: the plan's meshes as devices. Parts save time only if sums overlap with computations.
+    The plan has one stage on each rank. Profile and topology are of its meshes. Parts save time only if sums overlap with computations.
     """
     if (
         topology.device.overlap != "transfers and sums"
@@ -55,14 +52,10 @@ def with_sum_parts(candidate: Candidate, profile: Profile, topology: Topology) -
 
 
 def cut_sum(backward: Sequence[float], sending: Sequence[float], fixed: float, hidden: float, least: float) -> tuple[int, ...]:
-    """Return how many layers each part of a sum has, in the order of the layers; () if parts do not gain enough.
+    """Return how many layers each part of a sum has, in the order of the layers; () if parts do not gain `least` seconds.
 
-    Args:
-        backward: seconds of the backward of each layer.
-        sending: seconds to send the gradients of each layer.
-        fixed: additional seconds of each part.
-        hidden: seconds after the backward during which no other work waits for the sum.
-        least: the smallest gain in seconds for which a sum gets parts, or more parts.
+    Each layer has a `backward` and its gradients take `sending` seconds. Each part takes `fixed` seconds more. For `hidden` seconds after
+    the backward no other work waits for the sum.
     """
     count = len(backward)
     ends = np.concatenate([[0.0], np.cumsum(backward[::-1])])  # when the backwards end, from the last layer to the first

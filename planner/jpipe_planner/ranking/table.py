@@ -71,13 +71,7 @@ def has_meshes(choice: Choice) -> bool:
 
 
 def legend(choice: Choice, most: int, known_by: str) -> str:
-    """Return the meaning of the columns.
-
-    Args:
-        choice: the ranking.
-        most: the number of rows that are shown.
-        known_by: the words that say how the peak memory was found.
-    """
+    """Return the meaning of the columns. `known_by` says how the peak memory was found."""
     unsimulated = any(ranked.simulated is None for ranked in choice.ranked[:most])
     return (
         "stages: 4 × 2 is 4 stages of 2 replicas each; delay: the mean age of the weights in updates; peak memory: of the fullest device, "
@@ -317,15 +311,8 @@ def _row(choice: Choice, rank: int, ranked: Ranked) -> tuple[str, ...]:
 def price_of_flush(choice: Choice, delayed: Ranked | None = None) -> list[str]:
     """Compare the best plan that flushes with the best asynchronous plan, and say when the asynchronous one pays.
 
-    The asynchronous plan reaches a loss sooner if it needs more samples by a factor below its speed-up. For equal
-    stages and links that take no time, the speed-up is (m + d - 1)/m.
-
-    Args:
-        choice: a ranking.
-        delayed: an asynchronous plan from outside the ranking, if the ranking has no asynchronous plan.
-
-    Returns:
-        The lines; empty if there is no plan of one of the two kinds.
+    The asynchronous plan reaches a loss sooner if it needs more samples by a factor below its speed-up. For equal stages and links that
+    take no time, the speed-up is (m + d - 1)/m. `delayed` is an asynchronous plan from outside the ranking, if the ranking has none.
     """
     by_flush = {jpipe.schedules.SCHEDULES[one.candidate.schedule].flushes: one for one in reversed(choice.ranked)}
     flushing, other = by_flush.get(True), by_flush.get(False, delayed)

@@ -1,11 +1,8 @@
 """Variants: plans with several stages on a rank, split backwards, sums in parts, or options that save memory.
 
-The search over all cuts is only for plans with one stage on each rank and whole backwards. Variants are derived from such plans. The gain
-of interleaving and split backwards depends little on the cut, so the best plans of `pipedream_flush` are cut further into equal chunks. The
-best plans of schedules that can send gradients early are tried with split backwards, and plans with replicas with sums in parts. Plans that
-need more memory than a device has, or recompute for this reason, are tried with fewer microbatches in flight, and with replicas that share
-an optimizer. Variants have no estimates: all variants of the best plan are simulated, and then only the fastest kinds of variants for the
-other plans.
+The search over all cuts is only for plans with one stage on each rank and whole backwards. Variants are derived from such plans, because
+the gain of interleaving and split backwards depends little on the cut. They have no estimates: all variants of the best plan are simulated,
+and then only the fastest kinds of variants for the other plans.
 """
 
 import dataclasses
@@ -48,15 +45,10 @@ def find_variants(
     max_delay: float | None = None,
     share_optimizer: bool = True,
 ) -> None:
-    """Simulate plans that are derived from other plans, as long as the simulations do not take too long.
+    """Simulate plans that are derived from the plans of a ranking, as long as the simulations do not take too long.
 
-    Args:
-        choice: the ranking of the plans for which variants are made.
-        candidates: these plans, and plans of `pipedream_flush` without a simulation, the best estimates first.
-        schedules: the schedules that may be used.
-        tried: results of simulations by candidate; new ones are added.
-        max_delay: the largest mean delay of a plan in updates, see `Candidate.delay`; None: any.
-        share_optimizer: whether replicas may share an optimizer, which excludes a moving average of the weights.
+    `candidates` are these plans, and plans of `pipedream_flush` without a simulation, the best estimates first. New simulations are added
+    to `tried`. A moving average of the weights does not allow replicas to `share_optimizer`.
     """
     run = _Variants(choice, schedules, tried, max_delay)
     usable = [one for one in candidates if one.microbatches <= MOST_MICROBATCHES]
@@ -147,10 +139,7 @@ class _Variants:
         return fitting
 
     def with_fewer(self, base: Candidate) -> Iterator[Candidate]:
-        """Yield the plan with fewer and fewer microbatches in flight, with the policies of `with_policies`.
-
-        A plan that fits only with fewer than half of the microbatches in flight would be slower than one with recomputation.
-        """
+        """Yield the plan with fewer microbatches in flight; with fewer than half, recomputation would be faster."""
         rules, usual = jpipe.schedules.SCHEDULES[base.schedule], base.with_options(extra_in_flight=0).shape
         most = max(rules.in_flight(usual, s) for s in range(base.depth))
         parts = ((1, 2, 3) if base.over else (3,)) if "max_in_flight" in rules.options and most > 1 else ()
@@ -175,10 +164,7 @@ class _Variants:
                     yield from self._chunked(base, name, chunks, self._is_restricted and needs_vertical_sync(name))
 
     def _ordered(self, base: Candidate, schedule: str, kinds: Sequence[tuple[object, ...]] | None) -> Iterator[Candidate]:
-        """Yield plans with an order made for the times of their stages.
-
-        The orders keep as many activations as the first rank of 1F1B, or twice as many.
-        """
+        """Yield plans with an order made for the times of their stages, for the activations of 1F1B's first rank or twice as many."""
         for layout, chunks in (("zb_h1", 1), ("zb_v", 2)):
             for candidate in self._chunked(base, layout, chunks):
                 if self._spent + self._choice.forwards(candidate) > MOST_OF_VARIANTS:  # making an order takes as long as a simulation

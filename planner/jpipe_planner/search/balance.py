@@ -12,16 +12,7 @@ _TICKS = 1e15  # per second, so that sums and ties are exact
 
 
 def balance(seconds: Sequence[float], stages: int, slowness: Sequence[float] | None = None) -> tuple[int, ...]:
-    """Return the cut into contiguous stages that minimizes the longest stage. Among such cuts, an even cut is chosen.
-
-    Args:
-        seconds: the seconds of each layer.
-        stages: the number of stages, at most the number of layers.
-        slowness: for each stage the factor of its seconds, if devices differ; None: 1 for all stages.
-
-    Returns:
-        The first layer of each stage.
-    """
+    """Return the first layers of stages that minimize the longest one, evenly; a stage takes `slowness` times as long."""
     if slowness is not None and len(set(slowness)) > 1:
         return _by_speed(seconds, slowness)
     ticks = [round(value * _TICKS) for value in seconds]
@@ -38,11 +29,7 @@ def balance(seconds: Sequence[float], stages: int, slowness: Sequence[float] | N
 
 
 def _fill(sums: list[int], stages: int, limit: int) -> tuple[list[int], int, int]:
-    """Fill one stage after the other up to a limit.
-
-    Returns:
-        The end of each stage; the longest stage; the smallest limit with which some stage would take another layer.
-    """
+    """Fill stages up to a limit. Return ends, longest stage, and the smallest limit with which a stage would take more."""
     ends, longest, longer = [0], 0, sums[-1]
     for s in range(stages):
         begin = ends[-1]
@@ -70,10 +57,7 @@ def _spread(sums: list[int], stages: int, limit: int) -> tuple[int, ...]:
 
 
 def _by_speed(seconds: Sequence[float], slowness: Sequence[float]) -> tuple[int, ...]:
-    """Return the cut that minimizes the longest stage, by dynamic programming over the stages and their ends.
-
-    Among equally good cuts, the earliest is taken.
-    """
+    """Return the earliest cut that minimizes the longest stage, by dynamic programming over the stages and their ends."""
     sums = np.concatenate([[0.0], np.cumsum(seconds)])
     each = np.where(np.tri(len(sums), k=-1, dtype=bool), sums[:, None] - sums, np.inf)  # by end and first layer
     longest, froms = np.where(np.arange(len(sums)), np.inf, 0.0), []

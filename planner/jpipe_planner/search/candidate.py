@@ -34,10 +34,7 @@ class Extras(NamedTuple):
         return len(self.slices) if isinstance(self.slices, tuple) else self.slices or 1
 
     def of_pipelines(self, width: int, depth: int) -> "Extras":
-        """Return the options that w pipelines of d stages can have.
-
-        One pipeline does not agree, one stage sends no messages, and there are at most d fragments.
-        """
+        """Return the options that w pipelines of d stages can have: one pipeline does not agree, one stage sends no messages."""
         agree, links = self.agree if width > 1 else None, self.links if depth > 1 else None
         if agree is not None and isinstance(agree.fragments, int) and agree.fragments > depth:
             agree = agree.model_copy(update={"fragments": depth})
@@ -214,11 +211,7 @@ class Candidate:
         return (lacks, float(f"{-self.samples_per_second:.9g}"), *ties, self.schedule, self.keep_together, self.starts, self.replicas)
 
     def plan(self, ids: tuple[str, ...]) -> jpipe.Plan:
-        """Return the candidate as a `jpipe.Plan`.
-
-        Args:
-            ids: the layers of the profile, in order.
-        """
+        """Return the candidate as a `jpipe.Plan` of the layers `ids`."""
         ends = (*self.starts[1:], len(ids))
         mesh, parts = {"mesh": self.degrees.mesh, "fsdp": self.degrees.fsdp}, self.sum_parts or ((),) * self.depth
         stages = [

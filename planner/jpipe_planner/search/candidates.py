@@ -43,22 +43,14 @@ def find_candidates(
 ) -> list[Candidate]:
     """Return all plans of equal pipelines, and for each microbatch size the best of PipeDream's plans (1F1B round-robin), with estimates.
 
-    Schedules that do not flush are tried with 0, 2 and 4 additional microbatches in flight. If layers share a parameter, or gradients are
-    clipped by their norm over all stages, schedules with `updates_early` are left out, and `pipedream` is tried only with `vertical_sync`
-    and equal pipelines. Data parallelism is also tried with each schedule that does not flush: then the sum of an update overlaps with the
-    next computations, and is applied one update late.
+    The best estimates come first, plans that do not fit last. Schedules that do not flush are tried with 0, 2 and 4 additional microbatches
+    in flight. If layers share a parameter, or gradients are clipped by their norm over all stages, schedules with `updates_early` are left
+    out, and `pipedream` is tried only with `vertical_sync` and equal pipelines. Data parallelism is also tried with each schedule that does
+    not flush: then the sum of an update overlaps with the next computations, and is applied one update late.
 
-    Args:
-        profile, topology, batch, exact, replicas, max_delay, global_norm: as in `find_plans`.
-        schedules: the schedules to try, from `planned_schedules`; None: all of them.
-        pipedream: how PipeDream's stages update. "batch": all stages update once per batch, so the number of replicas must divide the
-            number of microbatches. "replicas": as in the original, each stage updates after one microbatch of each of its replicas, so the
-            number of replicas is free; the batch may be smaller.
-        meshes: the meshes to try instead of a device, such as `possible_degrees` returns.
-        extras: options that plans must have. Pipelines that agree are equal; messages between meshes cannot be compressed.
-
-    Returns:
-        The candidates: the best estimates first, plans that do not fit last.
+    The arguments are as in `find_plans`, with all `planned_schedules` by default. With `pipedream="batch"` all stages update once per
+    batch, so the number of replicas must divide the number of microbatches. With "replicas", as in the original, each stage updates after
+    one microbatch of each of its replicas, so the number of replicas is free; the batch may be smaller.
     """
     schedules, in_slices = planned_schedules() if schedules is None else schedules, extras.slices is not None
     is_restricted = global_norm or bool(profile.shared)

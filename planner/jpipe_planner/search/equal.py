@@ -24,15 +24,9 @@ def equal_pipelines(
     """Return all plans of w pipelines of d stages on all devices and on fewer, see `_Sweep.sizes`.
 
     If no plan fits, plans that leave devices idle are added. Each depth is tried with the cuts that balance computations best without and
-    with recomputation. If devices differ, plans that leave slow devices idle are tried as well.
-
-    Args:
-        estimates: the estimates of the plans.
-        batch: the largest number of rows per update.
-        schedules: the schedules to try, from `planned_schedules`.
-        exact: whether the batch must have exactly `batch` rows.
-        replicas: whether stages may have replicas. Otherwise all plans of one pipeline are tried, on any number of devices.
-        syncs: whether updates depend on the gradients of all stages. Then schedules have `vertical_sync` if they need it.
+    with recomputation. If devices differ, plans that leave slow devices idle are tried as well. Without `replicas`, all plans of one
+    pipeline are tried, on any number of devices. If updates depend on the gradients of all stages (`syncs`), schedules have `vertical_sync`
+    if they need it.
     """
     sweep = _Sweep(estimates, batch, schedules, exact, syncs)
     candidates = [candidate for width, depth in sweep.sizes(replicas) for candidate in sweep.candidates(width, depth)]
@@ -52,10 +46,7 @@ class _Sweep:
         self._schedules = [(name, jpipe.schedules.SCHEDULES[name]) for name in schedules]
 
     def sizes(self, replicas: bool) -> list[tuple[int, int]]:
-        """Return each (w, d) that uses all devices, or all devices of a component of a level, such as a server, or one device.
-
-        If devices differ, return the largest w for each d, on all devices and on the faster devices alone, and one device.
-        """
+        """Return each (w, d) on all devices, a component of a level, or one device; if they differ, the largest w on the fastest."""
         count = self._topology.num_devices
         depths = range(1, min(self._layers, count) + 1)
         if not replicas:

@@ -24,14 +24,7 @@ STAYING = 2  # the number of microbatches with residuals that stay on the device
 
 
 class Estimates:
-    """Estimates of the plans of a profile on the devices of a topology.
-
-    Attributes:
-        profile: the costs of the layers, of the mean slice if rows are cut into slices.
-        topology: the devices and links.
-        extras: options that plans have on request.
-        layers: the costs of the layers as arrays.
-    """
+    """Estimates of the plans of a profile, of the mean slice if rows are cut into slices, on the devices of a topology."""
 
     def __init__(self, profile: Profile, topology: Topology, extras: Extras = NO_EXTRAS) -> None:
         if extras.slices is not None:
@@ -45,17 +38,7 @@ class Estimates:
     def candidate(
         self, shape: PlainShape, rows: int, starts: tuple[int, ...], keep_together: KeepTogether = "replicas"
     ) -> Candidate | None:
-        """Return a plan with its estimate. Each stage has the cheapest recomputation that fits, or the one with least memory if none fits.
-
-        Args:
-            shape: schedule, microbatches, replicas and options. Slices count as microbatches.
-            rows: rows of a microbatch, one of the sizes of the profile.
-            starts: the first layer of each stage.
-            keep_together: as in `jpipe.Plan`.
-
-        Returns:
-            The plan; None if its schedule cannot run it.
-        """
+        """Return a plan with its estimate and the cheapest recomputation that fits, or least memory; None if its schedule cannot run it."""
         facts = schedule_facts(shape)
         if facts is None:
             return None
@@ -125,16 +108,7 @@ class Estimates:
 def memory_of(
     stages: Stages, facts: ScheduleFacts, replicas: Any, extras: Extras = NO_EXTRAS, *, waiting: Any = None, gradients: Any = None
 ) -> Any:
-    """Return the peak bytes of a device of each stage, by recomputation policy and stage.
-
-    Args:
-        stages: the costs of the stages.
-        facts: the properties of the stages that follow from the schedule.
-        replicas: an array with the number of replicas of each stage.
-        extras: options that the plan has on request.
-        waiting: the number of inputs that wait at each stage; None computes it, if `stages` are all stages of a plan.
-        gradients: the number of gradients of outputs that wait at each stage; None as for `waiting`.
-    """
+    """Return the peak bytes by policy and stage. `waiting` and `gradients` are needed if these are not all stages of a plan."""
     trained, agree = stages.weights - stages.frozen, extras.agree
     # the agreed weights, their momentum, and changes that are applied late
     copies = 0 if agree is None else 1 + bool(agree.outer.momentum) + bool(agree.delay)

@@ -23,17 +23,9 @@ class Stages:
         backward: seconds per microbatch, by policy, including recomputation and dispatch.
         fusing: the time of forward and backward as one program, divided by the time of both.
         update: seconds of an update, including dispatch.
-        weights: bytes of one weight version.
-        frozen: the part of `weights` that all versions share.
-        accumulators: bytes of accumulated gradients.
-        optimizer: bytes of optimizer state.
+        weights, frozen, accumulators, optimizer, state, inputs, outputs, labels: bytes, as in `jpipe.programs.StageCost`.
         ahead: bytes of the prediction of `delay_correction`, see `stage_bytes`.
-        state: bytes of layer state.
-        inputs: bytes of the stage input of one microbatch.
-        outputs: bytes of one microbatch that cross the cut after the stage; 0 at the last stage.
-        labels: bytes of the labels of one microbatch; 0 except at the last stage.
-        residuals: bytes of the residuals of one microbatch, by policy.
-        temporary: bytes of scratch memory, by policy.
+        residuals, temporary: the same, by policy.
         fused: bytes of scratch memory, including residuals, if forward and backward are one program.
         exchanged: bytes of this and other stages' gradients of shared parameters that a stage holds to exchange them.
         sent: bytes of gradients of shared parameters that a stage sends to other stages.
@@ -60,12 +52,7 @@ class Stages:
 
 
 class Layers:
-    """The numbers of a profile as arrays.
-
-    Attributes:
-        policies: the recomputation policies for which all layers have residuals, in the order in which they are tried.
-        count: the number of layers.
-    """
+    """The numbers of a profile as arrays. All layers have residuals for `policies`, in the order in which they are tried."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile, self.count = profile, len(profile.layers)
@@ -104,15 +91,7 @@ class Layers:
         return np.diff((1 + repeats) * self._forward[n] + self._backward[n]).tolist()
 
     def runs(self, first: Any, end: Any, rows: int) -> Stages:
-        """Return the stages of the layers from each `first` up to each `end`, for microbatches of `rows` rows.
-
-        A parameter that layers share is counted for each of these layers; `cut` counts it once.
-
-        Args:
-            first: the first layer of each stage, an array of any shape.
-            end: for each stage its last layer plus one, larger than `first`.
-            rows: one of the sizes of the profile.
-        """
+        """Return the stages from each `first` layer up to each `end` at a size of the profile; shared parameters count for each layer."""
         n, dispatch, last, is_last = self._profile.sizes.index(rows), self._profile.dispatch, end - 1, end == self.count
         once = {name: sums[end] - sums[first] for name, sums in self._once.items()}
         before = np.maximum(last - 1, first)
@@ -140,12 +119,7 @@ class Layers:
         )
 
     def cut(self, starts: Sequence[int], rows: int) -> Stages:
-        """Return the stages of a cut for microbatches of `rows` rows. A shared parameter counts once in each stage that has it.
-
-        Args:
-            starts: the first layer of each stage.
-            rows: one of the sizes of the profile.
-        """
+        """Return the stages with these first layers, at a size of the profile. A shared parameter counts once in each stage that has it."""
         first = np.array(starts)
         stages = self.runs(first, np.append(first[1:], self.count), rows)
         if not self._profile.shared:

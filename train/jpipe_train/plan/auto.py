@@ -16,10 +16,7 @@ from jpipe_train.plan.search import search
 
 
 def find_plan(config: Config, reporter: Reporter, team: Team) -> jpipe.Plan:
-    """Profile the model on this device, measure the links, search, and compile. All processes must call this and get the same plan.
-
-    Raise jpipe.InputError if no plan fits.
-    """
+    """Profile, measure the links, search, and compile. All processes call this and get the same plan. Raise InputError if none fits."""
     parts = team.run_on_all(lambda: Parts.of(config, reporter))
     batch = config.train.batch_size
     profile = profile_together(parts, batch, jax.device_count(), reporter, team)

@@ -28,10 +28,7 @@ def of_this_machine() -> Compiling:
 
 
 def read_device(name: str, option: str = "--target") -> Device:
-    """Return the device to compile stages for, by the name of a target, or of a YAML file with a target, or with a topology.
-
-    Raise InputError if there is no such target or file.
-    """
+    """Return the device of a target, or of a YAML file with a target or a topology. Raise InputError if there is none."""
     if name.endswith((".yaml", ".yml")):
         data = parse(read_text(name, option, MOST_TOPOLOGY), name)
         if isinstance(data, dict) and str(data.get("format")).startswith("jpipe-topology/"):
@@ -65,10 +62,7 @@ def nothing_fits(choice: Choice) -> InputError:
 
 
 def confirm(plans: Plans, parts: Parts, compiling: Compiling, report: Callable[[Attempt], None]) -> Plans:
-    """Compile the fastest plans until one fits, also compile plans that may be as fast, and rank the plans again.
-
-    `report` is called with each plan that does not fit. Raise InputError if none fits; the message lists what was tried.
-    """
+    """Compile the fastest plans until one fits, and plans that may be as fast, and rank them again. Raise InputError if none fits."""
     programs = dict[Any, Any]()
 
     def compile(choice: Choice, ranked: Ranked) -> Compiled:

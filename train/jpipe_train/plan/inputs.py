@@ -44,10 +44,7 @@ class Request(Options):
     extras: Extras = NO_EXTRAS  # the agreements, compressed messages and slices that `agree` and the config request
 
     def with_extras(self, plan: PlanConfig | None) -> "Request":
-        """Return the request with the agreements, compressed messages and slices that `agree` and the config request.
-
-        Raise InputError if `agree` contradicts the agreement of the config, or options cannot be combined.
-        """
+        """Return the request with the agreements, messages and slices of `agree` and the config. Raise InputError if they contradict."""
         agree, links, slices = (None, None, None) if plan is None else (plan.agree, plan.links, plan.slices)
         sums, meshes = None if links is None else links.sums, None if self.degrees in (None, (NO_MESH,)) else self.meshes
         given = {

@@ -146,10 +146,7 @@ def words(plan: jpipe.Plan) -> str:
 
 
 def compiled_peak(plan: jpipe.Plan, parts: Parts, rows: int, rank: int, compiling: Compiling) -> int:
-    """Return the peak memory of a rank with the scratch memory of its compiled stages, and the exact bytes of all others.
-
-    Only the programs of the last slice are compiled, which attends to all positions.
-    """
+    """Return the peak memory of a rank with the compiled scratch memory of the last slice, which attends to all positions."""
     costs, device = [*parts.pipeline(plan).costs(parts.rows(rows * plan.microbatches))], compiling.devices[0]
     model, rules = Model(*parts.for_profile, (rows,), **parts.profile_options), jpipe.schedules.SCHEDULES[plan.schedule]
     stages = [model.stage(stage.layers, rows, stage.recompute) for stage in plan.resolved("gpu").stages]

@@ -88,10 +88,7 @@ class Parts:
 
 
 def sizes_for(batch: int, devices: int, most: int) -> tuple[int, ...]:
-    """Return the microbatch sizes to profile: divisors of the batch, each about twice the previous size.
-
-    The largest size is about twice a device's share of the batch, because larger sizes leave pipelines mostly empty.
-    """
+    """Return divisors of the batch, each about twice the previous one, up to twice a device's share: larger ones leave pipelines empty."""
     small = [rows for rows in range(1, math.isqrt(batch) + 1) if batch % rows == 0]
     divisors = sorted({*small, *(batch // rows for rows in small)})
     sizes = [max(rows for rows in divisors if rows == 1 or rows * devices <= 2 * batch)]
@@ -117,19 +114,13 @@ def profile_of(parts: Parts, topology: Topology | None, batch: int, devices: int
 
 
 def profile_together(parts: Parts, batch: int, devices: int, reporter: Reporter, team: Team) -> Profile:
-    """Profile the layers in process 0 while the other processes wait. All processes must call this and get the same profile.
-
-    Another measurement (`cores_of`) finds how devices slow each other down. `batch` counts the rows between two updates.
-    """
+    """Profile the layers in process 0 while the others wait. All processes call this and get the same profile, of a device alone."""
     text = team.from_first("the profile of process 0", lambda: profile_of(parts, None, batch, devices, reporter).to_json())
     return Profile.from_json(text)
 
 
 def cores_of(parts: Parts, profile: Profile, devices: int, team: Team) -> float | None:
-    """Return how many devices, of all processes, can compute at the same time as fast as one alone. All processes call this.
-
-    The result is None with one device, and for accelerators, which do not share cores.
-    """
+    """Return how many devices, of all processes, compute at once as fast as one; None for one or for accelerators."""
     local = jax.local_devices()[:devices]
     if devices == 1 or local[0].platform != "cpu":
         return None

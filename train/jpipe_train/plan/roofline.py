@@ -29,10 +29,7 @@ FIGURES: tuple[Literal["bytes", "flops", "seconds"], ...] = ("bytes", "flops", "
 
 
 def main(target: str, source: str, overrides: Sequence[str] = (), *, allow_code: bool = False, as_json: bool = False) -> list[str]:
-    """Compile the stages of a config's plan for a target (as in `read_device`), and return lines with their rooflines, or with JSON.
-
-    Raise InputError if there is no such target, XLA cannot compile for it here, or the config has no plan or is invalid.
-    """
+    """Return lines with the rooflines of a config's stages, compiled for a target (as in `read_device`), or with JSON."""
     device = read_device(target, "target")
     config = config_file.load(source, overrides, allow_code=allow_code)
     if config.plan.file == AUTO:

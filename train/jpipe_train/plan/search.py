@@ -24,10 +24,7 @@ _SMALL = jpipe.Plan.even(["a", "b"], 2, replicas=2)  # a plan to find out what e
 
 
 def refused_schedules(request: Request, global_norm: bool, shares: bool = False) -> tuple[str, dict[str, str]]:
-    """Return the requirements that restrict schedules, as words, and why each requested schedule cannot be used that cannot.
-
-    `shares` tells whether layers share parameters. Raise InputError if no requested schedule can be used.
-    """
+    """Return the requirements that restrict schedules, and why each unusable one is refused. Raise InputError if none is left."""
     arguments, reasons = {"skip_nonfinite": global_norm, "ties": shares}, dict[str, str]()
     needs = " or ".join(_NEEDS[option] for option, is_set in arguments.items() if is_set)
     for name in request.allowed:
@@ -136,10 +133,7 @@ def _no_candidate(profile: Profile, topology: Topology, batch: int, request: Req
 
 
 def _meshes(profile: Profile, topology: Topology, request: Request, reporter: Reporter) -> tuple[Degrees, ...]:
-    """Return the meshes to try, and print which requested meshes are larger than a server.
-
-    Raise InputError if a requested mesh does not fit the devices or the layers.
-    """
+    """Return the meshes to try, and print which requested ones are larger than a server. Raise InputError if one does not fit."""
     if request.extras.links is not None or request.extras.slices is not None:
         return (NO_MESH,)
     if request.degrees is None:

@@ -49,16 +49,10 @@ def main(
 ) -> str:
     """Simulate the plan or config in the file `source`, write the pictures, and return the text to print.
 
-    The text has the grid, a line for each stage of each rank, the bubble and the pictures. Raise jpipe.InputError, before anything is
+    The text has the grid, a line for each stage of each rank, the bubble and the pictures. By default three batches are shown, or more if
+    the steady state begins later. The picture of the memory of a config has `-memory` in its name. Without `compile` the temporaries of a
+    config's programs are unknown; `target` is the device to compile for, as in `read_device`. Raise jpipe.InputError, before anything is
     written, if a file or value is wrong.
-
-    Args:
-        source: a file with the JSON of a plan or the YAML of a config; the content decides.
-        batches: the number of batches to show, which begin and end with an empty pipeline; by default three, or more if the steady state
-            begins later.
-        png: the file for the timeline. For a config the memory is drawn into another file next to it, with `-memory` in its name.
-        compile: whether to compile the stages of a config. Otherwise the temporaries of their programs are unknown.
-        target: the device to compile for, as in `read_device`; None: the devices of this machine.
     """
     if batches is not None and batches < 1:
         raise jpipe.InputError(where="--batches", expected="1 or more", found=batches)
@@ -194,10 +188,7 @@ def read_text(path: Path) -> str:
 
 
 def plan_and_costs(config: Config, compile: bool = True, device: Device | None = None) -> Subject:
-    """Return the plan of a config and the exact costs of its stages, from shapes alone.
-
-    The temporaries are known if the stages are compiled, for `device` or for the devices of this machine.
-    """
+    """Return the plan of a config and the exact costs of its stages; temporaries are known if stages are compiled, for `device` or here."""
     compiling = of_this_machine() if device is None else compiling_for(device)
     silent = Reporter(config.train.length, *data.portion(config), Console(quiet=True))
     with tracing_for(compiling.devices[0].platform):

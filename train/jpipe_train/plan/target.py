@@ -63,11 +63,7 @@ def _listed(values: Mapping[str, str]) -> str:
 
 
 def write_here(out: str | None) -> list[str]:
-    """Write this machine's GPU or TPU as a target into a new file, and return lines that describe the target.
-
-    By default the file is in the current folder, with the name of the device. Raise InputError if this machine has no GPU or TPU, or the
-    file cannot be written.
-    """
+    """Write this machine's GPU or TPU as a target into a new file, and return lines about it. Raise InputError if that fails."""
     if out is not None and not out.endswith(_ENDINGS):
         raise InputError(where="--out", expected="a name that ends in .yaml", found=f"'{out}'")
     if out is not None:

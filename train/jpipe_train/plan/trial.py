@@ -199,12 +199,9 @@ def _failing(run: Run, reporter: Reporter, *, processes: jpipe.processes.Process
 
 
 class Running:
-    """A compiled plan that trains fresh weights, with a full pipeline.
+    """A compiled plan that trains fresh weights, with a full pipeline, always on the same batch, (inputs, labels).
 
-    Args:
-        pipe: the pipeline of the plan.
-        batch: (inputs, labels), the same for each step.
-        team: the processes of the run, which all make the same calls.
+    All processes of the `team` make the same calls.
     """
 
     def __init__(self, pipe: jpipe.Pipeline, batch: Any, team: Team) -> None:
@@ -266,10 +263,7 @@ def in_order(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _compared(searched: Plans, trials: Sequence[Trial]) -> Measured:
-    """Return the results. In the new order, plans that ran come first, then plans that failed, then the others.
-
-    If no plan ran, the plans that failed come last.
-    """
+    """Return the results: plans that ran come first, then plans that failed, then the others; if none ran, failed ones come last."""
     measured, failed = in_order([one for one in trials if one.rounds and not one.failure]), [one for one in trials if one.failure]
     first, last = [one.ranked for one in measured], [one.ranked for one in failed]
     tried = {ranked.candidate for ranked in (*first, *last)}
