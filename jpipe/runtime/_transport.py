@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from jpipe.meshes._place import Place, crowded_meshes
 from jpipe.meshes._routes import Route, Shards, joined, same_shards
@@ -186,10 +187,9 @@ class Transport:
         self.crowded = frozenset(w for w in self._local if places[w] in crowded)
         self._replicas = {worker: tuple(workers) for workers in stage_workers for worker in workers}
         self._used: dict[Hashable, Connection | Reduction] = {}  # links by thread, in the order in which all processes connect them
-        self._routes: dict[_Key, Route] = {}  # routes of messages between processes, or between different shardings
+        self._routes: dict[_Key, Route] = {}  # routes of messages between processes
         self._arriving: dict[_Key, Tree] = {}  # specs of messages at the receiver
-        self._targets: dict[_Key, Any] = {}  # targets of messages inside this process: a device or shardings; None: the arrays stay
-        self._copied: set[_Key] = set()  # messages that stay on a device, as copies
+        self._moves: dict[_Key, Callable[[Tree], Tree]] = {}  # functions that move messages inside this process
         self._loads: dict[tuple[int, str], Any] = {}  # shardings of host arrays, by worker and name
         self.way: Literal["collectives", "device_put"] = "collectives"
         self._mailbox: dict[tuple[int, str, int], Tree] = {}  # messages inside this process that are not yet received
@@ -214,11 +214,9 @@ class Transport:
         for send, bucket, leaving, arriving, copies in sends:
             source, to, key = self._places[send.worker], self._places[send.to], (send.worker, send.to, send.message, bucket)
             self._arriving[key] = arriving
-            self._copied |= {key} if copies else set()
-            self._targets[key] = None if source == to else shardings_of(arriving) if to.mesh else to.first
-            if source.process_index == to.process_index and source != to and not same_shards(leaving, arriving):
-                self._routes[key] = Route(leaving, arriving)  # `device_put` would gather the array on the host
-            if source.process_index != to.process_index and not self._local.isdisjoint((send.worker, send.to)):
+            if source.process_index == to.process_index:
+                self._moves[key] = _move(source, to, leaving, arriving, copies)
+            elif not self._local.isdisjoint((send.worker, send.to)):
                 self._routes[key] = Route(leaving, arriving)
                 for pair in self._routes[key].pieces:
                     link_between(*pair).compile(self._routes[key].specs[pair])
@@ -277,15 +275,7 @@ class Transport:
         Transport.calls += 1
         key = i.worker, i.to, i.message, bucket
         if i.to in self._local:
-            target = self._targets[key]
-            if key in self._routes:
-                cut = self._routes[key].cut(tree)
-                tree = self._routes[key].join({pair: jax.device_put(pieces, pair[1]) for pair, pieces in cut.items()})
-            elif target is not None:
-                tree = jax.device_put(tree, target)
-            elif key in self._copied:
-                tree = jax.tree.map(jnp.copy, tree)
-            self._mailbox[i.to, i.message, k] = tree
+            self._mailbox[i.to, i.message, k] = self._moves[key](tree)
             return
         words, on = _Words(i, k), (self._places[i.to].process_index,)
         for pair, pieces in self._routes[key].cut(tree).items():
@@ -486,9 +476,21 @@ def progress() -> int:
     return Collective.done + Transport.calls
 
 
-def _put(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Copy a host array to its devices. `device_put` would return the same array, but take three times as long."""
-    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+def _move(source: Place, to: Place, leaving: Tree, arriving: Tree, copies: bool) -> Callable[[Tree], Tree]:
+    """Return the function that moves a message between two places of this process."""
+    if source == to:
+        return functools.partial(jax.tree.map, jnp.copy) if copies else lambda tree: tree
+    if not same_shards(leaving, arriving):  # `device_put` would gather the array on the host
+        route = Route(leaving, arriving)
+        return lambda tree: route.join({pair: jax.device_put(pieces, pair[1]) for pair, pieces in route.cut(tree).items()})
+    if source.mesh or to.mesh:
+        return functools.partial(jax.device_put, device=shardings_of(arriving))
+    return functools.partial(jax.tree.map, functools.partial(_put, sharding=SingleDeviceSharding(to.first)))
+
+
+def _put(array: np.ndarray | jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
+    """Copy a host array to its devices, or an array to another device. `device_put` would return the same array, but take longer."""
+    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__ if isinstance(array, np.ndarray) else lambda _: array)
 
 
 # All pipelines share one object for the same devices: gloo would mix up the data of two.
