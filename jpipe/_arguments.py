@@ -12,6 +12,7 @@ from flax import nnx
 from jpipe._numbers import is_int, is_number
 from jpipe.capabilities.registry import OPTIONS
 from jpipe.errors import InputError, nearest, short
+from jpipe.model._added_layers import with_added_layers
 from jpipe.model._function_arguments import Loss
 from jpipe.model._layer import LayerSpec, key_spec
 from jpipe.model._precision import Precision
@@ -52,7 +53,7 @@ def initial_arrays(params: Tree | None, stack: LayerStack, specs: Mapping[str, L
     firsts = stack.ties.with_firsts(initial)
     result = {layer_id: (firsts[layer_id], state) for layer_id, (_, state) in by_layer.items()}
     if stack.traced is not None and not stack.traced.fresh:
-        _reject_missing(result)
+        _reject_missing({layer_id: trees for layer_id, trees in result.items() if layer_id not in stack.ids_of_added})
     return result
 
 
@@ -104,14 +105,15 @@ def _params(params: Any, expected: Tree, layer_id: str) -> Tree:
     return filled(expected, params, f"params: layer '{layer_id}'")
 
 
-def check_model(stack: Any, plan: Any, loss: Any) -> None:
-    """Check that the plan fits the model, and that the plan, the model and the loss have the right types."""
+def checked_model(stack: Any, plan: Any, loss: Any) -> tuple[LayerStack, Plan]:
+    """Check the types of model, plan and loss, and that the plan fits the model; return both with the layers that the plan adds."""
     if not isinstance(stack, LayerStack):
         raise InputError(f"stack: expected a jpipe.LayerStack, found {type(stack).__name__}; wrap the layers in LayerStack(…)")
     if not isinstance(plan, Plan):
         raise InputError(where="plan", expected="a jpipe.Plan", found=type(plan).__name__, change="make one with Plan.even(stack.ids, …)")
     if not callable(loss):
         raise InputError(where="loss", expected="a function (outputs, labels) -> (sum, weight)", found=type(loss).__name__)
+    stack, plan = with_added_layers(stack, plan)
     plan.check_layers(stack.ids)
     if stack.carries_rows and max(plan.replicas) > 1:
         raise InputError(
@@ -120,6 +122,7 @@ def check_model(stack: Any, plan: Any, loss: Any) -> None:
             found=max(plan.replicas),
             change="use more stages instead, or layers without such a state",
         )
+    return stack, plan
 
 
 def checked_batch(name: str, batch: Any) -> int:

@@ -15,7 +15,6 @@ import optax
 from jpipe._arguments import (
     as_key,
     check_ema_decay,
-    check_model,
     check_observer,
     check_ties,
     check_to,
@@ -24,6 +23,7 @@ from jpipe._arguments import (
     checked_batch,
     checked_delay_factor,
     checked_metrics,
+    checked_model,
     initial_arrays,
     log_correction,
 )
@@ -164,7 +164,7 @@ class Pipeline:
         precision: Precision = PLAIN,
         delay_correction: Literal["predict"] | SupportsFloat | None = None,
     ) -> None:
-        check_model(stack, plan, loss)
+        stack, plan = checked_model(stack, plan, loss)
         check_precision(precision)
         check_ema_decay(ema_decay)
         if plan.order is not None:
@@ -580,7 +580,7 @@ class Pipeline:
     def params(self, state: State, *, weights: Weights = "newest") -> Tree:
         """Return the parameters of all layers at one version (as in `evaluate`), by layer id; arrays stay on their devices.
 
-        If the layers were cut from a model (`LayerStack.from_model`), the result is the model's own tree of parameters, with a
+        If all layers were cut from a model (`LayerStack.from_model`), the result is the model's own tree of parameters, with a
         `jax.ShapeDtypeStruct` for each parameter that this process does not have.
 
         The arrays are copies, because the next step may overwrite the originals. In a run of several processes each process gets the layers
@@ -599,7 +599,7 @@ class Pipeline:
         executor, state = self._running(state)
         with self._undivided():
             params = executor.params(state, weights)
-        return params if self.stack.traced is None else self.stack.whole_params(params)
+        return self.stack.whole_params(params)
 
     @isolated_context()
     def model(self, state: State, *, weights: Weights = "newest", device: jax.Device | None = None) -> Any:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.learning import agree, exchange, grid
+from benchmarks.learning import agree, bottlenecks, exchange, grid
 from benchmarks.learning.emulation import Emulation
 from benchmarks.learning.grid import OPTIMIZERS, Row, Variant
 from jpipe import Layer, LayerStack, Pipeline, Plan
@@ -212,6 +212,14 @@ def test_the_tables_of_the_page_are_those_of_the_results(capsys):
     tables = capsys.readouterr().out.strip().split("\n\n")
     page = (ROOT / "docs" / "explanation" / "learning-agree.md").read_text()
     assert sorted(tables[::2]) == sorted(re.findall(r"^<!-- (.*) -->$", page, re.MULTILINE))
+    for place, table in zip(tables[::2], tables[1::2], strict=True):
+        assert f"<!-- {place} -->\n\n{table}\n" in page
+
+
+def test_the_tables_of_narrow_cuts_are_those_of_the_results(capsys):
+    bottlenecks.main(["--from-json", str(bottlenecks.RESULTS)])
+    tables = capsys.readouterr().out.strip().split("\n\n")
+    page = (ROOT / "docs" / "explanation" / "narrow-cuts.md").read_text()
     for place, table in zip(tables[::2], tables[1::2], strict=True):
         assert f"<!-- {place} -->\n\n{table}\n" in page
 

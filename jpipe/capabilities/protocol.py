@@ -316,6 +316,9 @@ class Exchange:
 class RuntimeHooks:
     """How a capability runs.
 
+    The model:
+        added_layers: `(LayerStack, plan) -> (LayerStack, plan)`, both with the layers that the capability adds to the model.
+
     Instructions and messages:
         handlers: by type of instruction, `(Worker, instruction) -> None`, runs the instruction.
         messages: the hooks of each message, by `Send.message`.
@@ -365,6 +368,8 @@ class RuntimeHooks:
         watch: `(TransferWatcher) -> function(event)`, which records the transfers of the capability while a run is traced.
         waits_for: `(plan, computations) -> dict`, for a trace: the computations that each computation waits for in addition to its inputs.
     """
+
+    added_layers: Hook | None = None
 
     handlers: Mapping[type, Hook] = field(default_factory=dict)
     messages: Mapping[str, TransportHooks] = field(default_factory=dict)

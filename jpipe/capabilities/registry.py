@@ -11,7 +11,7 @@ import pydantic
 from jpipe._frozen import NOTHING, FrozenMapping
 from jpipe.capabilities.agreement.option import OPTION as AGREEMENT
 from jpipe.capabilities.agreement.option import Agreement, OuterOptimizer
-from jpipe.capabilities.compressed_messages.option import BLOCK, Kind, Links, Message
+from jpipe.capabilities.compressed_messages.option import BLOCK, Bottleneck, Kind, Links, Message
 from jpipe.capabilities.compressed_messages.option import OPTION as COMPRESSED_MESSAGES
 from jpipe.capabilities.global_norm.option import OPTION as GLOBAL_NORM
 from jpipe.capabilities.global_norm.option import NormCosts
@@ -44,7 +44,7 @@ __all__ = [  # `jpipe.plan` exports these
     "Kept",
     "OuterOptimizer",
 ]
-__all__ += ["BLOCK", "Kind", "Links", "Message"]
+__all__ += ["BLOCK", "Bottleneck", "Kind", "Links", "Message"]
 __all__ += ["ByCost", "Slices", "lengths_by_cost", "lengths_of"]
 
 

@@ -1,5 +1,6 @@
 """The model as data: layers and specs, the stack of layers, adapters for Flax modules and functions, and layerwise optimizers."""
 
+from jpipe.model._added_layers import with_added_layers
 from jpipe.model._layer import LayerSpec
 from jpipe.model._precision import cast_layers
 from jpipe.model.jaxprs._products import count_products, find_products, product_flops, window_pairs
@@ -15,4 +16,5 @@ __all__ = [
     "find_products",
     "product_flops",
     "window_pairs",
+    "with_added_layers",
 ]

@@ -97,6 +97,7 @@ class LayerStack:
         self._known: dict[Any, LayerSpec] = {}
         self.probed: dict[Any, Probed] = {}
         self.traced: TracedModel | None = None
+        self.added: Mapping[str, Mapping[str, Layer]] = {}
         reject_shared_owners(self.layers)
         self.ties = Ties(ties, self.ids)
         self.carries_rows, self.mixes_rows = carries_rows, mixes_rows
@@ -205,7 +206,7 @@ class LayerStack:
             prepare: a function that is applied to the parameters of each layer.
         """
         assert self.traced is not None
-        return self._of_traced(self.traced.recut(change, prepare))
+        return self._of_traced(self.traced.recut(change, prepare)).with_added(self.added)
 
     def by_layer(self, params: Tree | None) -> dict[str, tuple[Tree, Tree]]:
         """Return (parameters, state) by layer id, from the argument `params` of `Pipeline.init`; missing parts are None.
@@ -237,12 +238,13 @@ class LayerStack:
 
     @property
     def tree(self) -> ModelTree | None:
-        """The tree of parameters of the model that the layers were cut from; None for other layers."""
-        return None if self.traced is None else self.traced.tree()
+        """The tree of parameters of the model that all layers were cut from; None for other layers."""
+        return None if self.traced is None or self.added else self.traced.tree()
 
     def whole_params(self, params: Mapping[str, Tree]) -> Tree:
-        """Convert parameters by layer id to the tree of the model that the layers were cut from."""
-        assert self.traced is not None
+        """Convert parameters by layer id to the tree of the model that all layers were cut from; keep them by layer id without one."""
+        if self.traced is None or self.added:
+            return params
         return self.traced.whole.to_user(self.traced.join(params, {})[0])
 
     def whole_model(self, params: Mapping[str, Tree], state: Mapping[str, Tree], device: jax.Device | None = None) -> Any:
@@ -255,6 +257,8 @@ class LayerStack:
             raise InputError(
                 "model: expected layers that were cut from a model by LayerStack.from_model, found a dict of layers; use params"
             )
+        if self.added:
+            raise InputError(f"model: the model has further layers, {shortened(self.ids_of_added)}, which its class lacks; use params")
         joined = self.traced.join(params, state)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(joined)):
             raise InputError(
@@ -268,6 +272,11 @@ class LayerStack:
         """The layer ids, in order."""
         return tuple(self.layers)
 
+    @property
+    def ids_of_added(self) -> tuple[str, ...]:
+        """The ids of the layers that `with_added` has added, in order."""
+        return tuple(layer_id for layers in self.added.values() for layer_id in layers)
+
     def __repr__(self) -> str:
         return f"LayerStack({shortened(self.ids)})"
 
@@ -279,6 +288,24 @@ class LayerStack:
         """
         changed = copy.copy(self)
         changed.layers, changed._known = dict(layers), {}
+        return changed
+
+    def with_added(self, added: Mapping[str, Mapping[str, Layer]]) -> "LayerStack":
+        """Return the model with further layers behind some of its layers.
+
+        Args:
+            added: by the id of a layer, the layers behind it, by id.
+        """
+        further = {layer_id: layer for layers in added.values() for layer_id, layer in layers.items()}
+        if taken := further.keys() & self.layers.keys():
+            raise InputError(f"LayerStack: the model has a layer '{min(taken)}' already; rename it")
+        layers = self.layers | {layer_id: with_arrays(layer_id, layer) for layer_id, layer in further.items()}
+        alive = dict(zip(self.ids, self._alive, strict=True)) | further
+        ids = [layer_id for before in self.ids for layer_id in (before, *added.get(before, ()))]
+        changed = self.with_layers({layer_id: layers[layer_id] for layer_id in ids})
+        changed.added, changed.probed = added, {}
+        changed._object_ids = {layer_id: id(alive[layer_id]) for layer_id in ids}
+        changed._alive = [alive[layer_id] for layer_id in ids]
         return changed
 
     def init_key(self, layer_id: str, key: jax.Array) -> jax.Array:
@@ -402,7 +429,10 @@ class LayerStack:
     def like(self, layer_id: str, x: Tree) -> Any:
         """Return what determines a layer's spec. Layers that are one object, such as one constructor, are traced once for each input."""
         leaves, treedef = jax.tree.flatten(x)
-        same = self._object_ids[layer_id] if self.traced is None else self.traced.first_equal(layer_id, x)
+        if self.traced is None or layer_id in self.ids_of_added:
+            same: Any = self._object_ids[layer_id]
+        else:
+            same = self.traced.first_equal(layer_id, x)
         return same, layer_id == self.ids[-1], treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves), context()
 
     def _spec(self, layer_id: str, before: str, x: Tree) -> LayerSpec:

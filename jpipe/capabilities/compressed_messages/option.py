@@ -1,5 +1,7 @@
 """Compressed messages of a plan, between stages and between replicas: which arrays are rounded to fewer bits, and how.
 
+A bottleneck changes the model instead, so that messages have fewer numbers; see `bottleneck.py`.
+
     bfloat16  each number is rounded to bfloat16: 2 bytes
     int8      each row is divided into blocks of at most 256 values; the scale of a block is its largest magnitude times 1/127, as float32;
               each value is divided by the scale and rounded to an integer: 1 byte per value, and 4 bytes per block
@@ -27,10 +29,11 @@ microbatches, and the layer state that replicas average, are sent unchanged.
 import math
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
 
+from jpipe._numbers import Int
 from jpipe.capabilities.protocol import Exclusion, Option
 from jpipe.errors import InputError, short
 
@@ -47,6 +50,21 @@ BLOCK = 256
 """The largest number of values that share a scale."""
 
 
+class Bottleneck(pydantic.BaseModel):
+    """Layers that make the model narrow between two of its layers; they are trained with it.
+
+    Attributes:
+        width: the number of features that pass, W.
+        after: the ids of the layers behind which the model is narrow. None, the default: the last layer of each stage but the last one. A
+            pipeline sets it, so that the plan of a run names the places; another plan for the same run needs the same places.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    width: Annotated[Int, pydantic.Field(ge=1)]
+    after: Annotated[tuple[str, ...], pydantic.Field(strict=False)] | None = None
+
+
 class Links(pydantic.BaseModel):
     """How the messages of a plan are compressed.
 
@@ -57,6 +75,8 @@ class Links(pydantic.BaseModel):
         sums: the format of the gradients of weights that the replicas of a stage sum, with error feedback.
         rounding: "nearest", the default, or "stochastic": up or down at random, so that the mean is exact. The random numbers depend on the
             key of the run, the microbatch (for sums: the update and the replica) and the stage.
+        bottleneck: layers that make the model narrow at the cuts, so that messages have fewer numbers. None, the default: the model is not
+            changed.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -65,6 +85,7 @@ class Links(pydantic.BaseModel):
     gradients: Kind | None = None
     sums: Kind | None = None
     rounding: Literal["nearest", "stochastic"] = "nearest"
+    bottleneck: Bottleneck | None = None
 
     @pydantic.model_validator(mode="before")
     @classmethod

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpipe.capabilities.compressed_messages.bottleneck import add_bottlenecks
 from jpipe.capabilities.compressed_messages.compress import compress, compressed_specs, decompress, key_of
 from jpipe.capabilities.compressed_messages.option import Links
 from jpipe.capabilities.compressed_messages.shards import bytes_of_given, specs_of_sent, with_feedback, without_compression
@@ -143,5 +144,12 @@ class _Snapshot(SnapshotHooks):
 
 
 RUNTIME = RuntimeHooks(
-    exchange=exchange, calls=calls, specs=specs, fresh=fresh, changed_by=AllReduce, restored=restored, snapshot=_Snapshot
+    added_layers=add_bottlenecks,
+    exchange=exchange,
+    calls=calls,
+    specs=specs,
+    fresh=fresh,
+    changed_by=AllReduce,
+    restored=restored,
+    snapshot=_Snapshot,
 )

@@ -135,7 +135,9 @@ def schedule(candidate: Candidate) -> str:
     options += ["M_s = r_s"] if candidate.options.update_every == "replicas" else []
     options += ["stages together"] if candidate.keep_together == "stages" else []
     options += cut + in_parts + agreeing
-    options += [f"links {links.activations or '–'}/{links.gradients or '–'}"] if links is not None else []  # such as int8/fp8
+    if links is not None:  # such as int8/fp8
+        options += [f"links {links.activations or '–'}/{links.gradients or '–'}"]
+        options += [] if links.bottleneck is None else [f"width {links.bottleneck.width}"]
     return " ".join([candidate.schedule, *options, *waiting])
 
 

@@ -34,8 +34,13 @@ class Extras(NamedTuple):
         return len(self.slices) if isinstance(self.slices, tuple) else self.slices or 1
 
     def of_pipelines(self, width: int, depth: int) -> "Extras":
-        """Return the options that w pipelines of d stages can have: one pipeline does not agree, one stage sends no messages."""
-        agree, links = self.agree if width > 1 else None, self.links if depth > 1 else None
+        """Return the options that w pipelines of d stages can have.
+
+        One pipeline does not agree, and one stage sends no messages but keeps the model's bottlenecks.
+        """
+        agree, links = self.agree if width > 1 else None, self.links
+        if links is not None and depth == 1:
+            links = None if links.bottleneck is None else jpipe.plan.Links(bottleneck=links.bottleneck)
         if agree is not None and isinstance(agree.fragments, int) and agree.fragments > depth:
             agree = agree.model_copy(update={"fragments": depth})
         return Extras(agree, links, self.slices)

@@ -18,7 +18,7 @@ from tests.packages import ROOT
 
 NAMES = {
     "agreement": r"agree(d|s|ment|ments)?|agree(d|ment)_\w+|\w+_agreed|Agree(d|ment)?|OuterOptimizer|SumChanges|sum_changes",
-    "compressed_messages": r"links|Links|BLOCK|\w*compress(ed|ion)?\w*|(specs|bytes)_of_(sent|given)|with_feedback",
+    "compressed_messages": r"links|Links|BLOCK|[Bb]ottleneck\w*|\w*compress(ed|ion)?\w*|(specs|bytes)_of_(sent|given)|with_feedback",
     "global_norm": r"\w*global_norm|GlobalNorm|Norm(s|Costs)|norms_of|clip_stage_norm|skip_nonfinite|SumSquares|(sum_)?squares|stage_norms",
     "host_memory": r"offload\w*|Offload|Fetch|HostMemory|Kept|MoveWatcher",
     "shared_optimizer": r"shard_optimizer|deal|lower_weights|Share",

@@ -86,6 +86,11 @@ def test_other_plans_are_searched_for():
             4,
             r"^plan\.links\.sums: with --elastic, expected a plan that becomes smaller with .* for 3 of 4",
         ),
+        (
+            {"plan": PARALLEL | {"links": {"bottleneck": {"width": 2}}}},
+            4,
+            r"^plan\.links\.bottleneck\.after: expected with --elastic, the layers before the bottlenecks, .*, found null; name them",
+        ),
     ],
 )
 def test_what_cannot_go_on_with_fewer_processes_is_an_error(sections, processes, message):

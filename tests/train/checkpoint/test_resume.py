@@ -9,10 +9,12 @@ from pathlib import Path
 import jax
 import pytest
 import yaml
+from safetensors.numpy import load_file
 
 import jpipe
 import jpipe.checkpoints.writing
 from jpipe import InputError
+from jpipe_train import cli
 from jpipe_train.checkpoint import checkpoints
 from jpipe_train.checkpoint.resume import Facts, Resumed
 from jpipe_train.checkpoint.run_folder import RunFolder, write_atomically
@@ -104,6 +106,27 @@ def test_a_run_that_was_stopped_resumes_with_equal_results(plan, saved, tmp_path
     assert (parts.val_loss_before, parts.val_loss_after) == (whole.val_loss_before, whole.val_loss_after)
     check_equal(weights_of(parts.folder), weights_of(whole.folder))
     assert jpipe.checkpoints.steps(parts.folder) == [4, 6, 7]  # the last three
+
+
+def test_bottlenecks_stay_where_they_are_and_are_exported(saved, monkeypatch, tmp_path, capsys):
+    def plan(stages, **bottleneck):
+        return {"schedule": "gpipe", "num_stages": stages, "microbatches": 2, "links": {"bottleneck": {"width": 2, **bottleneck}}}
+
+    kept = r"\{width: 2, after: \[embed, block_0\]\} as in the checkpoint of step 4, because .*, found \{width: 2, after: \[block_0\]\};"
+    config = saved | {"plan": plan(3)}
+    with pytest.raises(InputError, match=rf"^plan\.links\.bottleneck: expected {kept} set it as in the checkpoint"):
+        run_in_two(config, monkeypatch, 5, plan=plan(2))
+    summary = loop.main(changed(config, plan=plan(2, after=["embed", "block_0"])))
+    assert jpipe.checkpoints.steps(summary.folder)[-1] == 7
+    out = str(tmp_path / "model.safetensors")
+    assert cli.main(["export", str(summary.folder), "--out", out]) == 0
+    arrays = load_file(out)
+    assert arrays["bottleneck.embed.down/kernel"].shape[::-1] == arrays["bottleneck.embed.up/kernel"].shape == (2, 8)
+    capsys.readouterr()
+    assert cli.main(["export", str(summary.folder), "--layout", "huggingface", "--out", str(tmp_path / "folder")]) == 2
+    assert "Hugging Face's layout has no place for the layer 'bottleneck.embed.down' of the run" in capsys.readouterr().err
+    assert cli.main(["generate", str(summary.folder), "--prompt", "a"]) == 2
+    assert "generate: cannot apply the layer 'bottleneck.embed.down' of the run" in capsys.readouterr().err
 
 
 @pytest.mark.slow

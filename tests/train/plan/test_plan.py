@@ -485,6 +485,13 @@ def test_plans_agree_or_compress_messages_if_the_option_or_the_config_says_so(fi
         "plan.links.sums: expected no search for a plan with 'int8': a search cannot price compressed sums; remove it"
         in capsys.readouterr().err
     )
+    ids = *IDS[:2], "bottleneck.block_0.down", "bottleneck.block_0.up", IDS[2]
+    Path("profile.json").write_text(profile(ids).to_json())
+    plan, out = plan_of("tiny.yaml", "--set=plan.links={bottleneck: {width: 2, after: [block_0]}}")
+    assert (plan.links.bottleneck.after, plan.layers) == (("block_0",), ids)
+    assert cli.main(["plan", *BOTH, "tiny.yaml", "--set=plan.links={bottleneck: {width: 2}}", "--out=plan.json"]) == 2
+    assert "plan.links.bottleneck: expected no search for a plan with" in capsys.readouterr().err
+    Path("profile.json").write_text(profile().to_json())
     plan, out = plan_of("tiny.yaml")
     assert plan.agree is plan.links is None
     assert "agree" not in out

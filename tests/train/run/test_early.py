@@ -74,6 +74,7 @@ def nothing_starts(monkeypatch, tmp_path):
         ({"run": {"dir": "used"}}, "run.dir: expected a new or empty folder, found 'loss.png' in 'used'"),
         ({"plan": {"num_stages": 8}}, "plan: expected between 1 and 3 stages"),
         ({"plan": {"file": "auto", "links": {"sums": "int8"}}}, "plan.links.sums: expected no search for a plan with 'int8'"),
+        ({"plan": {"file": "auto", "links": {"bottleneck": {"width": 2}}}}, "plan.links.bottleneck: expected no search for a plan with"),
         ({"plan": {"num_stages": 2, "max_delay": 0.5}}, "plan.max_delay: expected a plan with a mean delay of at most 0.5"),
         ({"plan": {"num_stages": 2, "mesh": {"model": 4}, "rules": {"heads": "model"}}}, "model.heads"),
         ({"optimizer": {"per_stage": {"learning_rate": [0.1, 0.1, 0.1]}, "learning_rate": None}}, "optimizer.per_stage: learning_rate"),

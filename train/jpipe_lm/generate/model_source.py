@@ -121,6 +121,9 @@ def _find_in_run(
         )
     _check_decodes(model, source)
     saved = SavedWeights(choose(folder, step, "generate", report), weights)  # reads checkpoints, which can take a long time
+    known = layers_of(model)
+    if further := [layer_id for layer_id in saved.layers.values() if layer_id not in known]:
+        raise InputError(f"generate: cannot apply the layer '{further[0]}' of the run '{source}'; give a run without bottlenecks")
 
     def read(layer_id: str) -> dict[str, np.ndarray]:
         return _strip_layer_id(layer_id, merged(saved.read([layer_id]), model, tune_of(config)))

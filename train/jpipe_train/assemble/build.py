@@ -45,7 +45,7 @@ def build(
 
     with errors_name_config_keys(config.plan.file):
         stack, loss = model.layers(config, lambda: read().like[0]), model.loss(config)
-        plan = plan or make_plan(config.plan, stack.ids)
+        stack, plan = jpipe.model.with_added_layers(stack, plan or make_plan(config.plan, stack.ids))
         check_plan(config, plan)
         plan.check_layers(stack.ids)
         batches = read()
@@ -77,6 +77,7 @@ def check_by_reading(config: Config, path: str | None = None) -> None:
             stack = model.layers(config)
             plan = make_plan(config.plan, stack.ids) if config.plan.file is None else plan
             if plan is not None:
+                stack, plan = jpipe.model.with_added_layers(stack, plan)
                 plan.check_layers(stack.ids)
         if plan is not None:
             check_plan(config, plan)

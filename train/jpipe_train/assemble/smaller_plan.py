@@ -44,11 +44,20 @@ def for_processes(config: Config, processes: int, planned: int | None) -> tuple[
 
 
 def _check_links(config: Config, planned: int) -> None:
-    """If a plan search could become necessary, reject compressed sums: the planner cannot predict their cost.
+    """Reject bottlenecks without places and, if a search could become necessary, compressed sums, which the planner cannot predict.
 
     Raise jpipe.InputError if for some number of processes there is no smaller plan.
     """
-    if config.plan.links is None or config.plan.links.sums is None or config.plan.file is not None:
+    if config.plan.links is None or config.plan.file is not None:
+        return
+    if (bottleneck := config.plan.links.bottleneck) is not None and bottleneck.after is None:
+        raise jpipe.InputError(
+            where="plan.links.bottleneck.after",
+            expected="with --elastic, the layers before the bottlenecks, because a smaller plan cuts elsewhere",
+            found="null",
+            change="name them, such as the last layer of each stage",
+        )
+    if config.plan.links.sums is None:
         return
     for processes in range(planned - 1, 0, -1):
         if smaller(config.plan, config.plan.ranks * processes // planned, config.train.batch_size) is None:

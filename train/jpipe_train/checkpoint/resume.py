@@ -112,6 +112,18 @@ class Resumed:
                 "the dtype of the checkpoint, or begin another run with the weights of this one (warm_start.file)"
             )
 
+    def check_bottlenecks(self, plan: jpipe.Plan) -> None:
+        """Check that the model is narrow behind the same layers, and as narrow, as in the checkpoint."""
+        saved, wanted = (None if each.links is None else each.links.bottleneck for each in (self.plan, plan))
+        if saved != wanted:
+            kept = "null" if saved is None else f"{{width: {saved.width}, after: [{', '.join(saved.after or ())}]}}"
+            raise InputError(
+                where="plan.links.bottleneck",
+                expected=f"{kept} as in the checkpoint of step {self.step}, because the layers of bottlenecks belong to the model",
+                found="null" if wanted is None else f"{{width: {wanted.width}, after: [{', '.join(wanted.after or ())}]}}",
+                change="set it as in the checkpoint, or begin another run",
+            )
+
     @property
     def plan(self) -> jpipe.Plan:
         """The run's plan at the time of the checkpoint."""

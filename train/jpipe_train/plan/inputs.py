@@ -30,6 +30,12 @@ _EXCLUSIONS = (
     Exclusion("--mesh", "plan.slices", "a search cannot price slices on meshes"),
     Exclusion("--pipedream", "plan.slices", "PipeDream's stages are searched for whole rows", "leave one of them out"),
     Exclusion("plan.links.sums", "search for a plan", "a search cannot price compressed sums", "remove it, or write the plan by hand"),
+    Exclusion(
+        "plan.links.bottleneck",
+        "search for a plan",
+        "the places of bottlenecks belong to the model, and a search cuts it elsewhere",
+        "name the layers before them in plan.links.bottleneck.after",
+    ),
 )
 """The options that a search cannot combine."""
 
@@ -46,12 +52,15 @@ class Request(Options):
     def with_extras(self, plan: PlanConfig | None) -> "Request":
         """Return the request with the agreements, messages and slices of `agree` and the config. Raise InputError if they contradict."""
         agree, links, slices = (None, None, None) if plan is None else (plan.agree, plan.links, plan.slices)
-        sums, meshes = None if links is None else links.sums, None if self.degrees in (None, (NO_MESH,)) else self.meshes
+        sums, bottleneck = (None, None) if links is None else (links.sums, links.bottleneck)
+        without_places = bottleneck is not None and bottleneck.after is None
+        meshes = None if self.degrees in (None, (NO_MESH,)) else self.meshes
         given = {
             "--agree": self.agree,
             "--mesh": meshes,
             "--pipedream": self.pipedream,
             "search for a plan": True,
+            "plan.links.bottleneck": bottleneck if without_places else None,
         }
         of_plan = {"plan.agree": agree, "plan.links": links, "plan.links.sums": sums, "plan.slices": slices}
         if problem := excluded(None, _EXCLUSIONS, **given, **of_plan):

@@ -50,7 +50,9 @@ class Parts:
             with reporter.phase("reading the data"):
                 return jax.tree.map(_spec, data.unread(config).like)
 
-        stack = model.layers(config, lambda: read()[0])
+        stack, links = model.layers(config, lambda: read()[0]), config.plan.links
+        if links is not None and links.bottleneck is not None:
+            stack, _ = jpipe.model.with_added_layers(stack, jpipe.Plan.even(stack.ids, 1, links=links))
         loss, batch = model.loss(config), read()
         params = stack.ties.without_seconds({layer_id: spec.params for layer_id, spec in stack.specs(batch[0]).items()})
         rule = trains_part(optimizer(same_at_all_stages(config.optimizer), config.train.length, params), config.tune, params)

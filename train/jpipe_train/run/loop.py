@@ -440,7 +440,7 @@ def local_stages(pipe: jpipe.Pipeline) -> set[int]:
 
 def facts_of_run(settings: RunSettings, pipe: jpipe.Pipeline) -> dict[str, Any]:
     """Return the facts about the run that are stored in each of its checkpoints."""
-    traced = pipe.stack.traced
+    traced = None if pipe.stack.added else pipe.stack.traced
     return ({} if traced is None else {"model": traced.places()}) | {
         "config": settings.yaml,
         "plan": pipe.plan.to_json(),

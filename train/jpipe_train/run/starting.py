@@ -145,6 +145,7 @@ def read_checkpoint(
             raise error.with_change("") from None  # the caller knows what the user can do
 
     resumed.check_precision(pipe.precision.params)
+    resumed.check_bottlenecks(pipe.plan)
     return team.attempt(f"the layers of the checkpoint of step {resumed.step}", read, Damaged)
 
 

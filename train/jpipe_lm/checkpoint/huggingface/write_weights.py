@@ -95,6 +95,9 @@ def of_run(request: ExportRequest, report: Callable[[str], None], *, merge: bool
     saved = open_run(request, report)
     config = config_file.load_resolved(saved.checkpoint.folder / "config.yaml")
     described = huggingface.to_json_keys(config.model, _architecture(config))
+    names = layout(huggingface.parse(described))
+    if further := [layer_id for layer_id in saved.layers.values() if layer_id not in names.rows]:
+        raise InputError(f"export: Hugging Face's layout has no place for the layer '{further[0]}' of the run; leave out --layout")
 
     def read(layer_id: str) -> Mapping[str, Any]:
         arrays = saved.read([layer_id])
@@ -102,7 +105,7 @@ def of_run(request: ExportRequest, report: Callable[[str], None], *, merge: bool
 
     specs = merged_specs(saved.specs, tune_of(config)) if merge else saved.specs
     origin = f"step {saved.checkpoint.step} of {request.source}"
-    return Model(config, described, layout(huggingface.parse(described)), specs, read, origin)
+    return Model(config, described, names, specs, read, origin)
 
 
 def _of_config(file: str, overrides: Sequence[str]) -> Model:
