@@ -97,8 +97,10 @@ def shared(patch: pytest.MonkeyPatch) -> None:
     )
     at_once = _compile.compile_in_parallel
 
-    def when_used(lowered: Iterable[jax.stages.Lowered], options: Any = None) -> list[jax.stages.Compiled]:
-        return [CompiledWhenUsed(functools.partial(at_once, [call], options)) for call in lowered] if enabled else at_once(lowered, options)
+    def when_used(lowered: Iterable[jax.stages.Lowered], *options: Any) -> list[jax.stages.Compiled]:
+        if not enabled:
+            return at_once(lowered, *options)
+        return [CompiledWhenUsed(functools.partial(at_once, [call], *options)) for call in lowered]
 
     if jax.config.values["jax_disable_most_optimizations"]:  # otherwise all programs are compiled, as for users
         patch.setattr(_compile, at_once.__name__, when_used)

@@ -20,6 +20,8 @@ Tree = Any
 Spec = jax.ShapeDtypeStruct
 ANY_LAYOUT = Format(Layout.AUTO)
 """In place of the spec of a result: XLA chooses sharding and layout."""
+CHOOSING_LAYOUTS = ("tpu",)
+"""The platforms on which XLA chooses the layouts of arrays that one program leaves for another."""
 
 
 def shardings_of(specs: Tree) -> Tree:

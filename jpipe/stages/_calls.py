@@ -13,7 +13,7 @@ from jpipe.capabilities.registry import runtimes_for
 from jpipe.model.jaxprs._cpu_products import with_swapped_products
 from jpipe.model.jaxprs._wanted import without_effects
 from jpipe.ops import OPS, Leaves, Op
-from jpipe.stages._arrays import Arrays, shardings_of
+from jpipe.stages._arrays import ANY_LAYOUT, Arrays, shardings_of
 from jpipe.stages.functions._evaluation import evaluate, predict
 from jpipe.stages.functions._loss import loss_dtype, mean_loss
 from jpipe.stages.functions._stage_functions import StageFunctions
@@ -66,6 +66,8 @@ def trace_call(arrays: Arrays, name: str, *, with_effects: bool = True, call: Ca
     unplaced = name in ("zero_accumulators", "init_optimizer")  # they use no argument, so JAX would place them on the first device
     if place.mesh or arrays.any_layout or unplaced:
         options["out_shardings"] = shardings_of(outputs)
+    if arrays.any_layout and op is not None and op.reads == "residuals" and "saved" not in arrays.chosen:
+        options["in_shardings"] = (None, None, ANY_LAYOUT, *(None for _ in call.inputs[3:]))
     traced = jax.jit(function, **options).trace(*call.inputs)
     if with_effects or not traced.jaxpr.effects:
         return traced

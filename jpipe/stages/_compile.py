@@ -35,7 +35,7 @@ from jpipe.programs._instructions import (
     Program,
     Update,
 )
-from jpipe.stages._arrays import Arrays
+from jpipe.stages._arrays import CHOOSING_LAYOUTS, Arrays
 from jpipe.stages._calls import UpdateKind, ops_of_stage, trace_call
 from jpipe.stages._compiled_stage import CompiledStage, choices, sharded_by_xla, update_kind
 from jpipe.stages.functions._evaluation import can_evaluate
@@ -98,7 +98,8 @@ def _compile_in_turns(
     new programs are added to it.
     """
     compiled: list[dict[str, jax.stages.Compiled]] = [{} for _ in stages]
-    arrays = [replace(a, any_layout=a.place.first.platform in _ANY_LAYOUT) for a, _ in stages]
+    platform = next((a.place.first.platform for a, _ in stages), "")  # of all stages
+    arrays = [replace(a, any_layout=platform in CHOOSING_LAYOUTS) for a, _ in stages]
     is_open = [bool(a.place.mesh) or a.any_layout for a in arrays]
     for turn in (*dict.fromkeys(name for a in arrays for name in sharded_by_xla(a.functions)), None):
         due = [
@@ -109,7 +110,7 @@ def _compile_in_turns(
         ]
         lowered = (_lower_call(arrays[i], name) for i, name in due)
         if known is None:
-            calls = compile_in_parallel(lowered)
+            calls = compile_in_parallel(lowered, _OPTIONS.get(platform, {}))
         else:
             keys = _compile_unknown(((arrays[i].place, call) for (i, _), call in zip(due, lowered, strict=True)), known)
             calls = [known[key] for key in keys]
@@ -119,10 +120,6 @@ def _compile_in_turns(
                 chosen = choices(arrays[i].functions, turn, call, layouts=arrays[i].any_layout)
                 arrays[i] = replace(arrays[i], chosen={**chosen, **arrays[i].chosen})
     return compiled
-
-
-_ANY_LAYOUT = ("tpu",)
-"""The platforms on which XLA chooses the layouts of arrays that one program leaves for another."""
 
 
 def _compile_unknown(programs: Iterable[tuple[Place, jax.stages.Lowered]], known: CompiledPrograms) -> list[tuple[Place, str]]:
@@ -250,20 +247,28 @@ def compile_for_analysis(program: jax.stages.Lowered, device: jax.Device) -> jax
     if device.platform == "cpu":
         return program.compile(dict(_NO_OPTIMIZATION))
     if device.platform != "gpu" or device in jax.local_devices():
-        return program.compile()
-    with _kernel_file() as kernels:
-        options = {**_LITTLE_EFFORT, **kernels}
-        while True:
-            try:
-                return program.compile(options)
-            except jax.errors.JaxRuntimeError as error:
-                unknown = _UNKNOWN_OPTION.search(str(error))
-                if unknown is None or unknown[1] not in options:
-                    break
-                del options[unknown[1]]  # this version of XLA lacks the option
+        return _compile(program, _OPTIONS.get(device.platform, {}))
+    with _kernel_file() as kernels, contextlib.suppress(jax.errors.JaxRuntimeError):
+        return _compile(program, {**_LITTLE_EFFORT, **kernels})
     return program.compile({"xla_gpu_autotune_level": 0})  # some products or convolutions need other tiles, or none
 
 
+def _compile(program: jax.stages.Lowered, options: Mapping[str, Any]) -> jax.stages.Compiled:
+    """Compile a program, without the options that XLA lacks for its device."""
+    known = dict(options)
+    while True:
+        try:
+            return program.compile(known)
+        except jax.errors.JaxRuntimeError as error:
+            unknown = _UNKNOWN_OPTION.search(str(error))
+            if unknown is None or unknown[1] not in known:
+                raise
+            del known[unknown[1]]
+
+
+_OPTIONS: Mapping[str, Mapping[str, Any]] = {"tpu": {"xla_max_cross_program_prefetches": 0}}
+"""Options of all programs, by platform. Programs of a TPU would keep one argument in its fast memory for their next run, and have less room
+for other arrays; but a stage runs other programs before."""
 _NO_OPTIMIZATION: Mapping[str, Any] = {"xla_backend_optimization_level": 0}
 _LITTLE_EFFORT: Mapping[str, Any] = {
     **_NO_OPTIMIZATION,
@@ -306,16 +311,11 @@ def _folder_of_kernels() -> tempfile.TemporaryDirectory[str]:
 
 
 def compile_in_parallel(
-    lowered: Iterable[jax.stages.Lowered], options: Mapping[str, str | bool] | None = None
+    lowered: Iterable[jax.stages.Lowered], options: Mapping[str, Any] = MappingProxyType({})
 ) -> list[jax.stages.Compiled]:
-    """Compile programs in parallel, each while the next ones are lowered.
-
-    `options` apply only on CPUs, and only if JAX is not set to optimize less.
-    """
-    is_usual = jax.default_backend() == "cpu" and not jax.config.values["jax_disable_most_optimizations"]
-    chosen = dict(options) if options and is_usual else None
+    """Compile programs in parallel, each while the next ones are lowered. Options that XLA lacks are left out."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # XLA releases Python's lock while it compiles
-        return list(pool.map(lambda call: call.compile(chosen), lowered))
+        return list(pool.map(lambda call: _compile(call, options), lowered))
 
 
 def _lower_call(arrays: Arrays, name: str) -> jax.stages.Lowered:
@@ -335,7 +335,7 @@ def _lower_call(arrays: Arrays, name: str) -> jax.stages.Lowered:
 
 
 _RUN_ONCE: Mapping[str, str | bool] = MappingProxyType({"xla_backend_optimization_level": "1"})
-"""Options for programs that run once, which then compile in half the time and compute the same bits."""
+"""Options for programs of a CPU that run once, which then compile in half the time and compute the same bits."""
 
 
 def compile_initializers(
@@ -351,7 +351,8 @@ def compile_initializers(
         lowered = _lower_initializer(stack.layers[layer_id], specs[layer_id].x, place.first)
         program_of[layer_id, place] = lowered.as_text(), place.first
         distinct.setdefault(program_of[layer_id, place], lowered)
-    compiled = dict(zip(distinct, compile_in_parallel(list(distinct.values()), _RUN_ONCE), strict=True))
+    is_usual = jax.default_backend() == "cpu" and not jax.config.values["jax_disable_most_optimizations"]
+    compiled = dict(zip(distinct, compile_in_parallel(list(distinct.values()), _RUN_ONCE if is_usual else {}), strict=True))
     return {key: compiled[program] for key, program in program_of.items()}
 
 

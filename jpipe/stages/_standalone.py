@@ -16,7 +16,7 @@ from jpipe.model._stack import LayerStack
 from jpipe.model.layerwise._optimizer import LayerwiseOptimizer
 from jpipe.plan import Plan, Stage, repeats_forward
 from jpipe.programs._costs import StageCost
-from jpipe.stages._arrays import Arrays
+from jpipe.stages._arrays import CHOOSING_LAYOUTS, Arrays
 from jpipe.stages._builder import stage_functions
 from jpipe.stages._bytes import joined_costs, measure_bytes, nbytes
 from jpipe.stages._calls import Call, call_of, trace_call
@@ -62,7 +62,7 @@ class StandaloneStage:
         """The bytes that the stage holds between the first half of a backward and the second half."""
         return nbytes(self._functions.halves.stash_spec)
 
-    def trace(self, name: Name, device: jax.Device) -> jax.stages.Traced:
+    def trace(self, name: Name, device: jax.Device, *, any_layout: bool = False) -> jax.stages.Traced:
         """Trace one of the programs for a device. `.lower().compile()` of the result returns the program that a pipeline runs.
 
         Side effects such as host callbacks are left out, because a profile calls the program with dummy values.
@@ -70,6 +70,8 @@ class StandaloneStage:
         Args:
             name: the name of the program. Each program returns (result, done), where `done` is ready when everything is computed.
             device: the device.
+            any_layout: whether XLA chooses the layouts of the residuals, as in a pipeline on TPUs. A backward may choose others than its
+                forward, so this is only for analysis.
 
         Returns:
             The traced program. Its arguments are forward(params, state, x, labels, rng); backward(params, forward_arrays, saved, message,
@@ -77,7 +79,8 @@ class StandaloneStage:
             donates `accumulators`, too, and is what the last stage runs; or update(trained params, optimizer state, accumulators, {}),
             which donates its first three arguments. The halves of a backward have the arguments of `StageFunctions`.
         """
-        arrays, call = Arrays(self._functions, Place((device,))), None
+        arrays = Arrays(self._functions, Place((device,)), any_layout=any_layout and device.platform in CHOOSING_LAYOUTS)
+        call = None
         if name == "forward_backward":
             forward, backward = (call_of(arrays, op).inputs for op in ("forward", "backward"))
             call = Call(self._forward_backward, (5,), (*forward[:4], *backward[3:]), None)

@@ -47,8 +47,9 @@ def test_the_products_are_those_of_the_model(target):
     devices_of(target)
     device = Device(target="h100-80gb" if target.platform == "cuda" else "v5e")
     compiling = compiling_for(device, 1, unlimited=True)
+    compiled = {}
     with tracing_for(compiling.devices[0].platform):
-        programs = {(one.stage, one.op): one for one in find_programs(pipeline(0, 2, 3), BATCH, device, compiling)}
+        programs = {(one.stage, one.op): one for one in find_programs(pipeline(0, 2, 3), BATCH, device, compiling, compiled)}
         whole = find_whole(pipeline(0, 3), BATCH, device, compiling)
     flops = MICROBATCHES * SIZES.rows * SIZES.sequence_flops
     assert sum(program.total("flops") for program in programs.values()) == pytest.approx(flops)
@@ -59,6 +60,7 @@ def test_the_products_are_those_of_the_model(target):
     assert all("/models/transformer.py:" in kernel.source for kernel in wide)
     scores = 4 * SIZES.rows * SIZES.heads * SIZES.sequence**2
     assert not [kernel for kernel in programs[0, "forward"].kernels if kernel.kind == "copy" and kernel.bytes >= scores / 2]
+    assert not [key for key, program in compiled.items() if "cross_program_prefetch" in program.as_text()]
     if target.platform == "cuda":  # a TPU keeps some of it in its fast memory
         weights, narrow = 4 * SIZES.width * 4 * SIZES.width, 2 * TOKENS * SIZES.width
         assert wide[0].bytes == weights + 5 * narrow  # the other one is cut along its long side, and writes more

@@ -153,7 +153,7 @@ class ScratchPrograms:
         return is_known and self._known(ids, self._largest, "forward") > self._known(ids, self._largest, "backward")
 
     def _begin(self, ids: _Ids, rows: int, kind: Kind, recompute: str = "none") -> None:
-        lowered = self._model.stage(ids, rows, recompute).trace(kind, self._device).lower()
+        lowered = self._model.stage(ids, rows, recompute).trace(kind, self._device, any_layout=True).lower()
         key = jpipe.stages.program_key(lowered)
         if key not in self._by_key:
             rates = self._rates if len(ids) == 1 and recompute == "none" else None

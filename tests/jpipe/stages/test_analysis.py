@@ -55,5 +55,6 @@ def test_for_cpus_nothing_is_optimized_and_the_memory_is_the_same():
     assert found.temp_size_in_bytes == expected.temp_size_in_bytes > 0
 
 
-def test_for_other_devices_there_are_no_options():
-    assert compile_for("tpu") == [None]
+def test_programs_of_a_tpu_prefetch_nothing_for_their_next_run():
+    assert compile_for("tpu") == [{"xla_max_cross_program_prefetches": 0}]
+    assert compile_for("other") == [{}]

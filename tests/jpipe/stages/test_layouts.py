@@ -43,7 +43,7 @@ def test_the_layouts_of_residuals_change_no_number(fields, monkeypatch):
         seen.update(format.layout.major_to_minor for format in chosen.get("saved", ()) if format is not None)
         return chosen
 
-    monkeypatch.setattr(_compile, "_ANY_LAYOUT", ("cpu",))
+    monkeypatch.setattr(_compile, "CHOOSING_LAYOUTS", ("cpu",))
     monkeypatch.setattr(_calls, "_result_of_op", by_columns)
     monkeypatch.setattr(_compile, "choices", noted)
     check_equal(train(Pipeline(STACK, plan, models.squares, models.momentum()), batches), expected)

@@ -9,7 +9,7 @@ import pytest
 from jpipe import LayerStack
 from jpipe.model import LayerwiseOptimizer
 from jpipe.plan import Stage
-from jpipe.stages import StandaloneStage
+from jpipe.stages import StandaloneStage, _standalone
 from tests.jpipe import models
 
 IDS = ("in", "middle", "out")
@@ -43,3 +43,15 @@ def test_a_forward_and_a_backward_in_one_program_compute_what_both_compute(layer
     (gradient, added), _ = programs["backward"](params, kept, saved, received, sums, rng, scale)
     at_once, _ = programs["forward_backward"](params, state, x, labels, message, before, rng, scale)
     chex.assert_trees_all_close(at_once, (gradient, added, changed, y), rtol=1e-6)
+
+
+def test_for_analysis_xla_chooses_the_layouts_of_residuals(monkeypatch):
+    monkeypatch.setattr(_standalone, "CHOOSING_LAYOUTS", ("cpu",))
+    stack, x = LayerStack({name: models.dense() for name in IDS}), jax.ShapeDtypeStruct((4, models.WIDTH), jnp.float32)
+    stage = StandaloneStage(stack, Stage(layers=IDS[:2]), stack.specs(x), x, models.squares, LayerwiseOptimizer(optax.sgd(0.1)))
+
+    def chosen(name, **options):
+        return stage.trace(name, jax.devices()[0], **options).lower().as_text().count('layout_mode = "auto"')
+
+    assert chosen("forward") == chosen("backward") == 0
+    assert chosen("forward", any_layout=True) == chosen("backward", any_layout=True) > 0

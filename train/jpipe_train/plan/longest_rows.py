@@ -153,7 +153,7 @@ def compiled_peak(plan: jpipe.Plan, parts: Parts, rows: int, rank: int, compilin
     last = stages if plan.slices is None else jpipe.stages.in_slices(plan, model.batches[rows], stages)[-1]
     for s in plan.pipeline_ranks[rank]:
         names: Sequence[Name] = ("forward_backward",) if rules.begins_fused(plan.counted, s) else KINDS
-        scratch = max(compile_program(last[s].trace(name, device).lower(), device)[0] for name in names)
+        scratch = max(compile_program(last[s].trace(name, device, any_layout=True).lower(), device)[0] for name in names)
         slices = tuple(dataclasses.replace(cost, temporary=scratch) for cost in costs[s].by_slice)
         costs[s] = dataclasses.replace(costs[s], temporary=scratch, by_slice=slices)
     return peaks_of(plan, costs)[rank]
