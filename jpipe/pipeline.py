@@ -369,6 +369,7 @@ class Pipeline:
         batch: Batch | None = None,
         *,
         step: SupportsIndex | None = None,
+        fresh_optimizer: bool = False,
         buckets: Sequence[Batch] = (),
     ) -> State:
         """Return the state of a checkpoint of `save`, or of a run of `jpipe train`. The run continues as if it had not ended, bit for bit.
@@ -380,6 +381,7 @@ class Pipeline:
             key: the random key of the run, as passed to `init`; by default the key of the last `init` or `load` of this pipeline.
             batch: as in `init`; by default the batch and the buckets of the last `init` or `load`.
             step: the number of batches before the checkpoint; None: the newest complete checkpoint.
+            fresh_optimizer: begin with new optimizer state, for another optimizer or learning rate; the weights are the checkpoint's.
             buckets: as in `init`, if `batch` is given.
 
         Raises:
@@ -392,7 +394,7 @@ class Pipeline:
             key = self._begun[0] if key is None else key
             batch, buckets = self._begun[1:] if batch is None else (batch, buckets)
         at = None if step is None else checked_batch("load", step)
-        state: State | None = _checkpoints().load(self, folder, key, batch, at, buckets=buckets)
+        state: State | None = _checkpoints().load(self, folder, key, batch, at, fresh_optimizer=fresh_optimizer, buckets=buckets)
         if state is None:
             raise InputError("there is no complete checkpoint; call init to begin a run", where=str(folder))
         return state

@@ -100,6 +100,7 @@ def load(
     batch: Batch,
     step: int | None = None,
     *,
+    fresh_optimizer: bool = False,
     buckets: Sequence[Batch] = (),
 ) -> State | None:
     """Restore the state of a run from a checkpoint, and compile all programs. The run then continues as if it had not ended.
@@ -112,7 +113,7 @@ def load(
         key: the random key of the run, as passed to `Pipeline.init`.
         batch: as in `Pipeline.init`; only shapes and dtypes are used.
         step: the step of the checkpoint (the number of batches that its weights have seen); None: the newest complete checkpoint.
-        buckets: as in `Pipeline.init`.
+        fresh_optimizer, buckets: as in `Pipeline.load`.
 
     Returns:
         The state; its `batch` is the step. None if `step` is None and there is no complete checkpoint.
@@ -134,8 +135,9 @@ def load(
                 f"{run}: none of its checkpoints is complete and undamaged; choose another folder, or remove them to begin anew"
             )
         return None
-    pipe.check_layers(batch, _stand_ins(pipe, chosen), chosen.step)
-    return pipe.restore(key, batch, chosen.read(_local_names(pipe, chosen)), chosen.step, buckets=buckets)
+    pipe.check_layers(batch, _stand_ins(pipe, chosen), chosen.step, fresh_optimizer=fresh_optimizer)
+    layers = chosen.read(_local_names(pipe, chosen))
+    return pipe.restore(key, batch, layers, chosen.step, fresh_optimizer=fresh_optimizer, buckets=buckets)
 
 
 def read(pipe: Pipeline, folder: Path, step: int) -> dict[str, Plain]:

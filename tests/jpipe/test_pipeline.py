@@ -488,3 +488,18 @@ def test_saving_and_loading_take_a_folder_and_a_state(tmp_path):
             run, metrics = pipe.step(run, batch)
             losses.append(float(metrics.losses[t]))
     check_equal(losses[:3], losses[3:])
+
+
+def test_loading_with_a_fresh_optimizer_takes_the_weights_for_another_optimizer(tmp_path):
+    pipe = pipeline("gpipe")
+    state, _ = pipe.step(fresh(pipe, BATCHES), BATCHES[0])
+    pipe.save(tmp_path, state)
+    other = Pipeline(pipe.stack, pipe.plan, pipe.loss, optax.adam(0.1))
+    key = jax.random.key(7)
+    with pytest.raises(InputError, match="optimizer"):
+        other.load(tmp_path, key, BATCHES[0])
+    loaded = other.load(tmp_path, key, BATCHES[0], fresh_optimizer=True)
+    assert loaded.batch == 1
+    check_equal(other.params(loaded), pipe.params(state))
+    begun = other.init(key, BATCHES[0])
+    check_equal(*([worker.optimizer for worker in each.workers] for each in (loaded, begun)))

@@ -31,6 +31,13 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
             **{"rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True},
         },
     ),
+    "qwen3-8b": (
+        "Qwen3ForCausalLM",
+        {
+            **{**_sizes(151936, 4096, 36, 32, 8, 12288, 40960), **_SILU, "attention_bias": False, "head_dim": 128, "max_window_layers": 36},
+            **{"rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": False},
+        },
+    ),
     "mistral-7b": (
         "MistralForCausalLM",
         {**_sizes(32000, 4096, 32, 32, 8, 14336, 32768), **_SILU, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096},

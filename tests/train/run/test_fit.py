@@ -350,6 +350,26 @@ def test_ctrl_c_without_checkpoints_interrupts():
         jpipe_train.fit(pipeline(), BATCHES, steps=9, callbacks=[presses], **QUIET)
 
 
+@pytest.mark.usefixtures("interruptible")
+def test_ctrl_c_in_a_notebook_returns_a_state_that_goes_on(monkeypatch):
+    monkeypatch.setattr(sys, "ps1", "In [1]: ", raising=False)
+    pipe, presses = pipeline(), SimpleNamespace(on_step=lambda record: os.kill(os.getpid(), signal.SIGINT) if record.step == 1 else None)
+    first = jpipe_train.fit(pipe, BATCHES, steps=9, callbacks=[presses], **QUIET)
+    assert first.summary.stopped_by == signal.SIGINT
+    assert 2 < first.summary.steps == first.state.batch < 9
+    again = jpipe_train.fit(pipe, BATCHES, steps=9, state=first.state, **QUIET)
+    whole = jpipe_train.fit(pipe, BATCHES, steps=9, **QUIET)
+    check_equal(pipe.params(again.state), pipe.params(whole.state))
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_second_ctrl_c_in_a_notebook_does_not_end_the_session(monkeypatch):
+    monkeypatch.setattr(sys, "ps1", "In [1]: ", raising=False)
+    presses = SimpleNamespace(on_step=lambda record: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        jpipe_train.fit(pipeline(), BATCHES, steps=9, callbacks=[presses], **QUIET)
+
+
 @pytest.mark.slow
 def test_a_run_from_python_can_be_exported_and_evaluated_with_functions_for_its_parts(tmp_path, capsys, monkeypatch):
     stack, (train, validation) = mlp.model(8, 2), mlp.data(0, 8)

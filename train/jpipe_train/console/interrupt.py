@@ -29,7 +29,7 @@ _replaced: dict[int, Any] = {}  # the handlers that `handled` has temporarily re
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """Record the first Ctrl-C in this context and raise KeyboardInterrupt. A second Ctrl-C ends the process immediately.
+    """Record the first Ctrl-C in this context and raise KeyboardInterrupt. A second Ctrl-C has its `usual` effect.
 
     This has an effect only in the main thread and with Python's own handler. A background job, which ignores Ctrl-C, keeps ignoring it.
     """
@@ -108,8 +108,15 @@ def leave(number: int, frame: FrameType | None = None) -> None:
 
 
 def usual(number: int) -> Any:
-    """Return the handler for the default action of a signal; for process 1, a function with the same effect."""
+    """Return the handler that ends the process immediately; in an interactive session, Ctrl-C only raises KeyboardInterrupt."""
+    if number == signal.SIGINT and is_interactive():
+        return signal.default_int_handler
     return leave if os.getpid() == 1 else signal.SIG_DFL
+
+
+def is_interactive() -> bool:
+    """Return whether a person types the program, for example into a notebook; the session holds objects that a signal must not destroy."""
+    return hasattr(sys, "ps1")
 
 
 def is_usual(number: int) -> bool:

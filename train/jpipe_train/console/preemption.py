@@ -33,11 +33,13 @@ class Preemption:
     Args:
         processes: the processes of the run; None if there is only one.
         saves: whether the run writes checkpoints. If it does not, the signals have their default effect.
+        returns: whether Ctrl-C ends a run without checkpoints after a step, so that the caller gets the state.
         stops: in process 0, a function that returns whether a callback has asked to end the run; None in all processes without callbacks.
         traces: in process 0, a function that returns whether to trace the next steps; None in all processes if none can be traced.
 
     Attributes:
         cut: the step of the checkpoint that a signal caused; None before a signal.
+        returns: the argument.
     """
 
     def __init__(
@@ -45,10 +47,11 @@ class Preemption:
         processes: jpipe.processes.Processes | None,
         *,
         saves: bool,
+        returns: bool = False,
         stops: Callable[[], bool] | None = None,
         traces: Callable[[], bool] | None = None,
     ) -> None:
-        self._processes, self._saves, self._stops, self._traces = processes, saves, stops, traces
+        self._processes, self._saves, self._stops, self._traces, self.returns = processes, saves, stops, traces, returns
         self._received: int | None = None  # the first signal to this process
         self._passed_on = False
         self._until_end = contextlib.ExitStack()
@@ -69,7 +72,7 @@ class Preemption:
         `is_saved`, which only process 0 calls, returns whether all processes have written the snapshot or failed. Raise PeerLost if another
         process was lost.
         """
-        if not self._saves and self._stops is None and self._traces is None:
+        if not self._saves and not self.returns and self._stops is None and self._traces is None:
             return "continue"
         decision = self._decide_alone(is_saved) if self._processes is None else self._decided(self._processes, step)
         if decision == "save":
@@ -80,10 +83,10 @@ class Preemption:
 
     def __enter__(self) -> "Preemption":
         # Other handlers are kept: the program that calls jpipe may have installed them, or a shell may have made it ignore the signals.
-        ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if interrupt.is_usual(number)]
-        if interrupt.is_ours():
+        ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if self._saves and interrupt.is_usual(number)]
+        if (self._saves or self.returns) and interrupt.is_ours():
             ours.append(signal.SIGINT)
-        self._until_end.enter_context(interrupt.handled(ours if self._saves else (), self._record, _leaver_at_second_signal()))
+        self._until_end.enter_context(interrupt.handled(ours, self._record, _leaver_at_second_signal()))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -99,7 +102,7 @@ class Preemption:
 
     def _decide_alone(self, is_saved: Callable[[], bool]) -> Decision:
         if self.signal is None or not self._saves:
-            if self._stops is not None and self._stops():
+            if self.signal is not None or (self._stops is not None and self._stops()):
                 return "last"
             return "trace" if self._traces is not None and self._traces() else "continue"
         if self.cut is None:
@@ -127,7 +130,7 @@ def _leaver_at_second_signal() -> Callable[[int], None]:
 
     def count_signal(number: int) -> None:
         nonlocal count
-        count += number != signal.SIGHUP
+        count += number != signal.SIGHUP and interrupt.usual(number) is not signal.default_int_handler
         if count == 2 and not launched:
             interrupt.leave(number)
 

@@ -123,7 +123,8 @@ def fit(
         InputError: an argument is invalid, such as data that can only be iterated; nothing was trained.
         RuntimeError: a loss is not finite, a device failed, or the disk is full.
         PeerLost: another process died, hung or stopped.
-        KeyboardInterrupt: Ctrl-C was pressed in a run without checkpoints; the state is lost.
+        KeyboardInterrupt: Ctrl-C was pressed in a program, in a run without checkpoints; the state is lost. In a notebook or another
+            interactive session, a run without `run_dir` ends after the step and returns its result, and only a second Ctrl-C raises this.
     """
     folder = _folder(run_dir, checkpoint, resume)
     length, called = _length(steps, epochs), Callbacks(callbacks)

@@ -359,7 +359,8 @@ def make_preemption(settings: RunSettings, team: Team, callbacks: Callbacks | No
     """Return the object that decides before each step whether the run ends (after a signal or a callback's request) or traces a batch."""
     stops = None if callbacks is None else (lambda: callbacks.stop)
     traces = watch.wants_trace if watch.can_trace else None
-    return Preemption(team.processes, saves=settings.checkpoint.every is not None, stops=stops, traces=traces)
+    returns = settings.in_python and settings.folder is None and interrupt.is_interactive()
+    return Preemption(team.processes, saves=settings.checkpoint.every is not None, returns=returns, stops=stops, traces=traces)
 
 
 def make_watch(

@@ -112,7 +112,8 @@ class Training:
         self._check_complete(steps)
         interrupt.check()
         windows = self.measure.predicted, self.measure.measured
-        return Summary(steps, mean_loss(before), mean_loss(after), log.seconds, log.folder, *windows, state=state)
+        stopped_by = self.preemption.signal if self.preemption.returns else None
+        return Summary(steps, mean_loss(before), mean_loss(after), log.seconds, log.folder, *windows, stopped_by=stopped_by, state=state)
 
     def _schedule(self, step: int, decision: Decision) -> None:
         """Schedule the snapshot after `step` and the trace that begins with `step`, if they are due."""

@@ -57,6 +57,10 @@ PRESETS: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
             **{**_QWEN, "vocab_size": 151936, "depth": 28, "width": 1024, "heads": 16, "kv_heads": 8, "head_size": 128},
             **{"mlp_width": 3072, "qk_norm": "head", "tied": True, "max_positions": 40960, "seq_len": 8192},
         },
+        "qwen3-8b": {
+            **{**_QWEN, "vocab_size": 151936, "depth": 36, "width": 4096, "heads": 32, "kv_heads": 8, "mlp_width": 12288},
+            **{"qk_norm": "head", "max_positions": 40960, "seq_len": 8192},
+        },
         "mistral-7b": {
             **{**_LIKE_LLAMA, "vocab_size": 32000, "depth": 32, "width": 4096, "heads": 32, "kv_heads": 8, "mlp_width": 14336},
             **{"norm_epsilon": 1e-5, "window": 4096, "max_positions": 32768, "seq_len": 8192},
