@@ -116,8 +116,8 @@ class Pipeline:
             among the devices of all processes. With too few devices, neighbouring ranks share one. (Without chunks a rank is one replica of
             a stage.)
         clip_global_norm: clip the mean gradient of each batch to this norm over all stages, as `optax.clip_by_global_norm` does. The result
-            does not depend on the cut. It cannot be used with weight stashing. Under schedules that do not flush no worker waits for the
-            norm: it updates when the norm arrives.
+            does not depend on the cut. It cannot be used with `pipedream`, except with `vertical_sync`. Under schedules that do not flush
+            no worker waits for the norm: it updates when the norm arrives.
         clip_stage_norm: clip the mean gradient of each stage to this norm, under any schedule. The result depends on the cut, so prefer
             `clip_global_norm` if the schedule allows it. The two cannot be combined, and stages must not share trained parameters.
         skip_nonfinite: if any gradient of a batch is NaN or infinite, change no weights and no optimizer state at any stage;
@@ -498,7 +498,7 @@ class Pipeline:
         numbers. The keys differ from those in training.
 
         The version is the newest that all replicas of all stages hold. While microbatches are in flight there may be none, for example
-        under weight stashing without replicas, or mostly under 2BW with replicas. Then a copy of the state is drained, which takes memory
+        under `pipedream` without replicas, or mostly under 2BW with replicas. Then a copy of the state is drained, which takes memory
         for the copy during the call. This also happens for the average of the weights, and with `delay_correction`. With `Plan.agree` the
         weights are the last on which the pipelines have agreed, after such a drain. Layer state (batch statistics) is the present state of
         each stage, which is ahead of that version by the microbatches in flight; over replicas it is the mean, unless the plan has

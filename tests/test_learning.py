@@ -44,7 +44,7 @@ def promotion():
         yield
 
 
-def emulated(variant, batches, start, optimizer="Adam", rate=RATE, clip=CLIP, schedule=SCHEDULE, momentum=0.9):
+def emulated(variant, batches, start, optimizer="Adam", rate=RATE, clip=CLIP, schedule=SCHEDULE, momentum=0.9, backward="stashed"):
     """Return the result of an emulation that evaluates the first batch after every update."""
     precise = np.asarray(batches[0][0]).dtype.type
     momentum = momentum if variant.momentum is None else variant.momentum
@@ -52,7 +52,7 @@ def emulated(variant, batches, start, optimizer="Adam", rate=RATE, clip=CLIP, sc
     recipe = recipe._replace(rate=precise(rate), momentum=precise(momentum))
     data = jax.tree.map(lambda *leaves: np.stack(leaves)[:, None], *batches)
     stages = [(layer_id,) for layer_id in STACK.ids]
-    emulation = Emulation(STACK, stages, models.squares, OPTIMIZERS[optimizer].rule, schedule, SLOW_UPDATES, D, clip)
+    emulation = Emulation(STACK, stages, models.squares, OPTIMIZERS[optimizer].rule, schedule, SLOW_UPDATES, D, clip, backward)
     return jax.jit(emulation.train)(recipe, start, data, batches[0])
 
 
@@ -63,13 +63,20 @@ def initial(batch):
 @pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize(
-    ("schedule", "prediction", "slow"),
-    [*((schedule, 1.0, False) for schedule in PLANS), ("2BW", 0.0, False), ("PipeDream m = 1", 0.5, True)],
+    ("schedule", "prediction", "slow", "backward"),
+    [
+        *((schedule, 1.0, False, "stashed") for schedule in PLANS),
+        ("2BW", 0.0, False, "stashed"),
+        ("PipeDream m = 1", 0.5, True, "stashed"),
+        *((f"PipeDream m = {m}", 1.0, False, backward) for m in ("d", "2d") for backward in ("newest", "recomputed")),
+    ],
 )
-def test_the_emulation_equals_the_pipeline(schedule, prediction, slow):
+def test_the_emulation_equals_the_pipeline(schedule, prediction, slow, backward):
     """In float64, with spike compensation, clipping, and a learning rate that changes."""
     with jax.enable_x64(True):
         name, m, fields = PLANS[schedule]
+        if backward != "stashed":
+            fields = fields | {"stash": False, "recompute": "full" if backward == "recomputed" else "none"}
         optimizer = compensated_adamw(lambda t: RATE * SCHEDULE(t), b2=grid.ADAM_B2, weight_decay=grid.WEIGHT_DECAY)
         optimizer = optax.chain(optimizer, scale_by_delay(SLOW_UPDATES)) if slow else optimizer
         clip = {"clip_stage_norm" if schedule.startswith("PipeDream") else "clip_global_norm": CLIP}
@@ -88,7 +95,7 @@ def test_the_emulation_equals_the_pipeline(schedule, prediction, slow):
         for batch in batches:
             state, _ = pipe.step(state, batch)
         state = pipe.drain(state)
-        result = emulated(Variant(schedule, "delay", prediction, slow=slow), batches, start)
+        result = emulated(Variant(schedule, "delay", prediction, slow=slow), batches, start, backward=backward)
         running.check_close(models.on_first_device(pipe.params(state)), jax.tree.map(jnp.subtract, result.params, result.ahead))
         for worker in state.workers:
             newest = models.on_first_device(worker.weights.read(worker.weights.newest))

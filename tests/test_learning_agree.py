@@ -44,7 +44,9 @@ def emulated(setting, batches, start):
     rule, stages = OPTIMIZERS["Adam"].rule, [(layer_id,) for layer_id in STACK.ids]
     emulation = Emulation(STACK, stages, models.squares, rule, SCHEDULE, 1, 2, CLIP)
     data = jax.tree.map(lambda *leaves: np.stack(leaves)[:, None], *batches)
-    return jax.jit(exchange.Pipelines(emulation, W if setting.agree else 1).train)(recipe, exchanged, start, data, batches[0])[1]
+    return jax.jit(exchange.Pipelines(emulation, W if setting.agree else 1, bits=setting.agree and setting.agree.bits).train)(
+        recipe, exchanged, start, data, batches[0]
+    )[1]
 
 
 def agreeing(schedule, every, **fields):
@@ -66,6 +68,8 @@ def sending(kind):
         agreeing("flush", 3, fragments="stages"),
         agreeing("flush", 3, delay=1),
         agreeing("2BW", 2),
+        agreeing("2BW", 3, delay=1, bits=2),
+        agreeing("flush", 2, fragments="stages", bits=4),
         *map(sending, ("bfloat16", "int8", "fp8")),
     ],
 )

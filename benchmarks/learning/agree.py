@@ -10,8 +10,9 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -64,9 +65,14 @@ class Setting:
     feedback: bool = True
     rates: tuple[float, ...] = (2e-3, 4e-3, 6e-3)
 
-    def recipe(self, seed: int, rate: float, d: int) -> Recipe:
+    @property
+    def bits(self) -> Literal[4, 2] | None:
+        """The bits for each value of an agreement."""
+        return self.agree.bits if self.agree else None
+
+    def recipe(self, seed: int, rate: float, d: int, optimizer: str) -> Recipe:
         """Return the run of each pipeline of d stages as arrays; without a flush each stage is clipped by its own norm."""
-        recipe = self.variant.recipe(seed, rate, OPTIMIZERS[OPTIMIZER].momentum, d, 1)
+        recipe = self.variant.recipe(seed, rate, OPTIMIZERS[optimizer].momentum, d, 1)
         return recipe._replace(stage_clip=np.float32(self.variant.schedule != "flush"))
 
     def exchange(self, d: int) -> Exchange:
@@ -96,6 +102,8 @@ class Part(NamedTuple):
         settings: what is compared, data parallelism first.
         d: stages, and blocks of the GPT.
         width: of the GPT.
+        pipelines: w.
+        optimizer: of each pipeline, by name.
     """
 
     name: str
@@ -103,6 +111,8 @@ class Part(NamedTuple):
     settings: tuple[Setting, ...]
     d: int = 4
     width: int = 128
+    pipelines: int = W
+    optimizer: str = OPTIMIZER
 
 
 def _agreeing(every: int, name: str, **fields: Any) -> Setting:
@@ -166,6 +176,17 @@ PARTS = (
         ),
         d=2,
         width=64,
+    ),
+    Part(
+        "few bits",
+        600,
+        _with(
+            (*BASE, _of_means(30), _of_means(30, ", 4 bits", bits=4), _of_means(30, ", 2 bits", bits=2)), variant=NESTEROV, rates=(6e-3,)
+        ),
+        d=2,
+        width=64,
+        pipelines=2,
+        optimizer="Muon",
     ),
 )
 
@@ -241,34 +262,37 @@ def run(part: Part, seeds: int, at_once: int, deadline: float) -> Iterator[list[
     """
     task = make_gpt(part.d, part.width)
     cells = [(setting, rate, seed) for seed in range(seeds) for setting in part.settings for rate in setting.rates]
-    runs = [(setting.recipe(seed, rate, part.d), setting.exchange(part.d)) for setting, rate, seed in cells]
-    at_once = min(at_once, len(runs))
     data = stacked([batches_of_run(task, seed, part.updates // EVERY, EVERY) for seed in range(seeds)])
     params = stacked([initial(task, seed) for seed in range(seeds)])
-    versions = 1 + max(int(recipe.delays.max()) for recipe, _ in runs)
+    versions = 1 + max(setting.variant.schedule != "flush" for setting in part.settings)
     rounds = any(setting.messages or setting.sums for setting in part.settings)
     draws = any(setting.stochastic for setting in part.settings)
-    schedule, stages, rule = warm_up_and_cosine(part.updates), stages_of(task, part.d), OPTIMIZERS[OPTIMIZER].rule
-    pipelines = Pipelines(
-        Emulation(task.stack, stages, task.loss, rule, schedule, part.updates // 4, versions, task.clip), W, rounds, draws
-    )
+    schedule, stages, rule = warm_up_and_cosine(part.updates), stages_of(task, part.d), OPTIMIZERS[part.optimizer].rule
+    emulation = Emulation(task.stack, stages, task.loss, rule, schedule, part.updates // 4, versions, task.clip)
 
-    def train(recipe: Recipe, exchange: Exchange, params: Tree, data: Tree, held_out: Tree) -> jax.Array:
+    def train(pipelines: Pipelines, recipe: Recipe, exchange: Exchange, params: Tree, data: Tree, held_out: Tree) -> jax.Array:
         start, batches = jax.tree.map(lambda a: a[recipe.seed], (params, data))
         return pipelines.train(recipe, exchange, start, batches, held_out)[0]
 
-    program, inputs = jax.jit(jax.vmap(train, (0, 0, None, None, None))), jax.device_put((params, data, task.held_out))
-    for first in range(0, len(runs), at_once):
-        if time.monotonic() > deadline:
-            return
-        chunk = runs[first : first + at_once]
-        losses = np.asarray(program(*stacked([*chunk, *[chunk[-1]] * (at_once - len(chunk))]), *inputs))
-        yield [_row(part, *cell, values) for cell, values in zip(cells[first : first + at_once], losses, strict=False)]
+    inputs = jax.device_put((params, data, task.held_out))
+    for bits in dict.fromkeys(setting.bits for setting in part.settings):
+        pipelines = Pipelines(emulation, part.pipelines, rounds, draws, bits)
+        program = jax.jit(jax.vmap(partial(train, pipelines), (0, 0, None, None, None)))
+        chosen = [cell for cell in cells if cell[0].bits == bits]
+        size = min(at_once, len(chosen))
+        for chunk in (chosen[first : first + size] for first in range(0, len(chosen), size)):
+            if time.monotonic() > deadline:
+                return
+            full = [*chunk, *[chunk[-1]] * (size - len(chunk))]
+            runs = [(setting.recipe(seed, rate, part.d, part.optimizer), setting.exchange(part.d)) for setting, rate, seed in full]
+            losses = np.asarray(program(*stacked(runs), *inputs))
+            yield [_row(part, *cell, values) for cell, values in zip(chunk, losses, strict=False)]
 
 
 def _row(part: Part, setting: Setting, rate: float, seed: int, losses: np.ndarray) -> Row:
-    task = f"{W} pipelines, {part.d} stages, width {part.width}, {FAMILIES[setting.variant]}, {part.updates} updates"
-    return Row(task, part.d, OPTIMIZER, setting.group, setting.name, rate, seed, EVERY, [round(float(loss), 5) for loss in losses])
+    family = FAMILIES[setting.variant].replace(OPTIMIZER, part.optimizer)
+    task = f"{part.pipelines} pipelines, {part.d} stages, width {part.width}, {family}, {part.updates} updates"
+    return Row(task, part.d, part.optimizer, setting.group, setting.name, rate, seed, EVERY, [round(float(loss), 5) for loss in losses])
 
 
 def tables(rows: Sequence[Row], where: str = "") -> list[Table]:
@@ -279,9 +303,9 @@ def tables(rows: Sequence[Row], where: str = "") -> list[Table]:
         where: is added to their names.
     """
     made = []
-    for task, d in dict.fromkeys((row.task, row.d) for row in rows):
+    for task, d, optimizer in dict.fromkeys((row.task, row.d, row.optimizer) for row in rows):
         rates = sorted({row.rate for row in rows if row.task == task})
-        settings = recipes_by_rate(rows, task, d, OPTIMIZER)
+        settings = recipes_by_rate(rows, task, d, optimizer)
         best = [min(recipes, key=lambda recipe: recipe.loss) for recipes in settings]
         head = ["exchange", "setting", *(f"loss at {rate:g}" for rate in rates), "best, above data parallelism"]
         lines = []

@@ -4,6 +4,7 @@ The letters in the shapes: d stages, m equal parts of a batch, each a microbatch
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ import optax
 
 import jpipe
 from jpipe.optimizers import PredictDelayState, predict_delay
+from jpipe.stages.functions._residuals import find_residuals
 
 Tree = Any
 Schedule = Literal[
@@ -52,13 +54,13 @@ def delays(schedule: Schedule, d: int, m: int) -> np.ndarray:
     return np.maximum(table, 0).astype(np.int32)
 
 
-def warm_up_and_cosine(updates: int) -> Callable[[Any], Any]:
-    """Return the factor of the learning rate at each of `updates` updates: a warm-up in the first 5%, then a cosine to a tenth."""
-    warm = max(updates // 20, 1)
+def warm_up_and_cosine(updates: int, share: float = 0.05, end: float = 0.1) -> Callable[[Any], Any]:
+    """Return the factor of the learning rate at each of `updates` updates: a warm-up in the first share, then a cosine to `end`."""
+    warm = max(round(updates * share), 1)
 
     def factor(t: Any) -> Any:
         t = jnp.asarray(t, float)
-        falling = 0.1 + 0.45 * (1 + jnp.cos(jnp.pi * (t - warm) / max(updates - warm, 1)))
+        falling = end + (1 - end) / 2 * (1 + jnp.cos(jnp.pi * (t - warm) / max(updates - warm, 1)))
         return jnp.where(t < warm, (t + 1) / (warm + 1), falling)
 
     return factor
@@ -130,6 +132,9 @@ class Carry(NamedTuple):
     ahead: tuple[PredictDelayState, ...]
 
 
+Backward = Literal["stashed", "newest", "recomputed"]
+"""The weights that a backward reads: those of its forward; the newest ones; or the newest ones, with which it also repeats the forward."""
+
 Send = Callable[[Tree, int, Any], Tree]
 """What becomes of the activations, and of their gradients, between two stages: `(activations, stage that receives, microbatch)`."""
 
@@ -146,6 +151,7 @@ class Emulation:
         slow_updates: the number of updates over which a learning rate divided by the delay rises to the whole one.
         versions: how many weight versions are kept, at least the largest delay and one.
         clip: the largest norm of a gradient, or None for no clipping.
+        backward: the weights that backwards read.
     """
 
     def __init__(
@@ -158,9 +164,11 @@ class Emulation:
         slow_updates: int,
         versions: int,
         clip: float | None = 1.0,
+        backward: Backward = "stashed",
     ) -> None:
         self._stack, self._stages, self._loss, self._rule = stack, [tuple(stage) for stage in stages], loss, rule
         self._schedule, self._slow_updates, self._versions, self._clip = schedule, slow_updates, versions, clip
+        self._backward = backward
         self._stage_of = {layer_id: s for s, stage in enumerate(self._stages) for layer_id in stage}
 
     def train(self, recipe: Recipe, params: Tree, data: Tree, held_out: Tree) -> Trained:
@@ -208,8 +216,10 @@ class Emulation:
         microbatches = jax.tree.map(lambda a: a.reshape(m, -1, *a.shape[1:]), batch)
         read = {i: jax.tree.map(lambda p, s=s: p[recipe.delays[s]], carry.versions[i]) for i, s in self._stage_of.items()}
 
+        newest = None if self._backward == "stashed" else jax.tree.map(lambda p: p[0], carry.versions)
+
         def mean_gradient(params: Tree, microbatch: Tree, number: Any) -> Tree:  # the gradients that stages send are those of the sum
-            gradients, weight = jax.grad(self._total, has_aux=True)(params, microbatch, number, send)
+            gradients, weight = jax.grad(self._total, has_aux=True)(params, microbatch, number, send, newest)
             return jax.tree.map(lambda g: g / weight, gradients)
 
         return jax.tree.map(lambda g: g.mean(0), jax.vmap(mean_gradient)(read, microbatches, jnp.arange(m)))
@@ -267,13 +277,39 @@ class Emulation:
         """Return a tree by layer id from the parts of the stages."""
         return {layer_id: tree for stage in stages for layer_id, tree in stage.items()}
 
-    def _total(self, params: Tree, batch: Tree, microbatch: Any, send: Send | None) -> tuple[jax.Array, Any]:
+    def _total(self, params: Tree, batch: Tree, microbatch: Any, send: Send | None, newest: Tree = None) -> tuple[jax.Array, Any]:
         x, labels = batch
-        blank: Tree = {layer_id: {} for layer_id in self._stack.ids}
         for s, stage in enumerate(self._stages):
             x = send(x, s, microbatch) if s and send is not None else x
-            x, _ = self._stack.apply(stage, params, blank, x, key=None, microbatch=0, train=True)
+            own = [{layer_id: tree[layer_id] for layer_id in stage} for tree in (params, newest or params)]
+            x = self._applied(stage, own[0], x) if newest is None else self._without_stash(stage, *own, x)
         return self._loss(x, labels)
+
+    def _applied(self, stage: Sequence[str], params: Tree, x: Tree) -> Tree:
+        return self._stack.apply(stage, params, {layer_id: {} for layer_id in self._stack.ids}, x, key=None, microbatch=0, train=True)[0]
+
+    def _without_stash(self, stage: Sequence[str], params: Tree, newest: Tree, x: Tree) -> Tree:
+        """Apply a stage with `params`; its backward reads `newest`, and the activations of the forward unless it repeats the forward."""
+
+        def forward(params: Tree, arguments: Tree, rng: Tree) -> tuple[Tree, Any]:
+            y, vjp = jax.vjp(partial(self._applied, stage), params, arguments[0])
+            return (y, {}), vjp
+
+        residuals = find_residuals(forward, params, (x,), ())
+
+        def begin(params: Tree, newest: Tree, x: Tree) -> tuple[Tree, Tree]:
+            outputs, saved = residuals.run(params, (x,), ())
+            return outputs[0], (newest, x, (residuals.keep((x,), outputs), saved))
+
+        def end(kept: Tree, gradient: Tree) -> tuple[Tree, None, Tree]:
+            newest, x, (arrays, saved) = kept
+            vjp = residuals.vjp(newest, (), arrays, saved) if self._backward == "newest" else forward(newest, (x,), ())[1]
+            of_params, of_x = vjp(gradient)
+            return of_params, None, of_x
+
+        applied = jax.custom_vjp(lambda params, newest, x: self._applied(stage, params, x))
+        applied.defvjp(begin, end)
+        return applied(params, newest, x)
 
     def _clipped(self, gradients: list[Tree], stage_clip: jax.Array) -> list[Tree]:
         if self._clip is None:

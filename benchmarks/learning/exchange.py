@@ -5,13 +5,14 @@ What runs differ in is arrays, so that all of them are one program. The letters 
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.learning.emulation import Carry, Emulation, Recipe
+from jpipe.capabilities.agreement.few_bits import compress, decompress
 from jpipe.plan import BLOCK
 
 Tree = Any
@@ -144,10 +145,13 @@ class Pipelines:
         count: w.
         rounds: whether anything is rounded. A program without it compiles and runs in less time.
         draws: whether anything is rounded at random; likewise.
+        bits: see `jpipe.plan.Agreement`.
     """
 
-    def __init__(self, emulation: Emulation, count: int, rounds: bool = True, draws: bool = True) -> None:
-        self._emulation, self._count, self._rounds, self._draws = emulation, count, rounds, draws
+    def __init__(
+        self, emulation: Emulation, count: int, rounds: bool = True, draws: bool = True, bits: Literal[4, 2] | None = None
+    ) -> None:
+        self._emulation, self._count, self._rounds, self._draws, self._bits = emulation, count, rounds, draws, bits
 
     def train(self, recipe: Recipe, exchange: Exchange, params: Tree, data: Tree, held_out: Tree) -> tuple[jax.Array, Tree]:
         """Train once.
@@ -203,12 +207,19 @@ class Pipelines:
         Nothing reads the agreed weights in between, except an evaluation, which counts an agreement from its beginning.
         """
         newest = jax.tree.map(lambda p: p[:, 0], state.pipelines.versions)
-        agreed, momentum = [], []
-        split = map(self._emulation.split, (state.agreed, state.momentum, newest))
-        for offset, before, velocity, own in zip(exchange.offsets, *split, strict=True):
+        agreed, momentum, errors = [], [], []
+        split = map(self._emulation.split, (state.agreed, state.momentum, newest, state.errors))
+        for offset, before, velocity, own, lost in zip(exchange.offsets, *split, strict=True):
             begins = self._due(exchange, t + 1 - offset)
             applied = self._due(exchange, t + 1 - exchange.delay - offset) & (t + 1 > exchange.delay)
-            change = jax.tree.map(lambda a, w: a - w.mean(0), before, own)
+            if self._bits is None:
+                change = jax.tree.map(lambda a, w: a - w.mean(0), before, own)
+            else:
+                wanted = jax.tree.map(lambda a, w, e: a[None] - w + e, before, own, lost)
+                sent = jax.tree.map(jax.vmap(self._in_few_bits), wanted)
+                change = jax.tree.map(lambda leaf: leaf.mean(0), sent)
+                lost = jax.tree.map(partial(jnp.where, begins), jax.tree.map(jnp.subtract, wanted, sent), lost)
+            errors.append(lost)
             moved = jax.tree.map(lambda d, v: d + exchange.momentum * v, change, velocity)
             after = jax.tree.map(lambda a, d, v: a - exchange.rate * (d + exchange.momentum * v), before, change, moved)
             agreed.append(jax.tree.map(partial(jnp.where, begins), after, before))
@@ -216,8 +227,11 @@ class Pipelines:
             mixed = jax.tree.map(lambda w, a: exchange.mixing * w + (1 - exchange.mixing) * a, own, self._copies(agreed[-1]))
             newest = newest | jax.tree.map(partial(jnp.where, applied), mixed, own)
         versions = jax.tree.map(lambda old, new: jnp.concatenate([new[:, None], old[:, 1:]], 1), state.pipelines.versions, newest)
-        pipelines = state.pipelines._replace(versions=versions)
-        return state._replace(pipelines=pipelines, agreed=self._emulation.merged(agreed), momentum=self._emulation.merged(momentum))
+        pipelines, merged = state.pipelines._replace(versions=versions), self._emulation.merged
+        return state._replace(pipelines=pipelines, agreed=merged(agreed), momentum=merged(momentum), errors=merged(errors))
+
+    def _in_few_bits(self, leaf: jax.Array) -> jax.Array:
+        return decompress(self._bits, compress(self._bits, leaf), leaf)
 
     def _due(self, exchange: Exchange, updates: jax.Array) -> jax.Array:
         """Return whether pipelines agree and a number of updates is a multiple of those from one agreement to the next."""

@@ -41,8 +41,8 @@ class Task:
     held_out: Batch
 
 
-def make_gpt(depth: int = 4, width: int = 128) -> Task:
-    """Return the byte GPT of `configs/gpt-bytes.yaml` with `depth` blocks of a width, and 16 sequences of 96 bytes per batch."""
+def make_gpt(depth: int = 4, width: int = 128, rows: int = 16) -> Task:
+    """Return the byte GPT of `configs/gpt-bytes.yaml` with `depth` blocks of a width, and `rows` sequences of 96 bytes per batch."""
     text = read_bytes(None, 0.05)
     train, held_out = Windows(text.train, SEQ_LEN), Windows(text.validation, SEQ_LEN)
     rng = np.random.default_rng(0)
@@ -50,7 +50,7 @@ def make_gpt(depth: int = 4, width: int = 128) -> Task:
         layers.layers(ModelConfig(depth=depth, width=width, heads=4, seq_len=SEQ_LEN)),
         cross_entropy.loss,
         1.0,
-        partial(_shuffled, len(train), 16, lambda rows: _stack(train, rows)),
+        partial(_shuffled, len(train), rows, lambda numbers: _stack(train, numbers)),
         _stack(held_out, rng.choice(len(held_out), 256, replace=False)),
     )
 

@@ -120,6 +120,8 @@ class MessageHooks:
         is_sum: whether this is a sum.
         price: `(Prices, source, to) -> (freed, size, added)`, in bytes: the memory that the message frees at its sender, its size, and the
             memory that it takes at its receiver. For a sum: `(Prices, stage) -> int`, the bytes that are summed. By default 0.
+        gathered: `(Prices, stage) -> bytes` that a replica sends to each other replica for a sum that each replica computes itself; 0, the
+            default: they sum in a ring.
         awaited: `(worker, source, microbatch) -> tuple`, the numbers by which a worker of a prediction identifies the message that it waits
             for; by default the microbatch.
         received: `(worker, receive) -> None`, changes a worker of a prediction when it receives the message.
@@ -131,6 +133,7 @@ class MessageHooks:
     has_number: bool = True
     is_sum: bool = False
     price: Hook = lambda prices, source, to: (0, 0, 0)
+    gathered: Hook = lambda prices, s: 0
     awaited: Hook | None = None
     received: Hook | None = None
 
@@ -324,6 +327,7 @@ class RuntimeHooks:
         messages: the hooks of each message, by `Send.message`.
         exchange: `(values by field of the plan) -> Exchange` of activations and gradients.
         summed: `(Arrays) -> specs` of the arrays that the replicas of a stage sum instead of gradients.
+        gathered: `(Arrays) -> specs | None` of a replica's part of this sum, if each replica sends its part to all and computes the sum.
 
     Programs of a stage:
         calls: `(Arrays) -> dict[str, Call]`, additional programs by name; a value may also be a function that returns the `Call`.
@@ -375,6 +379,7 @@ class RuntimeHooks:
     messages: Mapping[str, TransportHooks] = field(default_factory=dict)
     exchange: Hook | None = None
     summed: Hook | None = None
+    gathered: Hook | None = None
 
     calls: Hook | None = None
     ops: Hook | None = None

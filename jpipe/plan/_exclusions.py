@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import jpipe
 
 
-_STASHING = "weight stashing"  # a property of a schedule, not an option
+_EARLY = "early updates"  # a property of a schedule, not an option
 EXCLUSIONS = (
     Exclusion("max_in_flight", "extra_in_flight", "one lowers the number that the other raises"),
     Exclusion("max_in_flight", "chunks_per_rank", "the order of several stages on a rank says how many are in flight"),
@@ -37,7 +37,7 @@ _PROPERTIES: Mapping[str, Callable[["jpipe.Plan"], Any]] = MappingProxyType(
         "chunks_per_rank": lambda plan: most if (most := max(map(len, plan.pipeline_ranks))) > 1 else None,
         "update_every": lambda plan: plan.update_every if max(map(plan.updates_per_batch, range(plan.depth))) > 1 else None,
         "stash": lambda plan: None if plan.stash else "false",
-        _STASHING: lambda plan: SCHEDULES[plan.schedule].updates_early(plan) or None,
+        _EARLY: lambda plan: SCHEDULES[plan.schedule].updates_early(plan) or None,
     }
 )
 """For properties that are not fields, or count as set only if they change something: functions from a plan to the value; None: not set."""
@@ -93,9 +93,9 @@ def _problem(plan: "jpipe.Plan | None", arguments: Mapping[str, Any], exclusion:
     fields = {} if plan is None else type(plan).model_fields
     default = fields[other].default if other in fields else None
     beside = f" with {short(value)}" if option in arguments and value is not True else ""
-    name = f"plan.{other}" if option in arguments and other not in arguments and other != _STASHING else other
+    name = f"plan.{other}" if option in arguments and other not in arguments and other != _EARLY else other
     expected = f"{name} {default!r}" if isinstance(default, str) else f"no {name}"
-    is_schedule = exclusion.without_flush or other == _STASHING
+    is_schedule = exclusion.without_flush or other == _EARLY
     under = f" under the schedule '{plan.schedule}'" if plan is not None and is_schedule else ""
     is_short = found is not True and isinstance(found, (str, int, float, tuple, list))
     found_words = f", found {short(found)}" if is_short else ""

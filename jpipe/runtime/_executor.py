@@ -448,8 +448,10 @@ def _replica_sums(plan: Plan, arrays: Sequence[Arrays]) -> tuple[list[tuple[int,
         if summing is not None:
             gathers += [(first, given) for given in summing.specs(a)]
         elif others:
+            parts = [part for gathered in hooks("gathered", runtimes_of(plan)) if (part := gathered(a)) is not None]
             instead = [summed(a) for summed in hooks("summed", runtimes_of(plan))]
-            sums += [(first, spec) for spec in instead or a.sums.values()]
+            gathers += [(first, part) for part in parts]
+            sums += [(first, spec) for spec in instead or a.sums.values() if not parts]
         if a.functions.averages_when_read:
             sums.append((first, a.averaged))
     return sums, gathers

@@ -110,7 +110,8 @@ class Snapshot:
         - `shard_optimizer`: the optimizer state of a layer is in the entry of the replica that updates the layer.
         - `agree`: `params` has one version, from the last agreement that began before the batch. Each replica's entry has the trained
           parameters of its pipeline by age (`own`), the pipeline's optimizer state (`optimizer`), and the update of an agreement that is
-          not applied yet (`under_way`). `outer_momentum` belongs to the outer optimizer.
+          not applied yet (`under_way`). `outer_momentum` belongs to the outer optimizer. With `bits`, each replica's entry has the
+          rounding errors of its changes (`agreement_error`).
         - `Links.sums`: the entry of each replica has the rounding errors of its compressed gradients (`sum_error`).
         """
         assert self.complete

@@ -353,7 +353,7 @@ class Transport:
         coming = self._call_all(calls, cut, words, other_processes, join, lambda: dict.fromkeys(local, finish.out_info))
         return {w: coming[w] for w in local}
 
-    def sum_gathered(self, i: AllReduce, batch: int, part: Tree, total: jax.stages.Compiled) -> Mapping[int, Tree]:
+    def sum_gathered(self, i: Instruction, batch: int, part: Tree, total: jax.stages.Compiled, words: object = None) -> Mapping[int, Tree]:
         """Send a replica's part of the sum of `batch` to all replicas; each replica computes the sum itself.
 
         Return nothing until this process's last replica has called; then, for each of its replicas, `total` of all parts, in order.
@@ -389,7 +389,7 @@ class Transport:
             return sums([found[w] for w in replicas])
 
         on = tuple(place.process_index for place in group if place.process_index != jax.process_index())
-        coming = self._call_all(calls, cut, _Words(i, batch), on, join, lambda: {w: total.out_info for w, total in totals.items()})
+        coming = self._call_all(calls, cut, words or _Words(i, batch), on, join, lambda: {w: total.out_info for w, total in totals.items()})
         return {w: coming[w] for w in local}
 
     # Inside ------------------------------------------------------------------------------------------------------------

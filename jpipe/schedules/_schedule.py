@@ -100,7 +100,7 @@ class Schedule:
         versions_alive: `(plan, s) -> int`, the largest number of versions that a replica of stage s holds.
         refusal: `(plan) -> str`, why the schedule cannot run this plan, or "".
         updates_early: `(plan) -> bool`, whether a stage updates with a batch, and reads these weights, before all stages have computed the
-            batch's gradients. Then no update can depend on the gradients of all stages, as under weight stashing.
+            batch's gradients. Then no update can depend on the gradients of all stages, as under `pipedream`.
         options: the names of the `PlanOptions` that the schedule reads; a plan that sets any other option is illegal.
         closed_form: the form of the batches if planners have a closed-form price for it: "serial": one microbatch after the other; "fill
             and drain": all forwards, then all backwards; or "1F1B". None: planners walk through the order, which takes longer.

@@ -130,12 +130,12 @@ def _chunk_refusal(plan: Shape) -> str:
 
 
 def _updates_early(plan: Shape) -> bool:
-    """Return whether updates cannot use the gradients of all stages, or their norm. This is so under weight stashing.
+    """Return whether updates cannot use the gradients of all stages, or their norm: so it is without vertical sync.
 
-    Let L be the last microbatch of a batch. With stashing, stage s updates before its forward of microbatch L + n_s, and the norm is known
-    after the backward of L at stage 0. This backward comes after L's backwards at the stages before s, but the forward does not: stage s -
-    1 with n_{s-1} > n_s does its forward of L + n_s before its backward of L. So stage s > 0 would wait for s backwards, for any m. Under
-    vertical sync stages update before their forward of L + n_0, which stage 0 begins after its backward of L.
+    Let L be the last microbatch of a batch. Stage s updates before its forward of microbatch L + n_s, and the norm is known after the
+    backward of L at stage 0. This backward comes after L's backwards at the stages before s, but the forward does not: stage s - 1 with
+    n_{s-1} > n_s does its forward of L + n_s before its backward of L. So stage s > 0 would wait for s backwards, for any m. Under vertical
+    sync stages update before their forward of L + n_0, which stage 0 begins after its backward of L.
     """
     return plan.depth > 1 and not plan.options.vertical_sync
 

@@ -12,7 +12,7 @@ OF_PLANS = {
     "extra_in_flight": {"extra_in_flight": 1},
     "flush_first": {"flush_first": 1},
     "update_every": {"update_every": "replicas"},
-    "weight stashing": {"vertical_sync": False},
+    "early updates": {"vertical_sync": False},
     "shard_optimizer": {"shard_optimizer": True},
     "stages.sum_parts": {"sum_parts": 2},
     "chunks_per_rank": {"chunks_per_rank": 2},
@@ -60,7 +60,7 @@ def test_both_are_refused_and_one_is_not(exclusion: Exclusion):
         message = problem.text()
     where, _, rest = message.partition(": expected ")
     assert where == exclusion.option.replace("stages.", "stages.0.")
-    name = exclusion.other if exclusion.other in {*given, "weight stashing"} or not given else f"plan.{exclusion.other}"
+    name = exclusion.other if exclusion.other in {*given, "early updates"} or not given else f"plan.{exclusion.other}"
     assert name.removeprefix("stages.") in rest.partition(": ")[0]
     assert rest.endswith(f": {exclusion.why}; {exclusion.change}")
 
@@ -98,7 +98,7 @@ def test_arguments_are_checked_without_a_plan():
     ("option", "found"), [({"global_norm": True}, "global_norm"), ({"shared_parameters": [(0, 1)]}, "shared_parameters")]
 )
 def test_programs_are_not_written_for_what_is_excluded(option, found):
-    with pytest.raises(InputError, match=rf"^lower: {found}: expected no weight stashing under the schedule 'pipedream': the last stage "):
+    with pytest.raises(InputError, match=rf"^lower: {found}: expected no early updates under the schedule 'pipedream': the last stage "):
         lower(plan_of(vertical_sync=False), 2, **option)
 
 

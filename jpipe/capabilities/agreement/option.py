@@ -21,11 +21,23 @@ If all stages agree at once, o_s is 0. With F fragments of consecutive stages, s
 floor(f H / F): each stage agrees every H updates, and different fragments agree after different updates. The first round of a fragment with
 o_s > 0 has o_s updates. Fragments and a delay together are Streaming DiLoCo; α is its mixing factor.
 
+In few bits each pipeline sends integers to all others, and keeps what rounding has lost for its next agreement (error feedback, as in
+MuLoCo). E_k begins with zeros, and replaces the mean above:
+
+    sent        C_k = round(D_k + E_k), E_k = D_k + E_k - C_k; 0 where this is not finite
+    mean        D = (C_0 + C_1 + ...) / w; each pipeline adds in this order, so all get the same bits
+
+An array is rounded in blocks of 256 neighbouring values x with the largest magnitude M. With 4 bits the integers q are x / (M / 7), rounded
+to the nearest of -7 to 7; with 2 bits x / (0.44 M), to the nearest of -1 to 1. A block arrives as s q, where s = (x . q) / (q . q), as
+float32, makes the sum of squared errors least. So no block arrives further from x than zeros would. A block with NaN or infinity arrives as
+NaN.
+
 Evaluations and exports use the agreed weights of the last agreement that has begun, even if it is not applied yet. With H = 1, η = 1, μ =
 0, SGD and microbatches of equal weight this is data parallelism. References: DiLoCo (arXiv:2311.08105), algorithm 1; Streaming DiLoCo
-(arXiv:2501.18512).
+(arXiv:2501.18512); MuLoCo (arXiv:2505.23725), which has 2 bits with Muon.
 """
 
+import math
 import reprlib
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -40,6 +52,8 @@ if TYPE_CHECKING:
     import jpipe
 
 _MIXING = 0.5
+BLOCK = 256
+"""The number of values that share a scale."""
 
 
 class OuterOptimizer(pydantic.BaseModel):
@@ -72,6 +86,8 @@ class Agreement(pydantic.BaseModel):
             their own weights. 0, the default: a stage waits for the agreement.
         mixing: α, the share of its own weights that a pipeline keeps when it applies an agreement late, at least 0 and below 1; 0.5 by
             default. Not used without a delay.
+        bits: None, the default: pipelines sum their changes as they are. 4 or 2: they send them in this many bits for each value, with
+            error feedback.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -81,6 +97,7 @@ class Agreement(pydantic.BaseModel):
     fragments: Literal["stages"] | Annotated[Int, Field(ge=1)] | None = None
     delay: Annotated[Int, Field(ge=0)] = 0
     mixing: Annotated[Float, Field(ge=0, lt=1)] = _MIXING
+    bits: Literal[4, 2] | None = None
 
     @pydantic.field_validator("fragments", mode="before")
     @classmethod
@@ -98,6 +115,12 @@ class Agreement(pydantic.BaseModel):
         if not self.delay and self.mixing != _MIXING:
             raise InputError(key="mixing", expected="no value if delay is not set", found=self.mixing, change="remove mixing, or set delay")
         return self
+
+    def sent_bytes(self, size: float, pipelines: int) -> float:
+        """Return the bytes that each pipeline sends to agree on float32 weights of `size` bytes: in a ring, or to each other pipeline."""
+        if self.bits is None:
+            return 2 * (pipelines - 1) / pipelines * size
+        return (pipelines - 1) * math.ceil(size * (self.bits + 32 / BLOCK) / 32)
 
     def last(self, s: int, depth: int, updates: int) -> int:
         """Return the version at which stage s last began an agreement before its update number `updates`; 0 if there was none.
@@ -137,6 +160,9 @@ def check(plan: "jpipe.Plan") -> None:
     if len(set(plan.replicas)) > 1 or plan.replicas[0] == 1:
         expected = "the same number of replicas for each stage, 2 or more, which form parallel pipelines"
         raise InputError(key="agree", expected=expected, found=list(plan.replicas), change="give all stages this number, or remove agree")
+    if plan.agree.bits and (meshes := [stage.shape for stage in plan.stages if stage.shape]):
+        found = f"{plan.agree.bits} and a mesh {dict(meshes[0])}"
+        raise InputError(key="agree.bits", expected="stages on one device each", found=found, change="remove bits, or the mesh")
     if isinstance(plan.agree.fragments, int) and plan.agree.fragments > plan.depth:
         expected = f"'stages', or a number of fragments up to the number of stages, {plan.depth}"
         raise InputError(key="agree.fragments", expected=expected, found=plan.agree.fragments, change="a stage is in one fragment")

@@ -13,7 +13,7 @@ from jpipe.programs._verify import Verifier
 from jpipe.programs.lowering import Run
 from jpipe.programs.lowering._progress import Worker
 from jpipe.programs.prediction import _actions as prediction
-from jpipe.programs.prediction._prices import Change
+from jpipe.programs.prediction._prices import Change, Prices
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,16 +170,30 @@ def _write_agree(worker: prediction.Worker, i: Agree) -> None:
 
 
 def stage_cost(plan: Plan, stage: Stage, cost: StageCost, layers: Mapping[str, LayerCost]) -> StageCost:
-    """Return the cost of a stage with the agreed weights and their momentum. A shared parameter counts with each layer that uses it."""
+    """Return the cost of a stage with the agreed weights, momentum and errors. A shared parameter counts with each layer that uses it."""
     assert plan.agree is not None
-    copies = 1 + bool(plan.agree.outer.momentum)
+    copies = 1 + bool(plan.agree.outer.momentum) + bool(plan.agree.bits)
     return replace(cost, kept=cost.kept + copies * sum(layers[layer_id].trained for layer_id in stage.layers))
+
+
+def _sent_to_each(prices: Prices, s: int) -> float:
+    """Return the bytes that a pipeline sends to each other pipeline in few bits; 0: they sum their changes in a ring."""
+    agree = prices.plan.agree
+    assert agree is not None
+    return agree.sent_bytes(prices.costs[s].trained, 2) if agree.bits else 0
 
 
 PROGRAM = ProgramHooks(
     instructions=(SumChanges, Agree),
     messages={
-        "changes": MessageHooks("c", "#4B1D78", "agreement of pipelines", is_sum=True, price=lambda prices, s: prices.costs[s].trained)
+        "changes": MessageHooks(
+            "c",
+            "#4B1D78",
+            "agreement of pipelines",
+            is_sum=True,
+            price=lambda prices, s: prices.costs[s].trained,
+            gathered=_sent_to_each,
+        )
     },
     carries_over=True,
     sums=(SumChanges,),
@@ -192,7 +206,9 @@ PROGRAM = ProgramHooks(
     writers={SumChanges: _write_sum, Agree: _write_agree},
     changes={
         "changes": lambda prices, cost, s: Change(cost.trained),
-        "sum changes": lambda prices, cost, s: Change(sent=round(prices.sum("changes", s)[0])),
+        "sum changes": lambda prices, cost, s: Change(
+            0, round(prices.plan.replicas[s] * _sent_to_each(prices, s)), round(prices.sum("changes", s)[0])
+        ),
         "agree": lambda prices, cost, s: Change(-cost.trained),
     },
     begin=_begin,

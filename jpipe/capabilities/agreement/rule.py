@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jpipe.capabilities.agreement.option import OuterOptimizer
+from jpipe.capabilities.agreement.option import Agreement, OuterOptimizer
 
 Tree = Any
 
@@ -22,15 +22,16 @@ ALREADY_APPLIED: Tree = ()
 
 
 class Agreed(NamedTuple):
-    """The result of the last agreement on a stage, which each pipeline keeps; it is the same in all pipelines."""
+    """The result of the last agreement on a stage, which each pipeline keeps. All but the errors are the same in all pipelines."""
 
     params: Tree  # A, the trained parameters on which the pipelines have agreed last; at first the initial parameters
     momentum: Tree  # V of the outer optimizer, a tree like `params`; empty without momentum
+    errors: Tree  # E_k, what rounding the changes has lost, a tree like `params`; empty if they are not sent in few bits
 
 
-def like_agreed(outer: OuterOptimizer, params: Tree) -> Agreed:
-    """Return an `Agreed` with `params` as parameters and as momentum; the momentum is empty if there is none."""
-    return Agreed(params, params if outer.momentum else {})
+def like_agreed(agreement: Agreement, params: Tree) -> Agreed:
+    """Return an `Agreed` with `params` as parameters, momentum and errors; momentum and errors are empty if there are none."""
+    return Agreed(params, params if agreement.outer.momentum else {}, params if agreement.bits else {})
 
 
 def changes(agreed: Tree, params: Tree) -> Tree:
@@ -50,7 +51,7 @@ def agree(outer: OuterOptimizer, agreed: Agreed, mean: Tree) -> Agreed:
         mean, state = optax.trace(outer.momentum, nesterov=True).update(mean, optax.TraceState(agreed.momentum))
         momentum = state.trace
     params = jax.tree.map(lambda leaf, step: leaf - outer.learning_rate * step, agreed.params, mean)
-    return Agreed(params, momentum)
+    return Agreed(params, momentum, agreed.errors)
 
 
 def agree_at_once(outer: OuterOptimizer, agreed: Agreed, mean: Tree) -> tuple[Agreed, Tree]:

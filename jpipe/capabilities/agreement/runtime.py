@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpipe.capabilities.agreement.few_bits import Bits, compress, mean_of_sent, sent_changes
 from jpipe.capabilities.agreement.option import Agreement
 from jpipe.capabilities.agreement.program import Agree, SumChanges
 from jpipe.capabilities.agreement.rule import (
@@ -47,9 +48,15 @@ class _Words(NamedTuple):
 def sum_changes(worker: Worker, i: SumChanges) -> None:
     """Contribute this pipeline's changes. The last pipeline of this process starts the sum, and all its pipelines get the mean."""
     state, update, calls = worker.state, i.batch + worker.version_shift, worker.calls
-    part = calls["changes"](state.capabilities["agreement"].params, worker.functions.trained.part(state.weights.read(update + 1)))
+    agreed, own = state.capabilities["agreement"], worker.functions.trained.part(state.weights.read(update + 1))
     words = _Words(i.worker, update)
-    means = worker.transport.all_reduce(i, update, part, calls["add_changes"], calls["mean_changes"], words)
+    if _agreement(worker.functions).bits:
+        sent, errors = calls["sent_changes"](agreed.params, own, agreed.errors)
+        state.capabilities["agreement"] = agreed._replace(errors=errors)
+        means = worker.transport.sum_gathered(i, update, sent, calls["mean_of_sent"], words)
+    else:
+        part = calls["changes"](agreed.params, own)
+        means = worker.transport.all_reduce(i, update, part, calls["add_changes"], calls["mean_changes"], words)
     for w, mean in means.items():
         worker.workers[w].change_update(update, changes=mean)
 
@@ -82,11 +89,15 @@ def calls(a: Arrays) -> dict[str, Call]:
     f, params, agreed = a.functions, a.trained, specs(a)
     agreement = _agreement(f)
     outer = agreement.outer
-    sums = {
-        "changes": Call(changes, (), (params, params), params),
-        "add_changes": Call(add, (), (params, params), params),
-        "mean_changes": Call(partial(mean_changes, f.stage.replicas), (0,), (params,), params),
-    }
+    sums = (
+        _sums_of_sent(a, agreement.bits)
+        if agreement.bits
+        else {
+            "changes": Call(changes, (), (params, params), params),
+            "add_changes": Call(add, (), (params, params), params),
+            "mean_changes": Call(partial(mean_changes, f.stage.replicas), (0,), (params,), params),
+        }
+    )
     if not agreement.delay:
         return {**sums, "agree": Call(partial(agree_at_once, outer), (0, 1), (agreed, params), (agreed, params))}
     # The mean is not donated, because a snapshot may still read it. No other program makes the agreed weights, so their bits are equal
@@ -98,17 +109,32 @@ def calls(a: Arrays) -> dict[str, Call]:
     }
 
 
+def _sums_of_sent(a: Arrays, bits: Bits) -> dict[str, Call]:
+    """Return the programs with which pipelines send their changes in few bits."""
+    params, sent = a.trained, gathered(a)
+    return {
+        "sent_changes": Call(partial(sent_changes, bits), (2,), (params, params, params), (sent, params)),
+        "mean_of_sent": Call(partial(mean_of_sent, bits, params), (), ([sent] * a.functions.stage.replicas,), params),
+    }
+
+
+def gathered(a: Arrays) -> Tree:
+    """Return the specs of the changes that a pipeline sends in few bits, or None."""
+    bits = _agreement(a.functions).bits
+    return a.whole(jax.eval_shape(partial(jax.tree.map, partial(compress, bits)), a.trained)) if bits else None
+
+
 def specs(a: Arrays) -> Agreed:
     """Return the specs of the result of the last agreement."""
-    return like_agreed(_agreement(a.functions).outer, a.trained)
+    return like_agreed(_agreement(a.functions), a.trained)
 
 
 def fresh(f: StageFunctions, version: Tree, accumulators: Tree) -> Agreed:
-    """Return the `Agreed` before the first update: copies of these weights, and zero momentum."""
+    """Return the `Agreed` before the first update: copies of these weights, zero momentum and zero errors."""
     trained = f.trained.part(version)
     zeros = jax.tree.map(lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding), trained)
-    copies, momentum = jax.tree.map(jnp.copy, (trained, zeros))  # zeros are copied, too: a CPU device shares the memory of NumPy arrays
-    return Agreed(copies, momentum if _agreement(f).outer.momentum else {})
+    # zeros are copied, too: a CPU device shares the memory of NumPy arrays
+    return jax.tree.map(jnp.copy, like_agreed(_agreement(f), zeros)._replace(params=trained))
 
 
 def version_read(plan: Plan, batch: int) -> int:
@@ -121,12 +147,13 @@ RUNTIME = RuntimeHooks(
     handlers={SumChanges: sum_changes, Agree: move_agreed},
     calls=calls,
     used_calls={
-        SumChanges: lambda f, i: ("changes", "add_changes", "mean_changes"),
+        SumChanges: lambda f, i: ("sent_changes", "mean_of_sent") if _agreement(f).bits else ("changes", "add_changes", "mean_changes"),
         Agree: lambda f, i: ("agree", "mix") if _agreement(f).delay else ("agree",),
     },
     specs=specs,
     fresh=fresh,
     summed=lambda arrays: arrays.trained,
+    gathered=gathered,
     read=agreed_params,
     version_read=version_read,
     snapshot=AgreementSnapshot,

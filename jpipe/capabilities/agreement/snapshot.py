@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jpipe.capabilities.agreement.option import agreement_applied, agreement_under_way
-from jpipe.capabilities.agreement.program import Agree
+from jpipe.capabilities.agreement.option import agreement_applied, agreement_under_way, agrees
+from jpipe.capabilities.agreement.program import Agree, SumChanges
 from jpipe.capabilities.agreement.rule import ALREADY_AGREED, ALREADY_APPLIED, Agreed
 from jpipe.capabilities.protocol import SnapshotHooks
 from jpipe.plan import Plan
@@ -59,7 +59,10 @@ class AgreementSnapshot(SnapshotHooks):
             self._changes = state.updates[self._under_way].get("changes")
 
     def completes(self, update: int) -> type | None:
-        return None if agreement_applied(self._part.plan, self._part.stage, update) is None else Agree
+        plan, s = self._part.plan, self._part.stage
+        if agreement_applied(plan, s, update) is not None:
+            return Agree
+        return SumChanges if plan.agree is not None and plan.agree.bits and agrees(plan, s, update) else None  # it changes the errors
 
     def is_complete(self) -> bool:
         return self._under_way is None or self._changes is not None
@@ -71,6 +74,8 @@ class AgreementSnapshot(SnapshotHooks):
         plain: Plain = {"own": own}
         if self._under_way is not None and jax.tree.leaves(own) and arrived(self._changes) != ALREADY_APPLIED:
             plain["under_way"] = np.asarray(self._under_way)
+        if errors := part.kept["agreement"].errors:
+            plain["agreement_error"] = to_plain(errors[layer_id])
         if part.replica:
             return plain
         params = part.trained.joined(self._last_agreed.params, part.versions[part.newest])
@@ -94,8 +99,8 @@ def own_entries(plan: Plan, s: int, replica: int, layers: Mapping[str, Plain], e
 
 
 def restored(f: StageFunctions, replica: int, layers: Mapping[str, Plain], *, fresh: bool) -> Agreed:
-    """Return the agreed weights and the momentum of a snapshot; if the snapshot has no momentum, it begins with zeros."""
-    params, momentum = {}, {}
+    """Return the `Agreed` of a snapshot. Momentum that it lacks begins with zeros, and so do errors of another number of pipelines."""
+    params, momentum, errors = {}, {}, {}
     for entry in f.stack.ties.entries(f.stage.layers):
         where = f"checkpoint: layer '{entry}', parameters"
         newest = checked_dict(checked_dict(layers[entry].get("params", {}), where).get("0", {}), where)
@@ -107,7 +112,12 @@ def restored(f: StageFunctions, replica: int, layers: Mapping[str, Plain], *, fr
         momentum[entry] = (
             blank if saved is None else from_plain(blank, saved, f"checkpoint: layer '{entry}', momentum of the agreed weights")
         )
-    return Agreed(trained, momentum)
+    for entry, blank in zeros.items() if f.capabilities["agree"].bits else ():
+        of_pipelines = [layers.get(entry_name(entry, r), {}).get("agreement_error") for r in range(f.stage.replicas + 1)]
+        same = None not in of_pipelines[:-1] and of_pipelines[-1] is None and not fresh
+        where = f"checkpoint: layer '{entry}', rounding errors of agreements"
+        errors[entry] = from_plain(blank, of_pipelines[replica], where) if same else blank
+    return Agreed(trained, momentum, errors)
 
 
 def restored_updates(plan: Plan, worker: int, f: StageFunctions, layers: Mapping[str, Plain], updates: int) -> dict[int, Fields]:

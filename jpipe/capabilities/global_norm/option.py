@@ -75,7 +75,7 @@ EXCLUSIONS = (
         exclusion
         for option, instead in _OF_ALL.items()
         for exclusion in (
-            Exclusion(option, "weight stashing", _TOO_EARLY, f"use vertical_sync, 'pipedream_2bw' or a schedule that flushes{instead}"),
+            Exclusion(option, "early updates", _TOO_EARLY, f"use vertical_sync, 'pipedream_2bw' or a schedule that flushes{instead}"),
             Exclusion(option, "update_every", _TOO_OFTEN, "use 'batch' with as many microbatches as the stages have replicas"),
         )
     ),

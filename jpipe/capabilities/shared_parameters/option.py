@@ -55,7 +55,7 @@ OPTION = Option(
     exclusions=(
         Exclusion(
             "ties",
-            "weight stashing",
+            "early updates",
             "the last stage updates before the first stage has computed its gradients",
             "use vertical_sync, 'pipedream_2bw' or a schedule that flushes, or put the layers that share a parameter into one stage",
         ),

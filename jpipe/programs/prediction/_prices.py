@@ -101,6 +101,8 @@ class Prices:
         cost, others = self.costs[s], self.plan.replicas[s] - 1
         if what == "sum" and cost.gathered:
             return others * cost.gathered[piece], 1
+        if what != "sum" and (sent := self._messages[what].gathered(self, s)):
+            return others * sent, 1
         size = pieces_of(self.plan, self.plan.stages[s], cost)[piece] if what == "sum" else self._messages[what].price(self, s)
         return 2 * others / (others + 1) * size, 2
 

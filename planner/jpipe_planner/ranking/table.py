@@ -118,8 +118,9 @@ def schedule(candidate: Candidate) -> str:
     waiting = [f"offload {offloaded(candidate)}"] if candidate.offload is not None else []
     cut = [] if candidate.slices is None else [f"{candidate.num_slices} slices"]
     agree, links, agreeing = candidate.agree, candidate.links, list[str]()
-    if agree is not None:  # `agree every 50`, or `agree every 50, 5 late`
-        agreeing = [f"agree every {agree.every}" + (f", {agree.delay} late" if agree.delay else "")]
+    if agree is not None:  # `agree every 50`, or `agree every 50, 5 late, in 4 bits`
+        agreeing = [f"agree every {agree.every}", *([f"{agree.delay} late"] if agree.delay else [])]
+        agreeing += [f"in {agree.bits} bits"] if agree.bits else []
     if candidate.num_ranks == 1 and candidate.depth == 1:
         return ", ".join(["one device" if candidate.devices == 1 else "one mesh", *cut, *waiting])
     if candidate.depth == 1 and candidate.num_ranks > 1 and jpipe.schedules.SCHEDULES[candidate.schedule].data_parallel:

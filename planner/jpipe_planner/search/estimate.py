@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jpipe.plan import Agreement
 from jpipe.schedules import PlainShape
 from jpipe_planner.cost.links import KeepTogether, StageLinks, find_links
 from jpipe_planner.cost.memory import stage_bytes, waiting_gradients, waiting_inputs
@@ -49,7 +50,9 @@ class Estimates:
         policy = np.where(fits.any(0), self._order[fits.argmax(0)], memory.argmin(0))
         chosen, backward = (np.take_along_axis(values, policy[None], 0)[0] for values in (memory, stages.backward))
         updates = np.array([shape.microbatches / shape.microbatches_per_update(s) for s in range(shape.depth)])
-        summed = stages.accumulators if extras.agree is None else (stages.weights - stages.frozen) / extras.agree.every
+        summed = (
+            stages.accumulators if extras.agree is None else _ring_bytes(extras.agree, stages.weights - stages.frozen, shape.replicas[0])
+        )
         times = self._times(stages, backward, np.where(facts.fused, stages.fusing, 1.0), links, shape, summed, updates, extras)
         seconds, bound = batch_seconds(shape, times.overlapping(self.topology.device.overlap), facts.in_flight, facts.hidden)
         computing = shape.microbatches * (times.forward + times.backward).sum() + (replicas * updates * times.update).sum()
@@ -105,13 +108,19 @@ class Estimates:
         )
 
 
+def _ring_bytes(agree: Agreement, trained: Any, pipelines: int) -> Any:
+    """Return the bytes for each update whose sum in a ring sends as much as the agreements on these weights."""
+    share = agree.sent_bytes(2**30, pipelines) / (2 * (pipelines - 1) / pipelines * 2**30) if pipelines > 1 else 1
+    return share * trained / agree.every
+
+
 def memory_of(
     stages: Stages, facts: ScheduleFacts, replicas: Any, extras: Extras = NO_EXTRAS, *, waiting: Any = None, gradients: Any = None
 ) -> Any:
     """Return the peak bytes by policy and stage. `waiting` and `gradients` are needed if these are not all stages of a plan."""
     trained, agree = stages.weights - stages.frozen, extras.agree
-    # the agreed weights, their momentum, and changes that are applied late
-    copies = 0 if agree is None else 1 + bool(agree.outer.momentum) + bool(agree.delay)
+    # the agreed weights, their momentum, changes that are applied late, and rounding errors
+    copies = 0 if agree is None else 1 + bool(agree.outer.momentum) + bool(agree.delay) + bool(agree.bits)
     if waiting is None:
         waiting = waiting_inputs(facts.in_flight, replicas, np.append(0, (facts.in_flight * replicas)[:-1]))
     return stage_bytes(

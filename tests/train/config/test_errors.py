@@ -188,7 +188,7 @@ def test_an_override_that_does_not_fit(refused, override, message):
 def test_an_option_that_weight_stashing_does_not_support(refused, override):
     line = refused("tiny.yaml", "--set", "plan.schedule=pipedream", "--set", override)
     assert re.match(
-        rf"jpipe: {override.split('=')[0]}: expected no weight stashing .*: the last stage updates before .*; use vertical_sync, ", line
+        rf"jpipe: {override.split('=')[0]}: expected no early updates .*: the last stage updates before .*; use vertical_sync, ", line
     )
 
 

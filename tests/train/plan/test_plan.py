@@ -241,9 +241,9 @@ def test_schedules_that_cannot_clip_are_left_out(files, capsys, monkeypatch):
     arguments = "tiny.yaml", *BOTH, "--set=optimizer.clip_global_norm=1.0"
     out = " ".join(planned(capsys, *arguments, "--schedules=all", "--out=plan.json").split())
     needs = "optimizer.clip_global_norm, skip_nonfinite or a dynamic loss scale"
-    assert f"left out, because of {needs}: pipedream: expected no weight stashing " in out
+    assert f"left out, because of {needs}: pipedream: expected no early updates " in out
     assert cli.main(["plan", *arguments, "--schedules=pipedream"]) == 2
-    assert f"--schedules: pipedream cannot be used with {needs}: expected no weight stashing" in capsys.readouterr().err
+    assert f"--schedules: pipedream cannot be used with {needs}: expected no early updates" in capsys.readouterr().err
 
 
 def test_with_shared_parameters_pipedream_has_vertical_sync(files, capsys):

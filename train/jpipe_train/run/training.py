@@ -35,7 +35,7 @@ class Training:
 
     In `metrics.jsonl` the row of step t has the `loss` of batch t. Its `val_loss` is for the newest weights that all stages have just
     before batch t enters. Under schedules that flush, these weights have t updates. Under 2BW they have t - 1 updates, if all replicas hold
-    them. Otherwise, for example with weight stashing, a copy of the state is drained first, and its weights have t updates. The last row
+    them. Otherwise, for example under `pipedream`, a copy of the state is drained first, and its weights have t updates. The last row
     has the `val_loss` of the final, drained weights. In a run of one step this is the only row, and only the summary has the loss before
     training. With `ema_decay` the rows also have `val_loss_ema` and the metrics of the averaged weights after t updates, from a drained
     copy. Without held-out batches nothing is evaluated. If a callback stops a run, it ends like a run with fewer steps.

@@ -3,12 +3,14 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from jpipe import InputError, LayerStack, Link, Pipeline, Plan, Precision, lower, simulate
 from jpipe.capabilities.agreement import option
+from jpipe.capabilities.agreement.few_bits import compress, decompress, mean_of_sent, sent_changes
 from jpipe.capabilities.agreement.program import Agree, SumChanges
 from jpipe.capabilities.agreement.rule import mix
 from jpipe.plan import Agreement
@@ -62,6 +64,7 @@ def rule(pipe, optimizer, batches, params):
     agreed, momentum = params, jax.tree.map(np.zeros_like, params)  # after the last agreement that has begun
     delay, own_share = plan.agree.delay, plan.agree.mixing if plan.agree.delay else 0.0
     versions, states = [[params] for _ in range(count)], [optimizer.init(params)] * count
+    errors = [jax.tree.map(np.zeros_like, params)] * count
     losses, history = [], []
     for t, batch in enumerate(batches):
         total = weight = 0.0
@@ -80,7 +83,12 @@ def rule(pipe, optimizer, batches, params):
         losses.append(total / weight)
         for i, stage in stage_of.items():
             if agrees(plan, stage, t + 1):
-                mean = jax.tree.map(lambda a, *own: sum(a - w for w in own) / count, agreed[i], *(of[-1][i] for of in versions))
+                wanted = [
+                    jax.tree.map(lambda a, w, e: a - w + e, agreed[i], of[-1][i], e[i]) for of, e in zip(versions, errors, strict=True)
+                ]
+                sent = [jax.tree.map(lambda leaf: rounded(plan.agree.bits, leaf), each) for each in wanted]
+                errors = [e | {i: jax.tree.map(np.subtract, *pair)} for e, *pair in zip(errors, wanted, sent, strict=True)]
+                mean = jax.tree.map(lambda *each: sum(each) / count, *sent)
                 momentum[i] = jax.tree.map(lambda v, d: d + plan.agree.outer.momentum * v, momentum[i], mean)
                 step = jax.tree.map(lambda v, d: plan.agree.outer.learning_rate * (d + plan.agree.outer.momentum * v), momentum[i], mean)
                 agreed = agreed | {i: jax.tree.map(np.subtract, agreed[i], step)}
@@ -88,6 +96,18 @@ def rule(pipe, optimizer, batches, params):
                 of[-1] = of[-1] | {i: jax.tree.map(lambda w, a: own_share * w + (1 - own_share) * a, of[-1][i], agreed[i])}
         history.append((agreed, [of[-1] for of in versions]))
     return losses, history
+
+
+def rounded(bits, x):
+    """Return an array as it arrives: integers up to a largest one, times a scale for each block of 256, which is float32."""
+    if bits is None:
+        return x
+    largest, share, arrived = {4: (7, 1 / 7), 2: (1, 0.44)}[bits] + ([],)
+    for block in np.split(x.reshape(-1), range(256, x.size, 256)):
+        step = abs(block).max() * share
+        q = np.clip(np.round(block / step), -largest, largest) if step else 0 * block
+        arrived.append(q * float(np.float32(block @ q / max(q @ q, 1))))
+    return np.concatenate(arrived).reshape(x.shape)
 
 
 def agrees(plan, stage, updates) -> bool:
@@ -138,6 +158,43 @@ def test_fragment_by_fragment_equals_the_rule(name):
 def test_applied_late_it_equals_the_rule(name):
     plan = plan_of(name, {"every": 3, "outer": OUTER, "delay": 2, "mixing": 0.3})
     check_rule(plan, models.masked_batches(BATCHES, plan.microbatches, dtype=np.float64))
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.thinned(most=3, most_slow=2)
+@pytest.mark.parametrize("delay", [0, 2])
+@pytest.mark.parametrize("bits", [4, 2])
+@pytest.mark.parametrize("name", ["pipedream_2bw", "gpipe", "pipedream", "zb_v"])
+def test_in_few_bits_it_equals_the_rule(name, bits, delay):
+    plan = plan_of(name, {"every": 3, "outer": OUTER, "delay": delay, "bits": bits, "fragments": FRAGMENTS.get(name)})
+    check_rule(plan, models.masked_batches(BATCHES, plan.microbatches, dtype=np.float64))
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("bits", [4, 2])
+def test_what_few_bits_lose_comes_with_the_next_agreements(bits):
+    """Nothing that arrives is further off than zeros, an outlier arrives as it is, and errors do not add up."""
+    random, errors, total = np.random.default_rng(0), {"w": np.zeros((3, 200))}, 0.0
+    changes = {"w": random.standard_t(3, (3, 200))}
+    zeros = jax.tree.map(np.zeros_like, changes)
+    for n in range(1, 21):
+        sent, errors = sent_changes(bits, changes, zeros, errors)
+        total = total + np.asarray(mean_of_sent(bits, changes, [sent])["w"])
+        assert np.linalg.norm(n * changes["w"] - total) < 2 * np.linalg.norm(changes["w"])
+    outlier = jnp.zeros(300).at[jnp.array([7, 270])].set(jnp.array([3.0, -5.0]))
+    running.check_close(decompress(bits, compress(bits, outlier), outlier), outlier, 1e-6)
+    assert compress(bits, outlier)["values"].nbytes == -(-300 * bits // 8)
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+def test_a_change_that_is_not_finite_arrives_as_nan_and_leaves_no_error(bits):
+    agreed, own = {"w": np.zeros(300, np.float32)}, {"w": np.arange(300, dtype=np.float32)}
+    own["w"][5] = np.inf
+    sent, errors = sent_changes(bits, agreed, own, agreed)
+    arrived = np.asarray(mean_of_sent(bits, agreed, [sent, sent])["w"])
+    assert np.isnan(arrived[:256]).all()
+    assert np.isfinite(arrived[256:]).all()
+    assert np.isfinite(np.asarray(errors["w"])).all()
 
 
 def test_without_mixing_what_a_pipeline_has_learned_meanwhile_is_dropped_whatever_it_is():
@@ -225,13 +282,13 @@ def trained(pipe, state, batches, cut=None):
     return losses, jax.tree.map(np.asarray, held), layers
 
 
-@pytest.mark.thinned(most=2, most_slow=1)
+@pytest.mark.thinned(most=3, most_slow=1)
 @pytest.mark.parametrize("delay", [0, 2])
 @pytest.mark.parametrize("cut", [3, 4])
-@pytest.mark.parametrize("name", ["pipedream_flush", "pipedream", "pipedream_2bw"])
-def test_a_run_from_a_snapshot_equals_the_run_that_continued(name, cut, delay):
+@pytest.mark.parametrize(("name", "bits"), [("pipedream_flush", None), ("pipedream", None), ("pipedream_2bw", None), ("pipedream_2bw", 2)])
+def test_a_run_from_a_snapshot_equals_the_run_that_continued(name, bits, cut, delay):
     """Right after an agreement, between two, and while agreements are under way; with layer state and dropout."""
-    agree = {"every": 3, "outer": OUTER, "fragments": FRAGMENTS[name], "delay": delay}
+    agree = {"every": 3, "outer": OUTER, "fragments": FRAGMENTS[name], "delay": delay, "bits": bits}
     fields = {"schedule": name, "microbatches": 6, "replicas": 2, "agree": agree}
     plan = Plan.even(models.rich_stack().ids, 3, **fields)
     pipe = Pipeline(models.rich_stack(), plan, models.masked_squares, models.momentum(), jax.devices()[:1] * 6)
@@ -316,6 +373,10 @@ def test_bytes_between_pipelines_fall_with_the_updates_between_agreements():
         plan = plan_of("pipedream_flush", every and {"every": every})
         moved[every] = sum(simulate(lower(plan, 8), costs, link).moved_bytes)
     assert moved == {None: 8 * 4 * 400, 1: 8 * 4 * 400, 4: 2 * 4 * 400}
+    few = plan_of("pipedream_flush", {"every": 4, "bits": 4})
+    assert sum(simulate(lower(few, 8), costs, link).moved_bytes) == 2 * 4 * 52, (
+        "half a byte for each of 100 weights, and a share of a scale"
+    )
     prediction = simulate(lower(plan, 4), costs, link)
     assert [(transfer.what, transfer.number) for transfer in prediction.transfers if transfer.what == "changes"] == [("changes", 3)] * 2
     assert "c3" in prediction.grid(transfers=True)

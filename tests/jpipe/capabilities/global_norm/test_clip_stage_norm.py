@@ -148,9 +148,9 @@ def test_what_cannot_be_clipped_says_why():
             refused(clip_stage_norm=norm)
     with pytest.raises(InputError, match=r"clip_stage_norm: expected no clip_global_norm with 2.0, found 1.0: .*; remove one of them"):
         refused(plan=Plan.even(STACK.ids, 2, "gpipe", 2), clip_global_norm=1.0, clip_stage_norm=2.0)
-    with pytest.raises(InputError, match=r"clip_global_norm: expected no weight stashing .*, or clip_stage_norm, which clips each"):
+    with pytest.raises(InputError, match=r"clip_global_norm: expected no early updates .*, or clip_stage_norm, which clips each"):
         refused(clip_global_norm=1.0)
-    with pytest.raises(InputError, match=r"skip_nonfinite: expected no weight stashing .* a schedule that flushes$"):
+    with pytest.raises(InputError, match=r"skip_nonfinite: expected no early updates .* a schedule that flushes$"):
         refused(clip_stage_norm=1.0, skip_nonfinite=True)
     tied = models.tied_stack()
     with pytest.raises(

@@ -266,7 +266,7 @@ STASHING = {"schedule": "pipedream", "microbatches": 2}
     [
         (
             STASHING,
-            "expected no weight stashing .*under the schedule 'pipedream': .* before .*; use vertical_sync, 'pipedream_2bw' or a",
+            "expected no early updates .*under the schedule 'pipedream': .* before .*; use vertical_sync, 'pipedream_2bw' or a",
         ),
         (
             STASHING | {"vertical_sync": True, "replicas": (1, 1), "update_every": "replicas"},

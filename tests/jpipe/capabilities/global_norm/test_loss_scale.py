@@ -142,7 +142,7 @@ def test_costs_count_the_scale_of_each_version():
 def test_weight_stashing_is_refused():
     with pytest.raises(
         InputError,
-        match=r"^precision: loss_scale: dynamic: expected no weight stashing under the schedule 'pipedream': the last stage updates",
+        match=r"^precision: loss_scale: dynamic: expected no early updates under the schedule 'pipedream': the last stage updates",
     ):
         Pipeline(STACK, Plan.even(STACK.ids, 2, "pipedream", 2), models.masked_squares, optax.sgd(0.1), precision=HALF)
 

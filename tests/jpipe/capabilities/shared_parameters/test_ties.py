@@ -343,7 +343,7 @@ def test_parameters_that_are_one_array_have_no_path():
 
 def test_weight_stashing_cannot_share_between_stages():
     with pytest.raises(
-        InputError, match=r"ties: expected no weight stashing with \['embed shared token/embedding'\] under .*: the last stage"
+        InputError, match=r"ties: expected no early updates with \['embed shared token/embedding'\] under .*: the last stage"
     ):
         pipeline((1, 1), {"schedule": "pipedream"})
     pipeline((1,), {"schedule": "pipedream"})
