@@ -12,8 +12,8 @@ import optax
 import pytest
 
 from benchmarks.learning import __main__ as learning
+from benchmarks.learning import changes, grid, report
 from benchmarks.learning import emulation as emulations
-from benchmarks.learning import grid, report
 from benchmarks.learning.emulation import Emulation, warm_up_and_cosine
 from benchmarks.learning.grid import OPTIMIZERS, Row, Variant
 from docs import charts
@@ -248,6 +248,14 @@ def test_a_table_without_a_place_is_reported(tmp_path):
 def test_wrong_options_are_reported(arguments, expected):
     with pytest.raises(SystemExit, match=expected):
         learning.main(arguments)
+
+
+def test_the_tables_of_single_changes_are_those_of_their_results(capsys):
+    changes.main(["--from-json", str(changes.FILE)])
+    printed = capsys.readouterr().out.strip().split("\n\n")
+    pages = "".join((ROOT / "docs" / "explanation" / page).read_text() for page in ("learning.md", "learning-setup.md"))
+    for name, text in zip(printed[::2], printed[1::2], strict=True):
+        assert f"<!-- {name} -->\n\n{text}\n" in pages
 
 
 @pytest.mark.exhaustive

@@ -72,14 +72,15 @@ LATE = (TWO_BW, PREDICTED)
 SETTINGS = (
     BASE,
     replace(BASE, name="64 rows", rows=64),
-    replace(BASE, name="only embedding and output are late", late="ends", variants=LATE, beside=BASE.name),
-    replace(BASE, name="only blocks are late", late="blocks", variants=LATE, beside=BASE.name),
+    replace(BASE, name="300 updates", updates=300),
     replace(BASE, name="rate 0.002", rate=2e-3),
     replace(BASE, name="1,800 updates", updates=1800),
-    replace(BASE, name="momentum 0.98", momentum=0.98),
+    replace(BASE, name="only blocks are late", late="blocks", variants=LATE, beside=BASE.name),
+    replace(BASE, name="only embedding and output are late", late="ends", variants=LATE, beside=BASE.name),
     replace(BASE, name="Adam", optimizer="Adam", rate=4e-3),
-    replace(BASE, name="rate falls to 0", end=0.0),
+    replace(BASE, name="momentum 0.98", momentum=0.98),
     replace(BASE, name="without Nesterov", variants=PLAIN),
+    replace(BASE, name="rate falls to 0", end=0.0),
 )
 _UNDER = tuple(Variant(f"PipeDream m = {m}", nesterov=1.0, prediction=1.0) for m in ("d", "2d"))  # type: ignore[arg-type]
 WITHOUT_STASH = tuple(

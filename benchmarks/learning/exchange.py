@@ -260,7 +260,7 @@ def sums(exchange: Exchange, own: Tree, errors: Tree, keys: jax.Array | None) ->
     """
     wanted = jax.tree.map(lambda g, e: g + exchange.feedback * e, own, errors)
     passed = jax.vmap(partial(_rounded_tree, exchange.sums))(wanted, keys)
-    return _used(exchange, own, passed), jax.tree.map(lambda w, p: jnp.where(exchange.every == 0, w - p, 0), wanted, passed)
+    return _used(exchange, own, passed), jax.tree.map(lambda w, p, e: jnp.where(exchange.every == 0, w - p, e), wanted, passed, errors)
 
 
 def _used(exchange: Exchange, own: Tree, passed: Tree) -> Tree:

@@ -38,7 +38,7 @@ def predict_delay(factor: float = 1.0) -> optax.GradientTransformationExtraArgs:
     update removes the prediction.
 
     Make it the last transformation of a chain, after the learning rate. It needs an optimizer with momentum; without momentum it makes
-    training less stable. If the optimizer itself looks ahead, as with Nesterov's momentum, also try the factor 0.5.
+    training less stable. If the optimizer itself looks ahead, as with Nesterov's momentum, use the factor 0.5 for delays above one.
 
     `jpipe.Pipeline(…, delay_correction="predict")` applies the same rule, and evaluates the weights without the prediction.
 

@@ -37,7 +37,6 @@ Evaluations and exports use the agreed weights of the last agreement that has be
 (arXiv:2501.18512); MuLoCo (arXiv:2505.23725), which has 2 bits with Muon.
 """
 
-import math
 import reprlib
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -116,11 +115,10 @@ class Agreement(pydantic.BaseModel):
             raise InputError(key="mixing", expected="no value if delay is not set", found=self.mixing, change="remove mixing, or set delay")
         return self
 
-    def sent_bytes(self, size: float, pipelines: int) -> float:
-        """Return the bytes that each pipeline sends to agree on float32 weights of `size` bytes: in a ring, or to each other pipeline."""
-        if self.bits is None:
-            return 2 * (pipelines - 1) / pipelines * size
-        return (pipelines - 1) * math.ceil(size * (self.bits + 32 / BLOCK) / 32)
+    def sent_share(self, pipelines: int) -> float:
+        """Return the bytes that each pipeline sends to agree, in a ring or to each other pipeline, as a share of its float32 weights."""
+        others = pipelines - 1
+        return 2 * others / pipelines if self.bits is None else others * (self.bits + 32 / BLOCK) / 32
 
     def last(self, s: int, depth: int, updates: int) -> int:
         """Return the version at which stage s last began an agreement before its update number `updates`; 0 if there was none.

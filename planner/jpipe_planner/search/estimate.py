@@ -110,8 +110,7 @@ class Estimates:
 
 def _ring_bytes(agree: Agreement, trained: Any, pipelines: int) -> Any:
     """Return the bytes for each update whose sum in a ring sends as much as the agreements on these weights."""
-    share = agree.sent_bytes(2**30, pipelines) / (2 * (pipelines - 1) / pipelines * 2**30) if pipelines > 1 else 1
-    return share * trained / agree.every
+    return agree.sent_share(pipelines) * pipelines / (2 * (pipelines - 1)) * trained / agree.every
 
 
 def memory_of(
@@ -121,6 +120,9 @@ def memory_of(
     trained, agree = stages.weights - stages.frozen, extras.agree
     # the agreed weights, their momentum, changes that are applied late, and rounding errors
     copies = 0 if agree is None else 1 + bool(agree.outer.momentum) + bool(agree.delay) + bool(agree.bits)
+    exchanged = 0 if agree is None or agree.delay else trained
+    if agree is not None and agree.bits:
+        exchanged = exchanged + replicas * agree.sent_share(2) * trained
     if waiting is None:
         waiting = waiting_inputs(facts.in_flight, replicas, np.append(0, (facts.in_flight * replicas)[:-1]))
     return stage_bytes(
@@ -138,7 +140,7 @@ def memory_of(
         accumulators=stages.accumulators,
         replicas=replicas if agree is None else 1,
         gradients=waiting_gradients(replicas, np.append(replicas[1:], 0)) if gradients is None else gradients,
-        exchanged=stages.exchanged + (0 if agree is None or agree.delay else trained),
+        exchanged=stages.exchanged + exchanged,
         ahead=stages.ahead,
     )
 

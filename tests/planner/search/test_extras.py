@@ -6,6 +6,7 @@ import jpipe
 from jpipe.plan import Agreement, Links
 from jpipe_planner.cost.devices import network
 from jpipe_planner.cost.simulated import simulate_plan
+from jpipe_planner.ranking import table
 from jpipe_planner.ranking.choose import choose
 from jpipe_planner.ranking.improve import improve
 from jpipe_planner.search.candidate import NO_EXTRAS, Extras
@@ -40,14 +41,16 @@ def test_pipelines_agree_where_there_are_several_and_send_less():
     assert all(one.agree is None and one.links is None for one in found(NO_EXTRAS))
 
 
+@pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize(("schedule", "fragments"), [("pipedream_flush", None), ("gpipe", None), ("pipedream_2bw", "stages")])
-def test_the_time_is_the_mean_over_batches_with_and_without_an_agreement(schedule, fragments, delay):
-    extras = Extras(agree=Agreement(every=4, fragments=fragments, delay=delay))
+def test_the_time_is_the_mean_over_batches_with_and_without_an_agreement(schedule, fragments, delay, bits):
+    extras = Extras(agree=Agreement(every=4, fragments=fragments, delay=delay, bits=bits))
     candidates = [one for one in found(extras, [schedule]) if one.replicas[0] == 2 and one.depth == 2][:3]
     assert candidates
     for candidate in candidates:
         plan = candidate.plan(PROFILE.ids)
+        assert table.schedule(candidate).endswith("in 4 bits") == bool(bits)
         costs, link = PROFILE.stage_costs(plan, candidate.rows), network(plan, SLOW)
         long, short = (jpipe.simulate(jpipe.lower(plan, batches), costs, link) for batches in (12, 4))
         known = simulated(candidate)

@@ -462,6 +462,7 @@ REFUSED = [
         {"skip_nonfinite": True},
         r"skip_nonfinite: expected no plan\.agree under the schedule 'pipedream_2bw': ",
     ),
+    ({"agree": {**AGREE, "bits": 2}, "mesh": {"data": 2}}, {}, r"agree\.bits: expected stages on one device each, found 2 and a mesh"),
     ({}, {"ema_decay": 0.9}, r"ema_decay: expected no plan\.agree with 0\.9: each pipeline would average"),
     ({}, {"delay_correction": "predict"}, r"delay_correction: expected no plan\.agree with 1\.0: "),
     (
