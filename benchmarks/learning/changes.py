@@ -47,9 +47,9 @@ class Setting:
         end: the last learning rate, as a share of the largest.
         momentum: of the optimizer; None: its default.
         depth: blocks of the model.
-        late: the layers whose gradients are late under 2BW.
+        late: the layers with late gradients under 2BW.
         backward: the weights that backwards read under PipeDream.
-        beside: the name of another setting whose flush is the same; "": its own.
+        beside: the name of another setting with the same flush; "": its own.
     """
 
     name: str
@@ -119,7 +119,7 @@ def key(row: Row) -> tuple[object, ...]:
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    """Return the table of the changes and that of PipeDream without a stash."""
+    """Return the tables of the changes, and of PipeDream without a stash."""
     head = ["change", "flush", "2BW above it", "updates behind", "with prediction", "updates behind"]
     measured = [(setting, _recipes(rows, setting)) for setting in (*SETTINGS, *WITHOUT_STASH)]
     lines, stash = list[list[str]](), list[list[str]]()
@@ -148,7 +148,7 @@ def _recipes(rows: Sequence[Row], setting: Setting) -> list[Recipe]:
 
 
 def _behind(recipe: Recipe, flush: Recipe) -> tuple[str, str]:
-    """Return by how much a loss is above that of a flush with equal seeds, and after how many fewer updates the flush has this loss."""
+    """Return by how much a loss is above a flush with equal seeds, and after how many fewer updates the flush has this loss."""
     differences = [a - b for a, b in zip(recipe.losses, flush.losses, strict=False)]
     total = recipe.every * len(recipe.mean_curve)
     reached = updates_until(flush.mean_curve, flush.every, recipe.loss)

@@ -133,7 +133,7 @@ class Carry(NamedTuple):
 
 
 Backward = Literal["stashed", "newest", "recomputed"]
-"""The weights that a backward reads: those of its forward; the newest ones; or the newest ones, with which it also repeats the forward."""
+"""The weights that a backward reads: the weights of its forward; the newest; or the newest, with which it also repeats the forward."""
 
 Send = Callable[[Tree, int, Any], Tree]
 """What becomes of the activations, and of their gradients, between two stages: `(activations, stage that receives, microbatch)`."""

@@ -1,6 +1,5 @@
 """Agreements of parallel pipelines: their places in a program, their verification and their cost."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Self
@@ -177,11 +176,11 @@ def stage_cost(plan: Plan, stage: Stage, cost: StageCost, layers: Mapping[str, L
     return replace(cost, kept=cost.kept + copies * sum(layers[layer_id].trained for layer_id in stage.layers))
 
 
-def _sent_to_each(prices: Prices, s: int) -> int:
+def _sent_to_each(prices: Prices, s: int) -> float:
     """Return the bytes that a pipeline sends to each other pipeline in few bits; 0: they sum their changes in a ring."""
     agree = prices.plan.agree
     assert agree is not None
-    return math.ceil(agree.sent_share(2) * prices.costs[s].trained) if agree.bits else 0
+    return agree.sent_share(2) * prices.costs[s].trained if agree.bits else 0
 
 
 PROGRAM = ProgramHooks(
@@ -208,7 +207,7 @@ PROGRAM = ProgramHooks(
     changes={
         "changes": lambda prices, cost, s: Change(cost.trained),
         "sum changes": lambda prices, cost, s: Change(
-            0, prices.plan.replicas[s] * _sent_to_each(prices, s), round(prices.sum("changes", s)[0])
+            0, round(prices.plan.replicas[s] * _sent_to_each(prices, s)), round(prices.sum("changes", s)[0])
         ),
         "agree": lambda prices, cost, s: Change(-cost.trained),
     },

@@ -51,7 +51,9 @@ class ChangesWatcher:
         moved.posted = self._watcher.now()
         mean = event.state.updates.get(i.batch, {}).get("changes")
         if mean is not None:  # otherwise other replicas of this process have not contributed yet
-            self._watcher.watch(moved, mean, self._plan.agree.sent_share(len(moved.workers)) * nbytes(mean))
+            agree = self._plan.agree
+            assert agree is not None
+            self._watcher.watch(moved, mean, agree.sent_share(len(moved.workers)) * nbytes(mean))
 
 
 def waits_for(plan: Plan, computations: Sequence[Compute | Update]) -> dict[Computation, list[Computation]]:

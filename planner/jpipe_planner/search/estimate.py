@@ -109,7 +109,7 @@ class Estimates:
 
 
 def _ring_bytes(agree: Agreement, trained: Any, pipelines: int) -> Any:
-    """Return the bytes for each update whose sum in a ring sends as much as the agreements on these weights."""
+    """Return the bytes for each update with which a sum in a ring sends as much as agreements on these weights."""
     return agree.sent_share(pipelines) * pipelines / (2 * (pipelines - 1)) * trained / agree.every
 
 

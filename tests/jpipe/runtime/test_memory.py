@@ -164,6 +164,7 @@ REPLICAS = [
     pytest.param({"num_stages": 3, "schedule": "pipedream", "replicas": (2, 1, 1)}, id="round robin", marks=pytest.mark.slow),
     pytest.param({"num_stages": 2, "schedule": "pipedream_2bw", "replicas": 2, "agree": {"every": 2}}, id="agree", marks=pytest.mark.slow),
     pytest.param({"num_stages": 2, "replicas": 2, "agree": {"every": 3, "delay": 2}}, id="agree late", marks=pytest.mark.slow),
+    pytest.param({"num_stages": 2, "replicas": 2, "agree": {"every": 2, "bits": 4}}, id="agree in few bits", marks=pytest.mark.slow),
     pytest.param({"num_stages": 2, "replicas": 2, "links": {"sums": "int8"}}, id="compressed sums", marks=pytest.mark.slow),
     pytest.param(
         {"num_stages": 2, "schedule": "pipedream", "replicas": (3, 1), "microbatches": 6, "links": {"sums": "fp8"}, "sum_parts": 2},

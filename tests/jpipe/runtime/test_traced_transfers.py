@@ -30,6 +30,7 @@ PLANS = [
     {"num_stages": 3, "schedule": "gpipe", "replicas": [2, 1, 2]},
     {"num_stages": 2, "schedule": "pipedream_flush", "replicas": 2, "agree": {"every": 2}},
     {"num_stages": 2, "schedule": "pipedream_flush", "replicas": 2, "agree": {"every": 2, "delay": 1}},
+    {"num_stages": 2, "schedule": "pipedream_flush", "replicas": 2, "agree": {"every": 2, "bits": 2}},
     {"num_stages": 3, "schedule": "pipedream_2bw", "offload": dict.fromkeys(("optimizer", "versions", "residuals"), "all")},
     {"num_stages": 2, "schedule": "gpipe", "replicas": [2, 1], "links": {"sums": "int8"}},
     {"num_stages": 1, "schedule": "pipedream_flush", "replicas": 2, "sum_parts": 2, "links": {"sums": "bfloat16"}},
