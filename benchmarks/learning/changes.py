@@ -123,16 +123,17 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     head = ["change", "flush", "2BW above it", "updates behind", "with prediction", "updates behind"]
     measured = [(setting, _recipes(rows, setting)) for setting in (*SETTINGS, *WITHOUT_STASH)]
     lines, stash = list[list[str]](), list[list[str]]()
-    for setting, (flush, *others) in ((setting, recipes) for setting, recipes in measured if recipes):
+    for setting, (flush, *others) in ((setting, recipes) for setting, recipes in measured if recipes[1:]):
         cells = [_behind(other, flush) for other in others]
         if setting in WITHOUT_STASH:
             stash.append([setting.optimizer, setting.name, f"{flush.loss:.3f}", *(above for above, _ in cells)])
         else:
             lines.append([setting.name, f"{flush.loss:.3f}", *(text for cell in cells for text in cell)])
-    return [
+    tables = [
         Table("2BW, one change at a time", head, lines),
         Table("PipeDream without a stash", ["optimizer", "backward", "flush", "m = d above it", "m = 2d above it"], stash),
     ]
+    return [table for table in tables if table.rows]
 
 
 def _recipes(rows: Sequence[Row], setting: Setting) -> list[Recipe]:
