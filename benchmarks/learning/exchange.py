@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.learning.emulation import Carry, Emulation, Recipe
-from jpipe.capabilities.agreement.few_bits import compress, decompress
+from jpipe.capabilities.agreement.few_bits import pack, unpack
 from jpipe.plan import BLOCK
 
 Tree = Any
@@ -231,7 +231,7 @@ class Pipelines:
         return state._replace(pipelines=pipelines, agreed=merged(agreed), momentum=merged(momentum), errors=merged(errors))
 
     def _in_few_bits(self, leaf: jax.Array) -> jax.Array:
-        return decompress(self._bits, compress(self._bits, leaf), leaf)
+        return unpack(self._bits, pack(self._bits, leaf), leaf)
 
     def _due(self, exchange: Exchange, updates: jax.Array) -> jax.Array:
         """Return whether pipelines agree and a number of updates is a multiple of those from one agreement to the next."""

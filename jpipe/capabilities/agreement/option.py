@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     import jpipe
 
 _MIXING = 0.5
-BLOCK = 256
+SHARING_SCALE = 256
 """The number of values that share a scale."""
 
 
@@ -118,7 +118,7 @@ class Agreement(pydantic.BaseModel):
     def sent_share(self, pipelines: int) -> float:
         """Return the bytes that each pipeline sends to agree, in a ring or to each other pipeline, as a share of its float32 weights."""
         others = pipelines - 1
-        return 2 * others / pipelines if self.bits is None else others * (self.bits + 32 / BLOCK) / 32
+        return 2 * others / pipelines if self.bits is None else others * (self.bits + 32 / SHARING_SCALE) / 32
 
     def last(self, s: int, depth: int, updates: int) -> int:
         """Return the version at which stage s last began an agreement before its update number `updates`; 0 if there was none.

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.capabilities.agreement.few_bits import Bits, compress, mean_of_sent, sent_changes
+from jpipe.capabilities.agreement.few_bits import Bits, mean_of_sent, pack, sent_changes
 from jpipe.capabilities.agreement.option import Agreement
 from jpipe.capabilities.agreement.program import Agree, SumChanges
 from jpipe.capabilities.agreement.rule import (
@@ -121,7 +121,7 @@ def _sums_of_sent(a: Arrays, bits: Bits) -> dict[str, Call]:
 def gathered(a: Arrays) -> Tree:
     """Return the specs of the changes that a pipeline sends in few bits, or None."""
     bits = _agreement(a.functions).bits
-    return a.whole(jax.eval_shape(partial(jax.tree.map, partial(compress, bits)), a.trained)) if bits else None
+    return a.whole(jax.eval_shape(partial(jax.tree.map, partial(pack, bits)), a.trained)) if bits else None
 
 
 def specs(a: Arrays) -> Agreed:

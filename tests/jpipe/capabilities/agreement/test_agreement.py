@@ -10,7 +10,7 @@ import pytest
 
 from jpipe import InputError, LayerStack, Link, Pipeline, Plan, Precision, lower, simulate
 from jpipe.capabilities.agreement import option
-from jpipe.capabilities.agreement.few_bits import compress, decompress, mean_of_sent, sent_changes
+from jpipe.capabilities.agreement.few_bits import mean_of_sent, pack, sent_changes, unpack
 from jpipe.capabilities.agreement.program import Agree, SumChanges
 from jpipe.capabilities.agreement.rule import mix
 from jpipe.plan import Agreement
@@ -182,8 +182,8 @@ def test_what_few_bits_lose_comes_with_the_next_agreements(bits):
         total = total + np.asarray(mean_of_sent(bits, changes, [sent])["w"])
         assert np.linalg.norm(n * changes["w"] - total) < 2 * np.linalg.norm(changes["w"])
     outlier = jnp.zeros(300).at[jnp.array([7, 270])].set(jnp.array([3.0, -5.0]))
-    running.check_close(decompress(bits, compress(bits, outlier), outlier), outlier, 1e-6)
-    assert compress(bits, outlier)["values"].nbytes == -(-300 * bits // 8)
+    running.check_close(unpack(bits, pack(bits, outlier), outlier), outlier, 1e-6)
+    assert pack(bits, outlier)["values"].nbytes == -(-300 * bits // 8)
 
 
 @pytest.mark.parametrize("bits", [4, 2])
