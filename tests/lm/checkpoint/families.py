@@ -73,6 +73,11 @@ SIZES = {
 }
 WINDOWS = {"use_sliding_window": True, "sliding_window": 4}
 ROUTED = {"num_experts_per_tok": 3, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+CORRECTED = {
+    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "n_shared_experts": 2, "n_group": 4, "topk_group": 2},
+    **{"routed_scaling_factor": 1.5, "first_k_dense_replace": 1},
+}
+LATENT = {"kv_lora_rank": 10, "qk_rope_head_dim": 4, "v_head_dim": 6, "qk_nope_head_dim": 4}
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 4.0}
 LONG = {
@@ -136,6 +141,29 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             **{**PHI, **base(100.0, {**LONG, "original_max_position_embeddings": 16}, partial_rotary_factor=0.75)},
             **{"original_max_position_embeddings": 16, "tie_word_embeddings": True},
         },
+    ),
+    "gpt-oss": (
+        "GptOssForCausalLM",
+        {
+            **{**SIZES, **base(100.0, {**YARN, "truncate": False}), **ROUTED, "num_local_experts": 6, "head_dim": 6, "sliding_window": 4},
+            **{"layer_types": ["sliding_attention", "full_attention", "full_attention"], "attention_bias": True},
+        },
+    ),
+    "glm4": ("Glm4ForCausalLM", {**SIZES, **base(100.0, partial_rotary_factor=0.5), "head_dim": 8, "attention_bias": True}),
+    "glm4-moe": (
+        "Glm4MoeForCausalLM",
+        {**SIZES, **base(100.0, partial_rotary_factor=0.5), **CORRECTED, "head_dim": 8, "use_qk_norm": True, "attention_bias": True},
+    ),
+    "deepseek": (
+        "DeepseekV3ForCausalLM",
+        {
+            **{**SIZES, **base(100.0, {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}), **CORRECTED, **LATENT},
+            **{"num_key_value_heads": 4, "q_lora_rank": 12},
+        },
+    ),
+    "deepseek-direct": (
+        "DeepseekV3ForCausalLM",
+        {**SIZES, **base(100.0), **CORRECTED, **LATENT, "num_key_value_heads": 4, "q_lora_rank": None, "rope_interleave": False},
     ),
     "smollm3": ("SmolLM3ForCausalLM", {**SIZES, **base(100.0), **WINDOWS, "no_rope_layers": [1, 0, 1]}),
 }

@@ -65,7 +65,9 @@ def write_families(folder: Path) -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= float(parameter.ndim == 1 and "Gemma" in architecture)  # scales of norms are 1 plus these
-        write(folder / name, model, decoder_batch(20 + seed))
+        batch = decoder_batch(20 + seed)
+        following = {} if "Bert" in architecture else {"greedy": model.generate(batch["tokens"][:, :5], max_new_tokens=7, do_sample=False)}
+        write(folder / name, model, batch | following)
 
 
 def load(folder: Path) -> None:

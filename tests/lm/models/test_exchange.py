@@ -61,7 +61,7 @@ def test_experts_compute_what_is_sent_as_on_one_device(name, routed):
         x[..., 0], router[0] = 1, [0 if e in ROUTED[routed] else -30 for e in range(8)]
 
         def total(x, router, kernels):
-            y, _, probabilities, squares = on_stage(CONFIG, jax.nn.silu)(x, is_counted, router, kernels)
+            y, _, probabilities, squares = on_stage(CONFIG, "silu")(x, is_counted, {"kernel": router}, kernels)
             return jnp.sin(y).sum() + (probabilities**2).sum() + squares.sum(), y
 
         def on_mesh(*arguments):

@@ -171,7 +171,7 @@ def test_experts_compute_on_a_mesh_as_on_one_device(sizes, axes, rows):
         x, router, is_counted = jnp.asarray(RNG.normal(size=(4, 8, 16))), jnp.asarray(RNG.normal(size=(16, 4))), jnp.ones((4, 8), bool)
 
         def total(x, router, kernels):
-            y, _, probabilities, squares = on_stage(ExpertsConfig(**MIXTURE), jax.nn.silu)(x, is_counted, router, kernels)
+            y, _, probabilities, squares = on_stage(ExpertsConfig(**MIXTURE), "silu")(x, is_counted, {"kernel": router}, kernels)
             return jnp.sin(y).sum() + (probabilities**2).sum() + squares.sum()
 
         def on_mesh(*arguments):

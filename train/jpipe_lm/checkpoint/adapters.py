@@ -56,7 +56,7 @@ def _whole_shape(codes: Spec, kind: Kind | None) -> tuple[int, ...]:
 def _product(linear: str, outputs: int, arrays: Mapping[str, Any], model: ModelConfig, lora: LoraConfig) -> np.ndarray:
     """Return the sum that the adapters of a linear layer add to its kernel."""
     added = {}
-    for part, width in widths_of(linear.rpartition("/")[2], outputs, model).items():
+    for part, width in widths_of(linear, outputs, model).items():
         a, b = (arrays.get(f"{linear}/lora/{part}/{matrix}") for matrix in "ab")
         added[part] = np.zeros((1, width), np.float32) if a is None or b is None else _in_float32(a) @ _in_float32(b)
     inputs = max(len(product) for product in added.values())

@@ -11,6 +11,7 @@ from jpipe.errors import nearest
 from jpipe_lm.config.data_config import BYTES, DataConfig
 from jpipe_lm.config.model import heads_section
 from jpipe_lm.config.model.experts_section import ExpertsConfig, replace_all_mlps
+from jpipe_lm.config.model.latent_section import LatentConfig
 from jpipe_lm.config.model.presets import PRESETS
 from jpipe_lm.config.model.rope_section import RopeScaling
 from jpipe_lm.config.tune_config import TuneConfig
@@ -29,10 +30,10 @@ _MOST_EXPERTS = 10**5
 _ENCODER = {  # the values that kind bert requires
     **{"positions": "learned", "norm": "layer", "gated_mlp": False, "bias": True, "tied": True, "window": None, "qk_norm": None},
     **{"post_norms": False, "attention_soft_cap": None, "logits_soft_cap": None, "attention_scale": None, "embed_scale": False},
-    "experts": None,
+    **{"experts": None, "sinks": False, "latent": None},
 }
 _OF_WINDOWS = ("window_layers", "window_rope_base")
-_OF_ROPE = ("rope_base", "rope_share", "rope_scaling", "rope_layers", "window_rope_base")
+_OF_ROPE = ("rope_base", "rope_share", "rope_pairs", "rope_scaling", "rope_layers", "window_rope_base")
 
 # Keys that do not depend on the preset.
 OF_THE_RUN = frozenset({"target", "arguments", "head", "labels", "dropout", "compute_dtype", "attention", "products"})
@@ -65,6 +66,7 @@ class ModelConfig(ModelSection):
     max_positions: Count | None = None
     rope_base: Annotated[float, Field(gt=1, le=10**12)] = 10000.0
     rope_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    rope_pairs: Literal["halves", "neighbours"] = "halves"
     rope_scaling: RopeScaling | None = None
     rope_layers: Pattern | None = None
     window: Count | None = None
@@ -72,11 +74,13 @@ class ModelConfig(ModelSection):
     window_rope_base: Annotated[float, Field(gt=1, le=10**12)] | None = None
     attention_scale: Scale | None = None
     attention_soft_cap: Scale | None = None
+    sinks: bool = False
+    latent: LatentConfig | None = None
     qk_norm: Literal["head", "all"] | None = None
     norm: Literal["layer", "rms", "rms_plus_one"] = "layer"
     norm_epsilon: Annotated[float, Field(gt=0, le=1)] = 1e-6
     post_norms: bool = False
-    activation: Literal["gelu", "gelu_exact", "silu"] = "gelu"
+    activation: Literal["gelu", "gelu_exact", "silu", "clamped_swiglu"] = "gelu"
     gated_mlp: bool = False
     experts: ExpertsConfig | None = None
     bias: bool | Literal["qkv", "attention"] = True
@@ -137,18 +141,30 @@ class ModelConfig(ModelSection):
     @property
     def rotary_size(self) -> int:
         """The number of components of a head that rotate with the position."""
-        return int(self.head_size_used * self.rope_share)
+        return int(self.head_size_used * self.rope_share) if self.latent is None else self.latent.rotary
+
+    @property
+    def value_size(self) -> int:
+        """The numbers of a value of one head."""
+        return self.head_size_used if self.latent is None else self.latent.values
+
+    @property
+    def qkv_sizes(self) -> tuple[int, ...]:
+        """The numbers of outputs of the projection to queries, keys and values."""
+        kv = self.kv_heads_used * self.head_size_used
+        return self.heads * self.head_size_used, kv, kv
 
     @property
     def blocks(self) -> "list[ModelConfig]":
         """The config of each block, with patterns along the depth resolved; blocks with equal configs share one object."""
         distinct: list[ModelConfig] = []
         for i in range(self.depth):
-            block = self._block(i)
+            block = self.block(i)
             distinct.append(next((other for other in distinct if other == block), block))
         return distinct
 
-    def _block(self, i: int) -> "ModelConfig":
+    def block(self, i: int) -> "ModelConfig":
+        """Return the config of a block."""
         decided: dict[str, Any] = {"window_layers": None, "window_rope_base": None, "rope_layers": None}
         if self.window is not None and not _at(self.window_layers, i):
             decided |= {"window": None}
@@ -309,6 +325,22 @@ class ModelConfig(ModelSection):
                 )
         if self.attention == "cudnn" and self.attention_soft_cap is not None:
             raise InputError("attention cudnn cannot compute attention_soft_cap", change="set attention to xla")
+        if (latent := self.latent) is not None:
+            wrong = next((key for key in ("qk_norm", "sinks") if getattr(self, key)), "bias" if has_bias(self.bias, "qkv") else None)
+            if wrong or self.positions != "rope" or self.rope_share != 1 or self.kv_heads_used != self.heads:
+                found = f"{wrong} {_as_yaml(getattr(self, wrong))}" if wrong else f"{self.positions} positions and {self.kv_heads} kv_heads"
+                raise InputError(
+                    f"latent needs rope positions, no kv_heads, no rope_share, and no biases or norms of heads, found {found}",
+                    change="change them",
+                )
+            if (most := max(latent.rotary, latent.values)) > self.head_size_used:
+                raise InputError(
+                    f"latent has {most} numbers of a head, more than head_size {self.head_size_used}", change="raise head_size"
+                )
+        if self.attention in ("cudnn", "splash") and self.sinks:
+            raise InputError(f"attention {self.attention} cannot compute sinks", change="set attention to xla")
+        if self.activation == "clamped_swiglu" and not self.gated_mlp:
+            raise InputError("activation clamped_swiglu needs gated_mlp", change="set gated_mlp to true, or another activation")
         return self
 
     @model_validator(mode="after")

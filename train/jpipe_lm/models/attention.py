@@ -34,7 +34,7 @@ def attend(
     masked = Masked(config.kind == "decoder", config.window)
     kernel, platform = config.attention, jax.default_backend()
     is_auto = kernel == "auto" and platform == traced_platform()  # a planner lowers what it traces for an absent device for this one, too
-    if kernel == "splash" or (is_auto and platform == "tpu" and kernels.fits_splash(q.shape[1])):
+    if kernel == "splash" or (is_auto and platform == "tpu" and kernels.fits_splash(q.shape[1]) and not config.sinks):
         return _by_splash(q, k, v, segments, masked, config)
     if kernel == "cudnn":
         return _by_cudnn(q, k, v, segments, masked, config)
@@ -45,10 +45,10 @@ def attend(
     if kernel == "blockwise" or is_long:
         return attend_in_blocks(partial(_masked, config), q, k, v, segments, masked)
     mask = None if segments is None else same_segment(segments, segments)
-    if config.attention_soft_cap is not None:
+    if not _suits_jax(config):
         at = jnp.arange(q.shape[1])
         seen = masked.pairs(at, at)[None, None]
-        return _capped(q, k, v, seen if mask is None else seen & mask, config)
+        return _weighted(q, k, v, seen if mask is None else seen & mask, config)
     return _of_xla(q, k, v, mask=mask, **_options(masked, config))
 
 
@@ -77,8 +77,13 @@ def _by_splash(q: Any, k: Any, v: Any, segments: Any, masked: Masked, config: Mo
 
 
 def _suits_cudnn(q: Any, config: ModelConfig) -> bool:
-    """Return whether this machine has a GPU with cuDNN's attention, and cuDNN computes in this dtype without a soft cap."""
-    return q.dtype in (jnp.bfloat16, jnp.float16) and config.attention_soft_cap is None and kernels.is_gpu_with("8.0")
+    """Return whether this machine has a GPU with cuDNN's attention, and cuDNN computes in this dtype what the config asks for."""
+    return q.dtype in (jnp.bfloat16, jnp.float16) and _suits_jax(config) and kernels.is_gpu_with("8.0")
+
+
+def _suits_jax(config: ModelConfig) -> bool:
+    """Return whether JAX's attention computes what the config asks for."""
+    return config.attention_soft_cap is None and not config.sinks
 
 
 def _by_cudnn(q: Any, k: Any, v: Any, segments: Any, masked: Masked, config: ModelConfig) -> Any:
@@ -165,8 +170,8 @@ def _positions_in(places: int, end: Int[Array, " b"]) -> Int[Array, "b t"]:
 
 def _masked(config: ModelConfig, q: Any, k: Any, v: Any, mask: Bool[Array, "#b 1 s t"]) -> Any:
     """Compute attention for the pairs of positions where the mask is True."""
-    if config.attention_soft_cap is not None:
-        return _capped(q, k, v, mask, config)
+    if not _suits_jax(config):
+        return _weighted(q, k, v, mask, config)
     return _of_xla(q, k, v, mask=mask, scale=config.attention_scale)
 
 
@@ -183,20 +188,28 @@ def _of_xla(q: Float[Array, "b s h d"], k: Float[Array, "b t k d"], v: Float[Arr
     return jax.nn.dot_product_attention(q, k, v, implementation="xla", **options)
 
 
-def _capped(
+def _weighted(
     q: Float[Array, "b s h d"],
     k: Float[Array, "b t k d"],
     v: Float[Array, "b t k d"],
     mask: Bool[Array, "#b 1 s t"],
     config: ModelConfig,
 ) -> Float[Array, "b s h d"]:
-    """Compute attention with soft-capped scores, which JAX's attention does not support. The softmax is computed in float32 at least."""
-    (b, s, heads, size), kv_heads, wide = q.shape, k.shape[2], wider(q.dtype)
+    """Compute attention with soft-capped scores or sinks, which JAX's attention does not support. The softmax is in float32 at least.
+
+    With sinks, the last number of each query is the score of a key without a value.
+    """
+    wide, kv_heads, size = wider(q.dtype), k.shape[2], k.shape[-1]
+    q, sinks = q[..., :size], q[..., size:].astype(wide)
+    b, s, heads, _ = q.shape
     grouped = q.reshape(b, s, kv_heads, heads // kv_heads, size)
     scores = jnp.einsum("bskgd,btkd->bkgst", grouped, k, preferred_element_type=wide)
-    capped = soft_capped(scores * jnp.asarray(_scale(q, config), wide), config.attention_soft_cap)
-    lowest = jnp.asarray(jnp.finfo(wide).min, wide)
-    weights = jax.nn.softmax(jnp.where(mask[:, :, None], capped, lowest), axis=-1)
+    scores = soft_capped(scores * jnp.asarray(_scale(q, config), wide), config.attention_soft_cap)
+    scores = jnp.where(mask[:, :, None], scores, jnp.asarray(jnp.finfo(wide).min, wide))
+    if config.sinks:
+        of_sinks = sinks.reshape(b, s, kv_heads, -1).transpose(0, 2, 3, 1)[..., None]
+        scores = jnp.concatenate([scores, of_sinks], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]]
     return jnp.einsum("bkgst,btkd->bskgd", weights.astype(v.dtype), v).reshape(b, s, heads, size)
 
 

@@ -13,6 +13,7 @@ from flax import nnx
 
 from jpipe_lm.config.model_config import ModelConfig
 from jpipe_lm.models import transformer
+from jpipe_lm.models.activations import activated
 from jpipe_lm.models.metadata import named
 from jpipe_lm.models.transformer import Stream
 
@@ -59,7 +60,7 @@ class Head(nnx.Module):
     def __call__(self, stream: Stream) -> dict[str, Any]:
         x, _ = transformer.split_stream(stream)
         following = self.next_sentence(jnp.tanh(self.pooler(x[:, 0])))
-        hidden = transformer.normed(self.norm, transformer.ACTIVATIONS[self.activation](self.transform(x)))
+        hidden = transformer.normed(self.norm, activated(self.activation, self.transform(x)))
         kernel, bias = self.token.embedding[...], self.logits.bias[...]
         return {"tokens": transformer.projected(hidden, kernel, bias, True, self.chunk, self.dtype), "next": following}
 

@@ -84,11 +84,11 @@ def tuned(layers: Mapping[str, Callable[..., nnx.Module]], config: ModelConfig, 
     return changed
 
 
-def widths_of(name: str, outputs: int, config: ModelConfig) -> dict[str, int]:
-    """Return the number of outputs of each part of a linear layer of a block, such as "qkv", which has `outputs` outputs in all."""
-    size, kv_heads = config.head_size_used, config.kv_heads_used
-    of_parts = (config.heads * size, kv_heads * size, kv_heads * size) if name == "qkv" else (outputs,)
-    return dict(zip(PARTS[name], of_parts, strict=True))
+def widths_of(linear: str, outputs: int, config: ModelConfig) -> dict[str, int]:
+    """Return the number of outputs of each part of a linear layer, such as "block_0/qkv", which has `outputs` outputs in all."""
+    name = linear.rpartition("/")[2]
+    block = int(linear.partition("/")[0].removeprefix("block_"))
+    return dict(zip(PARTS[name], config.block(block).qkv_sizes if name == "qkv" else (outputs,), strict=False))
 
 
 def _tuned(layer_id: str, make: Callable[..., nnx.Module], config: ModelConfig, tune: TuneConfig) -> Callable[..., nnx.Module]:
@@ -99,7 +99,7 @@ def _tuned(layer_id: str, make: Callable[..., nnx.Module], config: ModelConfig, 
         for owner, name in itertools.product((module, shared), PARTS):
             linear = getattr(owner, name, None)
             if isinstance(linear, nnx.Linear):
-                setattr(owner, name, Adapted(linear, widths_of(name, linear.out_features, config), tune, rngs=rngs))
+                setattr(owner, name, Adapted(linear, widths_of(f"{layer_id}/{name}", linear.out_features, config), tune, rngs=rngs))
         for name, param in base.items():
             first_place = _EMBEDDING if config.tied and name == _TIED else name
             if not matches_any(first_place, tune.train_only):

@@ -44,9 +44,9 @@ def rotated(
 ) -> Float[Array, "b s h d"]:
     """Apply rotary position embeddings: rotate each pair of components by an angle that is proportional to the position.
 
-    A pair has one component from each half of the rotated part of a head. The rest of the head is not changed. LongRoPE chooses between its
-    two scalings by the length of the text that each position belongs to. Reference: Su et al. 2021, "RoFormer: Enhanced Transformer with
-    Rotary Position Embedding".
+    A pair has one component from each half of the rotated part of a head; or two neighbours, which are in different halves of the result.
+    The rest of the head is not changed. LongRoPE chooses between its two scalings by the length of the text that each position belongs to.
+    Reference: Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding".
     """
     wide, size = wider(x.dtype), config.rotary_size
     short, long = (jnp.asarray(numbers, wide)[None, None, None] for numbers in frequencies(config))
@@ -56,7 +56,8 @@ def rotated(
     angles = positions[:, :, None, None].astype(wide) * short
     factor = jnp.asarray(attention_factor(config), wide)
     cos, sin = jnp.cos(angles) * factor, jnp.sin(angles) * factor
-    first, second = jnp.split(x[..., :size].astype(wide), 2, axis=-1)
+    turning = x[..., :size].astype(wide)
+    first, second = (turning[..., ::2], turning[..., 1::2]) if config.rope_pairs == "neighbours" else jnp.split(turning, 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
     return turned if size == x.shape[-1] else jnp.concatenate([turned, x[..., size:]], axis=-1)
 

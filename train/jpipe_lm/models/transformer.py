@@ -17,15 +17,16 @@ from jaxtyping import Array, Float, Int
 from jpipe import InputError
 from jpipe.context import traced_positions
 from jpipe_lm.config.model_config import ModelConfig, has_bias
+from jpipe_lm.models.activations import activated
 from jpipe_lm.models.attention import attend, attend_after, attend_cached
 from jpipe_lm.models.experts import Experts, Routing, no_routing
 from jpipe_lm.models.float8 import float8_product
+from jpipe_lm.models.latent_attention import Latents
 from jpipe_lm.models.metadata import named
 from jpipe_lm.models.rope import Ended, lengths_of, positions_of, rotated
 from jpipe_train.losses.cross_entropy import Unprojected, wider
 
 Stream = Any  # x, or {"x": x, "segments": segments, "experts": Routing}, without segments or experts if there are none
-ACTIVATIONS: dict[str, Callable[[Any], Any]] = {"gelu": nnx.gelu, "gelu_exact": partial(nnx.gelu, approximate=False), "silu": nnx.silu}
 STD = 0.02  # the standard deviation of initial weights in GPT-2 and BERT
 
 
@@ -85,14 +86,17 @@ class Block(nnx.Module):
         smaller = scaled if config.init == "scaled" else nnx.initializers.normal(STD / (2 * config.depth) ** 0.5)
         back = partial(into, kernel_init=smaller)
         self.attention_norm = norm(config, rngs)
-        self.qkv = into(
-            width, (config.heads + 2 * config.kv_heads_used) * size, use_bias=has_bias(config.bias, "qkv"), **axes("embed", "heads")
-        )
+        if config.latent is None:
+            self.qkv = into(width, sum(config.qkv_sizes), use_bias=has_bias(config.bias, "qkv"), **axes("embed", "heads"))
+        else:
+            self.latents = Latents(config, partial(into, use_bias=False), rngs=rngs)
         if config.qk_norm is not None:
             for_all = config.qk_norm == "all"
             self.query_norm = norm(config, rngs, size * config.heads if for_all else size)
             self.key_norm = norm(config, rngs, size * config.kv_heads_used if for_all else size)
-        self.project = back(config.heads * size, width, use_bias=has_bias(config.bias, "project"), **axes("heads", "embed"))
+        if config.sinks:
+            self.sinks = nnx.Param(jnp.zeros(config.heads), **named("heads"))
+        self.project = back(config.heads * config.value_size, width, use_bias=has_bias(config.bias, "project"), **axes("heads", "embed"))
         self.mlp_norm = norm(config, rngs)
         if config.experts is None:
             self.expand = into(width, inner, **axes("embed", "mlp"))
@@ -101,7 +105,7 @@ class Block(nnx.Module):
             self.contract = back(inner, width, **axes("mlp", "embed"))
         else:
             without_bias = partial(into, use_bias=False), partial(back, use_bias=False)
-            self.experts = Experts(config.experts, config, ACTIVATIONS[config.activation], *without_bias, rngs=rngs)
+            self.experts = Experts(config.experts, config, *without_bias, rngs=rngs)
         if config.post_norms:
             self.attention_post_norm, self.mlp_post_norm = norm(config, rngs), norm(config, rngs)
         self.dropout = dropout(config, rngs)
@@ -123,13 +127,11 @@ class Block(nnx.Module):
         """
         x, segments = split_stream(stream)
         self._check_slices(segments)
-        b, s, _ = x.shape
         before = (carry[-1][2][:, -1:], carry[-1][3][:, -1:]) if carry and segments is not None else None
         at = positions(x, segments, before)
-        q, k, v = self._heads(self.attention_norm(x), at, jnp.full((1, 1), row_length(s), jnp.int32))
+        q, k, v = self._heads(self.attention_norm(x), at, jnp.full((1, 1), row_length(x.shape[1]), jnp.int32))
         carry = *(carry or ()), ((k, v) if segments is None else (k, v, segments, at))
-        attention = attend_after(q, carry, self.config)
-        x = self._plus_attention(x, self.project(attention.reshape(b, s, -1)))
+        x = self._plus_attention(x, self._projected(attend_after(q, carry, self.config)))
         x, routing = self._plus_mlp(x, segments, routing_of(stream))
         return joined(x, segments, routing), carry
 
@@ -156,10 +158,9 @@ class Block(nnx.Module):
 
         `lengths` has the number of known positions of each row, with the further ones. Return the output and the new cache.
         """
-        b, s, _ = x.shape
         q, k, v = self._heads(self.attention_norm(x), at, lengths[:, None])
         attention, cache = attend_cached(q, k, v, cache, at, lengths, self.config)
-        x = self._plus_attention(x, self.project(attention.reshape(b, s, -1)))
+        x = self._plus_attention(x, self._projected(attention))
         return self._plus_mlp(x)[0], cache
 
     def _plus_attention(self, x: Float[Array, "b s w"], attention: Float[Array, "b s w"]) -> Float[Array, "b s w"]:
@@ -174,14 +175,22 @@ class Block(nnx.Module):
         return x + self.dropout(normed(self.mlp_post_norm, out) if self.config.post_norms else out), routing
 
     def _attention(self, x: Float[Array, "b s w"], segments: Int[Array, "b s"] | None) -> Float[Array, "b s w"]:
-        b, s, _ = x.shape
-        lengths = jnp.full((1, 1), s, jnp.int32) if segments is None else lengths_of(segments)
+        lengths = jnp.full((1, 1), x.shape[1], jnp.int32) if segments is None else lengths_of(segments)
         q, k, v = self._heads(x, positions(x, segments), lengths)
-        return self.project(attend(q, k, v, segments, self.config).reshape(b, s, -1))
+        return self._projected(attend(q, k, v, segments, self.config))
+
+    def _projected(self, attention: Float[Array, "b s h d"]) -> Float[Array, "b s w"]:
+        """Project the outputs of all heads, without the padding of values, to the width of the residual stream."""
+        return self.project(attention[..., : self.config.value_size].reshape(*attention.shape[:2], -1))
 
     def _heads(self, x: Float[Array, "b s w"], at: Int[Array, "#b s"], lengths: Int[Array, "#b #s"]) -> Any:
-        """Compute queries, keys and values (b, s, heads, numbers). Norms and rotary position embeddings are applied."""
+        """Compute queries, keys and values (b, s, heads, numbers). Norms and rotary position embeddings are applied.
+
+        With sinks, the last number of a query is the logit of its head's sink.
+        """
         config = self.config
+        if config.latent is not None:
+            return self.latents(x, at, lengths)
         heads, kv_heads, size = config.heads, config.kv_heads_used, config.head_size_used
         stacked = self.qkv(x)
         if config.qk_norm == "all":
@@ -192,6 +201,8 @@ class Block(nnx.Module):
             q, k = normed(self.query_norm, q), normed(self.key_norm, k)
         if config.positions == "rope":
             q, k = rotated(q, at, lengths, config), rotated(k, at, lengths, config)
+        if config.sinks:
+            q = jnp.concatenate([q, jnp.broadcast_to(self.sinks[...].astype(q.dtype)[None, None, :, None], (*q.shape[:3], 1))], axis=-1)
         return q, k, v
 
     def _mlp(
@@ -201,9 +212,8 @@ class Block(nnx.Module):
         if self.config.experts is not None:
             y, choices = self.experts(x, None if segments is None else segments > 0)
             return y, None if routing is None else routing.followed_by(*choices)
-        activation = ACTIVATIONS[self.config.activation]
-        expanded = self.expand(x)
-        return self.contract(activation(self.gate(x)) * expanded if self.config.gated_mlp else activation(expanded)), routing
+        gate = self.gate(x) if self.config.gated_mlp else None
+        return self.contract(activated(self.config.activation, self.expand(x), gate)), routing
 
 
 class Head(nnx.Module):

@@ -49,8 +49,9 @@ BERT = BertConfig(
 def spread(model: torch.nn.Module, seed: int) -> torch.nn.Module:
     """Set weights that are far from their initial values, so that all of them matter, and turn off dropout."""
     generator = torch.Generator().manual_seed(seed)
+    stored = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
     with torch.no_grad():
-        for name, parameter in sorted(model.named_parameters()):
+        for name, parameter in [*sorted(model.named_parameters()), *sorted(stored.items())]:
             scale = 0.2 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
             start = 1.0 if parameter.ndim == 1 and name.endswith("weight") else 0.0  # those of norms
             parameter.copy_(start + scale * torch.randn(parameter.shape, generator=generator))
@@ -94,9 +95,9 @@ def computed(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[di
 
 
 def named(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters by the names that a folder has; transformers stacks those of experts when it reads it."""
+    """Return the parameters by the names that a folder has, with buffers; transformers stacks those of experts when it reads it."""
     parameters = dict(model.named_parameters())
-    if not any(".experts." in name for name in parameters):
+    if not any(".experts." in name for name in parameters) and not dict(model.named_buffers()).keys() & model.state_dict().keys():
         return parameters
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)

@@ -12,6 +12,7 @@ import numpy as np
 
 from jpipe_lm.config.huggingface import ARCHITECTURES, Description, whole_section
 from jpipe_lm.config.model.experts_section import ExpertsConfig
+from jpipe_lm.config.model.latent_section import LatentConfig
 from jpipe_lm.config.model_config import ModelConfig, has_bias
 
 Shape = tuple[int, ...]
@@ -20,19 +21,29 @@ Shape = tuple[int, ...]
 class Row(NamedTuple):
     """Some parameters of jpipe and the tensors that store them. If either are several, they are concatenated along the last axis.
 
-    A stacked parameter has a tensor for each expert, along its first axis.
+    A stacked parameter has a tensor for each expert, along its first axis. In an interleaved tensor the numbers of two parameters
+    alternate.
     """
 
     shapes: Mapping[str, Shape]  # the shapes of the parameters by name in an export, such as "block_0/qkv/kernel"
     theirs: Mapping[str, Shape]  # the shapes of the tensors, by name
     transposed: bool = False  # whether the tensors are (outputs, inputs), as in PyTorch's `Linear`; jpipe's kernels are (inputs, outputs)
     stacked: bool = False  # whether there is a tensor for each expert
+    interleaved: bool = False  # whether the numbers of two parameters alternate in the tensor
+
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether a parameter has the kernels of all experts of a block."""
+        return any(len(shape) > 2 for shape in self.shapes.values())
 
     def joined(self, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Convert tensors to parameters."""
         parts = [tensors[name].T if self.transposed else tensors[name] for name in self.theirs]
         if self.stacked:
             return dict.fromkeys(self.shapes, np.stack(parts))
+        if self.interleaved:
+            (whole,) = parts
+            parts = [whole[..., ::2], whole[..., 1::2]]
         return _divided(parts, self.shapes)
 
     def split(self, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -41,6 +52,9 @@ class Row(NamedTuple):
             (ours,) = self.shapes
             each = zip(self.theirs, np.asarray(arrays[ours]), strict=True)
             return {name: np.ascontiguousarray(part.T if self.transposed else part) for name, part in each}
+        if self.interleaved:
+            (tensor,) = self.theirs
+            return {tensor: np.stack([np.asarray(arrays[name]) for name in self.shapes], axis=-1).reshape(self.theirs[tensor])}
         shapes = {name: shape[::-1] if self.transposed else shape for name, shape in self.theirs.items()}
         divided = _divided([np.asarray(arrays[name]) for name in self.shapes], shapes)
         return {name: np.ascontiguousarray(part.T) if self.transposed else part for name, part in divided.items()}
@@ -62,6 +76,8 @@ class Layout:
     copies: Mapping[str, str]  # a mapping from a tensor that is a copy to its original; a folder may have the copy
     # what the names of optional tensors begin with. If a folder leaves them out, their parameters are initialized.
     optional: tuple[str, ...] = ()
+    unread: str | None = None  # what names of further blocks, which are not read, begin with, with {} for the number of the block
+    depth: int = 0  # the number of blocks
 
     def __iter__(self) -> Iterator[Row]:
         for rows in self.rows.values():
@@ -74,12 +90,18 @@ class Layout:
 
     def known_as(self, name: str) -> str | None:
         """Return a tensor's name in the table, for a folder of any version; None for a constant that is not a weight."""
-        if name.endswith(_BUFFERS):
+        if name.endswith(_BUFFERS) or self._is_unread(name):
             return None
         for old, new in _OLD.items():
             name = name.removesuffix(old) + new if name.endswith(old) else name
         whole = f"{self.prefix}{name}"
         return whole if whole in self.theirs else name
+
+    def _is_unread(self, name: str) -> bool:
+        """Return whether a tensor belongs to a further block."""
+        start, _, end = (self.unread or "").partition("{}")
+        number = name.removeprefix(start).partition(end or ".")[0]
+        return bool(start) and name.startswith(start) and number.isdecimal() and int(number) >= self.depth
 
 
 # Constants that older versions saved, and the older names of norm parameters.
@@ -109,7 +131,8 @@ def layout(described: Description) -> Layout:
             for ours, theirs in of_layer.items()
             for row in _rows(layer_id, ours.split(","), [start + name for name in theirs.split(",")], shapes, turned)
         )
-    return Layout(rows, names.prefix, copies, names.optional.get(described.architecture, ()))
+    unread = names.layer if names.has_further_blocks else None
+    return Layout(rows, names.prefix, copies, names.optional.get(described.architecture, ()), unread, config.depth)
 
 
 class _Sizes(NamedTuple):
@@ -120,6 +143,7 @@ class _Sizes(NamedTuple):
     bias: bool  # whether the layer has a bias
     kernel: str  # jpipe's name of the first parameter
     experts: int = 0  # the number of experts with such a layer; 0 for a layer without experts
+    first: Shape = ()  # the first dimensions of a single parameter
 
 
 def _embed(c: ModelConfig) -> dict[str, _Sizes]:
@@ -128,16 +152,38 @@ def _embed(c: ModelConfig) -> dict[str, _Sizes]:
 
 
 def _block(c: ModelConfig) -> dict[str, _Sizes]:
-    w, m, q, kv = c.width, c.mlp_width_used, c.heads * c.head_size_used, c.kv_heads_used * c.head_size_used
+    w, m, (q, kv, *_) = c.width, c.mlp_width_used, c.qkv_sizes
     norms = ("attention_norm", "mlp_norm", "attention_post_norm", "mlp_post_norm")
     of_queries, of_keys = (q, kv) if c.qk_norm == "all" else (c.head_size_used, c.head_size_used)
     return {
         **{name: _norm(c, w) for name in norms},
-        **{"query_norm": _norm(c, of_queries), "key_norm": _norm(c, of_keys)},
-        "qkv": _Sizes(w, (q, kv, kv), has_bias(c.bias, "qkv"), "kernel"),
-        "project": _Sizes(q, (w,), has_bias(c.bias, "project"), "kernel"),
+        **{"query_norm": _norm(c, of_queries), "key_norm": _norm(c, of_keys), "sinks": _single(c.heads)},
+        **({"qkv": _Sizes(w, c.qkv_sizes, has_bias(c.bias, "qkv"), "kernel")} if c.latent is None else _latents(c, c.latent)),
+        "project": _Sizes(c.heads * c.value_size, (w,), has_bias(c.bias, "project"), "kernel"),
         **(_mlp(w, m, has_bias(c.bias, "mlp")) if c.experts is None else _experts(w, c.experts)),
     }
+
+
+def _latents(c: ModelConfig, latent: LatentConfig) -> dict[str, _Sizes]:
+    q, still = c.heads * c.head_size_used, c.head_size_used - latent.rotary
+
+    def linear(inputs: int, outputs: int) -> _Sizes:
+        return _Sizes(inputs, (outputs,), False, "kernel")
+
+    sizes = {
+        "down": linear(c.width, latent.keys + latent.rotary),
+        "norm": _norm(c, latent.keys),
+        "up": linear(latent.keys, c.heads * (still + latent.values)),
+    }
+    if latent.queries is None:
+        sizes["query"] = linear(c.width, q)
+    else:
+        sizes |= {
+            "query_down": linear(c.width, latent.queries),
+            "query_norm": _norm(c, latent.queries),
+            "query_up": linear(latent.queries, q),
+        }
+    return {f"latents/{name}": size for name, size in sizes.items()}
 
 
 def _mlp(w: int, m: int, bias: bool, experts: int = 0) -> dict[str, _Sizes]:
@@ -146,7 +192,10 @@ def _mlp(w: int, m: int, bias: bool, experts: int = 0) -> dict[str, _Sizes]:
 
 
 def _experts(w: int, e: ExpertsConfig) -> dict[str, _Sizes]:
-    sizes = {"router": _Sizes(w, (e.count,), False, "kernel"), **_mlp(w, e.mlp_width, False, e.count)}
+    m = e.mlp_width
+    sizes = {"router": _Sizes(w, (e.count,), e.bias, "kernel"), **_mlp(w, m, False, e.count), "correction": _single(e.count)}
+    for name, (inputs, outputs) in {"expand": (w, m), "gate": (w, m), "contract": (m, w)}.items():
+        sizes |= {f"{name}/kernel": _single(outputs, e.count, inputs), f"{name}/bias": _single(outputs, e.count)}
     if e.shared_mlp_width is not None:
         sizes |= {f"shared/{name}": size for name, size in _mlp(w, e.shared_mlp_width, False).items()}
         sizes |= {"shared/share": _Sizes(w, (1,), False, "kernel")} if e.shared_gate else {}
@@ -162,8 +211,13 @@ def _head(c: ModelConfig) -> dict[str, _Sizes]:
     return {
         **{name: _Sizes(c.width, (outputs,), bias, "kernel") for name, (outputs, bias) in linear.items()},
         "norm": _norm(c, c.width),
-        "logits/bias": _Sizes(None, (c.vocab_size,), False, ""),
+        "logits/bias": _single(c.vocab_size),
     }
+
+
+def _single(size: int, *first: int) -> _Sizes:
+    """Return the sizes of a single parameter, of shape (*first, size)."""
+    return _Sizes(None, (size,), False, "", first=first)
 
 
 def _norm(c: ModelConfig, size: int) -> _Sizes:
@@ -176,8 +230,10 @@ def _rows(layer_id: str, ours: list[str], theirs: list[str], sizes: Mapping[str,
     outputs = {name: sum(sizes[name].outputs) for name in ours}
     parts = tuple(size for name in ours for size in sizes[name].outputs)
     stored = parts if len(theirs) == len(parts) else (sum(parts),)
-    if not first.kernel:  # a single parameter
-        yield Row({f"{layer_id}/{ours[0]}": stored}, {theirs[0]: stored})
+    if not first.kernel:  # single parameters
+        tensor, _, how = theirs[0].partition(":")
+        singles = {f"{layer_id}/{name}": (*first.first, size) for name, size in outputs.items()}
+        yield Row(singles, {tensor: (*first.first, sum(parts))}, interleaved=how == "interleaved")
         return
     turned = transposed and first.kernel == "kernel"
 

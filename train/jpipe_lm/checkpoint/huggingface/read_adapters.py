@@ -104,7 +104,7 @@ def modules_of(row: Row, names: Collection[str], model: ModelConfig) -> list[Mod
     parts = {part: f"{linear}/lora/{part}" for linear, _ in _linears(row) for part in PARTS[_kind(linear)]}
     if not any(f"{adapter}/a" in names for adapter in parts.values()):
         return []
-    outputs = {part: width for linear, shape in _linears(row) for part, width in widths_of(_kind(linear), shape[1], model).items()}
+    outputs = {part: width for linear, shape in _linears(row) for part, width in widths_of(linear, shape[1], model).items()}
     inputs = next(shape[0] for _, shape in _linears(row))
     theirs = [name.removesuffix(".weight") for name in row.theirs]
     modules = []
@@ -117,7 +117,7 @@ def modules_of(row: Row, names: Collection[str], model: ModelConfig) -> list[Mod
 def _linears(row: Row) -> list[tuple[str, Shape]]:
     """Return the linear layers of a row that may have adapters, with the shapes of their kernels."""
     kernels = [(name.removesuffix("/kernel"), shape) for name, shape in row.shapes.items() if name.endswith("/kernel")]
-    may_adapt = len(kernels) == len(row.shapes) and not row.stacked and all(_kind(linear) in PARTS for linear, _ in kernels)
+    may_adapt = len(kernels) == len(row.shapes) and not row.is_of_experts and all(_kind(linear) in PARTS for linear, _ in kernels)
     return kernels if may_adapt else []
 
 
@@ -175,7 +175,7 @@ def _read(folder: Folder, names: Layout, model: ModelConfig, described: Adapters
             for name in module.tensors:
                 del left[name]
         whole = [f"{BEFORE}{name}" for name in row.theirs]
-        if all(name in left for name in whole) and not modules and not row.stacked:
+        if all(name in left for name in whole) and not modules and not row.is_of_experts:
             arrays |= row.joined(_saved(folder, row, names, described, model.vocab_size, where))
             for name in whole:
                 del left[name]

@@ -71,7 +71,7 @@ def _saved(rows: Sequence[Row], model: Model, adapted: Collection[str]) -> list[
         problems = {
             "has an adapter as well": any(_module(name) in adapted for name in row.theirs),
             "is shared by embeddings and logits": any(name in model.names.copies.values() for name in row.theirs),
-            "belongs to experts": row.stacked,
+            "belongs to experts": row.is_of_experts,
         }
         if trained and (problem := next((words for words, applies in problems.items() if applies), None)):
             raise InputError(

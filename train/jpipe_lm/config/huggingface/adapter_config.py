@@ -132,7 +132,7 @@ def fill_lora(section: Mapping[str, Any], folder: Path, base: Description, where
 def module_parts(names: list[str], linears: list[tuple[str, ...]]) -> list[tuple[str, tuple[str, ...]]]:
     """Return the names of modules that together compute linear layers, each with the parts that it computes, such as queries and keys."""
     parts = tuple(part for linear in linears for part in linear)
-    return [(name, (part,)) for name, part in zip(names, parts, strict=True)] if len(names) == len(parts) else [(names[0], parts)]
+    return [(names[0], parts)] if len(names) == 1 else [(name, (part,)) for name, part in zip(names, parts, strict=False)]
 
 
 def _targets(wanted: list[str], excluded: list[str], base: Description, where: str) -> list[str]:

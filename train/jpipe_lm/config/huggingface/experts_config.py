@@ -4,11 +4,13 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from jpipe_lm.config.huggingface.parts import KeyGroup, Keys, Size, agreed, expanded, shortened
+from jpipe_lm.config.huggingface.parts import KeyGroup, Keys, Number, Size, agreed, expanded, only, shortened
+from jpipe_lm.config.model.experts_section import ExpertsConfig
 
 _Factor = Annotated[float, Field(ge=0, le=1e6)]
 OF_THE_LOSS = ("balance_loss", "z_loss")
 """The keys of `model.experts` that change only the loss, not the model."""
+_DEFAULTS = {name: field.default for name, field in ExpertsConfig.model_fields.items() if not field.is_required()}
 
 
 def experts(
@@ -20,6 +22,7 @@ def experts(
     renormalizes: bool | None = None,
     dense_layers: bool = False,
     shared: bool = False,
+    bias: bool = False,
 ) -> KeyGroup:
     """Return the key group for a mixture of experts.
 
@@ -31,6 +34,7 @@ def experts(
         renormalizes: whether the probabilities of the chosen experts are divided by their sum; None if `norm_topk_prob` decides this.
         dense_layers: whether blocks can be without experts, according to `mlp_only_layers` and `decoder_sparse_step`.
         shared: whether a shared MLP with a gate also computes every token.
+        bias: whether experts and router have biases.
     """
     fields: dict[str, tuple[Any, Any]] = {
         **dict.fromkeys(count, (Size | None, None)),
@@ -50,7 +54,7 @@ def experts(
             return {"experts": None}
         mixture = {
             **{"count": number, "per_token": json["num_experts_per_tok"], "mlp_width": json[width], "layers": layers},
-            "renormalize": json["norm_topk_prob"] if renormalizes is None else renormalizes,
+            **{"renormalize": json["norm_topk_prob"] if renormalizes is None else renormalizes, "bias": bias},
             **{"shared_mlp_width": json["shared_expert_intermediate_size"] if shared else None, "shared_gate": shared},
             **{"balance_loss": json["router_aux_loss_coef"] if json["output_router_logits"] else 0.0, "z_loss": 0.0},
         }
@@ -69,6 +73,39 @@ def experts(
         }
 
     return KeyGroup(fields, read, write, {"experts": count[0]})
+
+
+def corrected_experts(count: int, per_token: int, width: int, groups: tuple[int, int], scale: float, dense: int) -> KeyGroup:
+    """Return the key group for the experts of DeepSeek-V3 and GLM-4.5, which a constant of each expert balances. Arguments are defaults."""
+    ours = {"per_token": "num_experts_per_tok", "mlp_width": "moe_intermediate_size", "groups": "n_group", "groups_per_token": "topk_group"}
+    ours |= {"count": "n_routed_experts", "renormalize": "norm_topk_prob", "scale": "routed_scaling_factor"}
+    fields: dict[str, tuple[Any, Any]] = {
+        **{"n_routed_experts": (Size, count), "num_experts_per_tok": (Size, per_token), "moe_intermediate_size": (Size, width)},
+        **{"n_group": (Size, groups[0]), "topk_group": (Size, groups[1]), "norm_topk_prob": (bool, True)},
+        **{"routed_scaling_factor": (Number, scale), "n_shared_experts": (Size, 1)},
+        "first_k_dense_replace": (Annotated[int, Field(ge=0)], dense),
+        "num_nextn_predict_layers": (Annotated[int, Field(ge=0)], 0),  # layers after the last, which predict further tokens, are not read
+    }
+    fixed = {"output_router_logits": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+    fields |= {key: only(key, value).fields[key] for key, value in fixed.items()}
+
+    def read(json: Keys, keys: Keys) -> Keys:
+        layers = shortened([i >= json["first_k_dense_replace"] for i in range(keys["depth"])], keys["depth"])
+        shared = json["moe_intermediate_size"] * json["n_shared_experts"]
+        further = {"score": "sigmoid", "correction": True, "balance_loss": 0.0, "layers": layers, "shared_mlp_width": shared}
+        return {"experts": None if layers == [False] else {**{key: json[theirs] for key, theirs in ours.items()}, **further}}
+
+    def write(keys: Keys) -> Keys:
+        if (mixture := keys["experts"]) is None:
+            return {"first_k_dense_replace": keys["depth"]}
+        return {
+            **{theirs: mixture[key] for key, theirs in ours.items()},
+            "n_shared_experts": (mixture["shared_mlp_width"] or 0) // mixture["mlp_width"],
+            "first_k_dense_replace": expanded(mixture["layers"], keys["depth"]).index(True),
+            "num_nextn_predict_layers": 0,
+        }
+
+    return KeyGroup(fields, read, write, {"experts": "n_routed_experts"})
 
 
 def _layers_with_experts(json: Keys, depth: int) -> Any:
@@ -90,8 +127,8 @@ def canonical_experts(keys: Keys) -> Keys:
     """Return `experts` and `mlp_width` in a normal form. If all blocks have experts, `mlp_width` has no effect and gets a fixed value."""
     if (mixture := keys["experts"]) is None:
         return {}
-    layers = shortened(mixture["layers"], keys["depth"])
-    return {"experts": {**mixture, "layers": layers}, **({"mlp_width": mixture["mlp_width"]} if layers is None else {})}
+    layers = shortened(mixture.get("layers"), keys["depth"])
+    return {"experts": {**_DEFAULTS, **mixture, "layers": layers}, **({"mlp_width": mixture["mlp_width"]} if layers is None else {})}
 
 
 def without_losses(value: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from jpipe_lm.config.huggingface.experts_config import experts
+from jpipe_lm.config.huggingface.experts_config import corrected_experts, experts
 from jpipe_lm.config.huggingface.parts import (
     Depth,
     KeyGroup,
@@ -20,11 +20,12 @@ from jpipe_lm.config.huggingface.parts import (
     attention_scale,
     biases,
     every_second_window,
+    flag,
+    latents,
     later_windows,
     layers_without_rope,
     one,
     only,
-    qkv_bias,
     window,
     windows_between,
     without_windows,
@@ -39,6 +40,9 @@ class Tensors:
 
     Tensors are concatenated if their names are joined by commas, and so are parameters: Phi-3 has `gate,expand` in one tensor. A `*` stands
     for the number of an expert; each expert has its own tensor. Names of parameters that a block lacks are ignored.
+
+    A name is that of a layer, with a kernel and perhaps a bias; or of a single parameter, such as `experts/expand/kernel`, and the name of
+    its tensor is complete. After a colon stands how this tensor differs: `interleaved`, if the numbers of two parameters alternate.
     """
 
     embed: Mapping[str, str]  # the names in the layer `embed`
@@ -53,6 +57,7 @@ class Tensors:
     copies: Mapping[str, str] = field(default_factory=dict)
     # for each architecture, prefixes of the names of tensors that a folder may lack. Their parameters are then initialized.
     optional: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    has_further_blocks: bool = False  # whether a folder may have further blocks, which predict further tokens and are not read
 
 
 @dataclass(frozen=True)
@@ -147,6 +152,15 @@ _SHARED_EXPERT = {
     **{"experts/shared/expand": "mlp.shared_expert.up_proj", "experts/shared/gate": "mlp.shared_expert.gate_proj"},
     **{"experts/shared/contract": "mlp.shared_expert.down_proj", "experts/shared/share": "mlp.shared_expert_gate"},
 }
+_CORRECTED_EXPERTS = {
+    **{**_EXPERTS, "experts/correction": "mlp.gate.e_score_correction_bias", "experts/shared/expand": "mlp.shared_experts.up_proj"},
+    **{"experts/shared/gate": "mlp.shared_experts.gate_proj", "experts/shared/contract": "mlp.shared_experts.down_proj"},
+}
+_LATENTS = {
+    **{"latents/query": "self_attn.q_proj", "latents/query_down": "self_attn.q_a_proj", "latents/query_up": "self_attn.q_b_proj"},
+    **{"latents/query_norm": "self_attn.q_a_layernorm", "latents/down": "self_attn.kv_a_proj_with_mqa"},
+    **{"latents/norm": "self_attn.kv_a_layernorm", "latents/up": "self_attn.kv_b_proj"},
+}
 _QK_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
 _TWO_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 _FOUR_NORMS = {
@@ -155,7 +169,7 @@ _FOUR_NORMS = {
 }
 
 
-def _tensors_like_llama(*block: Mapping[str, str]) -> Tensors:
+def _tensors_like_llama(*block: Mapping[str, str], has_further_blocks: bool = False) -> Tensors:
     """Return the tensor names of Llama, with the names `block` in a block."""
     names = {ours: theirs for part in block for ours, theirs in part.items()}
     return Tensors(
@@ -165,6 +179,7 @@ def _tensors_like_llama(*block: Mapping[str, str]) -> Tensors:
         {"norm": "model.norm", "logits": "lm_head"},
         {"norm": "model.norm", "score": "score"},
         "model.",
+        has_further_blocks=has_further_blocks,
     )
 
 
@@ -294,7 +309,7 @@ FAMILIES: tuple[Family, ...] = (
             *_like_llama(),
             _head_size(None),
             activation("hidden_act", "silu"),
-            qkv_bias(),
+            flag("qkv_bias", True, "bias", "qkv", False),
             experts(
                 ("num_experts", "num_local_experts"),
                 "moe_intermediate_size",
@@ -381,7 +396,7 @@ FAMILIES: tuple[Family, ...] = (
             *_like_llama(1e-5, kv_heads=None),
             activation("hidden_act", "silu"),
             window(None),
-            rope(kinds=("longrope",), share=True, original=4096),
+            rope(kinds=("longrope",), share=1.0, original=4096),
             *(only(key, False) for key in ("attention_bias", "mlp_bias", "lm_head_bias")),
             *(only(key, 1) for key in ("full_attn_mod", "interpolate_factor")),
         ),
@@ -406,6 +421,83 @@ FAMILIES: tuple[Family, ...] = (
         _LLAMA,
         _tensors_like_llama(_TWO_NORMS, _ATTENTION, _MLP),
         frozenset({"max_window_layers", "pretraining_tp"}),  # transformers reads layer_types and no_rope_layers
+    ),
+    Family(
+        ("GptOssForCausalLM",),
+        {"classification": "GptOssForSequenceClassification"},
+        "gpt_oss",
+        (
+            *_like_llama(1e-5),
+            _head_size(64),
+            biases("attention_bias", default=True),
+            experts(("num_local_experts",), "intermediate_size", defaults=(128, 4, 0.001), renormalizes=True, bias=True),
+            every_second_window(128),
+            rope(150_000.0, kinds=("yarn",), is_needed=True),
+            *(only(key, value) for key, value in {"hidden_act": "silu", "swiglu_alpha": 1.702, "swiglu_limit": 7.0}.items()),
+        ),
+        _LLAMA | {"activation": "clamped_swiglu", "sinks": True},
+        _tensors_like_llama(
+            _TWO_NORMS,
+            _ATTENTION,
+            {
+                **{"sinks": "self_attn.sinks", "experts/router": "mlp.router"},
+                "experts/gate/kernel,experts/expand/kernel": "mlp.experts.gate_up_proj:interleaved",
+                "experts/gate/bias,experts/expand/bias": "mlp.experts.gate_up_proj_bias:interleaved",
+                **{"experts/contract/kernel": "mlp.experts.down_proj", "experts/contract/bias": "mlp.experts.down_proj_bias"},
+            },
+        ),
+        frozenset({"experts_per_token", "initial_context_length"}),  # transformers reads num_experts_per_tok
+    ),
+    Family(
+        ("Glm4ForCausalLM",),
+        {"classification": "Glm4ForSequenceClassification"},
+        "glm4",
+        (
+            *_like_llama(1.5625e-7),
+            _head_size(128),
+            activation("hidden_act", "silu"),
+            flag("attention_bias", True, "bias", "qkv", False),
+            rope(share=0.5),
+        ),
+        _LLAMA | {"post_norms": True, "rope_pairs": "neighbours"},
+        _tensors_like_llama(
+            {"attention_norm": "input_layernorm", "attention_post_norm": "post_self_attn_layernorm"},
+            {"mlp_norm": "post_attention_layernorm", "mlp_post_norm": "post_mlp_layernorm"},
+            _ATTENTION,
+            {"gate,expand": "mlp.gate_up_proj", "contract": "mlp.down_proj"},
+        ),
+    ),
+    Family(
+        ("Glm4MoeForCausalLM",),
+        {},
+        "glm4_moe",
+        (
+            *_like_llama(1e-5),
+            _head_size(None),
+            activation("hidden_act", "silu"),
+            flag("attention_bias", False, "bias", "qkv", False),
+            flag("use_qk_norm", False, "qk_norm", "head", None),
+            corrected_experts(128, 8, 1408, (1, 1), 1.0, dense=1),
+            rope(share=0.5),
+        ),
+        _LLAMA,
+        _tensors_like_llama(_TWO_NORMS, _ATTENTION, _QK_NORMS, _MLP, _CORRECTED_EXPERTS, has_further_blocks=True),
+    ),
+    Family(
+        ("DeepseekV3ForCausalLM",),
+        {"classification": "DeepseekV3ForSequenceClassification"},
+        "deepseek_v3",
+        (
+            *_like_llama(),
+            activation("hidden_act", "silu"),
+            only("attention_bias", False),
+            latents(),
+            corrected_experts(256, 8, 2048, (8, 4), 2.5, dense=3),
+            rope(kinds=("yarn",), scales_attention=True),
+        ),
+        _LLAMA,
+        _tensors_like_llama(_TWO_NORMS, _LATENTS, {"project": "self_attn.o_proj"}, _MLP, _CORRECTED_EXPERTS, has_further_blocks=True),
+        frozenset({"aux_loss_alpha", "ep_size", "head_dim", "pretraining_tp", "qk_head_dim", "seq_aux"}),
     ),
     Family(
         ("BertForPreTraining", "BertForMaskedLM"),  # BertForMaskedLM often also has the next-sentence head

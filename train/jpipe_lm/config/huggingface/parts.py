@@ -82,12 +82,12 @@ def activation(theirs: str, default: str) -> KeyGroup:
         return {"activation": next(ours for ours, names in ACTIVATIONS.items() if json[theirs] in names)}
 
     return KeyGroup(
-        {theirs: (Activation, default)}, read, lambda keys: {theirs: ACTIVATIONS[keys["activation"]][0]}, {"activation": theirs}
+        {theirs: (Activation, default)}, read, lambda keys: {theirs: ACTIVATIONS.get(keys["activation"], "?")[0]}, {"activation": theirs}
     )
 
 
-def biases(*theirs: str) -> KeyGroup:
-    """Return the group for biases: the JSON key `attention_bias`, alone or with `mlp_bias`."""
+def biases(*theirs: str, default: bool = False) -> KeyGroup:
+    """Return the group for biases with this default: the JSON key `attention_bias`, alone or with `mlp_bias`."""
 
     def read(json: Keys, _: Keys) -> Keys:
         attention, mlp = json["attention_bias"], json.get("mlp_bias", False)
@@ -98,16 +98,16 @@ def biases(*theirs: str) -> KeyGroup:
     def write(keys: Keys) -> Keys:
         return {"attention_bias": keys["bias"] in (True, "attention"), "mlp_bias": keys["bias"] is True}
 
-    return KeyGroup(dict.fromkeys(theirs, (bool, False)), read, lambda keys: {key: write(keys)[key] for key in theirs})
+    return KeyGroup(dict.fromkeys(theirs, (bool, default)), read, lambda keys: {key: write(keys)[key] for key in theirs})
 
 
-def qkv_bias() -> KeyGroup:
-    """Return the group for the biases of Qwen2-MoE. Only queries, keys and values have biases."""
+def flag(theirs: str, default: bool, ours: str, on: Any, off: Any) -> KeyGroup:
+    """Return the group of one JSON key that chooses between two values of a key of `model`."""
     return KeyGroup(
-        {"qkv_bias": (bool, True)},
-        lambda json, _: {"bias": "qkv" if json["qkv_bias"] else False},
-        lambda keys: {"qkv_bias": keys["bias"] == "qkv"},
-        {"bias": "qkv_bias"},
+        {theirs: (bool, default)},
+        lambda json, _: {ours: on if json[theirs] else off},
+        lambda keys: {theirs: keys[ours] == on},
+        {ours: theirs},
     )
 
 
@@ -121,6 +121,25 @@ def attention_scale() -> KeyGroup:
 
     key = "query_pre_attn_scalar"
     return KeyGroup({key: (Number, 256)}, lambda json, _: {"attention_scale": json[key] ** -0.5}, write, {"attention_scale": key})
+
+
+def latents() -> KeyGroup:
+    """Return the group for latent attention (DeepSeek-V3)."""
+    ours = {"queries": "q_lora_rank", "keys": "kv_lora_rank", "rotary": "qk_rope_head_dim", "values": "v_head_dim"}
+    fields = {"q_lora_rank": (Size | None, 1536), "kv_lora_rank": (Size, 512), "qk_rope_head_dim": (Size, 64), "v_head_dim": (Size, 128)}
+
+    def read(json: Keys, _: Keys) -> Keys:
+        size, pairs = json["qk_nope_head_dim"] + json["qk_rope_head_dim"], "neighbours" if json["rope_interleave"] else "halves"
+        return {"head_size": size, "rope_pairs": pairs, "latent": {key: json[theirs] for key, theirs in ours.items()}}
+
+    def write(keys: Keys) -> Keys:
+        if (latent := keys["latent"]) is None:
+            return {}
+        of_heads = {"qk_nope_head_dim": keys["head_size"] - latent["rotary"], "rope_interleave": keys["rope_pairs"] == "neighbours"}
+        return of_heads | {theirs: latent[key] for key, theirs in ours.items()}
+
+    more = {"qk_nope_head_dim": (Size, 128), "rope_interleave": (bool, True)}
+    return KeyGroup(fields | more, read, write, {"head_size": "qk_nope_head_dim", "latent": "kv_lora_rank"})
 
 
 # Patterns along the depth --------------------------------------------------------------------------------------------------
@@ -183,9 +202,9 @@ def later_windows() -> KeyGroup:
     return windows(4096, lambda json, keys: [i >= json["max_window_layers"] for i in range(keys["depth"])], fields, write)
 
 
-def every_second_window() -> KeyGroup:
-    """Return the group for Gemma 2's windows. Every second layer has one, beginning with the first."""
-    return windows(4096, lambda _, keys: [i % 2 == 0 for i in range(keys["depth"])], {}, lambda _: {})
+def every_second_window(default: int = 4096) -> KeyGroup:
+    """Return the group for the windows of Gemma 2 and gpt-oss. Every second layer has one, beginning with the first."""
+    return windows(default, lambda _, keys: [i % 2 == 0 for i in range(keys["depth"])], {}, lambda _: {})
 
 
 def windows_between() -> KeyGroup:

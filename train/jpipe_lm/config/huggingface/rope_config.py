@@ -99,17 +99,31 @@ class Rope(BaseModel):
         """Return the attention factor computed from other keys, or None without them, so that transformers' default is used."""
         if kind == "longrope" and self.factor is not None:
             return math.sqrt(1 + math.log(self.factor) / math.log(original)) if self.factor > 1 else 1.0
-        if kind == "yarn" and self.mscale and self.mscale_all_dim and self.factor and self.factor > 1:
-            grown = math.log(self.factor)
-            return (0.1 * self.mscale * grown + 1) / (0.1 * self.mscale_all_dim * grown + 1)
+        if kind == "yarn" and self.mscale and self.mscale_all_dim:
+            return self.growth(self.mscale) / self.growth(self.mscale_all_dim)
         return None
 
+    def growth(self, strength: float) -> float:
+        """Return a factor that grows with the logarithm of the scaling's factor."""
+        return 0.1 * strength * math.log(self.factor) + 1 if self.factor and self.factor > 1 else 1.0
 
-def rope(theta: float = 10_000.0, kinds: Sequence[str] = KINDS, share: bool = False, original: int | None = None) -> KeyGroup:
+
+def rope(
+    theta: float = 10_000.0,
+    kinds: Sequence[str] = KINDS,
+    share: float | None = None,
+    original: int | None = None,
+    is_needed: bool = False,
+    scales_attention: bool = False,
+) -> KeyGroup:
     """Return the key group for rotary positions with this default of `rope_theta`.
 
-    With `share` only a part of each head may be rotated (`partial_rotary_factor`). `original` is the default of the top-level JSON key
-    `original_max_position_embeddings`, if the family has it.
+    Args:
+        kinds: the scalings that the family has.
+        share: the default of `partial_rotary_factor`, if only a part of each head may be rotated.
+        original: the default of the top-level JSON key `original_max_position_embeddings`, if the family has it.
+        is_needed: whether `rope_parameters` or `rope_scaling` has to be there, because by default the family has a scaling.
+        scales_attention: whether `mscale_all_dim` of a scaling also multiplies the scores of attention (DeepSeek-V3).
     """
     fields: dict[str, tuple[Any, Any]] = {
         "rope_theta": (Number | None, None),
@@ -121,6 +135,8 @@ def rope(theta: float = 10_000.0, kinds: Sequence[str] = KINDS, share: bool = Fa
 
     def read(json: Keys, keys: Keys) -> Keys:
         ropes = {key: json[key] for key in ("rope_parameters", "rope_scaling") if json[key] is not None}
+        if is_needed and not ropes:
+            raise ValueError("expected rope_parameters or rope_scaling, found none")
         first = json.get("original_max_position_embeddings")
         inside = next((rope.original_max_position_embeddings for rope in ropes.values() if rope.original_max_position_embeddings), first)
         if first is not None and inside != first:
@@ -129,15 +145,20 @@ def rope(theta: float = 10_000.0, kinds: Sequence[str] = KINDS, share: bool = Fa
         if any(scaling != scalings[0] for scaling in scalings):
             raise ValueError("expected equal values in rope_scaling and rope_parameters, found different ones; remove one of them")
         shares = [*(rope.partial_rotary_factor for rope in ropes.values()), json["partial_rotary_factor"]]
-        chosen = agreed("partial_rotary_factor", shares, 1.0)
-        if chosen != 1 and not share:
+        chosen = agreed("partial_rotary_factor", shares, share or 1.0)
+        if chosen != 1 and share is None:
             raise ValueError(f"partial_rotary_factor: expected 1, found {chosen:g}")
         base = agreed("rope_theta", [*(rope.rope_theta for rope in ropes.values()), json["rope_theta"]], theta)
-        return {"rope_base": base, "rope_share": chosen, "rope_scaling": next(iter(scalings), None)}
+        result = {"rope_base": base, "rope_share": chosen, "rope_scaling": next(iter(scalings), None)}
+        growth = next((rope.growth(rope.mscale_all_dim or 0) for rope in ropes.values() if rope.kind not in _UNSCALED), 1.0)
+        return result | ({"attention_scale": keys["head_size"] ** -0.5 * growth**2} if scales_attention else {})
 
     def write(keys: Keys) -> Keys:
         scaling = to_json(keys["rope_scaling"], kinds)
-        parts = {"partial_rotary_factor": keys["rope_share"]} if share else {}
+        if scales_attention and scaling and keys["attention_scale"] is not None and scaling.get("factor", 1) > 1:
+            growth = math.sqrt(keys["attention_scale"] * math.sqrt(keys["head_size"]))
+            scaling["mscale_all_dim"] = round((growth - 1) / (0.1 * math.log(scaling["factor"])), 9)
+        parts = {} if share is None else {"partial_rotary_factor": keys["rope_share"]}
         outside = {key: scaling[key] for key in (NAMES["original_positions"],) if scaling and original is not None and key in scaling}
         # transformers before version 5 reads rope_theta and rope_scaling, later versions read rope_parameters
         new = {"rope_type": "default", **(scaling or {}), "rope_theta": keys["rope_base"], **parts}
