@@ -90,6 +90,10 @@ BY_LAYER = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 100.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
 }
+PROPORTIONAL = {
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 100.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+}
 
 
 def base(theta: float, scaling: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
@@ -164,6 +168,30 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-direct": (
         "DeepseekV3ForCausalLM",
         {**SIZES, **base(100.0), **CORRECTED, **LATENT, "num_key_value_heads": 4, "q_lora_rank": None, "rope_interleave": False},
+    ),
+    "gemma4": (
+        "Gemma4ForCausalLM",
+        {
+            **{
+                **SIZES,
+                "head_dim": 8,
+                "sliding_window": 4,
+                "num_hidden_layers": 4,
+                "rope_parameters": PROPORTIONAL,
+                "num_key_value_heads": 4,
+            },
+            **{"global_head_dim": 12, "num_global_key_value_heads": 2, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0},
+            **{"final_logit_softcapping": 3.0, "tie_word_embeddings": True},
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "qwen3.5": (
+        "Qwen3_5ForCausalLM",
+        {
+            **{**SIZES, **base(100.0, partial_rotary_factor=0.5), "head_dim": 8, "linear_key_head_dim": 6, "linear_value_head_dim": 5},
+            **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 3},
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
     ),
     "smollm3": ("SmolLM3ForCausalLM", {**SIZES, **base(100.0), **WINDOWS, "no_rope_layers": [1, 0, 1]}),
 }

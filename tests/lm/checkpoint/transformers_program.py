@@ -29,6 +29,8 @@ from tests.lm.checkpoint.golden.write_golden import (
     write,
 )
 
+CENTERED = ("Gemma2", "Gemma3", "Qwen3_5")  # architectures in which scales of norms are 1 plus a parameter
+
 
 def changed(config: transformers.PreTrainedConfig, **keys: object) -> transformers.PreTrainedConfig:
     """Return a copy of a config with changed values of some keys."""
@@ -63,8 +65,9 @@ def write_families(folder: Path) -> None:
         kind = getattr(transformers, architecture)
         model = spread(kind(kind.config_class(**copy.deepcopy(keys))), seed)
         with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= float(parameter.ndim == 1 and "Gemma" in architecture)  # scales of norms are 1 plus these
+            for key, parameter in model.named_parameters():
+                is_scale = key.endswith("norm.weight") and "linear_attn" not in key
+                parameter -= float(is_scale and architecture.startswith(CENTERED))
         batch = decoder_batch(20 + seed)
         following = {} if "Bert" in architecture else {"greedy": model.generate(batch["tokens"][:, :5], max_new_tokens=7, do_sample=False)}
         write(folder / name, model, batch | following)

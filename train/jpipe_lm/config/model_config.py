@@ -10,7 +10,9 @@ from jpipe import InputError
 from jpipe.errors import nearest
 from jpipe_lm.config.data_config import BYTES, DataConfig
 from jpipe_lm.config.model import heads_section
+from jpipe_lm.config.model.delta_section import DeltaConfig
 from jpipe_lm.config.model.experts_section import ExpertsConfig, replace_all_mlps
+from jpipe_lm.config.model.full_section import FullConfig
 from jpipe_lm.config.model.latent_section import LatentConfig
 from jpipe_lm.config.model.presets import PRESETS
 from jpipe_lm.config.model.rope_section import RopeScaling
@@ -30,9 +32,9 @@ _MOST_EXPERTS = 10**5
 _ENCODER = {  # the values that kind bert requires
     **{"positions": "learned", "norm": "layer", "gated_mlp": False, "bias": True, "tied": True, "window": None, "qk_norm": None},
     **{"post_norms": False, "attention_soft_cap": None, "logits_soft_cap": None, "attention_scale": None, "embed_scale": False},
-    **{"experts": None, "sinks": False, "latent": None},
+    **{"experts": None, "sinks": False, "latent": None, "delta": None, "attention_gate": False, "layer_scale": False},
 }
-_OF_WINDOWS = ("window_layers", "window_rope_base")
+_OF_WINDOWS = ("window_layers", "window_rope_base", "full_attention")
 _OF_ROPE = ("rope_base", "rope_share", "rope_pairs", "rope_scaling", "rope_layers", "window_rope_base")
 
 # Keys that do not depend on the preset.
@@ -72,14 +74,18 @@ class ModelConfig(ModelSection):
     window: Count | None = None
     window_layers: Pattern | None = None
     window_rope_base: Annotated[float, Field(gt=1, le=10**12)] | None = None
+    full_attention: FullConfig | None = None
     attention_scale: Scale | None = None
     attention_soft_cap: Scale | None = None
     sinks: bool = False
+    attention_gate: bool = False
     latent: LatentConfig | None = None
-    qk_norm: Literal["head", "all"] | None = None
+    delta: DeltaConfig | None = None
+    qk_norm: Literal["head", "all", "head_and_values"] | None = None
     norm: Literal["layer", "rms", "rms_plus_one"] = "layer"
     norm_epsilon: Annotated[float, Field(gt=0, le=1)] = 1e-6
     post_norms: bool = False
+    layer_scale: bool = False
     activation: Literal["gelu", "gelu_exact", "silu", "clamped_swiglu"] = "gelu"
     gated_mlp: bool = False
     experts: ExpertsConfig | None = None
@@ -150,9 +156,10 @@ class ModelConfig(ModelSection):
 
     @property
     def qkv_sizes(self) -> tuple[int, ...]:
-        """The numbers of outputs of the projection to queries, keys and values."""
-        kv = self.kv_heads_used * self.head_size_used
-        return self.heads * self.head_size_used, kv, kv
+        """The numbers of outputs of the projection to queries, with their gates, keys and values, unless keys are also the values."""
+        q, kv = self.heads * self.head_size_used * (2 if self.attention_gate else 1), self.kv_heads_used * self.head_size_used
+        are_values = self.window is None and self.full_attention is not None and self.full_attention.keys_as_values
+        return (q, kv) if are_values else (q, kv, kv)
 
     @property
     def blocks(self) -> "list[ModelConfig]":
@@ -167,13 +174,16 @@ class ModelConfig(ModelSection):
         """Return the config of a block."""
         decided: dict[str, Any] = {"window_layers": None, "window_rope_base": None, "rope_layers": None}
         if self.window is not None and not _at(self.window_layers, i):
-            decided |= {"window": None}
+            full = self.full_attention
+            decided |= {"window": None, **({} if full is None else {"head_size": full.head_size, "kv_heads": full.kv_heads})}
         elif self.window_rope_base is not None:
             decided |= {"rope_base": self.window_rope_base, "rope_scaling": None}
         if not _at(self.rope_layers, i):
             decided |= {"positions": "none", "rope_scaling": None}
         if self.experts is not None and not _at(self.experts.layers, i):
             decided |= {"experts": None}
+        if self.delta is not None and not _at(self.delta.layers, i):
+            decided |= {"delta": None}
         return self.model_copy(update=decided)
 
     def check_config(self, config: "jpipe_train.config.config.Config") -> None:
@@ -325,8 +335,17 @@ class ModelConfig(ModelSection):
                 )
         if self.attention == "cudnn" and self.attention_soft_cap is not None:
             raise InputError("attention cudnn cannot compute attention_soft_cap", change="set attention to xla")
+        if (full := self.full_attention) is not None and (self.heads % full.kv_heads or full.head_size % 2):
+            raise InputError(
+                f"full_attention needs a head_size that is even, and kv_heads that divide heads {self.heads}, found {full.head_size} and "
+                f"{full.kv_heads}",
+                change="change them",
+            )
         if (latent := self.latent) is not None:
-            wrong = next((key for key in ("qk_norm", "sinks") if getattr(self, key)), "bias" if has_bias(self.bias, "qkv") else None)
+            wrong = next(
+                (key for key in ("qk_norm", "sinks", "attention_gate", "full_attention") if getattr(self, key)),
+                "bias" if has_bias(self.bias, "qkv") else None,
+            )
             if wrong or self.positions != "rope" or self.rope_share != 1 or self.kv_heads_used != self.heads:
                 found = f"{wrong} {_as_yaml(getattr(self, wrong))}" if wrong else f"{self.positions} positions and {self.kv_heads} kv_heads"
                 raise InputError(

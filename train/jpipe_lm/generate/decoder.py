@@ -3,7 +3,6 @@
 The letters in the shapes: b rows, s positions, v symbols.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -60,7 +59,8 @@ def layers_of(config: ModelConfig) -> dict[str, Layer]:
 def bytes_of(config: ModelConfig, rows: int, positions: int) -> dict[str, int]:
     """Return a dict from layer ids to the bytes of the layer's parameters, keys and values, for a number of rows and positions."""
     computes, room = np.dtype(transformer.dtype_of(config)).itemsize, room_for(config, positions)
-    caches = {f"block_{i}": 2 * computes * math.prod(_cache_shape(block, rows, room)) for i, block in enumerate(config.blocks)}
+    shapes = (jax.eval_shape(lambda block=block: transformer.new_cache(block, rows, room)) for block in config.blocks)
+    caches = {f"block_{i}": sum(part.size * part.dtype.itemsize for part in cache) for i, cache in enumerate(shapes)}
     sizes = {}
     for layer_id, layer in layers_of(config).items():
         params = sum(spec.size * (computes if spec.ndim > 1 else 4) for spec in jax.tree.leaves(layer.specs))
@@ -94,11 +94,6 @@ def room_for(config: ModelConfig, positions: int) -> int:
     return min(config.max_positions_used, max(_SHORTEST, 1 << (positions - 1).bit_length()))
 
 
-def _cache_shape(block: ModelConfig, rows: int, room: int) -> tuple[int, int, int, int]:
-    """Return the shape of the keys, and of the values, of a block."""
-    return rows, attention.cached_positions(block.window, room), block.kv_heads_used, block.head_size_used
-
-
 class Decoder:
     """Continues rows of tokens, one token at a time.
 
@@ -124,7 +119,7 @@ class Decoder:
         self._blocks = {layer_id: programs[id(layer)] for layer_id, layer in layers.items() if id(layer) in programs}
         self._head = jax.jit(apply_head)
         self._configs = {f"block_{i}": block for i, block in enumerate(config.blocks)}
-        self._caches: dict[str, tuple[Any, Any]] = {}
+        self._caches: dict[str, tuple[Any, ...]] = {}
         self._lengths = np.zeros(0, np.int32)
         self._room = 0
         self._tokens: list[Any] = []  # the tokens of each row, so that rows can be read again
@@ -150,9 +145,9 @@ class Decoder:
             row[: len(prompt)] = prompt
         self._caches = {}
         for layer_id in self._params.keys() & self._blocks.keys():
-            shape = _cache_shape(self._configs[layer_id], len(prompts), self._room)
-            zeros = (jnp.zeros(shape, transformer.dtype_of(self._config), device=self._devices[layer_id]) for _ in range(2))
-            self._caches[layer_id] = next(zeros), next(zeros)
+            with jax.default_device(self._devices[layer_id]):
+                cache = transformer.new_cache(self._configs[layer_id], len(prompts), self._room)
+            self._caches[layer_id] = jax.device_put(cache, self._devices[layer_id])
         last_logits = None
         size = _piece(self._config, len(prompts), self._room)
         for start in range(0, length, size):

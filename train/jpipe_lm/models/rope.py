@@ -69,6 +69,9 @@ def frequencies(config: ModelConfig) -> tuple[Frequencies, Frequencies]:
     unscaled = config.rope_base ** (-np.arange(0, size, 2, dtype=np.float64) / size)
     if scaling is None:
         return unscaled, unscaled
+    if scaling.kind == "proportional":
+        scaled = np.where(np.arange(size // 2) < int(scaling.share * size // 2), unscaled, 0)
+        return scaled, scaled
     if scaling.kind == "longrope":
         return unscaled / np.asarray(scaling.short_factors), unscaled / np.asarray(scaling.long_factors)
     share = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}[scaling.kind](unscaled, scaling, config)

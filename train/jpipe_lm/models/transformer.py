@@ -18,7 +18,8 @@ from jpipe import InputError
 from jpipe.context import traced_positions
 from jpipe_lm.config.model_config import ModelConfig, has_bias
 from jpipe_lm.models.activations import activated
-from jpipe_lm.models.attention import attend, attend_after, attend_cached
+from jpipe_lm.models.attention import attend, attend_after, attend_cached, cached_positions
+from jpipe_lm.models.delta_rule import GatedDelta, carry_of
 from jpipe_lm.models.experts import Experts, Routing, no_routing
 from jpipe_lm.models.float8 import float8_product
 from jpipe_lm.models.latent_attention import Latents
@@ -85,18 +86,23 @@ class Block(nnx.Module):
         scaled = nnx.initializers.variance_scaling(0.5 / config.depth, "fan_in", "normal")
         smaller = scaled if config.init == "scaled" else nnx.initializers.normal(STD / (2 * config.depth) ** 0.5)
         back = partial(into, kernel_init=smaller)
+        without_bias = partial(into, use_bias=False), partial(back, use_bias=False)
         self.attention_norm = norm(config, rngs)
-        if config.latent is None:
-            self.qkv = into(width, sum(config.qkv_sizes), use_bias=has_bias(config.bias, "qkv"), **axes("embed", "heads"))
+        if config.delta is not None:
+            self.delta = GatedDelta(config, *without_bias, rngs=rngs)
+        elif config.latent is not None:
+            self.latents = Latents(config, without_bias[0], rngs=rngs)
         else:
-            self.latents = Latents(config, partial(into, use_bias=False), rngs=rngs)
-        if config.qk_norm is not None:
+            self.qkv = into(width, sum(config.qkv_sizes), use_bias=has_bias(config.bias, "qkv"), **axes("embed", "heads"))
+        if config.qk_norm is not None and config.delta is None:
             for_all = config.qk_norm == "all"
             self.query_norm = norm(config, rngs, size * config.heads if for_all else size)
             self.key_norm = norm(config, rngs, size * config.kv_heads_used if for_all else size)
         if config.sinks:
             self.sinks = nnx.Param(jnp.zeros(config.heads), **named("heads"))
-        self.project = back(config.heads * config.value_size, width, use_bias=has_bias(config.bias, "project"), **axes("heads", "embed"))
+        if config.delta is None:
+            outputs = config.heads * config.value_size
+            self.project = back(outputs, width, use_bias=has_bias(config.bias, "project"), **axes("heads", "embed"))
         self.mlp_norm = norm(config, rngs)
         if config.experts is None:
             self.expand = into(width, inner, **axes("embed", "mlp"))
@@ -104,10 +110,11 @@ class Block(nnx.Module):
                 self.gate = into(width, inner, **axes("embed", "mlp"))
             self.contract = back(inner, width, **axes("mlp", "embed"))
         else:
-            without_bias = partial(into, use_bias=False), partial(back, use_bias=False)
             self.experts = Experts(config.experts, config, *without_bias, rngs=rngs)
         if config.post_norms:
             self.attention_post_norm, self.mlp_post_norm = norm(config, rngs), norm(config, rngs)
+        if config.layer_scale:
+            self.scale = nnx.Param(jnp.ones(1), **named(None))
         self.dropout = dropout(config, rngs)
 
     def __call__(self, stream: Stream) -> Stream:
@@ -122,16 +129,20 @@ class Block(nnx.Module):
     def carried(self, stream: Stream, carry: tuple[Any, ...] | None) -> tuple[Stream, tuple[Any, ...]]:
         """Apply a decoder's block to a slice of the rows, given the carries of the slices before (`jpipe.Layer.carried`), if any.
 
-        These have keys and values, and with several documents in a row their segments and positions. Raise InputError if rows of this kind
-        of model cannot be cut into slices.
+        These have keys and values, and with several documents in a row their segments and positions; or the last state of a gated delta
+        rule. Raise InputError if rows of this kind of model cannot be cut into slices.
         """
         x, segments = split_stream(stream)
         self._check_slices(segments)
+        if self.config.delta is not None:
+            mixed, carry = self.delta(self.attention_norm(x), segments, carry)
+            x, routing = self._plus_mlp(self._plus_attention(x, mixed), segments, routing_of(stream))
+            return joined(x, segments, routing), carry
         before = (carry[-1][2][:, -1:], carry[-1][3][:, -1:]) if carry and segments is not None else None
         at = positions(x, segments, before)
-        q, k, v = self._heads(self.attention_norm(x), at, jnp.full((1, 1), row_length(x.shape[1]), jnp.int32))
+        q, k, v, gate = self._heads(self.attention_norm(x), at, jnp.full((1, 1), row_length(x.shape[1]), jnp.int32))
         carry = *(carry or ()), ((k, v) if segments is None else (k, v, segments, at))
-        x = self._plus_attention(x, self._projected(attend_after(q, carry, self.config)))
+        x = self._plus_attention(x, self._projected(attend_after(q, carry, self.config), gate))
         x, routing = self._plus_mlp(x, segments, routing_of(stream))
         return joined(x, segments, routing), carry
 
@@ -152,15 +163,19 @@ class Block(nnx.Module):
             raise InputError(where="plan", key="slices", expected=expected, found=found, change=f"{change}remove slices")
 
     def following(
-        self, x: Float[Array, "b s w"], cache: tuple[Any, Any], at: Int[Array, "b s"], lengths: Int[Array, " b"]
-    ) -> tuple[Float[Array, "b s w"], tuple[Any, Any]]:
-        """Apply a decoder's block to further positions `at`, consecutive in each row, and add them to the cache of `attend_cached`.
+        self, x: Float[Array, "b s w"], cache: tuple[Any, ...], at: Int[Array, "b s"], lengths: Int[Array, " b"]
+    ) -> tuple[Float[Array, "b s w"], tuple[Any, ...]]:
+        """Apply a decoder's block to further positions `at`, consecutive in each row, and add them to the cache, which `new_cache` begins.
 
         `lengths` has the number of known positions of each row, with the further ones. Return the output and the new cache.
         """
-        q, k, v = self._heads(self.attention_norm(x), at, lengths[:, None])
+        if self.config.delta is not None:
+            counts = jnp.clip(lengths - at[:, 0], 0, at.shape[1])
+            mixed, cache = self.delta(self.attention_norm(x), None, cache, counts)
+            return self._plus_mlp(self._plus_attention(x, mixed))[0], cache
+        q, k, v, gate = self._heads(self.attention_norm(x), at, lengths[:, None])
         attention, cache = attend_cached(q, k, v, cache, at, lengths, self.config)
-        x = self._plus_attention(x, self._projected(attention))
+        x = self._plus_attention(x, self._projected(attention, gate))
         return self._plus_mlp(x)[0], cache
 
     def _plus_attention(self, x: Float[Array, "b s w"], attention: Float[Array, "b s w"]) -> Float[Array, "b s w"]:
@@ -172,38 +187,49 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "b s w"], Routing | None]:
         """Add the output of the MLP to the residual stream. Return the sum, and the routers' choices so far."""
         out, routing = self._mlp(self.mlp_norm(x), segments, routing)
-        return x + self.dropout(normed(self.mlp_post_norm, out) if self.config.post_norms else out), routing
+        x = x + self.dropout(normed(self.mlp_post_norm, out) if self.config.post_norms else out)
+        return x * jax.lax.stop_gradient(self.scale[...]).astype(x.dtype)[None, None] if self.config.layer_scale else x, routing
 
     def _attention(self, x: Float[Array, "b s w"], segments: Int[Array, "b s"] | None) -> Float[Array, "b s w"]:
+        if self.config.delta is not None:
+            return self.delta(x, segments, None)[0]
         lengths = jnp.full((1, 1), x.shape[1], jnp.int32) if segments is None else lengths_of(segments)
-        q, k, v = self._heads(x, positions(x, segments), lengths)
-        return self._projected(attend(q, k, v, segments, self.config))
+        q, k, v, gate = self._heads(x, positions(x, segments), lengths)
+        return self._projected(attend(q, k, v, segments, self.config), gate)
 
-    def _projected(self, attention: Float[Array, "b s h d"]) -> Float[Array, "b s w"]:
-        """Project the outputs of all heads, without the padding of values, to the width of the residual stream."""
-        return self.project(attention[..., : self.config.value_size].reshape(*attention.shape[:2], -1))
+    def _projected(self, attention: Float[Array, "b s h d"], gate: Float[Array, "b s h d"] | None) -> Float[Array, "b s w"]:
+        """Project the outputs of all heads, times the gates, and without the padding of values, to the width of the residual stream."""
+        attention = attention[..., : self.config.value_size]
+        gated = attention if gate is None else attention * nnx.sigmoid(gate)
+        return self.project(gated.reshape(*attention.shape[:2], -1))
 
     def _heads(self, x: Float[Array, "b s w"], at: Int[Array, "#b s"], lengths: Int[Array, "#b #s"]) -> Any:
-        """Compute queries, keys and values (b, s, heads, numbers). Norms and rotary position embeddings are applied.
+        """Compute queries, keys, values and, if the model has them, gates (b, s, heads, numbers), with norms and rotary positions.
 
         With sinks, the last number of a query is the logit of its head's sink.
         """
         config = self.config
         if config.latent is not None:
-            return self.latents(x, at, lengths)
-        heads, kv_heads, size = config.heads, config.kv_heads_used, config.head_size_used
-        stacked = self.qkv(x)
+            return *self.latents(x, at, lengths), None
+        size, (of_queries, of_keys, *of_values) = config.head_size_used, config.qkv_sizes
+        q, k, v = jnp.split(self.qkv(x), (of_queries, of_queries + of_keys), axis=-1)
         if config.qk_norm == "all":
-            q, k, v = jnp.split(stacked, (heads * size, (heads + kv_heads) * size), axis=-1)
-            stacked = jnp.concatenate([normed(self.query_norm, q), normed(self.key_norm, k), v], axis=-1)
-        q, k, v = jnp.split(stacked.reshape(*x.shape[:2], heads + 2 * kv_heads, size), (heads, heads + kv_heads), axis=2)
-        if config.qk_norm == "head":
             q, k = normed(self.query_norm, q), normed(self.key_norm, k)
+        q, k, v = (part.reshape(*x.shape[:2], -1, size) for part in (q, k, v if of_values else k))
+        gate = None
+        if config.attention_gate:
+            q, gate = (part.reshape(*x.shape[:2], -1, size) for part in jnp.split(q.reshape(*x.shape[:2], config.heads, -1), 2, axis=-1))
+        if config.qk_norm in ("head", "head_and_values"):
+            q, k = normed(self.query_norm, q), normed(self.key_norm, k)
+        if config.qk_norm == "head_and_values":
+            wide = v.astype(wider(v.dtype))
+            mean = jnp.square(wide).mean(-1, keepdims=True)
+            v = (wide * jax.lax.rsqrt(mean + jnp.asarray(config.norm_epsilon, wide.dtype))).astype(v.dtype)
         if config.positions == "rope":
             q, k = rotated(q, at, lengths, config), rotated(k, at, lengths, config)
         if config.sinks:
             q = jnp.concatenate([q, jnp.broadcast_to(self.sinks[...].astype(q.dtype)[None, None, :, None], (*q.shape[:3], 1))], axis=-1)
-        return q, k, v
+        return q, k, v, gate
 
     def _mlp(
         self, x: Float[Array, "b s w"], segments: Int[Array, "b s"] | None = None, routing: Routing | None = None
@@ -214,6 +240,14 @@ class Block(nnx.Module):
             return y, None if routing is None else routing.followed_by(*choices)
         gate = self.gate(x) if self.config.gated_mlp else None
         return self.contract(activated(self.config.activation, self.expand(x), gate)), routing
+
+
+def new_cache(block: ModelConfig, rows: int, room: int) -> tuple[Any, ...]:
+    """Return the cache of a block before the first position: keys and values for `room` positions, or the carry of a gated delta rule."""
+    if block.delta is not None:
+        return carry_of(block, rows)
+    shape = rows, cached_positions(block.window, room), block.kv_heads_used, block.head_size_used
+    return jnp.zeros(shape, dtype_of(block)), jnp.zeros(shape, dtype_of(block))
 
 
 class Head(nnx.Module):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jpipe_lm.config.huggingface import ARCHITECTURES, Description, whole_section
+from jpipe_lm.config.model.delta_section import DeltaConfig
 from jpipe_lm.config.model.experts_section import ExpertsConfig
 from jpipe_lm.config.model.latent_section import LatentConfig
 from jpipe_lm.config.model_config import ModelConfig, has_bias
@@ -152,37 +153,53 @@ def _embed(c: ModelConfig) -> dict[str, _Sizes]:
 
 
 def _block(c: ModelConfig) -> dict[str, _Sizes]:
-    w, m, (q, kv, *_) = c.width, c.mlp_width_used, c.qkv_sizes
+    w, m = c.width, c.mlp_width_used
     norms = ("attention_norm", "mlp_norm", "attention_post_norm", "mlp_post_norm")
-    of_queries, of_keys = (q, kv) if c.qk_norm == "all" else (c.head_size_used, c.head_size_used)
     return {
         **{name: _norm(c, w) for name in norms},
-        **{"query_norm": _norm(c, of_queries), "key_norm": _norm(c, of_keys), "sinks": _single(c.heads)},
-        **({"qkv": _Sizes(w, c.qkv_sizes, has_bias(c.bias, "qkv"), "kernel")} if c.latent is None else _latents(c, c.latent)),
-        "project": _Sizes(c.heads * c.value_size, (w,), has_bias(c.bias, "project"), "kernel"),
+        **_mixer(c),
+        "scale": _single(1),
         **(_mlp(w, m, has_bias(c.bias, "mlp")) if c.experts is None else _experts(w, c.experts)),
     }
 
 
+def _mixer(c: ModelConfig) -> dict[str, _Sizes]:
+    """Return the sizes of the parameters of attention, or of what is in its place."""
+    if c.delta is not None:
+        return _delta(c, c.delta)
+    q, kv, *_ = c.qkv_sizes if c.qk_norm == "all" else (c.head_size_used,) * 2
+    return {
+        **{"query_norm": _norm(c, q), "key_norm": _norm(c, kv), "sinks": _single(c.heads)},
+        **({"qkv": _Sizes(c.width, c.qkv_sizes, has_bias(c.bias, "qkv"), "kernel")} if c.latent is None else _latents(c, c.latent)),
+        "project": _Sizes(c.heads * c.value_size, (c.width,), has_bias(c.bias, "project"), "kernel"),
+    }
+
+
+def _linear(inputs: int, outputs: int) -> _Sizes:
+    return _Sizes(inputs, (outputs,), False, "kernel")
+
+
+def _scale(size: int) -> _Sizes:
+    return _Sizes(None, (size,), False, "scale")
+
+
+def _delta(c: ModelConfig, delta: DeltaConfig) -> dict[str, _Sizes]:
+    w, heads, values = c.width, delta.value_heads, delta.value_heads * delta.value_size
+    sizes = {"qkv": _linear(w, delta.channels), "gate": _linear(w, values), "rate": _linear(w, heads), "decay": _linear(w, heads)}
+    sizes |= {"convolution": _single(delta.convolution, delta.channels, 1), "decay_log": _single(heads), "decay_bias": _single(heads)}
+    sizes |= {"norm": _scale(delta.value_size), "project": _linear(values, w)}
+    return {f"delta/{name}": size for name, size in sizes.items()}
+
+
 def _latents(c: ModelConfig, latent: LatentConfig) -> dict[str, _Sizes]:
     q, still = c.heads * c.head_size_used, c.head_size_used - latent.rotary
-
-    def linear(inputs: int, outputs: int) -> _Sizes:
-        return _Sizes(inputs, (outputs,), False, "kernel")
-
-    sizes = {
-        "down": linear(c.width, latent.keys + latent.rotary),
-        "norm": _norm(c, latent.keys),
-        "up": linear(latent.keys, c.heads * (still + latent.values)),
-    }
+    sizes = {"down": _linear(c.width, latent.keys + latent.rotary), "norm": _scale(latent.keys)}
+    sizes["up"] = _linear(latent.keys, c.heads * (still + latent.values))
     if latent.queries is None:
-        sizes["query"] = linear(c.width, q)
+        sizes["query"] = _linear(c.width, q)
     else:
-        sizes |= {
-            "query_down": linear(c.width, latent.queries),
-            "query_norm": _norm(c, latent.queries),
-            "query_up": linear(latent.queries, q),
-        }
+        sizes |= {"query_down": _linear(c.width, latent.queries), "query_norm": _scale(latent.queries)}
+        sizes["query_up"] = _linear(latent.queries, q)
     return {f"latents/{name}": size for name, size in sizes.items()}
 
 
@@ -229,6 +246,7 @@ def _rows(layer_id: str, ours: list[str], theirs: list[str], sizes: Mapping[str,
     first = sizes[ours[0]]
     outputs = {name: sum(sizes[name].outputs) for name in ours}
     parts = tuple(size for name in ours for size in sizes[name].outputs)
+    theirs = theirs[: len(parts)]  # if keys are also the values, these have no tensor
     stored = parts if len(theirs) == len(parts) else (sum(parts),)
     if not first.kernel:  # single parameters
         tensor, _, how = theirs[0].partition(":")

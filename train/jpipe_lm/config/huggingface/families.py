@@ -21,6 +21,8 @@ from jpipe_lm.config.huggingface.parts import (
     biases,
     every_second_window,
     flag,
+    full_attention,
+    gated_delta,
     latents,
     later_windows,
     layers_without_rope,
@@ -31,7 +33,7 @@ from jpipe_lm.config.huggingface.parts import (
     without_windows,
     written,
 )
-from jpipe_lm.config.huggingface.rope_config import rope, rope_by_layer
+from jpipe_lm.config.huggingface.rope_config import KINDS, rope, rope_by_layer
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,11 @@ _LATENTS = {
     **{"latents/query": "self_attn.q_proj", "latents/query_down": "self_attn.q_a_proj", "latents/query_up": "self_attn.q_b_proj"},
     **{"latents/query_norm": "self_attn.q_a_layernorm", "latents/down": "self_attn.kv_a_proj_with_mqa"},
     **{"latents/norm": "self_attn.kv_a_layernorm", "latents/up": "self_attn.kv_b_proj"},
+}
+_DELTA = {
+    **{"delta/qkv": "linear_attn.in_proj_qkv", "delta/gate": "linear_attn.in_proj_z", "delta/rate": "linear_attn.in_proj_b"},
+    **{"delta/decay": "linear_attn.in_proj_a", "delta/decay_log": "linear_attn.A_log", "delta/decay_bias": "linear_attn.dt_bias"},
+    **{"delta/convolution": "linear_attn.conv1d.weight", "delta/norm": "linear_attn.norm", "delta/project": "linear_attn.out_proj"},
 }
 _QK_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
 _TWO_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
@@ -498,6 +505,46 @@ FAMILIES: tuple[Family, ...] = (
         _LLAMA,
         _tensors_like_llama(_TWO_NORMS, _LATENTS, {"project": "self_attn.o_proj"}, _MLP, _CORRECTED_EXPERTS, has_further_blocks=True),
         frozenset({"aux_loss_alpha", "ep_size", "head_dim", "pretraining_tp", "qk_head_dim", "seq_aux"}),
+    ),
+    Family(
+        ("Gemma4ForCausalLM",),
+        {},
+        "gemma4_text",
+        (
+            *_like_llama(tied=True),
+            _head_size(256),
+            activation("hidden_activation", "gelu_pytorch_tanh"),
+            biases("attention_bias"),
+            one("final_logit_softcapping", "logits_soft_cap", Number | None, None),
+            only("use_bidirectional_attention", None, "vision"),
+            windows_between(512),
+            full_attention(),
+            rope_by_layer(1_000_000.0, 10_000.0, kinds=(*KINDS, "proportional"), is_needed=True),
+            written("hidden_size_per_layer_input", 0, is_needed=True),
+            written("num_kv_shared_layers", 0),
+            written("enable_moe_block", False),
+        ),
+        _LLAMA | {"post_norms": True, "embed_scale": True, "qk_norm": "head_and_values", "attention_scale": 1.0, "layer_scale": True},
+        _tensors_like_llama(_FOUR_NORMS, _ATTENTION, _QK_NORMS, _MLP, {"scale": "layer_scalar"}),
+        # Without shared layers and experts, the other keys have no effect.
+        frozenset({"vocab_size_per_layer_input", "use_double_wide_mlp", "num_experts", "top_k_experts", "moe_intermediate_size"}),
+    ),
+    Family(
+        ("Qwen3_5ForCausalLM",),
+        {"classification": "Qwen3_5TextForSequenceClassification"},
+        "qwen3_5_text",
+        (
+            *_like_llama(),
+            _head_size(256),
+            activation("hidden_act", "silu"),
+            biases("attention_bias"),
+            gated_delta(),
+            only("attn_output_gate", True),
+            rope(share=0.25, reads_images=True),
+        ),
+        _LLAMA | {"norm": "rms_plus_one", "qk_norm": "head", "attention_gate": True},
+        _tensors_like_llama(_TWO_NORMS, _ATTENTION, _QK_NORMS, _MLP, _DELTA),
+        frozenset({"mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}),
     ),
     Family(
         ("BertForPreTraining", "BertForMaskedLM"),  # BertForMaskedLM often also has the next-sentence head

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from jpipe import InputError
 from jpipe.errors import short
@@ -70,9 +70,9 @@ def agreed(name: str, values: Iterable[T | None], default: T, where: str = "rope
     return known[0] if known else default
 
 
-def written(theirs: str, value: Any) -> KeyGroup:
-    """Return the group of one JSON key with a single legal value, which is also the default and is written."""
-    return KeyGroup({theirs: (_one_of(value), value)}, lambda *_: {}, lambda _: {theirs: value})
+def written(theirs: str, value: Any, is_needed: bool = False) -> KeyGroup:
+    """Return the group of one JSON key with a single legal value, which is written, and is the default unless the key `is_needed`."""
+    return KeyGroup({theirs: (_one_of(value), ... if is_needed else value)}, lambda *_: {}, lambda _: {theirs: value})
 
 
 def activation(theirs: str, default: str) -> KeyGroup:
@@ -144,7 +144,7 @@ def latents() -> KeyGroup:
 
 # Patterns along the depth --------------------------------------------------------------------------------------------------
 
-FULL, WINDOW = "full_attention", "sliding_attention"
+FULL, WINDOW, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 Layers = Callable[[Keys, Keys], Sequence[bool]]  # a function of JSON keys and keys of `model`: for each layer, whether it has the window
 
 
@@ -207,12 +207,85 @@ def every_second_window(default: int = 4096) -> KeyGroup:
     return windows(default, lambda _, keys: [i % 2 == 0 for i in range(keys["depth"])], {}, lambda _: {})
 
 
-def windows_between() -> KeyGroup:
-    """Return the group for Gemma 3's windows. All layers have one, except every `sliding_window_pattern`-th layer."""
+def windows_between(default: int = 4096) -> KeyGroup:
+    """Return the group for the windows of Gemma 3 and 4. All layers have one, except every `sliding_window_pattern`-th layer."""
     fields = {"sliding_window_pattern": (Size, 6)}
     return windows(
-        4096, lambda json, keys: [(i + 1) % json["sliding_window_pattern"] != 0 for i in range(keys["depth"])], fields, lambda _: {}
+        default, lambda json, keys: [(i + 1) % json["sliding_window_pattern"] != 0 for i in range(keys["depth"])], fields, lambda _: {}
     )
+
+
+class _OfLayer(BaseModel):
+    """The keys of a layer without a window in `per_layer_config`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    head_dim: Size
+    num_key_value_heads: Size | None = None
+
+
+def full_attention() -> KeyGroup:
+    """Return the group for the layers without a window of Gemma 4, among them the last one."""
+    fields = {
+        **{"global_head_dim": (Size, 512), "num_global_key_value_heads": (Size | None, None), "attention_k_eq_v": (bool, False)},
+        "per_layer_config": (dict[str, _OfLayer] | None, None),
+    }
+
+    def read(json: Keys, keys: Keys) -> Keys:
+        full = [str(i) for i, has_window in enumerate(in_window(keys)) if not has_window]
+        if not full or len(full) == keys["depth"] or full[-1] != str(keys["depth"] - 1):
+            raise ValueError(f"layer_types: expected {WINDOW} and {FULL}, the latter in the last layer, found others")
+        size, kv_heads = json["global_head_dim"], json["num_global_key_value_heads"] if json["attention_k_eq_v"] else None
+        if (layers := json["per_layer_config"]) is not None:
+            if set(layers) != set(full) or any(layer != layers[full[0]] for layer in layers.values()):
+                raise ValueError("per_layer_config: expected the same keys for each layer without a window, and no others")
+            size, kv_heads = layers[full[0]].head_dim, layers[full[0]].num_key_value_heads
+        return {
+            "full_attention": {
+                **{"head_size": size, "kv_heads": kv_heads or keys["kv_heads"], "keys_as_values": json["attention_k_eq_v"]},
+            }
+        }
+
+    def write(keys: Keys) -> Keys:
+        if (full := keys["full_attention"]) is None:
+            return {}
+        of_layer = {"head_dim": full["head_size"], "num_key_value_heads": full["kv_heads"]}
+        return {
+            **{"global_head_dim": full["head_size"], "num_global_key_value_heads": full["kv_heads"]},
+            "attention_k_eq_v": full["keys_as_values"],
+            "per_layer_config": {str(i): of_layer for i, has_window in enumerate(in_window(keys)) if not has_window},
+        }
+
+    return KeyGroup(fields, read, write, {"full_attention": "global_head_dim"})
+
+
+def gated_delta() -> KeyGroup:
+    """Return the group for layers with a gated delta rule in place of attention (Qwen3.5)."""
+    ours = {"key_heads": "linear_num_key_heads", "value_heads": "linear_num_value_heads", "key_size": "linear_key_head_dim"}
+    ours |= {"value_size": "linear_value_head_dim", "convolution": "linear_conv_kernel_dim"}
+    defaults = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    fields = {
+        **{key: (Size, value) for key, value in (defaults | {"linear_conv_kernel_dim": 4}).items()},
+        "layer_types": (list[Literal["linear_attention", "full_attention"]] | None, None),
+        "full_attention_interval": (Size, 4),
+    }
+
+    def read(json: Keys, keys: Keys) -> Keys:
+        depth, types = keys["depth"], json["layer_types"]
+        if types is None:
+            types = [FULL if (i + 1) % json["full_attention_interval"] == 0 else LINEAR for i in range(depth)]
+        if len(types) != depth:
+            raise ValueError(f"layer_types: expected one type for each of the {depth} layers, found {len(types)}")
+        layers = shortened([kind == LINEAR for kind in types], depth)
+        return {"delta": None if layers == [False] else {**{key: json[theirs] for key, theirs in ours.items()}, "layers": layers}}
+
+    def write(keys: Keys) -> Keys:
+        if (delta := keys["delta"]) is None:
+            return {"layer_types": [FULL] * keys["depth"]}
+        types = [LINEAR if chosen else FULL for chosen in expanded(delta["layers"], keys["depth"])]
+        return {"layer_types": types, **{theirs: delta[key] for key, theirs in ours.items()}}
+
+    return KeyGroup(fields, read, write, {"delta": "linear_num_value_heads"})
 
 
 def layers_without_rope() -> KeyGroup:

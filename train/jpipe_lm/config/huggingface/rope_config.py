@@ -22,6 +22,7 @@ NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "short_factors": "short_factor",
         "long_factors": "long_factor",
         "attention_factor": "attention_factor",
+        "share": "partial_rotary_factor",
     }
 )
 """From jpipe's names to Hugging Face's names of the numbers of a scaling."""
@@ -29,6 +30,8 @@ NAMES: Final[Mapping[str, str]] = MappingProxyType(
 KINDS = ("llama3", "linear", "yarn", "longrope")
 _FURTHER = {"yarn": ("mscale", "mscale_all_dim"), "longrope": ("factor",)}  # the attention factor is computed from these
 _UNSCALED = ("default", None)
+_OF_IMAGES = ("mrope_section", "mrope_interleaved")  # the positions of images; texts have the same position along each axis
+_UNTYPED = ("rope_theta", "partial_rotary_factor", *_OF_IMAGES)  # keys that need no type of a scaling
 
 
 def _kind(name: str | None) -> str | None:
@@ -44,6 +47,8 @@ class Rope(BaseModel):
     type: str | None = None  # the older name of `rope_type`
     rope_theta: Number | None = None
     partial_rotary_factor: Number | None = None
+    mrope_section: list[Size] | None = None
+    mrope_interleaved: bool | None = None
     factor: Number | None = None
     low_freq_factor: Number | None = None
     high_freq_factor: Number | None = None
@@ -59,7 +64,7 @@ class Rope(BaseModel):
 
     @model_validator(mode="after")
     def _has_a_type(self) -> "Rope":
-        unread = [name for name, value in self if value is not None and name not in ("rope_theta", "partial_rotary_factor")]
+        unread = [name for name, value in self if value is not None and name not in _UNTYPED]
         if unread and self.kind is None:
             raise ValueError(
                 f"expected rope_type with {unread[0]}, found none; add rope_type, such as llama3, or default if nothing is scaled"
@@ -88,7 +93,7 @@ class Rope(BaseModel):
             values["original_positions"] = values["original_positions"] or original
         if missing := next((NAMES[ours] for ours in NEEDED[kind] if values[ours] is None), None):
             raise ValueError(f"expected {missing} with rope_type {kind}, found none; add {missing}")
-        known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *(NAMES[ours] for ours in values), *_FURTHER.get(kind, ())}
+        known = {"rope_type", "type", *_UNTYPED, *(NAMES[ours] for ours in values), *_FURTHER.get(kind, ())}
         if unknown := next((name for name, value in self if value is not None and name not in known), None):
             raise ValueError(f"{where}.{unknown}: expected only keys of rope_type {kind}, found {unknown}")
         if "attention_factor" in values and values["attention_factor"] is None:
@@ -115,6 +120,7 @@ def rope(
     original: int | None = None,
     is_needed: bool = False,
     scales_attention: bool = False,
+    reads_images: bool = False,
 ) -> KeyGroup:
     """Return the key group for rotary positions with this default of `rope_theta`.
 
@@ -123,6 +129,7 @@ def rope(
         share: the default of `partial_rotary_factor`, if only a part of each head may be rotated.
         original: the default of the top-level JSON key `original_max_position_embeddings`, if the family has it.
         is_needed: whether `rope_parameters` or `rope_scaling` has to be there, because by default the family has a scaling.
+        reads_images: whether there may be keys for the positions of images, which have no effect in texts.
         scales_attention: whether `mscale_all_dim` of a scaling also multiplies the scores of attention (DeepSeek-V3).
     """
     fields: dict[str, tuple[Any, Any]] = {
@@ -137,6 +144,8 @@ def rope(
         ropes = {key: json[key] for key in ("rope_parameters", "rope_scaling") if json[key] is not None}
         if is_needed and not ropes:
             raise ValueError("expected rope_parameters or rope_scaling, found none")
+        if not reads_images and (key := next((key for rope in ropes.values() for key in _OF_IMAGES if getattr(rope, key)), None)):
+            raise ValueError(f"{key}: expected null, found a value")
         first = json.get("original_max_position_embeddings")
         inside = next((rope.original_max_position_embeddings for rope in ropes.values() if rope.original_max_position_embeddings), first)
         if first is not None and inside != first:
@@ -176,10 +185,10 @@ class _ByLayer(BaseModel):
     sliding_attention: Rope | None = None
 
 
-def rope_by_layer(theta: float, local: float, kinds: Sequence[str] = KINDS) -> KeyGroup:
-    """Return the key group for rotary positions that differ in layers with a window (Gemma 3).
+def rope_by_layer(theta: float, local: float, kinds: Sequence[str] = KINDS, is_needed: bool = False) -> KeyGroup:
+    """Return the key group for rotary positions that differ in layers with a window (Gemma 3 and 4).
 
-    `theta` and `local` are the default bases of layers without and with a window.
+    `theta` and `local` are the default bases of layers without and with a window. `is_needed`: as in `rope`.
     """
     fields: dict[str, tuple[Any, Any]] = {
         "rope_theta": (Number | None, None),
@@ -189,6 +198,8 @@ def rope_by_layer(theta: float, local: float, kinds: Sequence[str] = KINDS) -> K
     }
 
     def read(json: Keys, keys: Keys) -> Keys:
+        if is_needed and (json["rope_parameters"] is None or json["rope_parameters"].full_attention is None):
+            raise ValueError("expected rope_parameters.full_attention, found none")
         both = json["rope_parameters"] or _ByLayer()
         outer, inner = both.full_attention or Rope(), both.sliding_attention or Rope()
         if inner.kind not in _UNSCALED:
@@ -197,7 +208,8 @@ def rope_by_layer(theta: float, local: float, kinds: Sequence[str] = KINDS) -> K
         scalings = [rope.scaling(key, kinds, keys["max_positions"]) for key, rope in named.items() if rope is not None]
         if any(scaling != scalings[0] for scaling in scalings):
             raise ValueError("expected equal values in rope_scaling and rope_parameters, found different ones; remove one of them")
-        if (share := agreed("partial_rotary_factor", [outer.partial_rotary_factor, inner.partial_rotary_factor], 1.0)) != 1:
+        shares = [rope.partial_rotary_factor for rope in (outer, inner) if rope.kind != "proportional"]
+        if (share := agreed("partial_rotary_factor", shares, 1.0)) != 1:
             raise ValueError(f"partial_rotary_factor: expected 1, found {share:g}")
         return {
             "rope_base": agreed("rope_theta", [outer.rope_theta, json["rope_theta"]], theta),

@@ -19,6 +19,7 @@ NEEDED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "linear": ("factor",),
         "yarn": ("factor", "original_positions"),
         "longrope": ("original_positions", "short_factors", "long_factors"),
+        "proportional": ("share",),
     }
 )
 """The keys that each kind of scaling needs."""
@@ -29,6 +30,7 @@ OPTIONAL: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         "linear": {},
         "yarn": {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "attention_factor": None},
         "longrope": {"attention_factor": None},
+        "proportional": {},
     }
 )
 """The optional keys of each kind of scaling, with their defaults."""
@@ -41,10 +43,11 @@ class RopeScaling(Section):
     than `high_frequency_factor` turns stay, and waves in between are interpolated. `linear`: all waves become `factor` times as long.
     `yarn`: like `llama3`, but the interpolation is along the pairs of a head, from `beta_fast` to `beta_slow` turns; `truncate` rounds the
     two limiting pairs outwards. `longrope`: the wave of each pair is stretched by a factor of its own, from `short_factors` in texts of at
-    most `original_positions`, otherwise from `long_factors`. `yarn` and `longrope` multiply queries and keys by `attention_factor`.
+    most `original_positions`, otherwise from `long_factors`. `proportional`: only this `share` of the pairs, the fastest, rotates. `yarn`
+    and `longrope` multiply queries and keys by `attention_factor`.
     """
 
-    kind: Literal["llama3", "linear", "yarn", "longrope"] = "llama3"
+    kind: Literal["llama3", "linear", "yarn", "longrope", "proportional"] = "llama3"
     factor: Factor | None = None
     low_frequency_factor: _Positive | None = None
     high_frequency_factor: _Positive | None = None
@@ -55,6 +58,7 @@ class RopeScaling(Section):
     short_factors: _Factors | None = None
     long_factors: _Factors | None = None
     attention_factor: _Positive | None = None
+    share: Annotated[float, Field(gt=0, le=1)] | None = None
 
     @model_validator(mode="before")
     @classmethod
