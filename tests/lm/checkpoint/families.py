@@ -193,6 +193,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         },
     ),
+    "llama4": (
+        "Llama4ForCausalLM",
+        {
+            **{**SIZES, **base(100.0, LLAMA3), "head_dim": 6, "attention_chunk_size": 4, "floor_scale": 3, "attn_scale": 0.3},
+            **{"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size_mlp": 20, "moe_layers": [1, 2]},
+            **{"no_rope_layers": [1, 0, 1], "layer_types": ["chunked_attention", "full_attention", "chunked_attention"]},
+        },
+    ),
     "smollm3": ("SmolLM3ForCausalLM", {**SIZES, **base(100.0), **WINDOWS, "no_rope_layers": [1, 0, 1]}),
 }
 """Architecture and keys by name. Windows are shorter than a row, and a row is longer than the positions before most scalings."""

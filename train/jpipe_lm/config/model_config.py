@@ -16,6 +16,7 @@ from jpipe_lm.config.model.full_section import FullConfig
 from jpipe_lm.config.model.latent_section import LatentConfig
 from jpipe_lm.config.model.presets import PRESETS
 from jpipe_lm.config.model.rope_section import RopeScaling
+from jpipe_lm.config.model.temperature_section import TemperatureConfig
 from jpipe_lm.config.tune_config import TuneConfig
 from jpipe_train.config.model_section import ModelSection
 from jpipe_train.config.section import Count
@@ -34,7 +35,7 @@ _ENCODER = {  # the values that kind bert requires
     **{"post_norms": False, "attention_soft_cap": None, "logits_soft_cap": None, "attention_scale": None, "embed_scale": False},
     **{"experts": None, "sinks": False, "latent": None, "delta": None, "attention_gate": False, "layer_scale": False},
 }
-_OF_WINDOWS = ("window_layers", "window_rope_base", "full_attention")
+_OF_WINDOWS = ("window_kind", "window_layers", "window_rope_base", "full_attention")
 _OF_ROPE = ("rope_base", "rope_share", "rope_pairs", "rope_scaling", "rope_layers", "window_rope_base")
 
 # Keys that do not depend on the preset.
@@ -72,6 +73,7 @@ class ModelConfig(ModelSection):
     rope_scaling: RopeScaling | None = None
     rope_layers: Pattern | None = None
     window: Count | None = None
+    window_kind: Literal["sliding", "chunks"] = "sliding"
     window_layers: Pattern | None = None
     window_rope_base: Annotated[float, Field(gt=1, le=10**12)] | None = None
     full_attention: FullConfig | None = None
@@ -79,9 +81,10 @@ class ModelConfig(ModelSection):
     attention_soft_cap: Scale | None = None
     sinks: bool = False
     attention_gate: bool = False
+    attention_temperature: TemperatureConfig | None = None
     latent: LatentConfig | None = None
     delta: DeltaConfig | None = None
-    qk_norm: Literal["head", "all", "head_and_values"] | None = None
+    qk_norm: Literal["head", "all", "head_and_values", "after_rope"] | None = None
     norm: Literal["layer", "rms", "rms_plus_one"] = "layer"
     norm_epsilon: Annotated[float, Field(gt=0, le=1)] = 1e-6
     post_norms: bool = False
@@ -150,6 +153,11 @@ class ModelConfig(ModelSection):
         return int(self.head_size_used * self.rope_share) if self.latent is None else self.latent.rotary
 
     @property
+    def sliding_window(self) -> int | None:
+        """The number of positions that a position sees, itself and those before it; None if it sees all before it in its chunk or row."""
+        return self.window if self.window_kind == "sliding" else None
+
+    @property
     def value_size(self) -> int:
         """The numbers of a value of one head."""
         return self.head_size_used if self.latent is None else self.latent.values
@@ -179,7 +187,9 @@ class ModelConfig(ModelSection):
         elif self.window_rope_base is not None:
             decided |= {"rope_base": self.window_rope_base, "rope_scaling": None}
         if not _at(self.rope_layers, i):
-            decided |= {"positions": "none", "rope_scaling": None}
+            decided |= {"positions": "none", "rope_scaling": None} | ({"qk_norm": None} if self.qk_norm == "after_rope" else {})
+        elif self.positions != "none":
+            decided |= {"attention_temperature": None}
         if self.experts is not None and not _at(self.experts.layers, i):
             decided |= {"experts": None}
         if self.delta is not None and not _at(self.delta.layers, i):

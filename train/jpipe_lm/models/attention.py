@@ -31,7 +31,7 @@ def attend(
 
     Raise InputError if the config selects a kernel that this platform does not have, or that does not support these shapes.
     """
-    masked = Masked(config.kind == "decoder", config.window)
+    masked = Masked(config.kind == "decoder", config.sliding_window)
     kernel, platform = config.attention, jax.default_backend()
     is_auto = kernel == "auto" and platform == traced_platform()  # a planner lowers what it traces for an absent device for this one, too
     if kernel == "splash" or (is_auto and platform == "tpu" and kernels.fits_splash(q.shape[1]) and not config.sinks):
@@ -108,7 +108,7 @@ def attend_after(q: Float[Array, "b s h d"], slices: Sequence[tuple[Any, ...]], 
     only once, not once for each later slice. Attention of long rows is computed in blocks of queries, and the backward pass recomputes each
     block.
     """
-    masked = Masked(True, config.window)
+    masked = Masked(True, config.sliding_window)
     positions = traced_positions()
     is_in_blocks = config.attention == "blockwise" or (positions is not None and positions.length >= LONG)
 
@@ -159,6 +159,8 @@ def attend_cached(
         keys, values = (jnp.concatenate(parts, axis=1) for parts in zip(cache, (k, v), strict=True))
         positions = jnp.concatenate([before, at], axis=1)
     mask = Masked(True, config.window).pairs(at, positions) & (positions >= 0)[:, None]
+    if config.window is not None and config.sliding_window is None:
+        mask &= (at // config.window)[:, :, None] == (positions // config.window)[:, None]
     return _masked(config, q, keys, values, mask[:, None]), following
 
 

@@ -45,7 +45,7 @@ class GatedDelta(nnx.Module):
     def __call__(
         self, x: Float[Array, "b s w"], segments: Int[Array, "b s"] | None, carry: Carry | None, counts: Int[Array, " b"] | None = None
     ) -> tuple[Float[Array, "b s w"], Carry]:
-        """Compute the outputs of positions after those of the carry, and the new carry.
+        """Compute the outputs of positions that follow the carry, and the new carry.
 
         Only the first `counts` positions of each row, by default all, change the carry.
         """

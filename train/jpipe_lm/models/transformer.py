@@ -94,7 +94,7 @@ class Block(nnx.Module):
             self.latents = Latents(config, without_bias[0], rngs=rngs)
         else:
             self.qkv = into(width, sum(config.qkv_sizes), use_bias=has_bias(config.bias, "qkv"), **axes("embed", "heads"))
-        if config.qk_norm is not None and config.delta is None:
+        if config.qk_norm not in (None, "after_rope") and config.delta is None:
             for_all = config.qk_norm == "all"
             self.query_norm = norm(config, rngs, size * config.heads if for_all else size)
             self.key_norm = norm(config, rngs, size * config.kv_heads_used if for_all else size)
@@ -138,10 +138,12 @@ class Block(nnx.Module):
             mixed, carry = self.delta(self.attention_norm(x), segments, carry)
             x, routing = self._plus_mlp(self._plus_attention(x, mixed), segments, routing_of(stream))
             return joined(x, segments, routing), carry
-        before = (carry[-1][2][:, -1:], carry[-1][3][:, -1:]) if carry and segments is not None else None
+        before = (carry[-1][3][:, -1:], carry[-1][4][:, -1:]) if carry and segments is not None else None
         at = positions(x, segments, before)
         q, k, v, gate = self._heads(self.attention_norm(x), at, jnp.full((1, 1), row_length(x.shape[1]), jnp.int32))
-        carry = *(carry or ()), ((k, v) if segments is None else (k, v, segments, at))
+        parts = self._parts(segments, at)
+        entry = (k, v) if parts is None else (k, v, jnp.broadcast_to(parts, x.shape[:2]))
+        carry = *(carry or ()), (entry if segments is None else (*entry, segments, at))
         x = self._plus_attention(x, self._projected(attend_after(q, carry, self.config), gate))
         x, routing = self._plus_mlp(x, segments, routing_of(stream))
         return joined(x, segments, routing), carry
@@ -194,8 +196,18 @@ class Block(nnx.Module):
         if self.config.delta is not None:
             return self.delta(x, segments, None)[0]
         lengths = jnp.full((1, 1), x.shape[1], jnp.int32) if segments is None else lengths_of(segments)
-        q, k, v, gate = self._heads(x, positions(x, segments), lengths)
-        return self._projected(attend(q, k, v, segments, self.config), gate)
+        at = positions(x, segments)
+        q, k, v, gate = self._heads(x, at, lengths)
+        parts = self._parts(segments, at)
+        parts = parts if parts is None else jnp.broadcast_to(parts, x.shape[:2])
+        return self._projected(attend(q, k, v, parts, self.config), gate)
+
+    def _parts(self, segments: Int[Array, "b s"] | None, at: Int[Array, "#b s"]) -> Int[Array, "#b s"] | None:
+        """Return numbers of the parts of rows that do not attend to each other: segments, or their chunks; None for whole rows."""
+        if self.config.window is None or self.config.sliding_window is not None:
+            return segments
+        chunks = at // self.config.window
+        return chunks if segments is None else segments * (row_length(at.shape[1]) // self.config.window + 1) + chunks
 
     def _projected(self, attention: Float[Array, "b s h d"], gate: Float[Array, "b s h d"] | None) -> Float[Array, "b s w"]:
         """Project the outputs of all heads, times the gates, and without the padding of values, to the width of the residual stream."""
@@ -222,11 +234,14 @@ class Block(nnx.Module):
         if config.qk_norm in ("head", "head_and_values"):
             q, k = normed(self.query_norm, q), normed(self.key_norm, k)
         if config.qk_norm == "head_and_values":
-            wide = v.astype(wider(v.dtype))
-            mean = jnp.square(wide).mean(-1, keepdims=True)
-            v = (wide * jax.lax.rsqrt(mean + jnp.asarray(config.norm_epsilon, wide.dtype))).astype(v.dtype)
+            v = unit(v, config.norm_epsilon)
         if config.positions == "rope":
             q, k = rotated(q, at, lengths, config), rotated(k, at, lengths, config)
+        if config.qk_norm == "after_rope":
+            q, k = unit(q, config.norm_epsilon), unit(k, config.norm_epsilon)
+        if (temperature := config.attention_temperature) is not None:
+            growth = jnp.log1p(((at + 1) // temperature.positions).astype(wider(q.dtype)))
+            q = q * (1 + temperature.scale * growth).astype(q.dtype)[:, :, None, None]
         if config.sinks:
             q = jnp.concatenate([q, jnp.broadcast_to(self.sinks[...].astype(q.dtype)[None, None, :, None], (*q.shape[:3], 1))], axis=-1)
         return q, k, v, gate
@@ -340,6 +355,13 @@ def dropout(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Dropout:
 def normed(layer: Callable[[Any], Any], x: Float[Array, "*n"]) -> Float[Array, "*n"]:
     """Apply a norm, and cast the result back to the dtype of `x`."""
     return layer(x).astype(x.dtype)
+
+
+def unit(x: Float[Array, "*n d"], epsilon: float) -> Float[Array, "*n d"]:
+    """Divide by the root of the mean square of the last axis, as an RMSNorm without a scale does."""
+    wide = x.astype(wider(x.dtype))
+    mean = jnp.square(wide).mean(-1, keepdims=True)
+    return (wide * jax.lax.rsqrt(mean + jnp.asarray(epsilon, wide.dtype))).astype(x.dtype)
 
 
 def look_up(embedding: nnx.Embed, numbers: Any, dtype: Any) -> Float[Array, "b s w"]:

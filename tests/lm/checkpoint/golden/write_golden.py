@@ -95,7 +95,7 @@ def computed(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[di
 
 
 def named(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters by the names that a folder has, with buffers; transformers stacks those of experts when it reads it."""
+    """Return parameters and buffers by the names that a folder has; transformers stacks the experts of a folder that it reads."""
     parameters = dict(model.named_parameters())
     if not any(".experts." in name for name in parameters) and not dict(model.named_buffers()).keys() & model.state_dict().keys():
         return parameters

@@ -50,7 +50,7 @@ def canonical(keys: Keys) -> dict[str, Any]:
         same[key] = shortened(keys[key], keys["depth"])
     same |= canonical_experts(same)
     if same["window"] is None or same["window_layers"] == [False]:
-        same |= {"window": None, "window_layers": None, "window_rope_base": None, "full_attention": None}
+        same |= {"window": None, "window_layers": None, "window_rope_base": None, "full_attention": None, "window_kind": "sliding"}
     if same["attention_scale"] == same["head_size"] ** -0.5:
         same["attention_scale"] = None
     if same["window_rope_base"] == same["rope_base"] and same["rope_scaling"] is None:

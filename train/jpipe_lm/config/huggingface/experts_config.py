@@ -108,6 +108,41 @@ def corrected_experts(count: int, per_token: int, width: int, groups: tuple[int,
     return KeyGroup(fields, read, write, {"experts": "n_routed_experts"})
 
 
+def input_weighing_experts() -> KeyGroup:
+    """Return the key group for the experts of Llama 4, with inputs that scores multiply, and for the width of the other blocks."""
+    fields: dict[str, tuple[Any, Any]] = {
+        **{"num_local_experts": (Size, 16), "num_experts_per_tok": (Size, 1), "intermediate_size_mlp": (Size, 16384)},
+        **{"moe_layers": (list[Annotated[int, Field(ge=0)]] | None, None), "interleave_moe_layer_step": (Size, 1)},
+        **only("output_router_logits", False).fields,
+        **only("router_jitter_noise", 0.0).fields,
+    }
+
+    def read(json: Keys, keys: Keys) -> Keys:
+        step, chosen = json["interleave_moe_layer_step"], json["moe_layers"]
+        layers = [(i + 1) % step == 0 if chosen is None else i in chosen for i in range(keys["depth"])]
+        mixture = {
+            **{"count": json["num_local_experts"], "per_token": json["num_experts_per_tok"], "mlp_width": json["intermediate_size"]},
+            **{"score": "sigmoid", "renormalize": False, "weighs_inputs": True, "shared_mlp_width": json["intermediate_size"]},
+            **{"balance_loss": 0.0, "layers": layers},
+        }
+        return {"mlp_width": json["intermediate_size_mlp"], "experts": mixture if any(layers) else None}
+
+    def write(keys: Keys) -> Keys:
+        if (mixture := keys["experts"]) is None:
+            return {"moe_layers": [], "intermediate_size_mlp": keys["mlp_width"]}
+        return {
+            **{
+                "num_local_experts": mixture["count"],
+                "num_experts_per_tok": mixture["per_token"],
+                "intermediate_size": mixture["mlp_width"],
+            },
+            "moe_layers": [i for i, chosen in enumerate(expanded(mixture["layers"], keys["depth"])) if chosen],
+            "intermediate_size_mlp": keys["mlp_width"],
+        }
+
+    return KeyGroup(fields, read, write, {"experts": "num_local_experts"})
+
+
 def _layers_with_experts(json: Keys, depth: int) -> Any:
     """Return the value of `layers`, which says for each block whether it has experts."""
     step, dense = json["decoder_sparse_step"], json["mlp_only_layers"] or []

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from jpipe_lm.config.huggingface.experts_config import corrected_experts, experts
+from jpipe_lm.config.huggingface.experts_config import corrected_experts, experts, input_weighing_experts
 from jpipe_lm.config.huggingface.parts import (
     Depth,
     KeyGroup,
@@ -19,6 +19,7 @@ from jpipe_lm.config.huggingface.parts import (
     activation,
     attention_scale,
     biases,
+    chunks,
     every_second_window,
     flag,
     full_attention,
@@ -43,7 +44,7 @@ class Tensors:
     Tensors are concatenated if their names are joined by commas, and so are parameters: Phi-3 has `gate,expand` in one tensor. A `*` stands
     for the number of an expert; each expert has its own tensor. Names of parameters that a block lacks are ignored.
 
-    A name is that of a layer, with a kernel and perhaps a bias; or of a single parameter, such as `experts/expand/kernel`, and the name of
+    A name names a layer, with a kernel and perhaps a bias; or a single parameter, such as `experts/expand/kernel`, and the name of
     its tensor is complete. After a colon stands how this tensor differs: `interleaved`, if the numbers of two parameters alternate.
     """
 
@@ -545,6 +546,31 @@ FAMILIES: tuple[Family, ...] = (
         _LLAMA | {"norm": "rms_plus_one", "qk_norm": "head", "attention_gate": True},
         _tensors_like_llama(_TWO_NORMS, _ATTENTION, _QK_NORMS, _MLP, _DELTA),
         frozenset({"mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}),
+    ),
+    Family(
+        ("Llama4ForCausalLM",),
+        {},
+        "llama4_text",
+        (
+            *_like_llama(1e-5),
+            _head_size(128),
+            activation("hidden_act", "silu"),
+            biases("attention_bias"),
+            input_weighing_experts(),
+            chunks(),
+            rope(500_000.0),
+        ),
+        _LLAMA | {"rope_pairs": "neighbours"},
+        _tensors_like_llama(
+            _TWO_NORMS,
+            _ATTENTION,
+            {ours: theirs.replace("mlp", "feed_forward") for ours, theirs in {**_MLP, **_SHARED_EXPERT}.items()},
+            {
+                **{"experts/router": "feed_forward.router", "experts/contract/kernel": "feed_forward.experts.down_proj"},
+                "experts/gate/kernel,experts/expand/kernel": "feed_forward.experts.gate_up_proj",
+            },
+        ),
+        frozenset({"router_aux_loss_coef", "for_llm_compressor"}),
     ),
     Family(
         ("BertForPreTraining", "BertForMaskedLM"),  # BertForMaskedLM often also has the next-sentence head

@@ -144,7 +144,7 @@ def latents() -> KeyGroup:
 
 # Patterns along the depth --------------------------------------------------------------------------------------------------
 
-FULL, WINDOW, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+FULL, WINDOW, LINEAR, CHUNKS = "full_attention", "sliding_attention", "linear_attention", "chunked_attention"
 Layers = Callable[[Keys, Keys], Sequence[bool]]  # a function of JSON keys and keys of `model`: for each layer, whether it has the window
 
 
@@ -288,29 +288,73 @@ def gated_delta() -> KeyGroup:
     return KeyGroup(fields, read, write, {"delta": "linear_num_value_heads"})
 
 
+_OF_ROPE = {  # 1 in layers that have rope
+    "no_rope_layers": (list[Literal[0, 1]] | None, None),
+    "no_rope_layer_interval": (Size, 4),
+}
+
+
+def _turns(json: Keys, keys: Keys) -> list[bool]:
+    """Return for each layer whether it has rotary positions."""
+    if json["no_rope_layers"] is None:
+        return [(i + 1) % json["no_rope_layer_interval"] != 0 for i in range(keys["depth"])]
+    if len(json["no_rope_layers"]) < keys["depth"]:
+        raise ValueError(f"no_rope_layers: expected one number for each of the {keys['depth']} layers, found {len(json['no_rope_layers'])}")
+    return [number == 1 for number in json["no_rope_layers"][: keys["depth"]]]
+
+
+def _no_rope_layers(keys: Keys) -> list[int]:
+    return [int(chosen) for chosen in expanded(keys["rope_layers"], keys["depth"])]
+
+
+def chunks() -> KeyGroup:
+    """Return the group for Llama 4's layers: with rotary positions in chunks, or without them and with queries that grow."""
+    fields = {
+        **_OF_ROPE,
+        "layer_types": (list[Literal["chunked_attention", "full_attention"]] | None, None),
+        **{"attention_chunk_size": (Size | None, 8192), "use_qk_norm": (bool, True)},
+        **{"attn_temperature_tuning": (bool, True), "floor_scale": (Size, 8192), "attn_scale": (Number, 0.1)},
+    }
+
+    def read(json: Keys, keys: Keys) -> Keys:
+        turns = _turns(json, keys)
+        types = [CHUNKS if turn else FULL for turn in turns] if json["layer_types"] is None else json["layer_types"]
+        if len(types) != keys["depth"]:
+            raise ValueError(f"layer_types: expected one type for each of the {keys['depth']} layers, found {len(types)}")
+        if json["attention_chunk_size"] is None and CHUNKS in types:
+            raise ValueError(f"layer_types: {CHUNKS} needs attention_chunk_size, found none")
+        tuned = json["attn_temperature_tuning"] and not all(turns)
+        return {
+            **{"rope_layers": turns, "window": json["attention_chunk_size"], "window_kind": "chunks"},
+            **{"window_layers": [kind == CHUNKS for kind in types], "qk_norm": "after_rope" if json["use_qk_norm"] else None},
+            "attention_temperature": {"positions": json["floor_scale"], "scale": json["attn_scale"]} if tuned else None,
+        }
+
+    def write(keys: Keys) -> Keys:
+        temperature = keys["attention_temperature"]
+        scales = {"floor_scale": temperature["positions"], "attn_scale": temperature["scale"]} if temperature else {}
+        return {
+            **{
+                "no_rope_layers": _no_rope_layers(keys),
+                "attention_chunk_size": keys["window"],
+                "attn_temperature_tuning": bool(temperature),
+            },
+            **{"layer_types": [CHUNKS if chosen else FULL for chosen in in_window(keys)], "use_qk_norm": keys["qk_norm"] == "after_rope"},
+            **scales,
+        }
+
+    return KeyGroup(fields, read, write, {"window": "attention_chunk_size"})
+
+
 def layers_without_rope() -> KeyGroup:
     """Return the group for SmolLM3's layers without rotary positions. These layers may have a window."""
 
-    def turns(json: Keys, keys: Keys) -> list[bool]:
-        if json["no_rope_layers"] is None:
-            return [(i + 1) % json["no_rope_layer_interval"] != 0 for i in range(keys["depth"])]
-        if len(json["no_rope_layers"]) < keys["depth"]:
-            raise ValueError(
-                f"no_rope_layers: expected one number for each of the {keys['depth']} layers, found {len(json['no_rope_layers'])}"
-            )
-        return [number == 1 for number in json["no_rope_layers"][: keys["depth"]]]
-
     def write(keys: Keys) -> Keys:
-        rope = [int(chosen) for chosen in expanded(keys["rope_layers"], keys["depth"])]
-        return {"use_sliding_window": keys["window"] is not None, "no_rope_layers": rope}
+        return {"use_sliding_window": keys["window"] is not None, "no_rope_layers": _no_rope_layers(keys)}
 
-    fields = {
-        "use_sliding_window": (bool, False),
-        "no_rope_layers": (list[Literal[0, 1]] | None, None),  # 1 in layers that have rope
-        "no_rope_layer_interval": (Size, 4),
-    }
-    part = windows(None, lambda json, keys: [not rope for rope in turns(json, keys)], fields, write)
-    return KeyGroup(part.fields, lambda json, keys: {**part.read(json, keys), "rope_layers": turns(json, keys)}, part.write, part.names)
+    fields = {"use_sliding_window": (bool, False), **_OF_ROPE}
+    part = windows(None, lambda json, keys: [not rope for rope in _turns(json, keys)], fields, write)
+    return KeyGroup(part.fields, lambda json, keys: {**part.read(json, keys), "rope_layers": _turns(json, keys)}, part.write, part.names)
 
 
 def expanded(pattern: Sequence[bool] | None, depth: int) -> list[bool]:
