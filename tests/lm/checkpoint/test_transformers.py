@@ -3,12 +3,16 @@
 import json
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from jpipe_lm.checkpoint.huggingface import write_weights
+from jpipe_lm.generate import model_source
+from jpipe_lm.generate.decoder import Decoder
+from jpipe_lm.models.layers import layers
 from jpipe_train.checkpoint.export_request import ExportRequest
 from tests import torch
 from tests.lm.checkpoint import folders
@@ -16,7 +20,7 @@ from tests.lm.checkpoint.families import MODELS
 from tests.lm.models.running import applied
 
 PROGRAM = "tests.lm.checkpoint.transformers_program"
-FEW = ("gemma3",)  # the others only in `make test-all`, but for what is written back
+FEW = ("gemma3", "gpt-oss", "qwen3.5")  # the others only in `make test-all`, but for what is written back
 
 pytestmark = pytest.mark.slow
 
@@ -90,6 +94,19 @@ def of_families(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("name", [name if name in FEW else pytest.param(name, marks=pytest.mark.exhaustive) for name in MODELS])
 def test_a_folder_of_each_family_computes_and_learns_the_same(name, of_families):
     folders.check_learned(of_families / name, load_file(of_families / name / "golden.safetensors"))
+
+
+@pytest.mark.parametrize("name", [name if name in FEW else pytest.param(name, marks=pytest.mark.exhaustive) for name in MODELS])
+def test_greedy_tokens_are_those_of_transformers(name, of_families):
+    source = model_source.find(str(of_families / name), None, "newest", None, None, print)
+    devices = dict.fromkeys(layers(source.config).ids, jax.devices()[0])
+    expected = load_file(of_families / name / "golden.safetensors")["greedy"]
+    decoder = Decoder(source.config, model_source.parameters(source, devices, lambda: None), devices)
+    logits, tokens = decoder.begin(expected[:, :5].tolist(), expected.shape[1]), []
+    for _ in range(5, expected.shape[1]):
+        tokens.append(jnp.argmax(logits, axis=-1).astype(jnp.int32))
+        logits = decoder.follow(tokens[-1])
+    np.testing.assert_array_equal(np.stack(tokens, axis=1), expected[:, 5:])
 
 
 @pytest.mark.exhaustive

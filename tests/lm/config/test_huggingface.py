@@ -18,7 +18,7 @@ from jpipe_train.checkpoint.weights import by_path
 from jpipe_train.config import config_file
 from jpipe_train.config.config import model_class
 from tests.lm.checkpoint.families import LLAMA3 as LLAMA3_8
-from tests.lm.checkpoint.families import LONG, MODELS, PUBLISHED, WINDOWS
+from tests.lm.checkpoint.families import LONG, MODELS, PUBLISHED, WINDOWS, base
 from tests.lm.checkpoint.folders import GOLDEN, copied
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -316,6 +316,29 @@ def test_the_keys_of_families_decide_keys_of_the_model(name):
         ("phi3", {"rope_parameters": {**LLAMA3_8}}, "rope_parameters.rope_type: expected 'default', 'longrope', found 'llama3'"),
         ("phi3", {"lm_head_bias": True}, "lm_head_bias: expected false, found true"),
         ("phi3", {"original_max_position_embeddings": 16}, "original_max_position_embeddings: expected 8 as in rope_parameters, found 16"),
+        ("gpt-oss", {"swiglu_limit": 5.0}, "swiglu_limit: expected 7.0, found 5.0"),
+        ("gpt-oss", {"rope_parameters": ...}, "expected rope_parameters or rope_scaling, found none"),
+        ("glm4-moe", {"scoring_func": "softmax"}, "scoring_func: expected 'sigmoid', found 'softmax'"),
+        ("deepseek", {"num_key_value_heads": 2}, "latent needs rope positions, no kv_heads, no rope_share, and no biases or"),
+        ("deepseek", {"attention_bias": True}, "attention_bias: expected false, found true"),
+        ("gemma4", {"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input: expected 0, found 8"),
+        ("gemma4", {"hidden_size_per_layer_input": ...}, "key 'hidden_size_per_layer_input' is missing; add it"),
+        ("gemma4", {"num_kv_shared_layers": 1}, "num_kv_shared_layers: expected 0, found 1"),
+        (
+            "gemma4",
+            {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]},
+            "layer_types: expected sliding_attention and full_attention,",
+        ),
+        (
+            "gemma4",
+            {"per_layer_config": {"1": {"head_dim": 4}}},
+            "per_layer_config: expected the same keys for each layer without a window",
+        ),
+        ("gemma4", {"rope_parameters": ...}, "expected rope_parameters.full_attention, found none"),
+        ("qwen3.5", {"layer_types": ["linear_attention"]}, "layer_types: expected one type for each of the 3 layers, found 1"),
+        ("qwen3", base(100.0, None, mrope_section=[1, 1, 2]), "mrope_section: expected null, found a value"),
+        ("llama4", {"attention_chunk_size": None}, "layer_types: chunked_attention needs attention_chunk_size, found none"),
+        ("llama4", {"layer_types": ["full_attention"]}, "layer_types: expected one type for each of the 3 layers, found 1"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers: expected one number for each of the 3 layers, found 1"),
         ("smollm3", {"no_rope_layers": [1, 2, 3]}, "no_rope_layers.1: expected 0 or 1, found 2"),
     ],

@@ -45,7 +45,7 @@ LONG = "kind: longrope, original_positions: 8, short_factors: [1, 2], long_facto
         ),
         (
             "positions: rope, rope_scaling: {kind: dynamic}",
-            "model.rope_scaling.kind: expected 'llama3', 'linear', 'yarn' or 'longrope', found",
+            "model.rope_scaling.kind: expected 'llama3', 'linear', 'yarn', 'longrope' or 'proportional', found",
         ),
         (
             "positions: rope, rope_scaling: {kind: yarn, factor: 2}",
@@ -62,6 +62,31 @@ LONG = "kind: longrope, original_positions: 8, short_factors: [1, 2], long_facto
         (
             "attention: cudnn, attention_soft_cap: 5, compute_dtype: bfloat16",
             "model: attention cudnn cannot compute attention_soft_cap; set",
+        ),
+        ("attention: splash, sinks: true", "model: attention splash cannot compute sinks; set attention to xla"),
+        ("activation: clamped_swiglu", "model: activation clamped_swiglu needs gated_mlp; set gated_mlp to true"),
+        (
+            "positions: rope, kv_heads: 2, latent: {keys: 8, rotary: 4, values: 8}",
+            "model: latent needs rope positions, no kv_heads, no rope_share, and no biases or norms of heads, found bias true",
+        ),
+        (
+            "positions: rope, bias: false, latent: {keys: 8, rotary: 4, values: 64}",
+            "model: latent has 64 numbers of a head, more than head_size 32; raise head_size",
+        ),
+        ("window_kind: chunks", "model: window_kind has no effect without a window"),
+        ("full_attention: {head_size: 8, kv_heads: 1}", "model: full_attention has no effect without a window"),
+        (
+            "window: 8, full_attention: {head_size: 8, kv_heads: 3}",
+            "full_attention needs a head_size that is even, and kv_heads that divide",
+        ),
+        ("delta: {key_heads: 2, value_heads: 3, key_size: 4, value_size: 4}", "model.delta: value_heads 3 is not divisible by key_heads 2"),
+        (
+            "experts: {count: 6, per_token: 2, mlp_width: 8, groups: 4}",
+            "model.experts.groups: expected groups of equally many experts, at least two, of 6 (count), found 4",
+        ),
+        (
+            "experts: {count: 6, per_token: 3, mlp_width: 8, groups: 3}",
+            "groups_per_token 1 of 3 groups of 2 experts cannot give 3 experts (per_token)",
         ),
         (
             "depth: 2, experts: {count: 4, per_token: 2, mlp_width: 8, layers: [false, false, true]}",

@@ -77,7 +77,7 @@ def test_blocks_have_a_bounded_number_of_pairs_in_all_rows_and_heads(monkeypatch
 
 @pytest.mark.slow
 @pytest.mark.thinned(most=1)
-@pytest.mark.parametrize("keys", [{}, {"window": 3, "attention_soft_cap": 2.0}, {"kind": "bert"}])
+@pytest.mark.parametrize("keys", [{}, {"window": 3, "attention_soft_cap": 2.0}, {"sinks": True}, {"kind": "bert"}])
 def test_a_model_with_attention_in_blocks(monkeypatch, keys):
     calls = []
     monkeypatch.setattr(attention, "attend_in_blocks", lambda *inputs: calls.append(1) or attend_in_blocks(*inputs, size=3))

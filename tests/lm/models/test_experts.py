@@ -45,15 +45,27 @@ def mlp(x, expand, gate, contract):
     return (silu(x @ gate) * (x @ expand)) @ contract
 
 
+def expert(kernels, e, x):
+    def linear(name, x):
+        return x @ kernels[name]["kernel"][e] + (kernels[name]["bias"][e] if "bias" in kernels[name] else 0)
+
+    return linear("contract", silu(linear("gate", x)) * linear("expand", x))
+
+
 @pytest.mark.parametrize(("keys", "kept"), [
     ({"renormalize": True}, None),
     ({"renormalize": False, "per_token": 3, "shared_mlp_width": 6, "shared_gate": True}, None),
     ({"shared_mlp_width": 6}, None),
+    ({"bias": True, "score": "sigmoid", "correction": True, "groups": 2, "scale": 1.5}, None),
+    ({"score": "sigmoid", "renormalize": False, "weighs_inputs": True}, None),
     ({"per_token": 1}, [[1] * 8, [1] * 3 + [2] * 2 + [0] * 3, [0] * 8]),
 ])  # fmt: skip
 def test_experts_compute_what_a_loop_over_tokens_does(keys, kept):
     config = ModelConfig(**GATED, experts={**MIXTURE, **keys})
     block, of_experts = transformer.Block(config, rngs=nnx.Rngs(0)), config.experts
+    nnx.update(
+        block, jax.tree.map(lambda leaf: leaf + jnp.asarray(RNG.normal(size=leaf.shape), leaf.dtype) * 0.2, nnx.state(block, nnx.Param))
+    )
     x = RNG.normal(size=(3, 8, 16)).astype(np.float32)
     y, choices = jax.jit(lambda x: block.experts(x, None if kept is None else jnp.asarray(kept) > 0))(x)
     routing = no_routing(of_experts, 3, 1, jnp.float32).followed_by(*choices)
@@ -62,13 +74,17 @@ def test_experts_compute_what_a_loop_over_tokens_does(keys, kept):
     for row in range(3):
         for position in range(8):
             token = x[row, position]
-            outputs = token @ kernels["router"]["kernel"]
-            probabilities = np.exp(outputs) / np.exp(outputs).sum()
-            chosen = np.argsort(-probabilities)[: of_experts.per_token]
-            weights = probabilities[chosen] / (probabilities[chosen].sum() if of_experts.renormalize else 1)
+            outputs = token @ kernels["router"]["kernel"] + kernels["router"].get("bias", 0)
+            scores = 1 / (1 + np.exp(-outputs)) if of_experts.score == "sigmoid" else np.exp(outputs) / np.exp(outputs).sum()
+            probabilities = scores / scores.sum()
+            ranked = scores + kernels.get("correction", 0)
+            if of_experts.groups == 2:  # of the two experts of each group
+                ranked[[0, 1] if ranked[:2].sum() < ranked[2:].sum() else [2, 3]] = -1
+            chosen = np.argsort(-ranked)[: of_experts.per_token]
+            weights = of_experts.scale * scores[chosen] / (scores[chosen].sum() if of_experts.renormalize else 1)
             for weight, e in zip(weights, chosen, strict=True):
-                one = (kernels[name]["kernel"][e] for name in ("expand", "gate", "contract"))
-                expected[row, position] += weight * mlp(token, *one)
+                of_input, of_output = (weight, 1) if of_experts.weighs_inputs else (1, weight)
+                expected[row, position] += of_output * expert(kernels, e, of_input * token)
             if of_experts.shared_mlp_width:
                 shared = kernels["shared"]
                 one = mlp(token, *(shared[name]["kernel"] for name in ("expand", "gate", "contract")))

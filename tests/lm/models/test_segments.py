@@ -20,6 +20,9 @@ LONG = {  # one of the documents is longer than the original positions, and the 
         "long_factors": [4.0, 1.0, 5.0, 2.0],
     },
 }
+CHUNKS = {**LLAMA, "window": 3, "window_kind": "chunks", "rope_pairs": "neighbours"}
+DELTA = {**LLAMA, "delta": {"key_heads": 2, "value_heads": 4, "key_size": 4, "value_size": 3}}
+MORE = ({}, "pipedream_flush"), ({**LLAMA, **LONG}, "gpipe"), (CHUNKS, "gpipe"), (DELTA, "gpipe")
 
 
 def rows():
@@ -41,9 +44,9 @@ def rows():
     ("keys", "schedule"),
     [
         (LLAMA, "zb_h1"),
-        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (({}, "pipedream_flush"), ({**LLAMA, **LONG}, "gpipe"))),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in MORE),
     ],
-    ids=["llama", "gpt", "longrope"],
+    ids=["llama", "gpt", "longrope", "chunks", "delta"],
 )
 def test_packed_documents_teach_what_they_teach_alone(keys, schedule):
     packed, (tokens, labels) = rows()
@@ -58,9 +61,9 @@ def test_packed_documents_teach_what_they_teach_alone(keys, schedule):
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6), results[0][1], results[1][1])
 
 
-@pytest.mark.parametrize("kind", ["decoder", pytest.param("bert", marks=pytest.mark.exhaustive)])
-def test_nothing_of_one_document_is_in_the_logits_of_another(kind):
-    stack = layers(ModelConfig(**SMALL, kind=kind))
+@pytest.mark.parametrize("keys", [{}, pytest.param({"kind": "bert"}, marks=pytest.mark.exhaustive), CHUNKS, DELTA])
+def test_nothing_of_one_document_is_in_the_logits_of_another(keys):
+    kind, stack = keys.get("kind"), layers(ModelConfig(**SMALL, **keys))
     ((inputs, _), _) = rows()
     params = params_of(stack, inputs)
 

@@ -140,6 +140,26 @@ def test_experts_without_losses_of_whole_rows_have_the_numbers_of_whole_rows(pac
         check_close(trained(config, packed=packed, slices=3), trained(config, packed=packed), 1e-10)
 
 
+MIXERS = {
+    "sinks": {**LLAMA, "sinks": True, "attention_gate": True, "window": 5},
+    "chunks": {
+        **{**LLAMA, "window": 5, "window_kind": "chunks", "window_layers": [True, False], "rope_layers": [True, False]},
+        **{"rope_pairs": "neighbours", "attention_temperature": {"positions": 4, "scale": 0.5}, "qk_norm": "after_rope"},
+    },
+    "delta": {**LLAMA, "delta": {"key_heads": 2, "value_heads": 4, "key_size": 4, "value_size": 3, "layers": [True, False]}},
+    "latent": {**LLAMA, "kv_heads": None, "latent": {"keys": 6, "queries": 5, "rotary": 4, "values": 6}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", MIXERS)
+def test_mixers_have_the_numbers_of_whole_rows(name, packed):
+    config = of(**MIXERS[name])
+    with jax.enable_x64(True), LENIENT():
+        check_close(trained(config, packed=packed, slices=(1, 7, 4)), trained(config, packed=packed), 1e-10)
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [

@@ -13,7 +13,7 @@ from flax import nnx
 
 from jpipe_lm.config.model_config import ModelConfig
 from jpipe_lm.models import transformer
-from jpipe_lm.models.activations import activated
+from jpipe_lm.models.experts.activations import activated
 from jpipe_lm.models.metadata import named
 from jpipe_lm.models.transformer import Stream
 

@@ -17,13 +17,12 @@ from jaxtyping import Array, Float, Int
 from jpipe import InputError
 from jpipe.context import traced_positions
 from jpipe_lm.config.model_config import ModelConfig, has_bias
-from jpipe_lm.models.activations import activated
 from jpipe_lm.models.attention import attend, attend_after, attend_cached, cached_positions
-from jpipe_lm.models.delta_rule import GatedDelta, carry_of
 from jpipe_lm.models.experts import Experts, Routing, no_routing
+from jpipe_lm.models.experts.activations import activated
 from jpipe_lm.models.float8 import float8_product
-from jpipe_lm.models.latent_attention import Latents
 from jpipe_lm.models.metadata import named
+from jpipe_lm.models.mixers import GatedDelta, Latents, carry_of
 from jpipe_lm.models.rope import Ended, lengths_of, positions_of, rotated
 from jpipe_train.losses.cross_entropy import Unprojected, wider
 

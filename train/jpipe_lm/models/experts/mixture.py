@@ -20,8 +20,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jpipe.context import traced_mesh
 from jpipe_lm.config.model.experts_section import ExpertsConfig
 from jpipe_lm.config.model_config import ModelConfig
-from jpipe_lm.models.activations import activated
 from jpipe_lm.models.experts import exchange
+from jpipe_lm.models.experts.activations import activated
 from jpipe_lm.models.experts.choice import choose
 from jpipe_lm.models.metadata import named
 from jpipe_train.losses.cross_entropy import wider
