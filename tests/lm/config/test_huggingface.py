@@ -295,6 +295,22 @@ def test_the_keys_of_families_decide_keys_of_the_model(name):
         assert keys["rope_scaling"]["attention_factor"] == pytest.approx((1 + np.log(4) / np.log(8)) ** 0.5)
 
 
+def test_of_a_model_that_reads_images_the_language_model_is_read():
+    architecture, content = MODELS["qwen3.5"]
+    whole = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": content, "vision_config": {}, "tie_word_embeddings": True}
+    expected = huggingface.parse({"architectures": [architecture], **content, "tie_word_embeddings": True})
+    assert huggingface.parse(whole) == expected
+    names = layout(expected)
+    assert names.known_as("model.language_model.norm.weight") == names.known_as("language_model.model.norm.weight") == "model.norm.weight"
+    assert {names.known_as(name) for name in ("model.visual.blocks.0.norm.weight", "vision_tower.patches.weight", "mtp.norm.weight")} == {
+        None
+    }
+    with pytest.raises(
+        InputError, match="text_config: expected the keys of the language model of Gemma4ForConditionalGeneration, found None"
+    ):
+        huggingface.parse({"architectures": ["Gemma4ForConditionalGeneration"]})
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [

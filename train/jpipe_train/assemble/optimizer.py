@@ -211,7 +211,7 @@ def _decay_mask(patterns: list[str] | None, params: Mapping[str, Tree]) -> Calla
 
     def decays(path: Any, leaf: Any) -> bool:
         name = _name(path)
-        chosen = any(fnmatchcase(name, pattern) for pattern in wanted) if wanted else leaf.ndim >= 2
+        chosen = any(fnmatchcase(name, pattern) for pattern in wanted) if wanted else leaf.ndim >= 2 and not name.endswith("bias")
         return chosen and not any(fnmatchcase(name, pattern) for pattern in unwanted)
 
     masks = jax.tree_util.tree_map_with_path(decays, dict(params))

@@ -53,7 +53,7 @@ def spread(model: torch.nn.Module, seed: int) -> torch.nn.Module:
     with torch.no_grad():
         for name, parameter in [*sorted(model.named_parameters()), *sorted(stored.items())]:
             scale = 0.2 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
-            start = 1.0 if parameter.ndim == 1 and name.endswith("weight") else 0.0  # those of norms
+            start = 1.0 if parameter.ndim == 1 and name.endswith(("weight", "scalar")) else 0.0  # those of norms
             parameter.copy_(start + scale * torch.randn(parameter.shape, generator=generator))
     return model.eval()
 

@@ -91,7 +91,8 @@ class Layout:
 
     def known_as(self, name: str) -> str | None:
         """Return a tensor's name in the table, for a folder of any version; None for a constant that is not a weight."""
-        if name.endswith(_BUFFERS) or self._is_unread(name):
+        name = name.replace("language_model.", "", 1)
+        if name.endswith(_BUFFERS) or name.removeprefix("model.").startswith(_OTHERS) or self._is_unread(name):
             return None
         for old, new in _OLD.items():
             name = name.removesuffix(old) + new if name.endswith(old) else name
@@ -107,6 +108,8 @@ class Layout:
 
 # Constants that older versions saved, and the older names of norm parameters.
 _BUFFERS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq", "embeddings.position_ids", "embeddings.token_type_ids")
+# Parts of models that also read images or sounds, or predict several tokens, beside their language model.
+_OTHERS = ("audio_tower.", "embed_audio.", "embed_vision.", "mtp.", "multi_modal_projector.", "vision_model.", "vision_tower.", "visual.")
 _OLD = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 

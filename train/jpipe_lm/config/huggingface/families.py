@@ -625,4 +625,10 @@ FAMILIES: tuple[Family, ...] = (
 )
 """The table. An export uses the first row that can express the model, unless the run started from a folder of another family."""
 
+WITH_IMAGES: Mapping[str, str] = {
+    **{"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM", "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM"},
+    **{"Llama4ForConditionalGeneration": "Llama4ForCausalLM", "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM"},
+}
+"""Architectures that also read images, with the architecture of their language model. Of their folders only this model is read."""
+
 ARCHITECTURES: Mapping[str, Family] = {name: family for family in FAMILIES for name in (*family.architectures, *family.judges.values())}

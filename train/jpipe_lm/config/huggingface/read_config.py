@@ -14,7 +14,7 @@ from jpipe.files import read_text, shown, unusable
 from jpipe_lm.config.huggingface import labels
 from jpipe_lm.config.huggingface.conversion import keys_of, names_of, schema
 from jpipe_lm.config.huggingface.experts_config import OF_THE_LOSS
-from jpipe_lm.config.huggingface.families import ARCHITECTURES, IGNORED
+from jpipe_lm.config.huggingface.families import ARCHITECTURES, IGNORED, WITH_IMAGES
 from jpipe_lm.config.huggingface.parts import HINT, in_json
 from jpipe_lm.config.model.experts_section import replace_all_mlps
 from jpipe_lm.config.model.rope_section import RopeScaling
@@ -55,6 +55,12 @@ def read(folder: Path) -> Description:
 def parse(data: Any, where: str = "config.json") -> Description:
     """Return the model that the content of `config.json` describes."""
     architecture = validated(_Architectures, data, where).architectures[0]
+    if architecture in WITH_IMAGES:
+        of_text, where = data.get("text_config"), f"{where}: text_config"
+        if not isinstance(of_text, dict):
+            raise InputError(f"{where}: expected the keys of the language model of {architecture}, found {short(of_text)}; {HINT}")
+        tied = {key: data[key] for key in ("tie_word_embeddings",) if key in data}
+        architecture, data = WITH_IMAGES[architecture], {**of_text, **tied}
     if architecture not in ARCHITECTURES:
         raise InputError(f"{where}: architectures: expected one of {', '.join(ARCHITECTURES)}, found {short(architecture)}; {HINT}")
     family = ARCHITECTURES[architecture]
