@@ -26,6 +26,8 @@ WRITTEN = {
         **{"target_modules": ["q_proj", "v_proj", "o_proj", "mlp.down_proj"], "exclude_modules": ["o_proj", "lm_head"]},
     },
     "qwen2-moe": {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj", "o_proj", "up_proj"]},
+    "gemma4": {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"]},  # half of the blocks have no v_proj
+    "qwen3.5": {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj", "o_proj", "down_proj"]},  # some blocks have only down_proj
     "gpt2": {"r": 2, "lora_alpha": 6, "target_modules": ["c_attn", "mlp.c_proj"], "fan_in_fan_out": True},
 }
 

@@ -188,9 +188,9 @@ def _scale(size: int) -> _Sizes:
 
 def _delta(c: ModelConfig, delta: DeltaConfig) -> dict[str, _Sizes]:
     w, heads, values = c.width, delta.value_heads, delta.value_heads * delta.value_size
-    sizes = {"qkv": _linear(w, delta.channels), "gate": _linear(w, values), "rate": _linear(w, heads), "decay": _linear(w, heads)}
+    sizes = {"inputs": _linear(w, delta.channels), "output_gate": _linear(w, values), "rate": _linear(w, heads), "decay": _linear(w, heads)}
     sizes |= {"convolution": _single(delta.convolution, delta.channels, 1), "decay_log": _single(heads), "decay_bias": _single(heads)}
-    sizes |= {"norm": _scale(delta.value_size), "project": _linear(values, w)}
+    sizes |= {"norm": _scale(delta.value_size), "output": _linear(values, w)}
     return {f"delta/{name}": size for name, size in sizes.items()}
 
 

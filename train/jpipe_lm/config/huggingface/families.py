@@ -165,9 +165,9 @@ _LATENTS = {
     **{"latents/norm": "self_attn.kv_a_layernorm", "latents/up": "self_attn.kv_b_proj"},
 }
 _DELTA = {
-    **{"delta/qkv": "linear_attn.in_proj_qkv", "delta/gate": "linear_attn.in_proj_z", "delta/rate": "linear_attn.in_proj_b"},
+    **{"delta/inputs": "linear_attn.in_proj_qkv", "delta/output_gate": "linear_attn.in_proj_z", "delta/rate": "linear_attn.in_proj_b"},
     **{"delta/decay": "linear_attn.in_proj_a", "delta/decay_log": "linear_attn.A_log", "delta/decay_bias": "linear_attn.dt_bias"},
-    **{"delta/convolution": "linear_attn.conv1d.weight", "delta/norm": "linear_attn.norm", "delta/project": "linear_attn.out_proj"},
+    **{"delta/convolution": "linear_attn.conv1d.weight", "delta/norm": "linear_attn.norm", "delta/output": "linear_attn.out_proj"},
 }
 _QK_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
 _TWO_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}

@@ -31,7 +31,7 @@ class GatedDelta(nnx.Module):
         delta, width, names = config.delta, config.width, {"kernel_metadata": named("embed", None)}
         assert delta is not None
         self.config, values = config, delta.value_heads * delta.value_size
-        self.qkv, self.gate = into(width, delta.channels, **names), into(width, values, **names)
+        self.inputs, self.output_gate = into(width, delta.channels, **names), into(width, values, **names)
         self.rate, self.decay = into(width, delta.value_heads, **names), into(width, delta.value_heads, **names)
         uniform = jax.random.uniform
         spread = 1 / delta.convolution**0.5
@@ -40,7 +40,7 @@ class GatedDelta(nnx.Module):
         self.decay_log = nnx.Param(jnp.log(uniform(rngs.params(), (delta.value_heads,), minval=0.01, maxval=16.0)), **named(None))
         self.decay_bias = nnx.Param(jnp.ones(delta.value_heads), **named(None))
         self.norm = nnx.RMSNorm(delta.value_size, epsilon=config.norm_epsilon, dtype=wider(config.compute_dtype), rngs=rngs)
-        self.project = back(values, width, kernel_metadata=named(None, "embed"))
+        self.output = back(values, width, kernel_metadata=named(None, "embed"))
 
     def __call__(
         self, x: Float[Array, "b s w"], segments: Int[Array, "b s"] | None, carry: Carry | None, counts: Int[Array, " b"] | None = None
@@ -53,7 +53,7 @@ class GatedDelta(nnx.Module):
         assert delta is not None
         carry = carry_of(self.config, b) if carry is None else carry
         segments = jnp.zeros((b, s), jnp.int32) if segments is None else segments
-        inputs, of_inputs = jnp.concatenate([carry[0], self.qkv(x)], axis=1), jnp.concatenate([carry[1], segments], axis=1)
+        inputs, of_inputs = jnp.concatenate([carry[0], self.inputs(x)], axis=1), jnp.concatenate([carry[1], segments], axis=1)
         mixed = nnx.silu(_convolved(inputs, of_inputs, self.convolution[...].astype(x.dtype)))
         sizes = delta.key_heads * delta.key_size
         q, k, v = (
@@ -69,11 +69,11 @@ class GatedDelta(nnx.Module):
             is_counted = (jnp.arange(s)[None] < counts[:, None])[:, :, None]
             decay, rate = (jnp.where(is_counted, part, jnp.zeros((), wide)) for part in (decay, rate))
         y, state = delta_rule(q * delta.key_size**-0.5, k, v, decay, rate, segments, carry[2].astype(wide), carry[1][:, -1])
-        gate = nnx.silu(self.gate(x).astype(wide)).reshape(y.shape)
+        gate = nnx.silu(self.output_gate(x).astype(wide)).reshape(y.shape)
         y = (self.norm(y.astype(x.dtype)).astype(wide) * gate).astype(x.dtype)
         last = (jnp.full(b, s) if counts is None else counts)[:, None] + jnp.arange(delta.convolution - 1)[None]
         inputs, of_inputs = jnp.take_along_axis(inputs, last[:, :, None], axis=1), jnp.take_along_axis(of_inputs, last, axis=1)
-        return self.project(y.reshape(b, s, -1)), (inputs, of_inputs, state)
+        return self.output(y.reshape(b, s, -1)), (inputs, of_inputs, state)
 
 
 def carry_of(config: ModelConfig, rows: int) -> Carry:
