@@ -129,6 +129,16 @@ def test_folders_of_each_family_are_written_back(of_families, tmp_path):
         folders.close(logits, load_file(of_families / name / "golden.safetensors")["logits"])
 
 
+@pytest.mark.exhaustive
+def test_the_language_model_is_read_of_models_that_also_read_images(tmp_path):
+    run("images", tmp_path)
+    for name in ("qwen3.5", "gemma3", "gemma4"):
+        golden = load_file(tmp_path / name / "golden.safetensors")
+        stack, arrays = folders.read(tmp_path / name)
+        params = stack.ties.split(folders.nested(stack, arrays, golden["tokens"]))
+        folders.close(applied(stack, params, jnp.asarray(golden["tokens"])), golden["logits"])
+
+
 BATCH = ("tokens", "labels", "types", "mask", "next")
 
 

@@ -2,6 +2,7 @@
 
     .venv-torch/bin/python -m tests.lm.checkpoint.transformers_program write FOLDER
     .venv-torch/bin/python -m tests.lm.checkpoint.transformers_program families FOLDER
+    .venv-torch/bin/python -m tests.lm.checkpoint.transformers_program images FOLDER
     .venv-torch/bin/python -m tests.lm.checkpoint.transformers_program load FOLDER ...
 
 `load` puts a results.safetensors into each folder, of the same content as a golden.safetensors.
@@ -73,6 +74,21 @@ def write_families(folder: Path) -> None:
         write(folder / name, model, batch | following)
 
 
+def write_with_images(folder: Path) -> None:
+    """Write folders of models that also read images, each with logits of texts."""
+    vision = {"depth": 1, "hidden_size": 8, "num_heads": 2, "intermediate_size": 8, "out_hidden_size": 16, "patch_size": 2}
+    vision |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 4}
+    for name, kind in {"qwen3.5": "Qwen3_5", "gemma3": "Gemma3", "gemma4": "Gemma4"}.items():
+        known = getattr(transformers, f"{kind}VisionConfig", None) or transformers.SiglipVisionConfig
+        of_images = {key: value for key, value in vision.items() if hasattr(known(), key)}
+        config = getattr(transformers, f"{kind}Config")(text_config=copy.deepcopy(MODELS[name][1]), vision_config=of_images)
+        model = spread(getattr(transformers, f"{kind}ForConditionalGeneration")(config), 5)
+        model.save_pretrained(folder / name)
+        tokens = decoder_batch(6)["tokens"]
+        with torch.no_grad():
+            save_file({"tokens": tokens.to(torch.int32), "logits": model(tokens).logits.contiguous()}, folder / name / "golden.safetensors")
+
+
 def load(folder: Path) -> None:
     """Load the model of a folder, check that no weights are missing or unexpected, and save its results."""
     architecture = transformers.AutoConfig.from_pretrained(folder).architectures[0]
@@ -91,6 +107,8 @@ if __name__ == "__main__":
         write_all(Path(sys.argv[2]))
     elif sys.argv[1] == "families":
         write_families(Path(sys.argv[2]))
+    elif sys.argv[1] == "images":
+        write_with_images(Path(sys.argv[2]))
     else:
         for name in sys.argv[2:]:
             load(Path(name))
