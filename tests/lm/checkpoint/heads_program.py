@@ -20,6 +20,7 @@ from tests.lm.checkpoint.golden.write_golden import BERT, GPT2, RATE, named, spr
 
 ROWS, CHOICES = 4, 2
 FAMILIES = ("llama3", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-short", "smollm3", "mixtral", "qwen2-moe", "qwen3-moe")
+FAMILIES += ("gpt-oss", "glm4", "deepseek", "qwen3.5")
 
 
 def configs() -> dict[str, tuple[str, transformers.PreTrainedConfig]]:
@@ -32,7 +33,11 @@ def configs() -> dict[str, tuple[str, transformers.PreTrainedConfig]]:
     }
     for name in FAMILIES:
         architecture, keys = MODELS[name]
-        architecture = architecture.replace("Gemma3For", "Gemma3TextFor").replace("ForCausalLM", "ForSequenceClassification")
+        architecture = (
+            architecture.replace("Gemma3For", "Gemma3TextFor")
+            .replace("Qwen3_5For", "Qwen3_5TextFor")
+            .replace("ForCausalLM", "ForSequenceClassification")
+        )
         found[name] = architecture, getattr(transformers, architecture).config_class(**copy.deepcopy(keys))
     for name, (_, config) in found.items():
         config.num_labels = 1 if name == "bert-regression" else 3

@@ -21,6 +21,8 @@ ARCHITECTURES = {
     **{"gemma2": "Gemma2ForSequenceClassification", "gemma3": "Gemma3TextForSequenceClassification"},
     **{"smollm3": "SmolLM3ForSequenceClassification", "mixtral": "MixtralForSequenceClassification"},
     **{"qwen2-moe": "Qwen2MoeForSequenceClassification", "qwen3-moe": "Qwen3MoeForSequenceClassification"},
+    **{"gpt-oss": "GptOssForSequenceClassification", "glm4": "Glm4ForSequenceClassification"},
+    **{"deepseek": "DeepseekV3ForSequenceClassification", "qwen3.5": "Qwen3_5TextForSequenceClassification"},
 }
 FEW = ("qwen3-moe",)  # the others only in `make test-all`
 
