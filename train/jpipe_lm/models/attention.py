@@ -1,6 +1,7 @@
 """Grouped-query attention, with segments, windows and soft caps.
 
-Letters in shapes: b rows, s positions, h query heads, k key and value heads, d numbers per head.
+Letters in shapes: b rows, s positions, h query heads, k key and value heads, d numbers per head, e numbers of a query: d, or with sinks one
+more, the logit of a key without a value.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from jpipe_train.losses.cross_entropy import soft_capped, wider
 
 
 def attend(
-    q: Float[Array, "b s h d"],
+    q: Float[Array, "b s h e"],
     k: Float[Array, "b s k d"],
     v: Float[Array, "b s k d"],
     segments: Int[Array, "b s"] | None,
@@ -101,7 +102,7 @@ def _by_cudnn(q: Any, k: Any, v: Any, segments: Any, masked: Masked, config: Mod
         raise InputError(f"{where} that supports this attention; JAX reports: {reason}; set model.attention to xla") from error
 
 
-def attend_after(q: Float[Array, "b s h d"], slices: Sequence[tuple[Any, ...]], config: ModelConfig) -> Float[Array, "b s h d"]:
+def attend_after(q: Float[Array, "b s h e"], slices: Sequence[tuple[Any, ...]], config: ModelConfig) -> Float[Array, "b s h d"]:
     """Compute causal attention of the last slice of rows, with queries `q`, to the keys and values of all slices.
 
     Each slice also has its segments if segments do not attend to each other. The backward pass joins keys and values again: they are kept
@@ -134,7 +135,7 @@ def cached_positions(window: int | None, room: int) -> int:
 
 
 def attend_cached(
-    q: Float[Array, "b s h d"],
+    q: Float[Array, "b s h e"],
     k: Float[Array, "b s k d"],
     v: Float[Array, "b s k d"],
     cache: tuple[Float[Array, "b t k d"], Float[Array, "b t k d"]],
@@ -191,7 +192,7 @@ def _of_xla(q: Float[Array, "b s h d"], k: Float[Array, "b t k d"], v: Float[Arr
 
 
 def _weighted(
-    q: Float[Array, "b s h d"],
+    q: Float[Array, "b s h e"],
     k: Float[Array, "b t k d"],
     v: Float[Array, "b t k d"],
     mask: Bool[Array, "#b 1 s t"],

@@ -1,6 +1,7 @@
 """Attention that is computed block by block of queries. Memory grows with the length of a row, not with its square.
 
-Letters in shapes: b rows, s positions, h query heads, k key and value heads, d numbers per head, q queries of a block, t keys.
+Letters in shapes: b rows, s positions, h query heads, k key and value heads, d numbers per head, e of a query, q queries of a block, t
+keys.
 """
 
 from collections.abc import Callable
@@ -38,7 +39,7 @@ class Masked:
 
 def attend_in_blocks(
     core: Core,
-    q: Float[Array, "b s h d"],
+    q: Float[Array, "b s h e"],
     k: Float[Array, "b t k d"],
     v: Float[Array, "b t k d"],
     segments: Int[Array, "b t"] | None,

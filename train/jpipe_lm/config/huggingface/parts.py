@@ -126,7 +126,12 @@ def attention_scale() -> KeyGroup:
 def latents() -> KeyGroup:
     """Return the group for latent attention (DeepSeek-V3)."""
     ours = {"queries": "q_lora_rank", "keys": "kv_lora_rank", "rotary": "qk_rope_head_dim", "values": "v_head_dim"}
-    fields = {"q_lora_rank": (Size | None, 1536), "kv_lora_rank": (Size, 512), "qk_rope_head_dim": (Size, 64), "v_head_dim": (Size, 128)}
+    fields: dict[str, tuple[Any, Any]] = {
+        "q_lora_rank": (Size | None, 1536),
+        "kv_lora_rank": (Size, 512),
+        "qk_rope_head_dim": (Size, 64),
+        "v_head_dim": (Size, 128),
+    }
 
     def read(json: Keys, _: Keys) -> Keys:
         size, pairs = json["qk_nope_head_dim"] + json["qk_rope_head_dim"], "neighbours" if json["rope_interleave"] else "halves"
@@ -226,7 +231,7 @@ class _OfLayer(BaseModel):
 
 def full_attention() -> KeyGroup:
     """Return the group for the layers without a window of Gemma 4, among them the last one."""
-    fields = {
+    fields: dict[str, tuple[Any, Any]] = {
         **{"global_head_dim": (Size, 512), "num_global_key_value_heads": (Size | None, None), "attention_k_eq_v": (bool, False)},
         "per_layer_config": (dict[str, _OfLayer] | None, None),
     }
@@ -264,7 +269,7 @@ def gated_delta() -> KeyGroup:
     ours = {"key_heads": "linear_num_key_heads", "value_heads": "linear_num_value_heads", "key_size": "linear_key_head_dim"}
     ours |= {"value_size": "linear_value_head_dim", "convolution": "linear_conv_kernel_dim"}
     defaults = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
-    fields = {
+    fields: dict[str, tuple[Any, Any]] = {
         **{key: (Size, value) for key, value in (defaults | {"linear_conv_kernel_dim": 4}).items()},
         "layer_types": (list[Literal["linear_attention", "full_attention"]] | None, None),
         "full_attention_interval": (Size, 4),
@@ -288,7 +293,7 @@ def gated_delta() -> KeyGroup:
     return KeyGroup(fields, read, write, {"delta": "linear_num_value_heads"})
 
 
-_OF_ROPE = {  # 1 in layers that have rope
+_OF_ROPE: Mapping[str, tuple[Any, Any]] = {  # 1 in layers that have rope
     "no_rope_layers": (list[Literal[0, 1]] | None, None),
     "no_rope_layer_interval": (Size, 4),
 }
@@ -309,7 +314,7 @@ def _no_rope_layers(keys: Keys) -> list[int]:
 
 def chunks() -> KeyGroup:
     """Return the group for Llama 4's layers: with rotary positions in chunks, or without them and with queries that grow."""
-    fields = {
+    fields: dict[str, tuple[Any, Any]] = {
         **_OF_ROPE,
         "layer_types": (list[Literal["chunked_attention", "full_attention"]] | None, None),
         **{"attention_chunk_size": (Size | None, 8192), "use_qk_norm": (bool, True)},

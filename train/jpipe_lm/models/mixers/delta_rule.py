@@ -3,7 +3,7 @@
 Reference: Yang et al. 2025, "Gated Delta Networks: Improving Mamba2 with Delta Rule".
 
 Letters in shapes: b rows, s positions, c positions of a chunk, h heads, k numbers of a key, v numbers of a value, m channels of the
-convolution, n positions of the convolution, w width.
+convolution, n positions of the convolution, r n - 1 positions before, t positions with those before, w width.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from jpipe_lm.config.model_config import ModelConfig
 from jpipe_lm.models.metadata import named
 from jpipe_train.losses.cross_entropy import wider
 
-Carry = tuple[Float[Array, "b n-1 m"], Int[Array, "b n-1"], Float[Array, "b h k v"]]
+Carry = tuple[Float[Array, "b r m"], Int[Array, "b r"], Float[Array, "b h k v"]]
 """The last inputs of the convolution with their segments, and the state."""
 _CHUNK = 64  # positions that are computed at a time, by products of matrices
 _EPSILON = 1e-6  # of the norms of queries and keys
@@ -88,7 +88,7 @@ def _unit(x: Float[Array, "b s h k"]) -> Float[Array, "b s h k"]:
     return x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + jnp.asarray(_EPSILON, x.dtype))
 
 
-def _convolved(x: Float[Array, "b s+n-1 m"], segments: Int[Array, "b s+n-1"], kernel: Float[Array, "m 1 n"]) -> Float[Array, "b s m"]:
+def _convolved(x: Float[Array, "b t m"], segments: Int[Array, "b t"], kernel: Float[Array, "m 1 n"]) -> Float[Array, "b s m"]:
     """Return for each position, from the n-th on, the weighted sum of each channel over n positions in its segment."""
     n = kernel.shape[-1]
     length, own = x.shape[1] - n + 1, segments[:, n - 1 :]
