@@ -1,7 +1,7 @@
 """Grouped-query attention, with segments, windows and soft caps.
 
-Letters in shapes: b rows, s positions, h query heads, k key and value heads, d numbers per head, e numbers of a query: d, or with sinks one
-more, the logit of a key without a value.
+Letters in shapes: b rows, s positions, h query heads, k key and value heads, d numbers per head, e numbers per query: d,
+or with sinks one more, the logit of a key without a value.
 """
 
 import contextlib

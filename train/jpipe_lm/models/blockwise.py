@@ -1,7 +1,6 @@
 """Attention that is computed block by block of queries. Memory grows with the length of a row, not with its square.
 
-Letters in shapes: b rows, s positions, h query heads, k key and value heads, d numbers per head, e of a query, q queries of a block, t
-keys.
+Letters in shapes: b rows, s positions, h query heads, k key and value heads, d numbers per head, e per query, q queries of a block, t keys.
 """
 
 from collections.abc import Callable
