@@ -65,7 +65,9 @@ def test_it_says_the_keys_of_the_model(name, changes, expected):
     ModelConfig(**model_keys, seq_len=8)
 
 
-SUPPORTED = f"expected one of {', '.join(huggingface.ARCHITECTURES)}, found "
+SUPPORTED = (
+    f"expected one of {', '.join(family.architectures[0] for family in huggingface.FAMILIES)}, or a model of the same family, found "
+)
 
 
 @pytest.mark.parametrize(

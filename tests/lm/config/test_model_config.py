@@ -82,7 +82,7 @@ LONG = "kind: longrope, original_positions: 8, short_factors: [1, 2], long_facto
         ("delta: {key_heads: 2, value_heads: 3, key_size: 4, value_size: 4}", "model.delta: value_heads 3 is not divisible by key_heads 2"),
         (
             "experts: {count: 6, per_token: 2, mlp_width: 8, groups: 4}",
-            "model.experts.groups: expected groups of equally many experts, at least two, of 6 (count), found 4",
+            "model.experts: groups: expected groups of equally many experts, at least two, of 6 (count), found 4",
         ),
         (
             "experts: {count: 6, per_token: 3, mlp_width: 8, groups: 3}",

@@ -14,7 +14,7 @@ from jpipe.files import read_text, shown, unusable
 from jpipe_lm.config.huggingface import labels
 from jpipe_lm.config.huggingface.conversion import keys_of, names_of, schema
 from jpipe_lm.config.huggingface.experts_config import OF_THE_LOSS
-from jpipe_lm.config.huggingface.families import ARCHITECTURES, IGNORED, WITH_IMAGES
+from jpipe_lm.config.huggingface.families import ARCHITECTURES, FAMILIES, IGNORED, WITH_IMAGES
 from jpipe_lm.config.huggingface.parts import HINT, in_json
 from jpipe_lm.config.model.experts_section import replace_all_mlps
 from jpipe_lm.config.model.rope_section import RopeScaling
@@ -62,7 +62,10 @@ def parse(data: Any, where: str = "config.json") -> Description:
         tied = {key: data[key] for key in ("tie_word_embeddings",) if key in data}
         architecture, data = WITH_IMAGES[architecture], {**of_text, **tied}
     if architecture not in ARCHITECTURES:
-        raise InputError(f"{where}: architectures: expected one of {', '.join(ARCHITECTURES)}, found {short(architecture)}; {HINT}")
+        known = ", ".join(family.architectures[0] for family in FAMILIES)
+        raise InputError(
+            f"{where}: architectures: expected one of {known}, or a model of the same family, found {short(architecture)}; {HINT}"
+        )
     family = ARCHITECTURES[architecture]
     json_keys = validated(schema(family), {key: value for key, value in data.items() if key not in IGNORED | family.ignored}, where)
     about_labels = {} if architecture in family.architectures else data

@@ -58,7 +58,7 @@ class Experts(nnx.Module):
         """Return the outputs, and for each row the counts, probabilities and squares of `Routing`. Only `counted` tokens are counted."""
         parts = {name: part for name in ("expand", "gate", "contract") if (part := getattr(self, name)) is not None}
         kernels = {name: part.kernel[...].astype(self.dtype) for name, part in parts.items()}
-        of_router = {"kernel": self.router.kernel}
+        of_router: dict[str, Any] = {"kernel": self.router.kernel}
         if self.config.bias:
             kernels |= {f"{name}/bias": part.bias[...].astype(self.dtype) for name, part in parts.items()}
             of_router["bias"] = self.router.bias
