@@ -30,8 +30,6 @@ from tests.lm.checkpoint.golden.write_golden import (
     write,
 )
 
-CENTERED = ("Gemma2", "Gemma3", "Qwen3_5")  # architectures in which scales of norms are 1 plus a parameter
-
 
 def changed(config: transformers.PreTrainedConfig, **keys: object) -> transformers.PreTrainedConfig:
     """Return a copy of a config with changed values of some keys."""
@@ -65,10 +63,6 @@ def write_families(folder: Path) -> None:
     for seed, (name, (architecture, keys)) in enumerate(MODELS.items()):
         kind = getattr(transformers, architecture)
         model = spread(kind(kind.config_class(**copy.deepcopy(keys))), seed)
-        with torch.no_grad():
-            for key, parameter in model.named_parameters():
-                is_scale = key.endswith("norm.weight") and "linear_attn" not in key
-                parameter -= float(is_scale and architecture.startswith(CENTERED))
         batch = decoder_batch(20 + seed)
         following = {} if "Bert" in architecture else {"greedy": model.generate(batch["tokens"][:, :5], max_new_tokens=7, do_sample=False)}
         write(folder / name, model, batch | following)
@@ -81,7 +75,9 @@ def write_with_images(folder: Path) -> None:
     for name, kind in {"qwen3.5": "Qwen3_5", "gemma3": "Gemma3", "gemma4": "Gemma4"}.items():
         known = getattr(transformers, f"{kind}VisionConfig", None) or transformers.SiglipVisionConfig
         of_images = {key: value for key, value in vision.items() if hasattr(known(), key)}
-        config = getattr(transformers, f"{kind}Config")(text_config=copy.deepcopy(MODELS[name][1]), vision_config=of_images)
+        config = getattr(transformers, f"{kind}Config")(
+            text_config={**copy.deepcopy(MODELS[name][1]), "pad_token_id": 0}, vision_config=of_images
+        )
         model = spread(getattr(transformers, f"{kind}ForConditionalGeneration")(config), 5)
         model.save_pretrained(folder / name)
         tokens = decoder_batch(6)["tokens"]

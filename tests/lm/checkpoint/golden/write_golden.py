@@ -16,6 +16,7 @@ from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadM
 
 FOLDER = Path(__file__).parent
 ROWS, LENGTH, SYMBOLS, RATE = 4, 12, 64, 0.1
+CENTERED = ("Gemma2", "Gemma3", "Qwen3_5")  # models in which the scales of norms are 1 plus a parameter
 NEVER = -100  # a label that is not counted
 
 GPT2 = GPT2Config(
@@ -53,7 +54,8 @@ def spread(model: torch.nn.Module, seed: int) -> torch.nn.Module:
     with torch.no_grad():
         for name, parameter in [*sorted(model.named_parameters()), *sorted(stored.items())]:
             scale = 0.2 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
-            start = 1.0 if parameter.ndim == 1 and name.endswith(("weight", "scalar")) else 0.0  # those of norms
+            is_centered = type(model).__name__.startswith(CENTERED) and "linear_attn" not in name
+            start = 1.0 if parameter.ndim == 1 and name.endswith(("weight", "scalar")) and not is_centered else 0.0  # those of norms
             parameter.copy_(start + scale * torch.randn(parameter.shape, generator=generator))
     return model.eval()
 

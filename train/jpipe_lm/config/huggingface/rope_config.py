@@ -222,7 +222,8 @@ def rope_by_layer(theta: float, local: float, kinds: Sequence[str] = KINDS, is_n
         inner = base if inner is None else inner
         full = {"rope_type": "default", **(scaling or {}), "rope_theta": base}
         new = {FULL: full, WINDOW: {"rope_type": "default", "rope_theta": inner}}
-        return {"rope_theta": base, "rope_local_base_freq": inner, "rope_scaling": scaling, "rope_parameters": new}
+        before_5 = {} if is_needed else {"rope_theta": base, "rope_local_base_freq": inner, "rope_scaling": scaling}
+        return {"rope_parameters": new, **before_5}
 
     return KeyGroup(fields, read, write, {"rope_base": "rope_theta", "window_rope_base": "rope_local_base_freq"})
 
