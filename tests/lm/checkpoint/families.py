@@ -188,7 +188,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": (
         "Qwen3_5ForCausalLM",
         {
-            **{**SIZES, **base(100.0, partial_rotary_factor=0.5), "head_dim": 8, "linear_key_head_dim": 6, "linear_value_head_dim": 5},
+            **{**SIZES, **base(100.0, partial_rotary_factor=0.5), "head_dim": 8, "linear_key_head_dim": 6, "linear_value_head_dim": 8},
             **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 3},
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         },

@@ -27,7 +27,6 @@ WRITTEN = {
     },
     "qwen2-moe": {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj", "o_proj", "up_proj"]},
     "gemma4": {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"]},  # half of the blocks have no v_proj
-    "qwen3.5": {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj", "o_proj", "down_proj"]},  # some blocks have only down_proj
     "gpt2": {"r": 2, "lora_alpha": 6, "target_modules": ["c_attn", "mlp.c_proj"], "fan_in_fan_out": True},
 }
 
