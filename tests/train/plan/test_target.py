@@ -115,6 +115,33 @@ def test_the_longest_rows_fit_and_twice_as_long_ones_do_not(printed, of_this_mac
         assert ("every rank fits" in simulated[0]) == fits
 
 
+@pytest.mark.thinned(most=1, most_slow=2)
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (("plan.schedule=naive",), "one of the schedules with an order for slices, gpipe, "),
+        (("model.experts={count: 2, per_token: 1, mlp_width: 8}",), ""),
+        (("model.kind=bert",), "layers that compute each position separately, or have a carry, found layers that mix positions"),
+    ],
+)
+def test_rows_are_whole_where_slices_are_impossible(changes, why, printed, of_this_machine, config, monkeypatch):
+    monkeypatch.setattr(longest_rows, "LENGTHS", (8, 16))
+    monkeypatch.setattr(longest_rows, "COMPILED", 0)
+    changes = "plan.schedule=gpipe", "plan.recompute=full", "model.max_positions=32", *changes
+    out, err, code = printed("target", of_this_machine, "--longest-rows", config, *(word for each in changes for word in ("--set", each)))
+    assert (err, code) == ("", 0)
+    assert [line.split()[0] for line in out.splitlines()[1:3]] == ["slices", "1"]
+    assert f"whole rows only, because slices need {why}" in out
+    with pytest.raises(jpipe.InputError, match="slices"):
+        longest_rows.main(of_this_machine, config, (*changes, "plan.slices=2"))
+
+
+def test_rows_below_the_shortest_of_a_profile_have_no_number():
+    shortest, longer = ((length,) for length in longest_rows.LENGTHS)
+    found = [longest_rows.longest((shortest, longer), shortest[0] + more) for more in (longest_rows.STEP, 0, -1)]
+    assert found == [shortest[0] + longest_rows.STEP, shortest[0], 0]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -133,7 +160,8 @@ def test_the_longest_rows_fit_and_twice_as_long_ones_do_not(printed, of_this_mac
             "target --roofline tiny.yaml",
             "target: --roofline needs the name of a target; did you mean jpipe target h100-80gb --roofline CONFIG?",
         ),
-        ("target v5e --json", "target: --set, --allow-code and --json have no effect without --roofline; add --roofline CONFIG"),
+        ("target v5e --json", "target: --json has no effect without --roofline; add --roofline CONFIG"),
+        ("target v5e --set train.steps=1", "target: --set and --allow-code have no effect without --roofline or --longest-rows; add one"),
         ("target v5 --roofline tiny.yaml", "target: unknown target 'v5'; did you mean 'v5e' or 'v5p'? (the name of your own file must end"),
         ("target v5e --roofline none.yaml", "none.yaml: cannot read"),
         (

@@ -89,8 +89,10 @@ def target(
     config = roofline or longest_rows
     if roofline is not None and longest_rows is not None:
         raise jpipe.InputError("target: --roofline and --longest-rows are two questions; ask one at a time")
-    if (config is None and (overrides or allow_code)) or (roofline is None and json):
-        raise jpipe.InputError("target: --set, --allow-code and --json have no effect without --roofline; add --roofline CONFIG")
+    if config is None and (overrides or allow_code):
+        raise jpipe.InputError("target: --set and --allow-code have no effect without --roofline or --longest-rows; add one with a CONFIG")
+    if roofline is None and json:
+        raise jpipe.InputError("target: --json has no effect without --roofline; add --roofline CONFIG")
     if config is not None and name is None:
         option = "--roofline" if roofline else "--longest-rows"
         raise jpipe.InputError(f"target: {option} needs the name of a target; did you mean jpipe target h100-80gb {option} CONFIG?")

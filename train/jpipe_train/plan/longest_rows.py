@@ -35,15 +35,15 @@ class Cell(NamedTuple):
 
     plan: jpipe.Plan  # the plan of the config with both
     peaks: tuple[tuple[int, ...], ...]  # for each of `LENGTHS` the predicted peak memory of each rank, in bytes
-    tokens: int  # the predicted number of tokens of the longest rows
+    tokens: int  # the predicted number of tokens of the longest rows; 0 if it is below the first of `LENGTHS`
 
 
 def main(target: str, source: str, overrides: Sequence[str] = (), *, allow_code: bool = False) -> list[str]:
     """Return a table of the longest rows by number of slices and recomputation, and the longest with its stages compiled.
 
     `target` is a name as in `read_device`. The plan of the config `source` has the schedule, stages and microbatches; `slices` and
-    `recompute` are varied unless it sets them. Raise InputError if there is no such target, XLA cannot compile for it here, or the model
-    has no `seq_len`.
+    `recompute` are varied unless it sets them; where slices are impossible, there are only whole rows. Raise InputError if there is no such
+    target, XLA cannot compile for it here, or the model has no `seq_len`.
     """
     device = read_device(target, "target")
     compiling = compiling_for(device, unlimited=True)
@@ -60,23 +60,35 @@ def main(target: str, source: str, overrides: Sequence[str] = (), *, allow_code:
     with tracing_for(compiling.devices[0].platform), compiler_errors(compiling.kind):
         parts = [Parts.of(config_of(tokens), silent) for tokens in LENGTHS]
         plan, rows = make_plan(parts[0].config.plan, parts[0].stack.ids), rows_each(parts[0].config)
-        profiles = [
-            analyze(*each.for_profile, (rows, 2 * rows), device, policies=POLICIES, **each.profile_options | {"in_slices": True})
-            for each in parts
-        ]
-        slices = SLICES if plan.slices is None else (plan.slices,)
+
+        def profiled(in_slices: bool) -> list[Profile]:
+            options = {"policies": POLICIES, "in_slices": in_slices}
+            return [analyze(*each.for_profile, (rows, 2 * rows), device, **each.profile_options | options) for each in parts]
+
+        slices, why = SLICES if plan.slices is None else (plan.slices,), list[str]()
+        try:
+            for each in slices:
+                varied(plan, each, None)
+            profiles = profiled(True)
+        except InputError as error:
+            if plan.slices is not None:
+                raise
+            problem, slices, profiles = error.problems[0], (None,), profiled(False)
+            why = [f"whole rows only, because slices need {problem.expected}, found {problem.found}" if problem.expected else str(error)]
         policies = POLICIES if parts[0].config.plan.recompute == "auto" else (None,)
         cells = [[cell_of(varied(plan, each, policy), profiles, rows, limit) for policy in policies] for each in slices]
         best = max((cell for row in cells for cell in row), key=lambda cell: cell.tokens)
         compiled = compiled_tokens(best, lambda tokens: Parts.of(config_of(tokens), silent), rows, limit, compiling)
     head = ["slices", *(policy or "as in the plan" for policy in policies)]
     named = ["1" if each is None else str(row[0].plan.counted.row_slices) for each, row in zip(slices, cells, strict=True)]
-    table = [[name, *(f"{cell.tokens:,}" if cell.tokens else "–" for cell in row)] for name, row in zip(named, cells, strict=True)]
+    below = f"below {LENGTHS[0]:,}"
+    table = [[name, *(f"{cell.tokens:,}" if cell.tokens else below for cell in row)] for name, row in zip(named, cells, strict=True)]
     return [
         f"tokens of the longest rows, {rows} in a microbatch, in {plan.depth} stages of {plan.schedule} on {device.name}:",
         *align([head, *table]),
         "",
         f"predicted from single layers that are compiled for the target, in multiples of {STEP:,}; a rank may use {decimal(int(limit))}",
+        *why,
         *compiled,
     ]
 
@@ -105,12 +117,16 @@ def cell_of(plan: jpipe.Plan, profiles: Sequence[Profile], rows: int, limit: flo
 
 
 def longest(peaks: Sequence[Sequence[int]], limit: float) -> int:
-    """Return the most tokens with which all ranks are within the limit, if the memory of each grows linearly; 0 if none are."""
+    """Return the most tokens with which all ranks are within the limit, if the memory of each grows linearly.
+
+    Return 0 below the shortest rows of a profile: shorter rows may use another attention, so their memory is not on the line.
+    """
     most = []
     for low, high in zip(*peaks, strict=True):
         slope = max(high - low, 1) / (LENGTHS[1] - LENGTHS[0])
         most.append(LENGTHS[0] + (limit - low) / slope)
-    return max(int(min(most) // STEP), 0) * STEP
+    tokens = int(min(most) // STEP) * STEP
+    return tokens if tokens >= LENGTHS[0] else 0
 
 
 def compiled_tokens(cell: Cell, parts_of: Callable[[int], Parts], rows: int, limit: float, compiling: Compiling) -> list[str]:
@@ -133,8 +149,10 @@ def compiled_tokens(cell: Cell, parts_of: Callable[[int], Parts], rows: int, lim
         if tokens <= LENGTHS[0] or peak <= low or limit <= low:
             break
         tokens = int((LENGTHS[0] + (limit - low) / (peak - low) * (tokens - LENGTHS[0])) // STEP) * STEP
+    if not tried:
+        return []
     if not fitting:
-        return [f"none of {', '.join(f'{each:,}' for each in tried) or 'these'} tokens fits {how}, compiled"]
+        return [f"none of {', '.join(f'{each:,}' for each in tried)} tokens fits {how}, compiled"]
     most = max(fitting)
     return [f"compiled: {most:,} tokens {how} need {decimal(fitting[most])} of {decimal(int(limit))} on the fullest rank"]
 
