@@ -125,11 +125,12 @@ def masked_batches(count, microbatches):
 
 
 def in_sequence(slices, calls, update, start, plan, lengths, all_batches):
-    """Train with the functions of slices, one computation after the other, and return the losses and the newest weights of each stage."""
+    """Train with the functions of slices, one computation after the other, and return the losses and the newest weights of each worker."""
     m, d = plan.microbatches, plan.depth
     halved = {plan.workers[i.worker][0] for i in lower(plan, 1).instructions if getattr(i, "op", "") == "I"}
-    weights = [[worker.weights.read(0)] for worker in start]  # by stage and version
-    optimizer, sums, losses = [worker.optimizer for worker in start], [worker.accumulators for worker in start], []
+    first = [start[workers[0]] for workers in plan.stage_workers]
+    weights, optimizer = [[worker.weights.read(0)] for worker in first], [worker.optimizer for worker in first]  # weights: also by version
+    sums, losses = [[start[w].accumulators for w in workers] for workers in plan.stage_workers], []
     ends = np.cumsum(lengths)
     for t, batch in enumerate(all_batches):
         for k in range(m):
@@ -140,7 +141,7 @@ def in_sequence(slices, calls, update, start, plan, lengths, all_batches):
             for j, functions in enumerate(slices):
                 x, labels = jax.tree.map(lambda leaf: leaf[:, ends[j] - lengths[j] : ends[j]], rows)  # noqa: B023
                 for s, f in enumerate(functions):
-                    rng = (jnp.uint32(t * m + k), start[s].key) if f.specs.rng[1] is not None else (None, None)
+                    rng = (jnp.uint32(t * m + k), first[s].key) if f.specs.rng[1] is not None else (None, None)
                     arguments = {layer_id: {} for layer_id in f.stage.layers}, (x, carries[s]), labels if f.last else None
                     y, _, saved = calls[j][s]["forward"](read[s], *arguments, rng)
                     x, carries[s] = whole = f.with_passed(y, carries[s])
@@ -148,21 +149,23 @@ def in_sequence(slices, calls, update, start, plan, lengths, all_batches):
             of_carries, message = [[] for _ in range(d)], None
             for j, s, kept, saved, y, rng in reversed(tape):
                 f = slices[j][s]
-                first, weight = ([y[0]], y[1]) if f.last else message
-                message = [*first, *of_carries[s]], weight
+                flow, weight = ([y[0]], y[1]) if f.last else message
+                message, r = ([*flow, *of_carries[s]], weight), k % len(sums[s])
                 if s in halved:
                     (gradient, weight), stash = calls[j][s]["backward_input"](read_back[s], kept, saved, message, rng)
                     late = f.halves.late_inputs(kept, saved, message)
-                    sums[s] = calls[j][s]["backward_weight"](read_back[s], late, stash, sums[s], rng)
+                    sums[s][r] = calls[j][s]["backward_weight"](read_back[s], late, stash, sums[s][r], rng)
                 else:
-                    (gradient, weight), sums[s] = calls[j][s]["backward"](read_back[s], kept, saved, message, sums[s], rng)
+                    (gradient, weight), sums[s][r] = calls[j][s]["backward"](read_back[s], kept, saved, message, sums[s][r], rng)
                 count = len(gradient) - len(jax.tree.leaves(f.specs.input[1]))
                 message, of_carries[s] = (gradient[:count], weight), gradient[count:]
         for s in range(d):
-            new, optimizer[s], sums[s], mean = update[s](weights[s][t], optimizer[s], sums[s])
+            total = functools.reduce(partial(jax.tree.map, jnp.add), sums[s])
+            new, optimizer[s], zeros, mean = update[s](weights[s][t], optimizer[s], total)
             weights[s].append(new)
+            sums[s] = [zeros] * len(sums[s])
         losses.append(mean[0])
-    return losses, [versions[-1] for versions in weights]
+    return losses, [weights[s][-1] for s, _ in plan.workers]
 
 
 def version(plan, s, k):

@@ -111,6 +111,9 @@ def test_numbers_on_a_mesh_are_those_of_whole_rows(schedule, fields):
         ("zb_h1", 3, {"sizes": (2, 2, 2), "slices": (1, 6, 3)}),
         ("zb_h2", 3, {}),
         ("interleaved_zero_bubble", 2, {"sizes": (1, 2, 1, 2), "ranks": ((0, 2), (1, 3))}),
+        ("pipedream_flush", 4, {"replicas": (2, 1)}),
+        ("zb_h1", 4, {"replicas": 2}),
+        ("pipedream_2bw", 4, {"replicas": 2}),
     ],
 )
 def test_bits_are_those_of_the_slices_one_after_the_other(schedule, m, options):
@@ -169,6 +172,9 @@ def test_programs_of_all_schedules_are_verified_and_hold_what_their_schedule_say
         ("pipedream_2bw", {"links": STOCHASTIC}, {}),
         ("pipedream", {"sizes": (1, 2, 1, 2), "ranks": ((0, 2), (1, 3))}, {}),
         ("pipedream_2bw", {"replicas": (1, 2), "m": 4, "sizes": (3, 3)}, {"clip_global_norm": 0.1}),
+        ("gpipe", {}, {}),
+        ("zb_h1", {}, {}),
+        ("interleaved_1f1b", {"sizes": (1, 2, 1, 2), "ranks": ((0, 2), (1, 3))}, {}),
     ],
 )
 def test_a_run_goes_on_from_a_snapshot_in_flight_before_any_batch(schedule, fields, options):
@@ -327,19 +333,33 @@ def test_lengths_by_cost_take_equally_long():
     assert first.forward == pytest.approx(second.forward, rel=0.15)
 
 
-@pytest.mark.parametrize("broken", ["lost", "twice", "early"])
-def test_a_program_with_slices_in_a_wrong_order_is_refused(broken):
-    program = lower(plan_of(slices=3), 1)
-    items = list(program.instructions)
-    first = next(n for n, i in enumerate(items) if getattr(i, "slice", None) == 1 and i.op == "F")
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        ("lost", "expected slice 1"),
+        ("twice", ": carry of microbatch 34 used before"),
+        ("early", ": carry of microbatch 34 used before"),
+        ("backwards swapped", "gradient of the carry of microbatch 33 used before"),
+        ("version", "reads version 1, the formula says 2"),
+    ],
+)
+def test_a_program_with_slices_in_a_wrong_order_is_refused(broken, words):
+    program = lower(plan_of(schedule="pipedream_2bw", slices=3), 4)
+    items, op = list(program.instructions), "B" if broken == "backwards swapped" else "F"
+    *_, at = (n for n, i in enumerate(items) if getattr(i, "slice", None) == 1 and i.op == op)
+    one = items[at]
+    other = next(
+        n for n, i in enumerate(items) if getattr(i, "op", "") == op and (i.worker, i.microbatch + 1) == (one.worker, one.microbatch)
+    )
     if broken == "lost":
-        items[first] = replace(items[first], slice=2)
+        items[at] = replace(one, slice=2)
     elif broken == "twice":
-        items.insert(first, items[first])
+        items.insert(at, one)
+    elif broken == "version":
+        items[at] = replace(one, version=one.version - 1)
     else:
-        before = next(n for n, i in enumerate(items) if getattr(i, "slice", None) == 0 and i.op == "F" and i.worker == items[first].worker)
-        items[before], items[first] = items[first], items[before]
-    with pytest.raises(ProgramError):
+        items[at], items[other] = items[other], one
+    with pytest.raises(ProgramError, match=words):
         simulate(replace(program, instructions=tuple(items)))
 
 
