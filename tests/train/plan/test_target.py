@@ -10,7 +10,7 @@ import yaml
 
 import jpipe
 import jpipe_train.plan.target
-from jpipe_planner import Device
+from jpipe_planner import Device, Profile
 from jpipe_planner.cost.rooflines import ProgramRoofline, Rooflines
 from jpipe_planner.machine.attached import Attached
 from jpipe_planner.machine.roofline import Kernel
@@ -115,22 +115,34 @@ def test_the_longest_rows_fit_and_twice_as_long_ones_do_not(printed, of_this_mac
         assert ("every rank fits" in simulated[0]) == fits
 
 
-@pytest.mark.thinned(most=1, most_slow=2)
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
         (("plan.schedule=naive",), "one of the schedules with an order for slices, gpipe, "),
-        (("model.experts={count: 2, per_token: 1, mlp_width: 8}",), ""),
-        (("model.kind=bert",), "layers that compute each position separately, or have a carry, found layers that mix positions"),
+        (("plan.schedule=gpipe",), "a model that can be cut, found one of rows"),
+        pytest.param(("plan.schedule=gpipe", "model.experts={count: 2, per_token: 1, mlp_width: 8}"), "", marks=pytest.mark.slow),
     ],
 )
 def test_rows_are_whole_where_slices_are_impossible(changes, why, printed, of_this_machine, config, monkeypatch):
+    """Without experts the profiles are stubs."""
+
+    def stub(*_, in_slices, **__):
+        if in_slices:
+            raise jpipe.InputError(where="plan", key="slices", expected="a model that can be cut", found="one of rows", change="do not")
+        return Profile.model_construct()
+
     monkeypatch.setattr(longest_rows, "LENGTHS", (8, 16))
-    monkeypatch.setattr(longest_rows, "COMPILED", 0)
-    changes = "plan.schedule=gpipe", "plan.recompute=full", "model.max_positions=32", *changes
+    monkeypatch.setattr(longest_rows, "POLICIES", ("full",))
+    if why:
+        monkeypatch.setattr(longest_rows, "analyze", stub)
+        monkeypatch.setattr(longest_rows, "cell_of", lambda plan, *_: longest_rows.Cell(plan, (), 0))
+    else:
+        monkeypatch.setattr(longest_rows, "COMPILED", 0)
+    changes = *changes, "model.max_positions=32"
     out, err, code = printed("target", of_this_machine, "--longest-rows", config, *(word for each in changes for word in ("--set", each)))
     assert (err, code) == ("", 0)
     assert [line.split()[0] for line in out.splitlines()[1:3]] == ["slices", "1"]
+    assert ("below 8" in out.splitlines()[2]) == bool(why)
     assert f"whole rows only, because slices need {why}" in out
     with pytest.raises(jpipe.InputError, match="slices"):
         longest_rows.main(of_this_machine, config, (*changes, "plan.slices=2"))

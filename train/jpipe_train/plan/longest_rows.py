@@ -65,7 +65,8 @@ def main(target: str, source: str, overrides: Sequence[str] = (), *, allow_code:
             options = {"policies": POLICIES, "in_slices": in_slices}
             return [analyze(*each.for_profile, (rows, 2 * rows), device, **each.profile_options | options) for each in parts]
 
-        slices, why = SLICES if plan.slices is None else (plan.slices,), list[str]()
+        slices: Sequence[jpipe.plan.Slices | None] = SLICES if plan.slices is None else (plan.slices,)
+        why = list[str]()
         try:
             for each in slices:
                 varied(plan, each, None)
