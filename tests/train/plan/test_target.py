@@ -142,7 +142,7 @@ def test_rows_are_whole_where_slices_are_impossible(changes, why, printed, of_th
     out, err, code = printed("target", of_this_machine, "--longest-rows", config, *(word for each in changes for word in ("--set", each)))
     assert (err, code) == ("", 0)
     assert [line.split()[0] for line in out.splitlines()[1:3]] == ["slices", "1"]
-    assert ("below 8" in out.splitlines()[2]) == bool(why)
+    assert not why or "below 8" in out.splitlines()[2]
     assert f"whole rows only, because slices need {why}" in out
     with pytest.raises(jpipe.InputError, match="slices"):
         longest_rows.main(of_this_machine, config, (*changes, "plan.slices=2"))
