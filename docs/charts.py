@@ -63,7 +63,7 @@ def speed(tables: Sequence[Table]) -> Figure:
     links = find(tables, "2 hosts: straight", "replicated")
     for axes, row in zip(models, links.rows, strict=True):
         _draw_links(axes, links.head, row)
-    models[-1].set_xlabel("times as fast as data parallelism, which waits")
+    models[-1].set_xlabel("data parallelism waits for links, of its time:")
     style.legend_below(models[-1], 3, 0.5)
     return figure
 
@@ -81,8 +81,8 @@ def _draw_shares(axes: Any, table: Table) -> None:
     style.label_rows(axes, names)
     axes.set_xlim(0, 1.2)
     slowest = min(range(len(names)), key=lambda n: max(_ends(str(table.rows[n][column]))[1] for column in columns.values()))
-    axes.annotate("the ceiling", (1, slowest), xytext=(-4, 0), textcoords="offset points", ha="right", va="center")
-    style.title(axes, "Throughput, as a share of the ceiling")
+    axes.annotate("two jobs", (1, slowest), xytext=(-4, 0), textcoords="offset points", ha="right", va="center")
+    style.title(axes, "Two cores: throughput ÷ that of two separate JAX jobs")
     both = {kind: tuple(Patch(color=colour) for colour in colours) for kind, colours in LOOKS.items()}
     shades = "dark: {}, light: {} microbatches".format(*(m.removeprefix("m = ") for m in columns))
     place = {"loc": "upper left", "bbox_to_anchor": (-0.55, -0.08), "borderaxespad": 0, "labelspacing": 0.3}
@@ -130,7 +130,7 @@ def _draw_links(axes: Any, head: Sequence[str], row: Sequence[object]) -> None:
     axes.set_xticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
     axes.set_xticks([], minor=True)
     axes.axvline(1, color=style.BLACK, linewidth=1)
-    style.title(axes, f"Over slow links: {row[0]}")
+    style.title(axes, f"Slow links, {row[0]}: throughput ÷ data parallelism's")
 
 
 @style.styled()

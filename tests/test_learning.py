@@ -194,7 +194,8 @@ def test_the_tables_of_the_pages_are_those_of_the_results(name, capsys):
     pages = "".join(
         page.read_text() for page in sorted((ROOT / "docs" / "explanation").glob("learning*.md")) if page.stem != "learning-agree"
     )
-    places = [place for place in re.findall(r"^<!-- (.*) -->$", pages, re.MULTILINE) if place.endswith(", on a CPU") == (name == "cpu")]
+    written = re.findall(rf"^<!-- ({learning.WRITTEN}.*) -->$", pages, re.MULTILINE)
+    places = [place for place in written if place.endswith(", on a CPU") == (name == "cpu")]
     of_places = {place: table for place, table in zip(tables[::2], tables[1::2], strict=True) if place.startswith(learning.WRITTEN)}
     assert sorted(of_places) == sorted(places)
     for place, table in of_places.items():

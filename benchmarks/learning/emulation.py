@@ -14,7 +14,7 @@ import optax
 
 import jpipe
 from jpipe.optimizers import PredictDelayState, predict_delay
-from jpipe.stages.functions._residuals import find_residuals
+from jpipe.stages import find_residuals
 
 Tree = Any
 Schedule = Literal[
