@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-README_WORDS, README_LINES, PAGE_WORDS = 900, 150, 2500
+README_WORDS, README_LINES, PAGE_WORDS = 900, 120, 2500
 CHAINS = 8  # of such words in all, which may only fall
 _CHAIN = re.compile(r"\b(?:that of|those of|of which|whose)\b", re.IGNORECASE)
 _UNSEEN = re.compile(r"^(<!-- .* -->|\|[-| ]+\|)$", re.MULTILINE)  # the names of tables, and the lines below their headings

@@ -299,16 +299,16 @@ def test_the_readme_and_all_pages_are_short_and_have_one_title():
 
 def test_a_long_page_and_one_with_two_titles_are_reported(tmp_path):
     (tmp_path / "docs").mkdir()
-    (tmp_path / "README.md").write_text("word " * 900 + "\n" * 150)
+    (tmp_path / "README.md").write_text("word " * 900 + "\n" * 120)
     (tmp_path / "docs" / "good.md").write_text("# Title\n```python\n# a comment\n" + "word " * 3000 + "\n```\n" + "word " * 2498)
     assert list(lengths.problems(tmp_path)) == []
-    (tmp_path / "README.md").write_text("word " * 901 + "\n" * 151)
+    (tmp_path / "README.md").write_text("word " * 901 + "\n" * 121)
     (tmp_path / "docs" / "good.md").unlink()
     (tmp_path / "docs" / "long.md").write_text("# Title\n" + "word " * 2499)
     (tmp_path / "docs" / "two.md").write_text("# One\n\n# Two\n")
     assert [line.partition(";")[0] for line in lengths.problems(tmp_path)] == [
         "README.md: 901 words, at most 900",
-        "README.md: 151 lines, at most 150",
+        "README.md: 121 lines, at most 120",
         "docs/long.md: 2,501 words outside code blocks, at most 2,500",
         "docs/two.md: expected one title (a line that begins with '# '), found 2",
     ]
