@@ -7,6 +7,6 @@ used, so plans are lowered and simulated without JAX. `__init__.pyi` lists the n
 
 import lazy_loader
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
