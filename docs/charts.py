@@ -82,7 +82,7 @@ def _draw_shares(axes: Any, table: Table) -> None:
     axes.set_xlim(0, 1.2)
     slowest = min(range(len(names)), key=lambda n: max(_ends(str(table.rows[n][column]))[1] for column in columns.values()))
     axes.annotate("two jobs", (1, slowest), xytext=(-4, 0), textcoords="offset points", ha="right", va="center")
-    style.title(axes, "Two cores: throughput ÷ that of two separate JAX jobs")
+    style.title(axes, "Two cores: throughput ÷ two separate JAX jobs'")
     both = {kind: tuple(Patch(color=colour) for colour in colours) for kind, colours in LOOKS.items()}
     shades = "dark: {}, light: {} microbatches".format(*(m.removeprefix("m = ") for m in columns))
     place = {"loc": "upper left", "bbox_to_anchor": (-0.55, -0.08), "borderaxespad": 0, "labelspacing": 0.3}
