@@ -20,7 +20,7 @@ PAGES = (
     "time-to-accuracy",
 )
 """Those whose tables all are measurements."""
-OTHERS = "communication", "long-rows"
+OTHERS = "communication", "long-rows", "recipes"
 
 
 @pytest.fixture(scope="module")

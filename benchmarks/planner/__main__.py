@@ -1,9 +1,9 @@
-"""`python -m benchmarks.planner [speed] [choice] [here] [measured] [targets] [rooflines] [absent]` with options: print tables, write JSON.
+"""`python -m benchmarks.planner [NAME ...]` with options: print tables, write JSON.
 
 `speed` times the searches, `choice` compares the chosen plan with other candidates and with plans near it, `here` trains on this machine
 and compares measurements with predictions, `measured` runs plans of different kinds in one process and in two, `targets` compiles stages
-for devices that are not here, `rooflines` predicts their least time there, `absent` compares this with profiles and with measurements.
-`benchmarks.papers` has the papers' experiments.
+for devices that are not here, `rooflines` predicts their least time there, `absent` compares this with profiles and with measurements,
+`recipes` predicts the memory and the throughput of configs/recipes. `benchmarks.papers` has the papers' experiments.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from benchmarks import parts
-from benchmarks.planner import absent, choice, here, measured, rooflines, speed, targets
+from benchmarks.planner import absent, choice, here, measured, recipes, rooflines, speed, targets
 from jpipe_planner.machine.targets import known_targets
 from jpipe_train.assemble.build import force_cpu_devices
 
@@ -26,6 +26,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Any]] = {
     "targets": targets.main,
     "rooflines": rooflines.main,
     "absent": absent.main,
+    "recipes": recipes.main,
 }
 
 
@@ -50,6 +51,8 @@ def main(arguments: list[str] | None = None) -> None:
         "--layers", type=int, help="of `rooflines` and `absent`: blocks of a model; by default 4 of the GPT and 2 of others"
     )
     parser.add_argument("--attention", default="xla", choices=["xla", "cudnn"], help="of `rooflines`, in the GPT; by default %(default)s")
+    parser.add_argument("--recipes", nargs="+", choices=recipes.RECIPES, help="of `recipes`; by default all")
+    parser.add_argument("--whole", action="store_true", help="of `recipes`: compile the stages of the fullest rank, too, which takes long")
     parser.add_argument("--rows", nargs="+", type=int, help="of `targets`: of a microbatch; by default 1 and 4")
     parser.add_argument("--rounds", type=int, default=measured.ROUNDS, help="of `measured`; by default %(default)s")
     parts.run(parser, PARTS, "benchmarks/planner.json", arguments)

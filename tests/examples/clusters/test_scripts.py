@@ -5,9 +5,12 @@ import re
 import shutil
 import signal
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
+from hatchling.builders.wheel import WheelBuilder
+from packaging.requirements import Requirement
 
 from jpipe_train.config import shipped_configs
 
@@ -205,10 +208,35 @@ def test_the_image_has_every_file_that_it_copies_and_that_the_wheel_needs():
     for name in re.findall(r"^COPY --from=build /source/(\S+)", text, re.MULTILINE):
         assert name in copied or (name.split("/")[0] in copied and (ROOT / name).exists()), name
     extras = set(re.findall(r"^(\w[\w-]*) = \[", project.split("[project.optional-dependencies]")[1].split("\n[")[0], re.MULTILINE))
-    assert set(re.findall(r"EXTRA=(\w+)", text)) <= extras
+    assert {extra for named in re.findall(r"EXTRA=([\w,]+)", text) for extra in named.split(",")} <= extras
     user, *later = re.findall(r"^USER (\S+)$", text, re.MULTILINE)
     assert user.split(":")[0].isdecimal()
     assert later == []
+
+
+def test_the_image_installs_the_versions_that_are_tested():
+    text, project = (CLUSTERS / "Dockerfile").read_text(), tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    python, extras = (re.search(rf"^ARG {name}=(\S+)$", text, re.MULTILINE)[1] for name in ("PYTHON", "EXTRA"))
+    assert f"Programming Language :: Python :: {python}" in project["classifiers"]
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    pins = {pin.name.lower(): pin.specifier for pin in pinned if pin.marker is None or pin.marker.evaluate({"python_version": python})}
+    wanted = [*project["dependencies"], *(name for extra in extras.split(",") for name in project["optional-dependencies"][extra])]
+    for requirement in map(Requirement, wanted):
+        (pin,) = pins[requirement.name.lower()]
+        assert pin.version in requirement.specifier, requirement
+    assert pins["jax"] == pins["jaxlib"] == pins["jax-cuda13-plugin"] == pins["jax-cuda13-pjrt"]
+
+
+@pytest.mark.slow
+def test_the_wheel_is_built_from_what_the_image_copies_alone(tmp_path):
+    text = (CLUSTERS / "Dockerfile").read_text()
+    for name in " ".join(re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.MULTILINE)).split():
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tmp_path / name)
+    alone, whole = ({file.distribution_path for file in WheelBuilder(str(root)).recurse_included_files()} for root in (tmp_path, ROOT))
+    assert alone == whole
+    assert any(name.endswith("shipped/configs/recipes/qwen3-0.6b-lora-24gb.yaml") for name in alone)
 
 
 def test_all_files_are_shipped():
