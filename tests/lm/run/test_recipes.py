@@ -16,7 +16,16 @@ from tests.packages import ROOT
 FIGURES = [dict(zip(TABLE["head"], row, strict=True)) for row in TABLE["rows"]]
 HELD = {row["recipe"].partition("](")[0].strip("["): row for row in FIGURES}
 FAST = "qwen3-0.6b-lora-2x24gb", "qwen3-8b-qlora-2x12gb"
-NAMES = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in recipes.RECIPES]
+LONG = "qwen3-8b-long-2x24gb"  # of 16 slices: to trace them takes minutes
+MARKS = dict.fromkeys(FAST, ()) | {LONG: pytest.mark.exhaustive}
+NAMES = [pytest.param(name, marks=MARKS.get(name, pytest.mark.slow)) for name in recipes.RECIPES]
+
+
+@pytest.fixture
+def promotion():
+    """JAX's own attention promotes dtypes."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 def test_each_recipe_has_a_config_and_a_row_for_each_of_its_machines():
@@ -25,6 +34,7 @@ def test_each_recipe_has_a_config_and_a_row_for_each_of_its_machines():
     assert rows == [(name, cards) for name, machines in recipes.RECIPES.items() for cards in machines]
 
 
+@pytest.mark.usefixtures("promotion")
 @pytest.mark.parametrize("name", NAMES)
 def test_the_arrays_of_a_recipe_are_those_of_its_figures_and_fit(name):
     (machine, *_), row = recipes.RECIPES[name].values(), HELD[name]
@@ -32,14 +42,13 @@ def test_the_arrays_of_a_recipe_are_those_of_its_figures_and_fit(name):
     assert recipes.held_bytes(name) == int(row["held"]) < int(row["peak"]) < machine.device.limit
 
 
-@pytest.mark.usefixtures("no_report")
+@pytest.mark.usefixtures("no_report", "promotion")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_runs_small_on_a_cpu(name, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     changes = [*recipes.changes(name, "Tiny"), "train.eval_batches=1", "train.trace_batches=0", "log=[]", "checkpoint.every=null"]
     changes[changes.index("data={}")] = f"data={{path: {text}, validation_fraction: 0.3}}"
-    with jax.numpy_dtype_promotion("standard"):  # JAX's own attention promotes
-        summary = loop.main(config_file.load(recipes.FOLDER / f"{name}.yaml", changes))
+    summary = loop.main(config_file.load(recipes.FOLDER / f"{name}.yaml", changes))
     assert summary.steps == 2
     assert summary.val_loss_after is not None
 
