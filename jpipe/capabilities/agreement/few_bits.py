@@ -10,6 +10,8 @@ from jpipe.capabilities.agreement.option import SHARING_SCALE
 from jpipe.capabilities.agreement.rule import changes, mean_changes
 from jpipe.model._precision import wider
 
+__all__ = ["mean_of_sent", "pack", "sent_changes", "unpack"]
+
 Tree = Any
 Bits = Literal[2, 4]
 _STEPS = {4: 1 / 7, 2: 0.44}  # the first scale of a block, as a share of its largest magnitude
