@@ -502,7 +502,7 @@ def test_numbers_of_options_may_be_those_of_numpy():
     outer = {"learning_rate": np.float32(0.5), "momentum": np.float16(0.25)}
     rare = Agreement(every=np.int64(4), delay=np.int8(2), mixing=np.float32(0.25), outer=outer, fragments=np.int64(2))
     assert json.loads(rare.model_dump_json()) == {
-        **{"every": 4, "fragments": 2, "delay": 2, "mixing": 0.25},
+        **{"every": 4, "fragments": 2, "delay": 2, "mixing": 0.25, "bits": None},
         "outer": {"optimizer": "nesterov", "learning_rate": 0.5, "momentum": 0.25},
     }
     predicted = Predicted(batch_seconds=np.float32(0.5), bubble=np.float32(0.25), peak_bytes=(np.int64(2),), delay=np.int64(1))

@@ -122,7 +122,7 @@ def memory_of(
     copies = 0 if agree is None else 1 + bool(agree.outer.momentum) + bool(agree.delay) + bool(agree.bits)
     exchanged = 0 if agree is None or agree.delay else trained
     if agree is not None and agree.bits:
-        exchanged = exchanged + replicas * agree.sent_share(2) * trained
+        exchanged = exchanged + np.ceil(replicas * agree.sent_share(2) * trained).astype(np.int64)
     if waiting is None:
         waiting = waiting_inputs(facts.in_flight, replicas, np.append(0, (facts.in_flight * replicas)[:-1]))
     return stage_bytes(

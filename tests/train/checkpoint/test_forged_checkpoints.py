@@ -262,10 +262,11 @@ def test_shapes_are_checked_against_the_model_before_anything_is_read(tiny, monk
     specs = {layer_id: to_plain(specs) for layer_id, specs in param_specs(pipe.stack, pipe.plan, batches.train[0]).items()}
     arrays = jax.tree.map(lambda spec: np.zeros((*spec.shape, 2), spec.dtype), specs)
     write_layers(tmp_path, 20, {layer_id: {"params": {"0": tree}} if tree else {} for layer_id, tree in arrays.items()}, 0)
-    complete(tmp_path, 20, 1, FACTS)
+    facts = FACTS | {"plan": pipe.plan.to_json()}
+    complete(tmp_path, 20, 1, facts)
     monkeypatch.setattr(Checkpoint, "read", lambda *_, **__: pytest.fail("the arrays are read"))
     with pytest.raises(jpipe.InputError, match=r"checkpoint: layer '.*', parameters: expected '.*' as in the model, .*, found "):
-        read_checkpoint(pipe, batches, Team(None), Resumed(tmp_path, 20, Facts(**FACTS), (20,)), fresh_optimizer=False)
+        read_checkpoint(pipe, batches, Team(None), Resumed(tmp_path, 20, Facts(**facts), (20,)), fresh_optimizer=False)
 
 
 def test_a_refused_export_prints_one_message_and_writes_nothing(run, place, capfd):
