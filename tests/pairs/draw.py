@@ -366,7 +366,8 @@ def later_of(random: Random, setting: Setting, names: Sequence[str]) -> Setting 
         return None
     later = Setting(drawn.shape, drawn.chunks, setting.microbatches, options, False)
     try:
-        later.pipeline()
+        with jax.enable_x64(True):  # some options are compared with the stages of the model only when a batch is checked
+            later.pipeline().check(setting.data.batches(0, ROWS * setting.microbatches)[0])
     except InputError:
         return None
     return later
