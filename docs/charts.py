@@ -1,4 +1,4 @@
-"""Draw the two charts of the README from the tables and the results that the documentation shows: measured speed, and how models learn."""
+"""Draw the chart of speed of the README from the tables that the documentation shows, and read the results of the study of learning."""
 
 import json
 import re
@@ -11,20 +11,12 @@ from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
 
 import jpipe
-from benchmarks.learning.draw import draw_curve
 from benchmarks.learning.grid import Row
-from benchmarks.learning.report import best_recipes
 from benchmarks.papers.document import Table, read
 from docs import style
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "learning" / "h100.json"
-RECIPES = {  # schedule and remedy: label, colour, dashes
-    ("flush", "Nesterov"): ("flush, Nesterov's momentum", style.BLACK, "-"),
-    ("2BW", "none"): ("2BW", style.BLUE, "--"),
-    ("2BW", "Nesterov, prediction"): ("2BW, Nesterov, delay correction", style.BLUE, "-"),
-    ("PipeDream m = d", "Nesterov, half prediction"): ("PipeDream, m = d, Nesterov, delay correction", style.GREEN, "-"),
-}
 
 
 def tables_of_pages() -> list[Table]:
@@ -133,29 +125,6 @@ def _draw_links(axes: Any, head: Sequence[str], row: Sequence[object]) -> None:
     style.title(axes, f"Slow links, {row[0]}: throughput ÷ data parallelism's")
 
 
-@style.styled()
-def learning(rows: Sequence[Row]) -> Figure:
-    """Draw the held-out loss of four recipes with four stages, one panel for each optimizer.
-
-    Args:
-        rows: of the study.
-    """
-    figure = style.figure(7.6)
-    lines: dict[str, Any] = {}
-    panels = figure.subplots(2, 1)
-    for axes, optimizer in zip(panels, ("Adam", "Muon"), strict=True):
-        recipes = {(recipe.schedule, recipe.remedy): recipe for recipe in best_recipes(rows, "GPT", 4, optimizer)}
-        for key, (label, colour, dashes) in RECIPES.items():
-            lines[label] = draw_curve(axes, recipes[key], colour, dashes)
-        best = recipes["flush", "Nesterov"].mean_curve
-        axes.set_ylim(best[-1] - 0.05, best[len(best) // 5] + 0.3)
-        axes.set(title=f"{optimizer}, four stages", ylabel="held-out loss (nats/byte)")
-        axes.grid()
-    panels[-1].set_xlabel("updates")
-    style.share_legend(figure, lines, 1)
-    return figure
-
-
 def results(path: Path = RESULTS) -> list[Row]:
     """Return the runs of the study.
 
@@ -167,10 +136,9 @@ def results(path: Path = RESULTS) -> list[Row]:
 
 
 def draw_all(folder: Path) -> None:
-    """Write speed.svg and learning.svg.
+    """Write speed.svg.
 
     Args:
         folder: of the pictures.
     """
     style.write(speed(tables_of_pages()), folder / "speed.svg")
-    style.write(learning(results()), folder / "learning.svg")

@@ -14,6 +14,7 @@ import jpipe
 from benchmarks.hosts import accuracy_draw, links
 from benchmarks.learning import agree
 from benchmarks.learning import draw as learning_draw
+from benchmarks.learning import links as time_to_loss
 from benchmarks.papers import draw as papers_draw
 from docs import charts, imports, microbatch, style
 from jpipe_planner import draw_choice
@@ -183,6 +184,7 @@ def main(arguments: list[str]) -> None:
     papers_draw.draw_all(tables, tables, FOLDER)
     style.write(accuracy_draw.draw(tables["time to accuracy"]), FOLDER / "time-to-accuracy.svg")
     style.write(links.draw(links.panels(links.read(links.RESULTS) if links.RESULTS.exists() else [])), FOLDER / links.PICTURE)
+    time_to_loss.main(["--recipes", "--pictures", str(FOLDER)])
     learning_draw.draw_all(charts.results(), FOLDER)
     learning_draw.draw_agreements(charts.results(agree.RESULTS), FOLDER)
     style.write(microbatch.picture(tables[microbatch.NAME]), FOLDER / "how-it-works.svg")

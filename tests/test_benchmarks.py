@@ -402,10 +402,10 @@ def test_a_host_trains_and_validates_as_requested(quickly_compiled, monkeypatch,
     monkeypatch.setattr(accuracy_program, "sent_bytes", lambda: next(sent))
     config = tasks.load(tasks.TASKS["AWD-LM"], tmp_path)
     stack = tasks.Parts.of(config, tasks._QUIET).stack
-    trainer = accuracy_program.Trainer("AWD-LM", tmp_path, jpipe.Plan.even(stack.ids, 2, "pipedream", 2))
+    trainer = accuracy_program.make_trainer("AWD-LM", tmp_path, jpipe.Plan.even(stack.ids, 2, "pipedream", 2))
     before, after, same = (trainer(steps) for steps in (0, 6, 0))
-    assert after["loss"] < before["loss"]
-    assert same["loss"] == after["loss"]
+    assert after["val_loss"] < before["val_loss"]
+    assert same["val_loss"] == after["val_loss"]
     assert [answer["sent_bytes"] for answer in (before, after)] == [1000, 1000]
 
 

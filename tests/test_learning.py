@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from benchmarks.learning import __main__ as learning
-from benchmarks.learning import changes, grid, report
+from benchmarks.learning import changes, grid, links, report
 from benchmarks.learning import emulation as emulations
 from benchmarks.learning.emulation import Emulation, warm_up_and_cosine
 from benchmarks.learning.grid import OPTIMIZERS, Row, Variant
@@ -257,6 +257,12 @@ def test_the_tables_of_single_changes_are_those_of_their_results(capsys):
     pages = "".join((ROOT / "docs" / "explanation" / page).read_text() for page in ("learning.md", "learning-setup.md"))
     for name, text in zip(printed[::2], printed[1::2], strict=True):
         assert f"<!-- {name} -->\n\n{text}\n" in pages
+
+
+def test_the_table_of_time_to_a_loss_is_that_of_its_results(capsys):
+    links.main(["--recipes"])
+    page = (ROOT / "docs" / "explanation" / "learning.md").read_text()
+    assert f"<!-- time to a loss -->\n\n{capsys.readouterr().out}\n" in page
 
 
 @pytest.mark.exhaustive

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 import jpipe
-from benchmarks.learning import report
+from benchmarks.learning import links, report
 from benchmarks.learning.__main__ import WRITTEN
-from benchmarks.learning.grid import Row
 from benchmarks.papers.document import Table, read
 from docs import charts, style
 
@@ -62,18 +61,16 @@ def test_the_charts_tables_are_on_the_pages():
         charts.find(tables, "no such cell")
 
 
-def test_the_chart_of_learning_shows_the_losses_of_the_runs():
-    keys = list(charts.RECIPES)
-    rows = [
-        Row("GPT", 4, optimizer, *key, rate, seed, 10, [3.0, 2.0 + 0.1 * n + 0.01 * seed + rate] * 3)
-        for optimizer in ("Adam", "Muon")
-        for n, key in enumerate(keys)
-        for rate in (0.0, 1.0)
-        for seed in (0, 1)
+def test_the_chart_of_time_to_a_loss_shows_the_seconds_of_the_runs():
+    runs = [
+        {"recipe": recipe, "rate": rate, "sent_bytes": 10, "curve": [[10, 2.0, 3.0], [20, 4.0 + n + rate / 1e9, 2.0]]}
+        for n, recipe in enumerate(links.RECIPES)
+        for rate in links.RATES
     ]
-    adam, _ = charts.learning(rows).axes
-    assert [pytest.approx(line.get_ydata()[-1]) for line in adam.lines] == [2.005, 2.105, 2.205, 2.305]  # mean of the seeds, best rate
-    assert list(adam.lines[0].get_xdata()) == [10, 20, 30, 40, 50, 60]
+    slow, fast = links.draw(runs).axes
+    for axes, rate in ((slow, 1e8), (fast, 1e9)):
+        assert [bar.get_width() for bar in axes.patches] == [4.0 + n + rate / 1e9 for n in range(len(links.RECIPES))]
+        assert [label.get_text() for label in axes.get_yticklabels()] == [*links.RECIPES]
 
 
 def test_the_tables_of_the_pages_are_those_of_the_runs_that_the_chart_shows():

@@ -146,7 +146,7 @@ def _train(network: Network, name: str, folder: Path, kind: str, ranked: Ranked,
             duration = max(answer["seconds"] for answer in answers) if steps else 0.0
             seconds = curve[-1]["seconds"] + duration if curve else 0.0
             sent = [total + answer["sent_bytes"] * (steps > 0) for total, answer in zip(sent, answers, strict=True)]
-            curve.append({"samples": steps * batch, "seconds": seconds, "loss": answers[0]["loss"]})
+            curve.append({"samples": steps * batch, "seconds": seconds, "loss": answers[0]["val_loss"]})
             if curve[-1]["loss"] <= task.target:
                 break
     print(f"… {name}, {hosts} hosts, {kind}: {ready:.0f} s until ready, {seconds:.0f} s of steps", file=sys.stderr, flush=True)
