@@ -92,16 +92,14 @@ def test_adapters_have_their_base_as_reference_with_any_microbatches(config, tmp
     first = loop.main(config(train={"steps": 2}, checkpoint={"every": 2})).folder
     found = []
     for name, sections in {
-        "whole": {},
         "lora": {"tune": {"lora": {"rank": 2}}},
         "gpipe": {"plan": {"schedule": "gpipe", "microbatches": 1}, "data": {"path": str(tmp_path / "pairs.jsonl")}},
     }.items():
         run = {"run": {"dir": str(tmp_path / name)}, "warm_start": {"file": str(first)}, "train": {"steps": 1}}
         found.append(kept(loop.main(config(**run, **sections)).folder))
-    assert found[0].keys() == found[1].keys() == found[2].keys() == kept(first).keys()
+    assert found[0].keys() == found[1].keys() == kept(first).keys()
     for name, rows in found[0].items():
         np.testing.assert_allclose(found[1][name], rows, rtol=1e-5)
-        np.testing.assert_allclose(found[2][name], rows, rtol=1e-5)
         assert not np.allclose(kept(first)[name], rows, rtol=1e-5)
 
 
