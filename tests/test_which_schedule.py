@@ -23,7 +23,7 @@ def rows_of(head: str) -> list[list[str]]:
 def simulated(schedule, m, cost=COST, link=None, **options):
     """Return the ticks of a batch in the steady state, and the most GB of the first rank."""
     plan = jpipe.Plan.even("abcdefgh", 4 * options.get("chunks_per_rank", 1), schedule, m, **options)
-    run = jpipe.simulate(jpipe.lower(plan, 30), [cost] * plan.depth, jpipe.Link() if link is None else link)
+    run = jpipe.simulate(jpipe.lower(plan, 22), [cost] * plan.depth, jpipe.Link() if link is None else link)
     return jpipe.programs.extract_window(run.timeline, run.memory, m, first=10, batches=10).step_seconds, run.held_bytes[0] / 10
 
 

@@ -700,8 +700,11 @@ def test_impossible_numbers_are_refused(make, message):
     ],
 )
 def test_a_long_value_is_shortened(make):
-    for text in ("x" * 100_000, "x y\n" * 25_000):
+    for text in ("x" * 20_000, "x y\n" * 5_000):
         with pytest.raises(InputError) as caught:
             make(text)
         assert len(str(caught.value)) < 2_000
+
+
+def test_many_problems_are_shortened():
     assert len(InputError(*("problem",) * 100_000).args) < 1_000

@@ -70,6 +70,7 @@ def check_equals_simulation(plan, costs, overlap="transfers and sums", global_no
         assert seconds == pytest.approx(seconds_of_a_batch(plan, longer, 2), rel=1e-9)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("schedule", ALL)
 def test_batches_are_those_of_a_simulation_of_all(schedule, replicas):

@@ -63,7 +63,7 @@ def by_rank(program):
 
 
 NAMES = (*VARIANTS, *WITHOUT_VARIANTS)
-EVERY = pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
+EVERY = pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.exhaustive)])
 
 
 def some(plans, name, every):

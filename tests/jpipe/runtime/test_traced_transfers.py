@@ -39,6 +39,7 @@ PLANS = [
 UNPRICED = ("norm", "squares")  # of so few bytes that a prediction counts none
 
 
+@pytest.mark.thinned(most=4)
 @pytest.mark.parametrize("options", PLANS)
 def test_a_trace_has_the_transfers_of_the_plan_and_they_end_before_they_are_used(options):
     plan = Plan.even(STACK.ids, microbatches=M, **options)

@@ -151,7 +151,7 @@ def test_seconds_are_written_in_a_unit_of_their_size(forward, label):
     assert [tick.get_text() for tick in figure.axes[0].get_xticklabels()][-1] == "2"
 
 
-@pytest.mark.thinned(most=7)
+@pytest.mark.thinned(most=5)
 @pytest.mark.parametrize("schedule", sorted({*jpipe.schedules.SCHEDULES} - {"auto_zero_bubble"}))
 @pytest.mark.parametrize(("depth", "microbatches", "batches"), [(1, 1, 1), (2, 4, 2), (4, 4, 3), (4, 8, 2), (16, 32, 1)])
 def test_labels_stand_inside_their_box_and_never_on_each_other(schedule, depth, microbatches, batches):

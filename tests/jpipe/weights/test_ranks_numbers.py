@@ -40,6 +40,7 @@ FEW = [
 
 
 @pytest.mark.parametrize(("schedule", "ranks", "chunks", "m", "replicas", "fields"), FEW)
+@pytest.mark.thinned(most=2)
 def test_numbers_are_those_of_the_reference(schedule, ranks, chunks, m, replicas, fields):
     check(plan_of(schedule, ranks, chunks, m, replicas, **fields), drain_after={1, 4})
 

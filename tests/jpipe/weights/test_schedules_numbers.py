@@ -28,7 +28,7 @@ CASES = [
 ]
 
 
-@pytest.mark.thinned(size=1, most=14)
+@pytest.mark.thinned(size=1, most=6)
 @pytest.mark.parametrize(("variant", "d", "m", "extra"), CASES)
 def test_equals_the_sequential_reference_bit_for_bit(variant, d, m, extra):
     plan = Plan.even(STACK.ids, d, microbatches=m, extra_in_flight=extra, **models.VARIANTS[variant])

@@ -199,6 +199,7 @@ def test_a_config_of_each_family_becomes_keys_and_the_same_config_again(name):
                 huggingface.parse({**written, key: "nonsense"})
 
 
+@pytest.mark.thinned(most=8)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_names_of_tensors_fit_the_parameters_of_the_layers(name):
     architecture, content = MODELS[name]

@@ -125,6 +125,7 @@ def test_each_fragment_that_agrees_delays_a_batch_of_its_own(schedule, every, fr
     check_long_run(plan, topology, rel=1e-6)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("schedule", "every", "fragments", "delay", "bandwidth"),
     [

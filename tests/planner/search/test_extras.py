@@ -41,6 +41,7 @@ def test_pipelines_agree_where_there_are_several_and_send_less():
     assert all(one.agree is None and one.links is None for one in found(NO_EXTRAS))
 
 
+@pytest.mark.thinned(size=2)
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize(("schedule", "fragments"), [("pipedream_flush", None), ("gpipe", None), ("pipedream_2bw", "stages")])

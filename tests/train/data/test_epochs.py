@@ -40,6 +40,7 @@ def rows_that_count(batches, first: int, end: int) -> list[bytes]:
     return rows
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("epochs", [1, 0.1, 2.5, 1 / 3])
 @pytest.mark.parametrize("batch_size", [4, 512])
 def test_a_run_of_epochs_has_each_row_as_often_and_then_padding(epochs, batch_size, tiny):

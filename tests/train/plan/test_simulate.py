@@ -204,6 +204,7 @@ def test_the_time_of_moves_is_that_of_the_link_of_a_device():
     assert words.endswith("rank 1 moves most, 8.0 MB a batch, 4 ms in each direction at the 1.0 GB/s assumed for a card")
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("delay", "fragments"), [(0, None), (1, None), (7, None), (30, "stages")])
 @pytest.mark.parametrize("schedule", ["pipedream_flush", "pipedream_2bw", "pipedream"])
 def test_pipelines_that_agree_after_the_window_hold_and_send_what_a_long_run_does(schedule, delay, fragments):

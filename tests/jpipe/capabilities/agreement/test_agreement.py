@@ -137,7 +137,7 @@ def check_rule(plan, batches, whole=None, **options):
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.thinned(most=3)
+@pytest.mark.thinned(most=2)
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_rule(name):
     plan = plan_of(name, {"every": 3, "outer": OUTER})
@@ -153,7 +153,7 @@ def test_fragment_by_fragment_equals_the_rule(name):
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.thinned(most=2, most_slow=2)
+@pytest.mark.thinned(most=1, most_slow=2)
 @pytest.mark.parametrize("name", dict.fromkeys(("pipedream_2bw", "gpipe", "pipedream", "zb_v", *CASES)))
 def test_applied_late_it_equals_the_rule(name):
     plan = plan_of(name, {"every": 3, "outer": OUTER, "delay": 2, "mixing": 0.3})
@@ -161,7 +161,7 @@ def test_applied_late_it_equals_the_rule(name):
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.thinned(most=3, most_slow=2)
+@pytest.mark.thinned(most=2, most_slow=2)
 @pytest.mark.parametrize("delay", [0, 2])
 @pytest.mark.parametrize("bits", [4, 2])
 @pytest.mark.parametrize("name", ["pipedream_2bw", "gpipe", "pipedream", "zb_v"])
@@ -282,7 +282,7 @@ def trained(pipe, state, batches, cut=None):
     return losses, jax.tree.map(np.asarray, held), layers
 
 
-@pytest.mark.thinned(most=3, most_slow=1)
+@pytest.mark.thinned(most=2, most_slow=1)
 @pytest.mark.parametrize("delay", [0, 2])
 @pytest.mark.parametrize("cut", [3, 4])
 @pytest.mark.parametrize(("name", "bits"), [("pipedream_flush", None), ("pipedream", None), ("pipedream_2bw", None), ("pipedream_2bw", 2)])

@@ -40,6 +40,7 @@ def rule(x, kind):
     return result.reshape(x.shape)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_equals_the_rule_and_takes_fewer_bytes(kind, shape):

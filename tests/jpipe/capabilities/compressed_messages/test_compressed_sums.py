@@ -111,7 +111,7 @@ def check_rule(plan, batches=None, whole=None, **options):
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.thinned(most=4)
+@pytest.mark.thinned(most=3)
 def test_equals_the_rule(name, kind, rounding):
     _, replicas = check_rule(plan_of(name, {"sums": kind, "rounding": rounding}))
     assert max(np.abs(error).max() for error in replicas.errors.values()) > 0

@@ -54,7 +54,7 @@ def check_memory_of_copies(plan, layers):
             assert kinds == {"pinned_host" if offloads(plan, what, s) else device_kind}, (what, s)
 
 
-@pytest.mark.thinned(most=5)
+@pytest.mark.thinned(most=3)
 @pytest.mark.parametrize("name", CASES)
 def test_host_memory_changes_no_bit(name):
     plan, moves = plan_of(name), set()

@@ -382,6 +382,7 @@ BETWEEN = {
 }
 
 
+@pytest.mark.thinned(most=4)
 @pytest.mark.parametrize("name", BETWEEN)
 def test_the_smallest_models_have_a_layer_for_each_module(name):
     between, x = BETWEEN[name], X[:, :4]
