@@ -137,10 +137,7 @@ def consuming(before: State, current: State, observe: Observer | None) -> Iterat
 
 
 def current_state(state: State) -> State:
-    """Return the state to continue from: this one, or the result of an interrupted call that consumed it.
-
-    Raise InputError if the state is consumed, and no interrupted call has left a result that its caller has not yet received.
-    """
+    """Return the state to continue from: this one, or the result of an interrupted call that consumed it."""
     outcome, current = state._outcome, state
     if outcome is not None:
         if outcome.result is None:

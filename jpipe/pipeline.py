@@ -815,10 +815,7 @@ class Pipeline:
         return contextlib.nullcontext() if self.transfers is None else delayed_signals()
 
     def _running(self, state: State) -> tuple[Executor, State]:
-        """Return the executor and the state to run: the result of an interrupted call on this state, or the state itself.
-
-        Raise InputError if the state belongs to another pipeline, or is consumed or lost.
-        """
+        """Return the executor and the state to run: the result of an interrupted call on this state, or the state itself."""
         check_state(state, None if self._executor is None else self._executor.fingerprint)
         assert self._executor is not None
         return self._executor, current_state(state)

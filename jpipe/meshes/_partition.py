@@ -112,11 +112,7 @@ class _Parameter(NamedTuple):
 
 
 def partitions(plan: Plan, stack: LayerStack, layers: Mapping[str, LayerSpec], rows: int) -> tuple[Partition, ...]:
-    """Return the partition of each stage for microbatches of `rows` rows.
-
-    Raise InputError if a mesh axis does not divide a dim, a logical axis has no rule, a pattern or rule matches nothing, or nothing is
-    sharded over an axis of a mesh.
-    """
+    """Return the partition of each stage for microbatches of `rows` rows."""
     meshes = [stage.shape for stage in plan.stages]
     if not any(meshes) and not plan.param_axes:
         return (ONE_DEVICE,) * plan.depth

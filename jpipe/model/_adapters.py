@@ -70,10 +70,7 @@ def _built(layer_id: str, module: nnx.Module) -> NnxFunctions:
 
 
 def layers_by_id(layers: Any) -> Mapping[Any, Any]:
-    """Return the layers by id. The ids of a list, a tuple, an `nnx.List` or a `Sequential` of NNX or Linen are numbers, as text.
-
-    Raise InputError if the value is none of these and not a mapping.
-    """
+    """Return the layers by id. The ids of a list, a tuple, an `nnx.List` or a `Sequential` of NNX or Linen are numbers, as text."""
     if isinstance(layers, Mapping):
         return layers
     if type(layers) is linen.Sequential and layers.scope is not None:

@@ -89,14 +89,11 @@ _MOST_LEAVES = 8  # the most leaves that a message shows
 def describe(tree: Tree) -> str:
     """Describe a pytree of arrays: `float32[4, 8]` for an array, otherwise the first leaves with their paths."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    words = [f"{jax.tree_util.keystr(path)} {_describe_leaf(leaf)}".strip() for path, leaf in leaves[:_MOST_LEAVES]]
+    kinds = [f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__ for _, leaf in leaves[:_MOST_LEAVES]]
+    words = [f"{jax.tree_util.keystr(path)} {kind}".strip() for (path, _), kind in zip(leaves, kinds, strict=False)]
     if len(leaves) > _MOST_LEAVES:
         words.append(f"and {len(leaves) - _MOST_LEAVES:,} more")
     return ", ".join(words) if words else "nothing"
-
-
-def _describe_leaf(leaf: Any) -> str:
-    return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__
 
 
 def with_arrays(layer_id: str, layer: Layer) -> Layer:

@@ -22,10 +22,7 @@ _FROZEN = ("deterministic", "use_running_average")  # the attributes that nnx.Mo
 
 
 def nnx_functions(where: str, constructor: Callable[..., nnx.Module], num_inputs: int | None = None) -> "NnxFunctions":
-    """Return the functions of the module that a constructor makes. A whole model has `num_inputs` inputs; for a layer it is None.
-
-    Raise InputError if the constructor fails or returns something else.
-    """
+    """Return the functions of the module that a constructor makes. A whole model has `num_inputs` inputs; for a layer it is None."""
     traced: list[Any] = []
 
     def trace(key: jax.Array) -> Any:  # nnx.eval_shape would lose arrays that are in no nnx.Variable

@@ -183,10 +183,7 @@ class Ties:
         }
 
     def check(self, params: Mapping[str, Tree]) -> None:
-        """Check that ties fit the specs of all layers' parameters.
-
-        Raise InputError if a path does not exist, or the two places of a tie have different shapes or dtypes.
-        """
+        """Check that ties fit the specs of all layers' parameters."""
         leaves = {layer_id: dict(_paths(params[layer_id])) for layer_id in self.shared}
         for layer_id, shared in self.shared.items():
             times = Counter(path for path, _ in _paths(params[layer_id]))
@@ -222,10 +219,7 @@ class Ties:
         }
 
     def check_values(self, params: Mapping[str, Tree]) -> None:
-        """Check that parameters that the user passes, or specs for missing ones, have the same values in all places of a tie.
-
-        Raise InputError if a second place has a value but the first place has none, or has other values.
-        """
+        """Check that parameters that the user passes, or specs for missing ones, have the same values in all places of a tie."""
         for layer_id, shared in self.shared.items():
             for path, name in shared.items():
                 value, first = _leaf(params[layer_id], path), _leaf(params[self.first[name][0]], self.first[name][1])

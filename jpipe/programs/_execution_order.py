@@ -131,10 +131,7 @@ class _Sums:
         return [self._plan.rank_of[w] for w in self._plan.stage_workers[s]] if complete else []
 
     def allow(self, i: Any, index: int) -> bool:
-        """Record that an instruction begins a sum. Return whether all replicas have begun the sum that the instruction waits for.
-
-        Raise Violation if in the total order the instruction stands before the sum.
-        """
+        """Record that an instruction begins a sum. Return whether all replicas have begun the sum that the instruction waits for."""
         s, kind = self._plan.workers[i.worker][0], type(i)
         if kind in self.kinds:
             self._begun.setdefault((s, i.batch, kind), []).append(index)

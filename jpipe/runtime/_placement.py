@@ -32,10 +32,7 @@ def place(plan: Plan, devices: Sequence[jax.Device] | None = None) -> tuple[Plac
 
 
 def place_on(devices: jax.Device | Sequence[jax.Device], mesh: FrozenMapping[int]) -> Place:
-    """Return a place to compile for: a mesh on the first of these devices, or, given one device, on local devices of its kind.
-
-    Raise InputError if there are too few devices.
-    """
+    """Return a place to compile for: a mesh on the first of these devices, or, given one device, on local devices of its kind."""
     size = math.prod(mesh.values())
     if not isinstance(devices, jax.Device):
         usable, like, change = list(devices), "", "pass as many devices as the largest mesh has"

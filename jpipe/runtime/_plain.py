@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jpipe.errors import InputError
 from jpipe.model._layer import describe
@@ -20,21 +21,13 @@ Flat = Sequence[tuple[Any, Any]]
 
 def to_plain(tree: Tree) -> Plain:
     """Return a pytree as nested dicts. The keys are the keys, names and numbers on the path to each leaf. Random keys become their bits."""
-    plain: Plain = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        *outer, last = _names(path)
-        inner = plain
-        for name in outer:
-            inner = inner.setdefault(name, {})
-        inner[last] = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-    return plain
+    leaves = {_names(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    is_key = {names: jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for names, leaf in leaves.items()}
+    return unflatten_dict({names: jax.random.key_data(leaf) if is_key[names] else leaf for names, leaf in leaves.items()})
 
 
 def from_plain(specs: Tree, plain: Any, where: str, hint: str = "is it of another model?") -> Tree:
-    """Convert the result of `to_plain` back to a pytree; `hint` is the likely reason for a missing or additional leaf.
-
-    Raise InputError for such a leaf or another shape or dtype, or if `plain` is not a dict.
-    """
+    """Convert the result of `to_plain` back to a pytree; `hint` is the likely reason for a missing or additional leaf."""
     flat, treedef = jax.tree_util.tree_flatten_with_path(specs)
     return jax.tree.unflatten(treedef, _leaves(flat, *_by_names(flat, checked_dict(plain, where)), where, hint))
 
@@ -65,10 +58,7 @@ def checked_dict(plain: Any, where: str) -> Plain:
 
 
 def filled(specs: Tree, arrays: Tree, where: str) -> Tree:
-    """Replace specs with arrays from a pytree of the same structure, or plain dicts, where these have leaves.
-
-    Raise InputError if a leaf of `arrays` is not in `specs`, has another shape or dtype, or is not an array.
-    """
+    """Replace specs with arrays from a pytree of the same structure, or plain dicts, where these have leaves."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(arrays)[0]:
         if not isinstance(leaf, (np.ndarray, np.generic, jax.Array)):
             raise InputError(where=where, expected=f"an array as '{'/'.join(_names(path))}'", found=type(leaf).__name__)
@@ -90,7 +80,7 @@ def _by_names(flat: Flat, plain: Plain) -> tuple[dict[Names, Any], dict[Names, A
     A key of `plain` may join several names of a path by "/". Equal paths are matched first, so a tree may have both a parameter "a/b" and a
     parameter "b" inside "a".
     """
-    wanted, unmatched = [_names(path) for path, _ in flat], _paths(plain)
+    wanted, unmatched = [_names(path) for path, _ in flat], flatten_dict(plain)
     leaves = {names: unmatched.pop(names) for names in wanted if names in unmatched}
     joined = {"/".join(names): names for names in unmatched}
     for names in wanted:
@@ -101,13 +91,4 @@ def _by_names(flat: Flat, plain: Plain) -> tuple[dict[Names, Any], dict[Names, A
 
 def _names(path: tuple[Any, ...]) -> Names:
     """Return the names on a path; "array" if the leaf is the whole tree."""
-    names = [str(next(getattr(key, kind) for kind in ("key", "name", "idx") if hasattr(key, kind))) for key in path]
-    return tuple(names or ["array"])
-
-
-def _paths(plain: Mapping[str, Any], before: Names = ()) -> dict[Names, Any]:
-    """Return the leaves of nested dicts by the names on their paths."""
-    leaves: dict[Names, Any] = {}
-    for name, inner in plain.items():
-        leaves |= _paths(inner, (*before, name)) if isinstance(inner, Mapping) else {(*before, name): inner}
-    return leaves
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path) or ("array",)

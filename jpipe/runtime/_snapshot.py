@@ -357,11 +357,7 @@ def for_stage(f: StageFunctions, layers: Mapping[str, Plain], fresh: bool) -> Ma
 def restored_worker(
     plan: Plan, worker: int, stage: CompiledStage, layers: Mapping[str, Plain], batch: int, key: jax.Array, fresh: bool
 ) -> WorkerState:
-    """Return a worker before `batch` with the arrays of a snapshot and nothing in flight; `fresh`: with new optimizer state.
-
-    Raises:
-        InputError: an error of `fitting`.
-    """
+    """Return a worker before `batch` with the arrays of a snapshot and nothing in flight; `fresh`: with new optimizer state."""
     f, place, a = stage.functions, stage.place, stage.arrays
     layers = for_stage(f, layers, fresh)
     versions, optimizer, state, kept = fitting(plan, worker, f, layers, batch, fresh)
@@ -394,10 +390,7 @@ def restored_worker(
 
 
 def _restored_scales(f: StageFunctions, layers: Mapping[str, Plain], versions: Iterable[int]) -> dict[int, LossScale]:
-    """Return the dynamic loss scale of each version, the initial one if the snapshot has none, or nothing if the run has none.
-
-    Raise InputError if the arrays in the snapshot are not a loss scale.
-    """
+    """Return the dynamic loss scale of each version, the initial one if the snapshot has none, or nothing if the run has none."""
     if f.precision.dynamic_scale is None:
         return {}
     where = f"checkpoint: layer '{f.stage.layers[0]}', loss scale"

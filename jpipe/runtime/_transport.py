@@ -209,8 +209,7 @@ class Transport:
             loads: the shardings of host arrays that are loaded, by worker of this process and name.
             gathers: pairs as in `sums`, of arrays that each replica sends to all replicas; each replica computes their sum.
         """
-        for (w, name), shardings in loads.items():
-            self._loads[w, name] = shardings
+        self._loads.update(loads)
         for send, bucket, leaving, arriving, copies in sends:
             source, to, key = self._places[send.worker], self._places[send.to], (send.worker, send.to, send.message, bucket)
             self._arriving[key] = arriving

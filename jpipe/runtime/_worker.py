@@ -340,8 +340,7 @@ class Worker:
             return self.state.layer_state, arrived(microbatch.pop("inputs")), microbatch.pop("labels", None)
         if op.reads == "residuals":
             return *microbatch.pop("residuals"), arrived(microbatch.pop("message"))
-        stash: tuple[Any, ...] = microbatch.pop("stash")
-        return stash
+        return microbatch.pop("stash")
 
     def fresh_accumulators(self, i: Compute) -> Tree:
         """Return new accumulators for a computation, after the previous ones were set aside."""

@@ -54,8 +54,7 @@ class Share:
 def shares_of(plan: Plan, f: StageFunctions) -> tuple[Share | None, ...]:
     """Return the share of each replica of a stage, or None for each if every replica updates all entries."""
     for shares in hooks("shares", runtimes_of(plan)):
-        divided: tuple[Share | None, ...] = shares(plan, f)
-        return divided
+        return shares(plan, f)
     return (None,) * f.stage.replicas
 
 

@@ -104,10 +104,7 @@ class Bucket(NamedTuple):
 
 
 def bucket_of(batch: Any, count: int, specs: Sequence[Batch]) -> int:
-    """Return the index of the spec that the `count` microbatches of a batch have.
-
-    Raise InputError if they have none of the specs, or the batch is not a pair of arrays with a multiple of `count` rows.
-    """
+    """Return the index of the spec that the `count` microbatches of a batch have."""
     for number, spec in enumerate(specs):
         if _has_spec(batch, count, spec):
             return number
@@ -154,10 +151,7 @@ def _those(specs: Sequence[Tree]) -> str:
 
 
 def check_buckets(buckets: Sequence[Bucket]) -> None:
-    """Check that batches of these shapes can alternate in one run.
-
-    Raise InputError if buckets differ in their rows or in the names of their arrays, or change the parameters or state of a layer.
-    """
+    """Check that batches of these shapes can alternate in one run."""
     first = buckets[0]
     for bucket in buckets[1:]:
         if rows_of(bucket.spec) != rows_of(first.spec):
@@ -242,10 +236,7 @@ def joined_rows(spec: Any, parts: Sequence[np.ndarray], size: int) -> np.ndarray
 
 
 def to_host(batch: Tree) -> Tree:
-    """Convert the JAX arrays of a batch to NumPy. Other objects with rows are not converted: they are read one microbatch at a time.
-
-    Raise InputError if a leaf has no rows that can be read: it has only a shape, or is a deleted array.
-    """
+    """Convert the JAX arrays of a batch to NumPy. Other objects with rows are not converted: they are read one microbatch at a time."""
     for leaf in jax.tree.leaves(batch):
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
             raise InputError(f"batch: expected arrays, found {describe(leaf)} that was deleted, as donated arrays are; give a copy of it")
@@ -255,10 +246,7 @@ def to_host(batch: Tree) -> Tree:
 
 
 def read_rows(batch: Tree, start: int, stop: int) -> Tree:
-    """Copy rows start .. stop - 1 of every array of a batch, because `device_put` reads late and the caller may overwrite the batch.
-
-    Raise InputError if the rows do not have the dtype and the shape that their array states.
-    """
+    """Copy rows start .. stop - 1 of every array of a batch, because `device_put` reads late and the caller may overwrite the batch."""
     return jax.tree.map(lambda leaf: _rows_of_leaf(leaf, start, stop), batch)
 
 

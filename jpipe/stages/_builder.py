@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -47,10 +47,7 @@ class StageBuilder:
     _built: tuple[Any, list[StageFunctions]] | None = None  # what the last result depends on, and the last result
 
     def build(self, spec: Batch) -> list[StageFunctions]:
-        """Return the functions of each stage for microbatches of the spec (inputs, labels).
-
-        Raise InputError if the layers or the loss do not fit, or the optimizer cannot be applied layer by layer.
-        """
+        """Return the functions of each stage for microbatches of the spec (inputs, labels)."""
         known = spec, jax.dtypes.canonicalize_dtype(np.float64), traced_platform()  # losses are summed in this dtype
         if self._built is not None and self._built[0] == known:
             return self._built[1]
@@ -60,15 +57,12 @@ class StageBuilder:
         split = partitions(self.plan, self.stack, layers, rows_of(spec))
         entries = self.stack.ties.in_stages([stage.layers for stage in self.plan.stages])
         capabilities = values_of(self.plan, self.arguments, entries)
+        # Parallel pipelines average only when the state is read, even if they flush.
+        at_updates = SCHEDULES[self.plan.schedule].flushes and not self.plan.has_parallel_pipelines
+        common = {"capabilities": capabilities, "average_state": ("update" if at_updates else "read") if self.plan.sync_state else None}
         functions = []
         for s, stage in enumerate(self.plan.stages):
-            options = {
-                "counted": entries.counted[s],
-                "partition": split[s],
-                "number": s if capabilities else 0,
-                "capabilities": capabilities,
-            }
-            options["average_state"] = self._average_state
+            options = common | {"counted": entries.counted[s], "partition": split[s], "number": s if capabilities else 0}
             functions.append(stage_functions(self.stack, stage, layers, labels, self.loss, unprobed, self.precision, **options))
         layerwise = self._layerwise({layer_id: spec.params for layer_id, spec in layers.items()})
         check_gradients(self.stack, layers, len(self.plan.stages[0].layers), self.loss, labels, layerwise.trained)
@@ -82,16 +76,6 @@ class StageBuilder:
         complete = [dataclasses.replace(f, optimizer=optimizer, capabilities=capabilities) for f, optimizer in of_stages]
         self._built = known, with_gradients(complete)
         return self._built[1]
-
-    @property
-    def _average_state(self) -> Literal["update", "read"] | None:
-        """Return when replicas average their layer state: at each "update" if the pipeline flushes, else when it is "read"; None: never.
-
-        Parallel pipelines average only when the state is read, even if they flush.
-        """
-        if not self.plan.sync_state:
-            return None
-        return "update" if SCHEDULES[self.plan.schedule].flushes and not self.plan.has_parallel_pipelines else "read"
 
     @property
     def _delay_factors(self) -> list[float | None]:
@@ -120,10 +104,7 @@ def stage_functions(
     precision: Precision,
     **options: Any,
 ) -> StageFunctions:
-    """Return the functions of one stage of a model; arguments and `options` are fields of `StageFunctions`.
-
-    Raise InputError if the loss does not fit the outputs or the labels.
-    """
+    """Return the functions of one stage of a model; arguments and `options` are fields of `StageFunctions`."""
     stage = stage.resolved(platform := traced_platform())
     first, last, exchange = stage.layers[0] == stack.ids[0], stage.layers[-1] == stack.ids[-1], exchange_of(options.get("capabilities", {}))
     draws = stack.is_stochastic(stage.layers) or (last and random_parameter(loss)) or exchange.draws

@@ -56,7 +56,9 @@ def compile_workers(
     Calls are traced one after the other and compiled in parallel. `like` has the same workers, compiled for microbatches of other shapes:
     calls that do not depend on the shapes are reused.
     """
-    names = {w: {name for name in _always_used(a.functions) if like is None or name == "evaluate"} for w, a in workers.items()}
+    names = {w: {"evaluate"} if can_evaluate(a.functions) else set[str]() for w, a in workers.items()}  # no instruction names these calls
+    for w, a in workers.items():
+        names[w].update(("add_state", "mean_state") if like is None and a.functions.averages_when_read else ())
     for program in programs:
         for instruction in program.instructions:
             if (w := instruction.worker) in workers:
@@ -77,13 +79,6 @@ def compile_workers(
         made.setdefault(key, CompiledStage(stages[key], compiled[*keys[w], None] | compiled[key]))
     of_workers = {w: made[*keys[w], a.share] for w, a in workers.items()}
     return of_workers if like is None else {w: replace(stage, calls=like[w].calls | stage.calls) for w, stage in of_workers.items()}
-
-
-def _always_used(f: StageFunctions) -> set[str]:
-    """Return the calls of a stage that no instruction names, or that every program needs."""
-    options = dict.fromkeys(("add_state", "mean_state"), f.averages_when_read)
-    options["evaluate"] = can_evaluate(f)
-    return {name for name, used in options.items() if used}
 
 
 def _compile_in_turns(

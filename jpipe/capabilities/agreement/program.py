@@ -52,7 +52,6 @@ class _Lowering(LoweringHooks):
 
     def __init__(self, run: Run) -> None:
         self._run, self._plan = run, run.plan
-        self._made: dict[tuple[int, int], list[int]] = {}  # by stage and update: the times when pipelines have made it
 
     def after_update(self, time: int, worker: int, batch: int, retires: int | None) -> None:
         """After all pipelines have made an update, write the agreements on the stage's weights that begin or are applied after it."""
@@ -60,12 +59,9 @@ class _Lowering(LoweringHooks):
         begins, applied = agrees(self._plan, s, batch), agreement_applied(self._plan, s, batch)
         if not begins and applied is None:
             return
-        made = self._made.setdefault((s, batch), [])
-        made.append(time)
-        pipelines = run.updates.summing[s]
-        if len(made) < len(pipelines):
+        if (last := run.updates.come(s, time, "update", batch)) is None:
             return
-        last = max(self._made.pop((s, batch)))
+        pipelines = run.updates.summing[s]
         for w in pipelines if begins else ():
             run.listing.write(last, SumChanges, w, batch)
         for w in () if applied is None else pipelines:

@@ -80,8 +80,7 @@ def move_agreed(worker: Worker, i: Agree) -> None:
 
 
 def _agreement(f: StageFunctions) -> Agreement:
-    agreement: Agreement = f.capabilities["agree"]
-    return agreement
+    return f.capabilities["agree"]
 
 
 def calls(a: Arrays) -> dict[str, Call]:

@@ -40,8 +40,7 @@ class GlobalNorm(NamedTuple):
 
 def norms_of(f: StageFunctions) -> Norms:
     """Return how the updates of a stage use norms."""
-    norms: Norms = f.capabilities["global_norm"]
-    return norms
+    return f.capabilities["global_norm"]
 
 
 # Functions of a stage --------------------------------------------------------------------------------------------------

@@ -24,7 +24,6 @@ class _Lowering(LoweringHooks):
 
     def __init__(self, run: Run) -> None:
         self._run, self._plan = run, run.plan
-        self._made: dict[tuple[int, int], list[int]] = {}  # when each replica has made an update, by stage and update
 
     def settle(self, worker: Worker) -> bool:
         """Make a pending update half a batch after its gradients, so that the other half is left for messages with the weights.
@@ -47,13 +46,9 @@ class _Lowering(LoweringHooks):
     def after_update(self, time: int, worker: int, batch: int, retires: int | None) -> None:
         """Once all replicas have made the update, write the messages by which they send each other the updated weights."""
         run, (s, _) = self._run, self._plan.workers[worker]
-        if run.replicas[s] == 1:
+        if run.replicas[s] == 1 or (last := run.updates.come(s, time, "update", batch)) is None:
             return
-        made = self._made.setdefault((s, batch), [])
-        made.append(time)
-        if len(made) < len(run.updates.summing[s]):
-            return
-        last, k = max(self._made.pop((s, batch))), last_microbatch(self._plan, batch)
+        k = last_microbatch(self._plan, batch)
         for w, other in permutations(self._plan.stage_workers[s], 2):
             run.listing.once(last, transfer(w, other, k, "weights"))
         run.available.announce("weights", s, batch, last)

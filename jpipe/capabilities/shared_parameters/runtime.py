@@ -26,8 +26,7 @@ Gradients = Mapping[str, Any]
 
 
 def _groups(f: StageFunctions) -> Groups:
-    groups: Groups = f.capabilities[ROOM]
-    return groups
+    return f.capabilities[ROOM]
 
 
 def _names(f: StageFunctions) -> dict[int, tuple[str, ...]]:

@@ -89,7 +89,7 @@ class _Lowering(LoweringHooks):
             worker.clock += later if part else ticks - later * (parts - 1)
             if part == parts - 1:
                 run.updates.begin_sum(worker, batch)
-            elif (begins := run.updates.come(worker, batch, part)) is not None:
+            elif (begins := run.updates.come(s, worker.clock, "sum", batch, part)) is not None:
                 run.updates.write_sums(begins, s, SumPart, batch, part, parts)
         return worker.clock if parts else None
 

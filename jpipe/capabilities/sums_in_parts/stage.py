@@ -83,8 +83,7 @@ class StageInParts:
     @classmethod
     def of(cls, functions: StageFunctions) -> "StageInParts":
         """Return the parts of a stage; they are made only once."""
-        made: StageInParts = functions.added.setdefault("sums_in_parts", cls(functions))
-        return made
+        return functions.added.setdefault("sums_in_parts", cls(functions))
 
     @cached_property
     def part_of(self) -> dict[str, int]:

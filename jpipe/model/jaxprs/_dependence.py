@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -163,14 +163,14 @@ def propagate(equation: Any, into: list[int], host: int = 0) -> list[int]:
             return reached(body, into, host)
         if name == "scan":
             return _propagate_scan(body, into, *scan_parts(equation, body), host)
-        return [_union(into) | (host if _calls_host(equation) else 0)] * len(equation.outvars)
+        return [union(into) | (host if _calls_host(equation) else 0)] * len(equation.outvars)
     if name == "cond":
         branches = [reached(branch.jaxpr, into[1:]) for branch in params["branches"]]
-        return [into[0] | _union(marks) for marks in zip(*branches, strict=True)]
+        return [into[0] | union(marks) for marks in zip(*branches, strict=True)]
     if name == "while":
         return _propagate_while(params, into)
     if not (hasattr(body, "eqns") and len(body.invars) == len(into) and len(body.outvars) == len(equation.outvars)):
-        return [_union(into)] * len(equation.outvars)
+        return [union(into)] * len(equation.outvars)
     if name == "scan":
         return _propagate_scan(body, into, *scan_parts(equation, body))
     return reached(body, into)
@@ -211,5 +211,6 @@ def scan_parts(equation: Any, body: Any) -> tuple[int, int]:
     return len(equation.invars) - scanned - carry, carry
 
 
-def _union(marks: Sequence[int]) -> int:
+def union(marks: Iterable[int]) -> int:
+    """Return the marks that any of these have."""
     return functools.reduce(operator.or_, marks, 0)

@@ -72,7 +72,12 @@ class LayerwiseOptimizer:
             return WithMasters(masters, self._without_masters.init(layer_id, masters))
         with optax_promotion():
             state = () if self.trained.excludes(layer_id) else self._init(layer_id, params)
-            average = None if self.ema_decay is None else jax.tree.map(_precise_copy, params)
+            # The average is a copy, at least in float32, because weights and their average are donated separately.
+            average = (
+                None
+                if self.ema_decay is None
+                else jax.tree.map(lambda p: jnp.array(p, jnp.promote_types(p.dtype, "float32"), copy=True), params)
+            )
             ahead = None if self.delay_factor is None else jax.tree.map(jnp.zeros_like, params)
         return WithBuffers(state, average, ahead) if self._has_buffers else state
 
@@ -107,8 +112,9 @@ class LayerwiseOptimizer:
             new = optax.apply_updates(params, update)
         if not self._has_buffers:
             return new, state
-        if average is not None:
-            average = self._moved(average, new if ahead is None else without_prediction(new, ahead))
+        if (decay := self.ema_decay) is not None:
+            exact = new if ahead is None else without_prediction(new, ahead)
+            average = jax.tree.map(lambda mean, leaf: decay * mean + (1 - decay) * leaf.astype(mean.dtype), average, exact)
         if ahead is not None:
             assert self.delay_factor is not None
             # The prediction uses the difference of the weights: if it used the updates, XLA would round the new weights differently.
@@ -135,18 +141,7 @@ class LayerwiseOptimizer:
     def _without_masters(self) -> "LayerwiseOptimizer":
         return replace(self, has_masters=False)
 
-    def _moved(self, average: Tree, params: Tree) -> Tree:
-        """Return the moving average after an update to `params`."""
-        decay = self.ema_decay
-        assert decay is not None
-        return jax.tree.map(lambda mean, leaf: decay * mean + (1 - decay) * leaf.astype(mean.dtype), average, params)
-
 
 def without_prediction(params: Tree, ahead: Tree) -> Tree:
     """Return the parameters without the prediction that has moved them ahead."""
     return jax.tree.map(jnp.subtract, params, ahead)
-
-
-def _precise_copy(leaf: jax.Array) -> jax.Array:
-    """Copy an array, at least in float32. It is a copy because weights and their average are donated separately."""
-    return jnp.array(leaf, jnp.promote_types(leaf.dtype, jnp.float32), copy=True)

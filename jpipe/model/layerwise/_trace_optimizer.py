@@ -1,8 +1,6 @@
 """Traces of optimizers for whole models, which show on which layers and parameters an update depends."""
 
-import functools
 import inspect
-import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -11,7 +9,7 @@ import jax
 import numpy as np
 import optax
 
-from jpipe.model.jaxprs._dependence import always_zero, passed_on, reached
+from jpipe.model.jaxprs._dependence import always_zero, passed_on, reached, union
 
 Tree = Any
 
@@ -98,9 +96,7 @@ def read_position(traced: TracedOptimizer) -> tuple[str, ...]:
     """Return the names of the position's entries on which the updates or the new state depend."""
     marks = [1 << bit for bit in range(len(traced.position))]
     remaining = len(traced.update.jaxpr.invars) - len(marks)
-    used = 0
-    for mark in reached(traced.update.jaxpr, [0] * remaining + marks):
-        used |= mark
+    used = union(reached(traced.update.jaxpr, [0] * remaining + marks))
     return tuple(name for name, mark in zip(traced.position, marks, strict=True) if mark & used)
 
 
@@ -122,10 +118,9 @@ def read_state(traced: TracedOptimizer) -> list[bool]:
     bits = [1 << number for number in range(states)]
     before = [0] * count
     results = reached(traced.update.jaxpr, [*before, *bits, *before, *(0 for _ in traced.position)])
-    read, grown = 0, functools.reduce(operator.or_, results[:count], 0)
+    read, grown = 0, union(results[:count])
     while grown != read:
-        read = grown
-        grown = functools.reduce(operator.or_, (mark for bit, mark in zip(bits, results[count:], strict=True) if bit & read), read)
+        read, grown = grown, grown | union(mark for bit, mark in zip(bits, results[count:], strict=True) if bit & grown)
     return [bool(bit & read) for bit in bits]
 
 
@@ -162,9 +157,7 @@ def used_while_frozen(traced: TracedOptimizer, frozen: Sequence[bool]) -> list[b
     if not any(frozen):
         return list(frozen)
     marks = [1 << bit if is_frozen else 0 for bit, is_frozen in enumerate(frozen)]
-    used = 0
-    for is_frozen, mark in zip(frozen, dependence(traced, marks)[0], strict=True):
-        used |= 0 if is_frozen else mark
+    used = union(mark for is_frozen, mark in zip(frozen, dependence(traced, marks)[0], strict=True) if not is_frozen)
     return [bool(mark & used) for mark in marks]
 
 

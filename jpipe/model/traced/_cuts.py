@@ -138,10 +138,7 @@ def _without_forbidden(chain: Chain, positions: Sequence[int], where: str) -> tu
 
 
 def same_cuts(chain: Chain, like: Chain, positions: Sequence[int], ids: Callable[[], Sequence[str]], names: Sequence[str]) -> list[int]:
-    """Return the positions where each layer reads the same parameters as in another trace of the model.
-
-    Raise InputError if the traces read the parameters in another order.
-    """
+    """Return the positions where each layer reads the same parameters as in another trace of the model."""
     theirs, ours = _positions_of(like), _positions_of(chain)
     same_params = all(theirs.get(leaf) == ours.get(leaf) for leaf in range(chain.num_params))
     if same_params and [equation.primitive for equation in chain.equations] == [equation.primitive for equation in like.equations]:

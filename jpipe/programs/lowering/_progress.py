@@ -164,7 +164,7 @@ class PendingUpdates:
         self.summing = [workers[:1] if alike else workers for workers in plan.stage_workers]  # by stage, the workers that are run
         self.begun = [start * plan.updates_per_batch(s) for s in range(plan.depth)]  # by stage, the updates with sums that have begun
         self.routed = routed  # by stage, whether updates are made at the times of the route
-        self.arrived: dict[tuple[int, ...], list[int]] = {}  # by stage and kind of gradients, the time when each replica had them
+        self.arrived: dict[tuple[Any, ...], list[int]] = {}  # by stage and what, the times when its replicas had got to it
         self._sums_elsewhere = {s for lowering in lowerings for s in getattr(lowering, "begins_sums", ())}
 
     def add(self, worker: Worker, batch: int | None, dead: int | None) -> None:
@@ -215,18 +215,18 @@ class PendingUpdates:
 
     def begin_sum(self, worker: Worker, batch: int) -> None:
         """Record that a replica has all gradients of a batch. When the last replica has them, the sum begins."""
-        s, begins = worker.stage, self.come(worker, batch)
-        if begins is not None:
+        s = worker.stage
+        if (begins := self.come(s, worker.clock, "sum", batch)) is not None:
             if self.plan.sums_gradients(s):
                 self.write_sums(begins, s, AllReduce, batch)
             self.begun[s] += 1
             self.available.announce("sum", s, batch, begins)
 
-    def come(self, worker: Worker, *what: int) -> int | None:
-        """Record that a replica has some gradients. If all replicas of its stage have them, return the time since when, otherwise None."""
-        arrived = self.arrived.setdefault((worker.stage, *what), [])
-        arrived.append(worker.clock)
-        return max(self.arrived.pop((worker.stage, *what))) if len(arrived) == len(self.summing[worker.stage]) else None
+    def come(self, s: int, time: int, *what: Any) -> int | None:
+        """Record when a replica of stage s has got to something. If all its replicas have, return the time since when, otherwise None."""
+        arrived = self.arrived.setdefault((s, *what), [])
+        arrived.append(time)
+        return max(self.arrived.pop((s, *what))) if len(arrived) == len(self.summing[s]) else None
 
     def write_sums(self, time: int, s: int, kind: type[AllReduce], *fields: int) -> None:
         """Write the instructions with which all replicas of a stage begin a sum."""

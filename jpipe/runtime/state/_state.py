@@ -77,13 +77,8 @@ class WorkerState:
 
     def cells(self) -> tuple[str, ...]:
         """Return the versions of the worker and the bytes of its parts, as text for a table."""
-        buffers = self.microbatches, self.updates
-        parts = (
-            (self.weights, self.loss_scales),
-            (self.optimizer, self.capabilities),
-            (self.accumulators, self.layer_state),
-            buffers,
-        )
+        weights, optimizer = (self.weights, self.loss_scales), (self.optimizer, self.capabilities)
+        parts = weights, optimizer, (self.accumulators, self.layer_state), (self.microbatches, self.updates)
         return self._versions, *(size(_nbytes(part)) for part in parts)
 
     @property

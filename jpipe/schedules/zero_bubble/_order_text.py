@@ -59,11 +59,7 @@ class _Checks:
         self.last_forward = ""  # the op with the last stage's forwards
 
     def read(self, text: str) -> tuple[Action, ...]:
-        """Return the computations in a text.
-
-        Raises:
-            _WrongOrder: an entry is malformed, out of place or missing.
-        """
+        """Return the computations in a text."""
         order = list[Action]()
         for n, token in enumerate(text.split()):
             order.append(self._entry(f"order.{self.p}: entry {n}", token))

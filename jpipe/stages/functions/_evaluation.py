@@ -29,10 +29,7 @@ def predict(f: StageFunctions, params: Tree, state: Tree, x: Tree, labels: None,
 
 
 def check_evaluation(last: StageFunctions, metrics: Mapping[str, Loss]) -> None:
-    """Check that the loss and the metrics take the labels and the outputs of the last stage in evaluation.
-
-    Raise InputError if one of them fails; the message names it.
-    """
+    """Check that the loss and the metrics take the labels and the outputs of the last stage in evaluation."""
     spec, layer = last.last_layer, f"'{last.stage.layers[-1]}'"
     functions = {f"metrics: '{name}'": metric for name, metric in metrics.items()}
     if spec.evaluated != spec.output:  # otherwise the loss was checked with the stage

@@ -77,15 +77,10 @@ class Residuals:
 
     def keep(self, arguments: Tree, outputs: Tree) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Select the arrays (or specs) of (state, x, labels) and of (y, new state) that are kept until the backward."""
-        kept_arguments: tuple[Any, ...] = ()
-        kept_outputs: tuple[Any, ...] = ()
-        if self.arguments:
-            leaves = jax.tree.leaves(arguments)
-            kept_arguments = tuple(leaves[i] for i in self.arguments)
-        if self.outputs:
-            leaves = jax.tree.leaves(outputs)
-            kept_outputs = tuple(leaves[i] for i in self.outputs)
-        return kept_arguments, kept_outputs
+        of_arguments, of_outputs = (
+            jax.tree.leaves(tree) if positions else [] for tree, positions in ((arguments, self.arguments), (outputs, self.outputs))
+        )
+        return tuple(of_arguments[i] for i in self.arguments), tuple(of_outputs[i] for i in self.outputs)
 
     @property
     def has_effects(self) -> bool:

@@ -52,11 +52,6 @@ class Flat:
     leaves: tuple[Leaf, ...]
     results: tuple[Leaf, ...]  # for each output, the original jaxpr's output, or the slice of one, in the same order
 
-    @property
-    def axes(self) -> dict[int, tuple[int, ...]]:
-        """Return the axes along which each leaf is split."""
-        return {leaf.number: leaf.axes for leaf in self.leaves}
-
 
 def take_slice(leaf: Leaf, array: Any) -> Any:
     """Return the slice of an array that a `Leaf` describes, or the whole array."""
