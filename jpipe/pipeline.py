@@ -37,7 +37,7 @@ from jpipe.model._function_arguments import Loss
 from jpipe.model._precision import PLAIN, Precision, cast_layers, check_precision
 from jpipe.model._stack import LayerStack
 from jpipe.model.jaxprs._rows import warn_of_mixed_rows
-from jpipe.plan import Plan, html_of_plan
+from jpipe.plan import Plan
 from jpipe.programs._costs import StageCost
 from jpipe.programs._steps import Steps
 from jpipe.programs.lowering import lower
@@ -45,7 +45,7 @@ from jpipe.runtime._executor import Executor, To, Weights
 from jpipe.runtime._interpreter import Observer
 from jpipe.runtime._join import join_processes
 from jpipe.runtime._metrics import DelayNorms, Evaluation, Metrics
-from jpipe.runtime._placement import checked_devices, place, place_names, place_on
+from jpipe.runtime._placement import checked_devices, place, place_on
 from jpipe.runtime._plain import Plain
 from jpipe.runtime._snapshot import Snapshot, fitting, for_stage, restored_worker
 from jpipe.runtime.state import State, WorkerState, check_state, fresh_worker, initialized_at, is_fresh
@@ -187,13 +187,6 @@ class Pipeline:
         self._executor: Executor | None = None  # set when `init` or `restore` has compiled
 
     def __repr__(self) -> str:
-        return f"Pipeline({self.plan!r}{self._facts()})"
-
-    def _repr_html_(self) -> str:
-        devices = None if self._executor is None else place_names(self.places)  # before compilation the devices may not exist
-        return html_of_plan(self.plan, "Pipeline", self._facts(), devices)
-
-    def _facts(self) -> str:
         where = "not compiled yet" if self._executor is None else f"compiled for microbatches of {describe_shapes(self._executor.specs)}"
         numbers = {name: getattr(self, name) for name in ("clip_global_norm", "clip_stage_norm", "ema_decay")} | {
             "delay_correction": self.delay_factor
@@ -201,7 +194,7 @@ class Pipeline:
         options = "".join(f", {name}={value:g}" for name, value in numbers.items() if value is not None)
         skip = ", skip_nonfinite=True" if self.skip_nonfinite else ""
         precision = "" if self.precision == PLAIN else f", {self.precision}"
-        return f"{options}{skip}{precision}, {where}"
+        return f"Pipeline({self.plan!r}{options}{skip}{precision}, {where})"
 
     @property
     def uses_global_norm(self) -> bool:

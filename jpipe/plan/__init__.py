@@ -9,7 +9,6 @@ from jpipe.plan._exclusions import EXCLUSIONS, excluded
 from jpipe.plan._plan import Plan as Plan
 from jpipe.plan._stage import RECOMPUTE, Predicted, repeats_forward
 from jpipe.plan._stage import Stage as Stage
-from jpipe.plan._text import html_of_plan as html_of_plan
 from jpipe.plan._text import read_json
 
 __all__ = [

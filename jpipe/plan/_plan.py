@@ -17,7 +17,7 @@ from jpipe.plan._axes import ParamAxes, Rules
 from jpipe.plan._checks import check, check_layers_of_model
 from jpipe.plan._even import even_ranks, even_stages
 from jpipe.plan._stage import Predicted, Stage
-from jpipe.plan._text import FORMAT, html_of_plan, read_json, text_of_plan
+from jpipe.plan._text import FORMAT, read_json, text_of_plan
 from jpipe.schedules import SCHEDULES, PlanOptions, Ranks, arranged, name_of
 
 Numbers = Annotated[tuple[Annotated[tuple[Annotated[Int, Field(ge=0)], ...], Field(strict=False)], ...], Field(strict=False)]
@@ -284,12 +284,6 @@ class Plan(CapabilityOptions, _Layout, PlanOptions, _Pipeline):
         return text_of_plan(self)
 
     __str__ = __repr__
-
-    def _repr_html_(self) -> str:
-        if self.placement is None:
-            return html_of_plan(self, "Plan")
-        of_ranks = [str(number) for numbers in self.placement for number in numbers]
-        return html_of_plan(self, "Plan", devices=[of_ranks[rank] for rank in self.rank_of])
 
     def check_layers(self, ids: Sequence[str]) -> None:
         """Check that the stages of the plan have exactly the layers of a model.

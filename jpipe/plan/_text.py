@@ -1,11 +1,9 @@
-"""Text forms of plans: JSON, HTML for notebooks, and one line for terminals."""
+"""Text forms of plans: JSON, and one line for terminals."""
 
 import json
 from collections import Counter
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jpipe._html import html_table
 from jpipe.capabilities.registry import OPTIONS
 from jpipe.errors import InputError, short, shortened
 from jpipe.plan._stage import Stage
@@ -38,29 +36,6 @@ def _mesh_text(stage: Stage) -> str:
     """Return a short text of the mesh of a stage, after a space; empty without a mesh."""
     sizes = ", ".join(f"{axis} {size}" for axis, size in stage.mesh.items())
     return f" on ({sizes}{', fsdp' if stage.fsdp else ''})" if stage.mesh else ""
-
-
-def html_of_plan(plan: "jpipe.Plan", name: str, facts: str = "", devices: Sequence[str] | None = None) -> str:
-    """Return the plan as an HTML table of stages for a notebook, with the other fields and `facts`, after a comma, in the caption.
-
-    With `devices` there is a column with the device of each worker.
-    """
-    caption = f"{name}: {plan.schedule}, {plan.microbatches} microbatches, {plan.depth} stages{_options_text(plan)}{facts}"
-    columns = {
-        "stage": [str(s) for s in range(plan.depth)],
-        "layers": [shortened(stage.layers) for stage in plan.stages],
-        "replicas": [str(stage.replicas) for stage in plan.stages],
-        "recompute": [stage.recompute for stage in plan.stages],
-    }
-    if any(stage.mesh for stage in plan.stages):
-        columns["mesh"] = [_mesh_text(stage).strip() or "–" for stage in plan.stages]
-    if plan.depth > len(plan.pipeline_ranks):
-        columns["rank"] = [shortened([str(plan.rank_of[w]) for w in workers]) for workers in plan.stage_workers]
-    if any(plan.delays):
-        columns["delay"] = [f"{delay:.3g}" for delay in plan.delays]
-    if devices is not None:
-        columns["devices"] = [shortened([devices[w] for w in workers]) for workers in plan.stage_workers]
-    return html_table(caption, list(columns), list(zip(*columns.values(), strict=True)))
 
 
 def read_json(text: str | bytes, expected: str, where: str) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jpipe._html import size
 from jpipe.capabilities.protocol import MessageHooks
 from jpipe.errors import InputError, shortened
 from jpipe.ops import OPS
@@ -163,7 +162,7 @@ def draw_memory(
     _time_axis(shared, lengths, scale, font_size)
     shared.set_ylim(0, 1.35 * (highest or 1))  # leaves space for the label of the peak
     shared.locator_params(axis="y", nbins=3)
-    shared.yaxis.set_major_formatter(lambda count, _: size(count))
+    shared.yaxis.set_major_formatter(lambda count, _: _size(count))
     for column, (name, memory) in enumerate(memories.items()):
         for w, samples in enumerate(memory):
             _draw_areas(panels[w][column], samples, lengths[name], font_size)
@@ -339,7 +338,7 @@ def _draw_areas(axes: "matplotlib.axes.Axes", samples: Sequence[MemorySample], l
     axes.axhline(peak, color="black", linewidth=0.6, linestyle=(0, (4, 3)))
     axes.plot([times[base.index(peak)]], [peak], color="black", marker="o", markersize=2.5)
     axes.annotate(
-        f"at most {size(float(peak))}", (1, peak), xycoords=("axes fraction", "data"), xytext=(-3, 2), textcoords="offset points",
+        f"at most {_size(float(peak))}", (1, peak), xycoords=("axes fraction", "data"), xytext=(-3, 2), textcoords="offset points",
         ha="right", va="bottom", size=font_size,
     )  # fmt: skip
 
@@ -351,6 +350,14 @@ def _area(times: Sequence[float], bottom: Sequence[int], top: Sequence[int]) -> 
         for values in (top, bottom)
     ]
     return [*corners[0], *reversed(corners[1])]
+
+
+def _size(count: float) -> str:
+    """Return a number of bytes as text with a unit, such as `98.6 MB`."""
+    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count:.0f} B"
 
 
 # Both ------------------------------------------------------------------------------------------------------------------

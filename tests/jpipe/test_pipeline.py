@@ -1,7 +1,5 @@
 """The `Pipeline` object: states, metrics, evaluation, parameters."""
 
-from xml.etree import ElementTree
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -273,54 +271,6 @@ def test_users_print_one_short_line():
     )
     assert repr(many) == str(many) == expected
     assert len(repr(simulate(lower(pipe.plan, 3), pipe.costs(BATCHES[0])))) < 300
-
-
-def shown_table(html: str) -> tuple[str, list[list[str]]]:
-    """Return the caption and the rows of the table that a notebook shows."""
-    shown = ElementTree.fromstring(html)
-    return shown.findtext("p"), [[cell.text for cell in row] for row in shown.iter("tr")]
-
-
-def test_a_notebook_shows_the_ranks_of_a_plan_and_their_devices():
-    plan = Plan.even("abcd", 4, "zb_v", 4, replicas=2, placement=[[5, 6], [7, 8]])
-    caption, (head, *rows) = shown_table(plan._repr_html_())
-    assert caption.startswith("Plan: zb_v, 4 microbatches, 4 stages")
-    assert head == ["stage", "layers", "replicas", "recompute", "rank", "devices"]
-    assert [row[-2:] for row in rows] == [["0, 1", "5, 6"], ["2, 3", "7, 8"], ["2, 3", "7, 8"], ["0, 1", "5, 6"]]
-
-
-def test_a_notebook_shows_tables_of_plan_pipeline_and_state():
-    pipe = pipeline("pipedream_2bw")
-    stages = [["0", "track, noise", "1", "none", "1"], ["1", "mix", "1", "none", "1"], ["2", "out", "1", "none", "1"]]
-    caption, (head, *rows) = shown_table(pipe.plan._repr_html_())
-    assert (caption, head) == ("Plan: pipedream_2bw, 4 microbatches, 3 stages", ["stage", "layers", "replicas", "recompute", "delay"])
-    assert rows == stages
-    assert shown_table(pipe._repr_html_()) == (f"Pipeline: {caption.removeprefix('Plan: ')}, not compiled yet", [head, *rows])
-    state = fresh(pipe, BATCHES)
-    caption, (head, *rows) = shown_table(pipe._repr_html_())
-    assert "compiled for microbatches of" in caption
-    assert (head[-1], [row[-1] for row in rows]) == ("devices", ["cpu:0", "cpu:1", "cpu:2"])
-    for batch in BATCHES[:2]:
-        state, _ = pipe.step(state, batch)
-    caption, (head, *rows) = shown_table(state._repr_html_())
-    assert caption == "State: before batch 2, in flight since batch 0, 3 workers"
-    assert head == ["worker", "weight versions", "weights", "optimizer state", "accumulators and layer state", "buffers"]
-    assert [row[0] for row in rows] == ["0", "1", "2"]
-    weights = [sum(leaf.nbytes for leaf in jax.tree.leaves(worker.weights)) for worker in state.workers]
-    assert [row[2] for row in rows] == [f"{size} B" for size in weights]
-    assert [row[1] for row in rows] == ["0, 1", "0, 1", "1, 2"]
-    pipe.drain(state)
-    assert [row[1:] for row in shown_table(state._repr_html_())[1][1:]] == [["already consumed", "–", "–", "–", "–"]] * 3
-
-
-def test_a_notebooks_table_escapes_names_and_stays_short():
-    plan = Plan.even(["<script>", "&amp;", *(f"layer {i}" for i in range(98))], 100, "pipedream", 4, replicas=2, vertical_sync=True)
-    caption, (_, *rows) = shown_table(plan._repr_html_())
-    assert caption == "Plan: pipedream, 4 microbatches, 100 stages, vertical_sync=True"
-    assert (rows[0][1], rows[1][1], rows[-2], rows[-1][:2]) == ("<script>", "&amp;", ["…"] * 5, ["99", "layer 97"])
-    assert len(rows) == 40
-    placed = Plan(**plan.model_dump() | {"stages": plan.stages[:2], "placement": [[0, 3], [1, 2]]})
-    assert [row[-1] for row in shown_table(placed._repr_html_())[1]] == ["devices", "0, 3", "1, 2"]
 
 
 def test_evaluation_of_a_batch_without_weight_is_zero():

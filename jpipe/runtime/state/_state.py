@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import jax
 
-from jpipe._html import html_table, size
 from jpipe.errors import InputError
 from jpipe.meshes._place import Place
 from jpipe.model._layer import describe
@@ -26,11 +25,6 @@ Fingerprint = tuple[tuple[str, str], ...]
 
 CONSUMED = "state: step or drain has already consumed it and deleted its arrays; use the state which that call returned"
 """The message for a state that is used a second time."""
-
-
-def _nbytes(tree: Tree) -> int:
-    """Return the bytes of the arrays in a tree; an array that occurs twice counts once."""
-    return sum({id(leaf): getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(tree)}.values())
 
 
 @jax.tree_util.register_dataclass
@@ -73,17 +67,8 @@ class WorkerState:
     def __repr__(self) -> str:
         if self.is_consumed:
             return "WorkerState(already consumed)"
-        return f"WorkerState(versions {self._versions}; {len(self.microbatches)} microbatches in flight)"
-
-    def cells(self) -> tuple[str, ...]:
-        """Return the versions of the worker and the bytes of its parts, as text for a table."""
-        weights, optimizer = (self.weights, self.loss_scales), (self.optimizer, self.capabilities)
-        parts = weights, optimizer, (self.accumulators, self.layer_state), (self.microbatches, self.updates)
-        return self._versions, *(size(_nbytes(part)) for part in parts)
-
-    @property
-    def _versions(self) -> str:
-        return ", ".join(map(str, self.weights.versions))
+        versions = ", ".join(map(str, self.weights.versions))
+        return f"WorkerState(versions {versions}; {len(self.microbatches)} microbatches in flight)"
 
     @property
     def is_consumed(self) -> bool:
@@ -114,17 +99,10 @@ class State:
     _outcome: ClassVar[Any] = None  # the outcome of the call that consumed the state (jpipe._interrupts); not a part of the pytree
 
     def __repr__(self) -> str:
-        return f"State({self._facts()})" if not is_consumed(self) else f"State(before batch {self.batch}, already consumed)"
-
-    def _repr_html_(self) -> str:
-        head = "worker", "weight versions", "weights", "optimizer state", "accumulators and layer state", "buffers"
-        consumed_cells = "already consumed", *("–",) * 4
-        rows = [[str(w), *(consumed_cells if is_consumed(self) else worker.cells())] for w, worker in enumerate(self.workers)]
-        return html_table(f"State: {self._facts()}", head, rows)
-
-    def _facts(self) -> str:
+        if is_consumed(self):
+            return f"State(before batch {self.batch}, already consumed)"
         flight = "nothing in flight" if self.start == self.batch else f"in flight since batch {self.start}"
-        return f"before batch {self.batch}, {flight}, {len(self.workers)} workers"
+        return f"State(before batch {self.batch}, {flight}, {len(self.workers)} workers)"
 
 
 def check_state(state: State, expected: Fingerprint | None) -> None:
