@@ -9,6 +9,7 @@ Between two microbatches the sums of a batch are arrays that JAX takes for equal
 part (`jax.P(unreduced=…)` says this only for meshes with explicit axes). They are read by nothing but `add` and `total`.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,15 +85,11 @@ class PartialSums:
 
     def total(self, sums: Sequence[jax.Array]) -> list[jax.Array]:
         """Add up sums over the devices."""
-        added: list[jax.Array] = self._on_devices(lambda sums: jax.lax.psum(sums, self.axes), (WHOLE,), WHOLE)(list(sums))
-        return added
+        return self._on_devices(lambda sums: jax.lax.psum(sums, self.axes), (WHOLE,), WHOLE)(list(sums))
 
     @property
     def _count(self) -> int:
-        count = 1
-        for axis in self.axes:
-            count *= self.mesh[axis]
-        return count
+        return math.prod(self.mesh[axis] for axis in self.axes)
 
     def _on_devices(self, function: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[..., Any]:
         mesh, axes = without_devices(self.mesh), set(self.axes)

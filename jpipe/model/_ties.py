@@ -273,7 +273,7 @@ def _replaced(tree: Tree, values: Mapping[str, Any]) -> Tree:
     if not values:
         return tree
     treedef = jax.tree.structure(tree, is_leaf=lambda leaf: leaf is None)
-    return jax.tree.unflatten(treedef, [values.get(path, leaf) if path in values else leaf for path, leaf in _paths(tree)])
+    return jax.tree.unflatten(treedef, [values.get(path, leaf) for path, leaf in _paths(tree)])
 
 
 NO_TIES = Ties((), ())

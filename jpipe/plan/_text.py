@@ -17,13 +17,10 @@ FORMAT = "jpipe-plan/1"
 def text_of_plan(plan: "jpipe.Plan") -> str:
     """Return the plan in one line, as `print` shows it."""
     stages = shortened([f"[{shortened(s.layers)}]{_mesh_text(s)}{_replicas_text(s)}" for s in plan.stages])
-    return f"Plan({plan.schedule}, {plan.microbatches} microbatches, {plan.depth} stages: {stages}{_options_text(plan)})"
-
-
-def _options_text(plan: "jpipe.Plan") -> str:
-    shown = type(plan).model_fields.keys() - {"placement", "predicted", "order", "rules", "param_axes"}
-    special = ((name, field) for name, field in type(plan).model_fields.items() if name in shown and not field.is_required())
-    return "".join(f", {name}={getattr(plan, name)!r}" for name, field in special if getattr(plan, name) != field.default)
+    hidden = {"placement", "predicted", "order", "rules", "param_axes"}
+    special = [(name, f) for name, f in type(plan).model_fields.items() if name not in hidden and not f.is_required()]
+    options = "".join(f", {name}={getattr(plan, name)!r}" for name, field in special if getattr(plan, name) != field.default)
+    return f"Plan({plan.schedule}, {plan.microbatches} microbatches, {plan.depth} stages: {stages}{options})"
 
 
 def _replicas_text(stage: Stage) -> str:

@@ -60,15 +60,11 @@ class HostMemory(pydantic.BaseModel):
     residuals: Stages = ()
     stash: Stages = ()
 
-    def keeps(self, what: Kept, s: int) -> bool:
-        """Return whether arrays of this kind of stage s stay in host memory."""
-        stages: Stages = getattr(self, what)
-        return stages == "all" or s in stages
-
 
 def offloads(plan: "jpipe.Plan", what: Kept, s: int) -> bool:
     """Return whether arrays of this kind of stage s stay in host memory while no computation needs them."""
-    return plan.offload is not None and plan.offload.keeps(what, s)
+    stages = () if plan.offload is None else getattr(plan.offload, what)
+    return stages == "all" or s in stages
 
 
 def check(plan: "jpipe.Plan") -> None:

@@ -29,11 +29,6 @@ class Origin(NamedTuple):
         """Whether any element depends on any row."""
         return bool((self.rows[0] != NO_ROW).any())
 
-    @property
-    def is_more_than_a_sum(self) -> bool:
-        """Whether any element depends on several rows other than through a sum over rows."""
-        return bool((self.rows[0] < 0).any())
-
     def is_apart(self, count: int) -> bool:
         """Return whether each element depends on at most one row, with the rows in order; rows may be repeated.
 

@@ -121,7 +121,7 @@ def _of_loss(loss: Loss, outputs: tuple[Tree, list[Origin]], labels: Tree, count
     """Return whether the loss mixes rows in a way other than adding them."""
     traced = jax.make_jaxpr(lambda key, y, labels: call_with_randomness(loss, y, labels, key)[0])(key_spec(), outputs[0], labels)
     inputs = [origin_of(()), *outputs[1], *_in_rows(labels, count, of_model=False)]
-    return follow(traced.jaxpr, traced.consts, inputs)[0].is_more_than_a_sum
+    return bool((follow(traced.jaxpr, traced.consts, inputs)[0].rows[0] < 0).any())
 
 
 # Origins through equations, calls, branches and loops -----------------------------------------------------------------

@@ -8,7 +8,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from jpipe.model.jaxprs._dependence import calls_host, is_literal, reached
+from jpipe.model.jaxprs._dependence import is_literal, reached
 from jpipe.model.jaxprs._wanted import evaluate_wanted
 
 Tree = Any
@@ -81,11 +81,6 @@ class Residuals:
             jax.tree.leaves(tree) if positions else [] for tree, positions in ((arguments, self.arguments), (outputs, self.outputs))
         )
         return tuple(of_arguments[i] for i in self.arguments), tuple(of_outputs[i] for i in self.outputs)
-
-    @property
-    def has_effects(self) -> bool:
-        """Whether the forward has side effects or calls back to the host."""
-        return calls_host(self.forward.jaxpr)
 
     def vjp(self, params: Tree, rng: Tree, forward_arrays: tuple[Sequence[Any], Sequence[Any]], saved: Sequence[Any]) -> Any:
         """Return the VJP of a forward. Leaves that depend only on weights are computed again, without side effects."""

@@ -21,7 +21,7 @@ from jpipe.model._layer import LayerSpec, key_spec
 from jpipe.model._precision import PLAIN, LossScale, Precision
 from jpipe.model._stack import LayerStack
 from jpipe.model._subset import EVERYTHING, Subset, floats_of, is_float, with_floats
-from jpipe.model.jaxprs._dependence import is_literal, passed_on
+from jpipe.model.jaxprs._dependence import calls_host, is_literal, passed_on
 from jpipe.model.jaxprs._primitives import all_but_elementwise, all_but_elementwise_on_gpu, all_but_elementwise_on_tpu, all_but_joined
 from jpipe.model.jaxprs._row_dims import row_dims
 from jpipe.model.layerwise._optimizer import LayerwiseOptimizer
@@ -365,7 +365,7 @@ class StageFunctions:
     @property
     def repeated_effects(self) -> str:
         """The layers with side effects that the backward repeats, as text for a message; empty if there are none."""
-        return self.description if repeats_forward(self.stage.recompute) and self.residuals.has_effects else ""
+        return self.description if repeats_forward(self.stage.recompute) and calls_host(self.residuals.forward.jaxpr) else ""
 
     # Shapes and dtypes -----------------------------------------------------------------------------------------------------
 
