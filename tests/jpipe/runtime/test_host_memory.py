@@ -1,5 +1,6 @@
 """Freed host memory is reused, so that allocating it again touches no fresh page."""
 
+import os
 import subprocess
 import sys
 
@@ -27,3 +28,9 @@ def test_blocks_are_reused():
     if took_effect == "True":  # False: a C library other than glibc
         assert int(before) > 10_000
         assert int(after) < 1_000
+
+
+def test_settings_in_the_environment_count():
+    code, environment = "import jpipe; print(jpipe.keep_freed_memory())", {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True, env=environment)
+    assert done.stdout == "False\n"
