@@ -48,7 +48,7 @@ def profile_of(
         for_weights[equal] = of_weights / (for_inputs + of_weights) if for_inputs + of_weights else 0.5
         stashes[equal] = count_by_policy(model.sizes, policies, partial(stash, equal=equal))[0]
         tensor[equal] = tensor_profile(stages, equal, first, policies, device)
-    half_rows = find_halves(model, policies, device)
+    half_rows, uncut = find_halves(model, policies, device)
     layers, scratch, costs = [], find_scratch(stage_costs), find_costs()
     for layer_id, next_id in itertools.zip_longest(model.stack.ids, model.stack.ids[1:]):
         equal, next_equal = model.first_equal[layer_id], model.first_equal.get(next_id)
@@ -80,9 +80,8 @@ def profile_of(
         layers.append(LayerProfile(id=layer_id, update=update, at=at, tensor=tensor[equal], halves=half_rows.get(equal), **sizes))
     inputs, labels = (tuple(tree_bytes(model.batches[rows][part]) for rows in model.sizes) for part in (0, 1))
     positions = row_positions(model) if half_rows else 0
-    return Profile(
-        sizes=model.sizes, inputs=inputs, labels=labels, layers=tuple(layers), shared=model.shared, positions=positions, **fields
-    )
+    fields |= {"positions": positions, "uncut": uncut}
+    return Profile(sizes=model.sizes, inputs=inputs, labels=labels, layers=tuple(layers), shared=model.shared, **fields)
 
 
 def row_positions(model: Model) -> int:
@@ -91,15 +90,15 @@ def row_positions(model: Model) -> int:
     return shape[1] if len(shape) > 1 else 0
 
 
-def find_halves(model: Model, policies: Sequence[str], device: jax.Device) -> dict[str, HalfRows]:
-    """Return for each distinct layer the costs of half rows; {} if a search need not consider slices of rows.
+def find_halves(model: Model, policies: Sequence[str], device: jax.Device) -> tuple[dict[str, HalfRows], str]:
+    """Return for each distinct layer the costs of half rows, and ""; or {}, and why a search considers no slices of long rows.
 
-    It need not if rows are short, if the model cannot be computed slice by slice, or if a kernel computes the attention of whole rows,
-    because slices do not use it. If the plan of the config cuts rows, it must: raise InputError if the model cannot be computed so.
+    It considers none if rows are short, if the model cannot be computed slice by slice, or if a kernel computes the attention of whole
+    rows, because slices do not use it. If the plan of the config cuts rows, it must: raise InputError if the model cannot be computed so.
     """
     rows, names = model.sizes[0], model.distinct
     if not model.in_slices and row_positions(model) < 2 * SHORTEST:
-        return {}
+        return {}, ""
     # of equal neighbours one is enough to find out whether the model can be computed slice by slice
     neighbours = itertools.pairwise(("", *model.stack.ids))
     kept = [layer_id for before, layer_id in neighbours if model.first_equal[layer_id] != model.first_equal.get(before)]
@@ -112,15 +111,15 @@ def find_halves(model: Model, policies: Sequence[str], device: jax.Device) -> di
         whole = [short.stage([layer_id], rows, policy) for policy in dict.fromkeys(("none", *policies)) for layer_id in names]
         plan = jpipe.Plan.even(kept, 1, "gpipe", 1, slices=2)
         halves = jpipe.stages.in_slices(plan, model.batches[rows], whole)
-    except InputError:
+    except InputError as error:
         if model.in_slices:
             raise
-        return {}
+        return {}, f"the model cannot be computed slice by slice: {error.problems[0].found or error}"
     found, of_halves = {}, jpipe.stages.costs_in_slices(halves)
     for n, layer_id in enumerate(names):
         used = {equation.primitive.name for equation, *_ in find_products(whole[n].trace("forward", device).jaxpr.jaxpr)}
         if not model.in_slices and not used.issubset(_PRODUCTS):
-            return {}
+            return {}, "a kernel computes the attention of whole rows, and slices use XLA's, which may take longer; plan.slices tries them"
         total, (before, after) = products(whole[n]), (products(half[n]) for half in halves)
         costs = {stage.stage.recompute: cost.by_slice for stage, cost in [*zip(whole, of_halves, strict=True)][n :: len(names)]}
         carry = {policy: max(first.carries, 1) for policy, (first, _) in costs.items()}
@@ -133,4 +132,4 @@ def find_halves(model: Model, policies: Sequence[str], device: jax.Device) -> di
             kept={policy: first.carries_freed / carry[policy] for policy, (first, _) in costs.items()},
             unread={policy: second.carries_used_up / carry[policy] for policy, (_, second) in costs.items()},
         )
-    return found
+    return found, ""

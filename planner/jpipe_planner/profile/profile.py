@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -205,6 +205,7 @@ class Profile(_Data):
         layers: the layers in the model's order.
         shared: the parameters that several of these layers share.
         positions: the number of positions of the rows; 0 if the layers have no `halves`.
+        uncut: why the layers of long rows have no `halves`; "" if they have, or if rows are short.
 
     Raises:
         InputError: a field is invalid: all times are zero, a number is impossible, sizes do not match, or unknown layers share a parameter.
@@ -221,6 +222,9 @@ class Profile(_Data):
     layers: Annotated[tuple[LayerProfile, ...], Field(min_length=1)]
     shared: tuple[SharedProfile, ...] = ()
     positions: Annotated[int, Field(ge=0)] = 0
+    uncut: str = ""
+    # on a mesh: the profile without one, and the function that shards profiles
+    _unsharded: "tuple[Profile, Callable[[Profile], Profile]] | None" = pydantic.PrivateAttr(None)
 
     def __init__(self, /, **fields: Any) -> None:
         try:
@@ -326,7 +330,7 @@ class Profile(_Data):
                 waiting += until_last
                 sizes = {"carry_message": math.ceil(carry * end) if end < 1 else 0, "carry_gradient": math.ceil(carry * begin)}
                 sizes |= {"carries": made, "carries_used_up": waiting if end == 1 else 0, "carries_freed": own + later}
-                slices.append(dataclasses.replace(cost, residuals=max(cost.residuals - made, 0), **sizes))
+                slices.append(dataclasses.replace(cost, **sizes))
                 later = max(made - own - until_last, 0)
             joined.append(jpipe.programs.mean_of_slices(slices))
         return tuple(joined)
@@ -341,6 +345,8 @@ class Profile(_Data):
                 found="one without",
                 change="profile this model again, or remove slices",
             )
+        if self._unsharded is not None:
+            return self._unsharded[0].slice_lengths(slices)
         if not isinstance(slices, jpipe.plan.ByCost):
             return jpipe.plan.lengths_of(slices, self.positions)
         half = self.positions // 2
@@ -350,15 +356,29 @@ class Profile(_Data):
         return jpipe.plan.lengths_by_cost(slices.count, self.positions, first / half, second / (self.positions - half))
 
     def in_slices(self, lengths: tuple[int, ...], number: int | None = None) -> "Profile":
-        """Return the profile of a slice of the rows, from the positions of each slice; of the mean slice without a number."""
+        """Return the profile of a slice of the rows, from the positions of each slice; of the mean slice without a number.
+
+        The residuals of the mean slice include its carry.
+        """
         if (lengths, number) not in self._in_slices:
-            bounds, saves = bounds_of(lengths), self.saves_in_slices
-            chosen = bounds if number is None else bounds[number : number + 1]
-            share = sum(end - begin for begin, end in chosen) / len(chosen)
-            layers = tuple(layer_in_slices(layer, self.sizes, bounds, chosen, saves) for layer in self.layers)
-            inputs, labels = (tuple(math.ceil(share * size) for size in sizes) for sizes in (self.inputs, self.labels))
-            self._in_slices[lengths, number] = self.model_copy(update={"layers": layers, "inputs": inputs, "labels": labels})
+            self._in_slices[lengths, number] = self._in_slice(lengths, number)
         return self._in_slices[lengths, number]
+
+    def _in_slice(self, lengths: tuple[int, ...], number: int | None) -> "Profile":
+        if self._unsharded is not None:
+            whole, shard = self._unsharded
+            return shard(whole.in_slices(lengths, number))
+        bounds = bounds_of(lengths)
+        share = 1 / len(bounds) if number is None else bounds[number][1] - bounds[number][0]
+        layers = tuple(layer_in_slices(layer, self.sizes, bounds, number, self.saves_in_slices) for layer in self.layers)
+        inputs, labels = (tuple(math.ceil(share * size) for size in sizes) for sizes in (self.inputs, self.labels))
+        return self.model_copy(update={"layers": layers, "inputs": inputs, "labels": labels})
+
+    def sharded(self, shard: "Callable[[Profile], Profile]") -> "Profile":
+        """Return the profile of one device of a mesh, which `shard` makes of a profile, for whole rows or for a slice."""
+        result = shard(self)
+        result._unsharded = self, shard
+        return result
 
     @property
     def saves_in_slices(self) -> bool:

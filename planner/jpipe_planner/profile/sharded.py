@@ -4,6 +4,7 @@ import itertools
 import math
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jpipe
@@ -124,7 +125,8 @@ class Meshes:
         """Return the profile and the topology for meshes of these degrees."""
         if degrees not in self._known:
             profile, topology = self._known[NO_MESH]
-            self._known[degrees] = shard_profile(profile, degrees, topology), topology.groups(degrees.size)
+            sharded = profile.sharded(partial(shard_profile, degrees=degrees, topology=topology))
+            self._known[degrees] = sharded, topology.groups(degrees.size)
         return self._known[degrees]
 
 
@@ -229,7 +231,9 @@ def _layer(layer: LayerProfile, degrees: Degrees, seconds: Mapping[int, tuple[fl
         # With FSDP a device has all weights of a layer while it runs, and all its gradients at the end of its backward.
         whole = (layer.weights + layer.accumulators) * share * (1 - 1 / weight_shards)
         at.append(_at(layer.at[n], tensor, degrees, forward, backward, math.ceil(whole)))
-    bytes_ = {name: math.ceil(getattr(layer, name) * share / weight_shards) for name in SHARED}
+    bytes_: dict[str, Any] = {name: math.ceil(getattr(layer, name) * share / weight_shards) for name in SHARED}
+    if layer.halves is not None:  # each device along `model` has the carries of all heads
+        bytes_["halves"] = layer.halves.model_copy(update={"carry": layer.halves.carry / degrees.rows})
     return layer.model_copy(update={**bytes_, "update": layer.update * share / weight_shards + once, "at": tuple(at)})
 
 

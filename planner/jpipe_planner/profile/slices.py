@@ -40,9 +40,12 @@ def residuals_of(halves: tuple[float, float], carry: float, bounds: Bounds) -> f
     return value_of((halves[0] - carry / 2, halves[1]), bounds) + (carry * (end - begin) if end < 1 else 0.0)
 
 
-def layer_in_slices(layer: Any, sizes: Sequence[int], slices: Sequence[Bounds], chosen: Sequence[Bounds], saves: bool) -> Any:
-    """Return a layer's mean cost over `chosen` ones of all slices of a row. If it `saves`, no slice attends to later ones."""
-    halves = layer.halves
+def layer_in_slices(layer: Any, sizes: Sequence[int], slices: Sequence[Bounds], number: int | None, saves: bool) -> Any:
+    """Return a layer's cost for one of the slices of a row; for None the mean over all, with its carry among the residuals.
+
+    If it `saves`, no slice attends to later ones.
+    """
+    halves, chosen = layer.halves, slices if number is None else [slices[number]]
     assert halves is not None, "rows can be cut"
 
     def mean(of: Callable[[Bounds], float]) -> float:
@@ -50,7 +53,8 @@ def layer_in_slices(layer: Any, sizes: Sequence[int], slices: Sequence[Bounds], 
 
     def residuals(policy: str) -> float:
         later = (1 - halves.kept.get(policy, 1.0)) * halves.carry
-        return mean(partial(residuals_of, halves.residuals[policy], later))
+        own = 0.0 if number is None or chosen[0][1] == 1 else share * halves.carry
+        return max(mean(partial(residuals_of, halves.residuals[policy], later)) - own, 0.0)
 
     whole = 1.0 if saves else min(sum(value_of(halves.work, bounds) for bounds in slices), 1.0)
     share, work = sum(end - begin for begin, end in chosen) / len(chosen), mean(partial(value_of, halves.work)) / (whole or 1.0)
@@ -77,4 +81,7 @@ def layer_in_slices(layer: Any, sizes: Sequence[int], slices: Sequence[Bounds], 
         outputs, flops = math.ceil(share * whole_rows.outputs), work * whole_rows.flops
         times = {name: shrunk(name, n, work) for name in _OF_WORK}
         at.append(whole_rows.model_copy(update={"outputs": outputs, "flops": flops, "residuals": kept, **times, **scratch, **smaller}))
-    return layer.model_copy(update={"at": tuple(at)})
+    tensor = layer.tensor and layer.tensor.model_copy(
+        update={"reduced": share * layer.tensor.reduced, "exchanged": share * layer.tensor.exchanged}
+    )
+    return layer.model_copy(update={"at": tuple(at), "tensor": tensor})

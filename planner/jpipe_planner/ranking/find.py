@@ -132,8 +132,8 @@ def find_plans(
         share_optimizer: whether replicas may share an optimizer.
         offload: whether to try plans with parts of their state in host memory even if other plans fit. If no plan fits, they are tried
             anyway.
-        extras: agreements, compressed messages and slices that all plans must have. If they say nothing of agreements and slices, plans in
-            slices are tried, too.
+        extras: agreements, compressed messages and slices that all plans must have. If they say nothing of slices, plans in slices are
+            tried, too.
     """
     schedules = tuple(jpipe.schedules.SCHEDULES) if schedules is None else tuple(map(jpipe.schedules.name_of, schedules))
     planned, varies = tuple(filter(is_planned, schedules)), any(name in variant_schedules() for name in schedules)
@@ -145,7 +145,7 @@ def find_plans(
         return one.microbatches <= most_microbatches and (one.devices == topology.num_devices or not all_devices)
 
     def in_slices(extras: Extras) -> Iterator[Candidate]:
-        return filter(is_usable, find_candidates(profile, topology, batch, schedules=planned, extras=extras, **same))
+        return filter(is_usable, find_candidates(profile, topology, batch, schedules=planned, meshes=meshes, extras=extras, **same))
 
     usable, excluded = list(filter(is_usable, considered)), list(itertools.filterfalse(is_usable, considered))
     candidates, tried = [one for one in usable if one.schedule in planned], dict[Candidate, Ranked]()
@@ -153,7 +153,7 @@ def find_plans(
     before = len(tried)
     find_variants(choice, usable, schedules, tried, max_delay=max_delay, share_optimizer=share_optimizer)
     choice = improve(choice.with_more(tried.values(), len(tried) - before), tried, max_delay)
-    if extras.agree is None and extras.slices is None and NO_MESH in meshes:
+    if extras.slices is None:
         choice = find_in_slices(choice, in_slices, tried, extras)
     known = set(candidates)
     candidates += [one.candidate for one in tried.values() if one.candidate not in known]

@@ -45,7 +45,9 @@ def find_in_slices(
     near = list[Candidate]()
     for count in (count for count in COUNTS if count * SHORTEST <= profile.sizes[-1] * profile.positions):
         candidates = [
-            one for one in search(extras._replace(slices=slices_of(profile, count))) if one.rows * profile.positions >= count * SHORTEST
+            one
+            for one in search(extras._replace(slices=slices_of(profile, count)))
+            if one.rows // one.degrees.rows * profile.positions >= count * SHORTEST
         ]
         considered += len(candidates)
         near += [one for one in candidates if one.over is None and one.samples_per_second > least]

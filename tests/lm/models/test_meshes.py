@@ -12,7 +12,9 @@ from jpipe.plan import RULES
 from jpipe_lm.config.model_config import ModelConfig
 from jpipe_lm.models.layers import layers
 from jpipe_train.losses.cross_entropy import loss
+from tests.jpipe.running import check_close
 from tests.lm.models.running import LLAMA, SMALL, params_of
+from tests.lm.models.test_slices import EXPERTS, LENIENT, of, trained
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 64, (4, 8)), jnp.int32)
 GPT = {**SMALL, "vocab_size": 64}
@@ -102,3 +104,11 @@ def test_on_a_mesh_nothing_is_gathered(keys):
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6), actual, expected)
     share = arguments[0]["block_0"]["qkv"]["kernel"].addressable_shards[0].data.size
     assert 2 * share == params["block_0"]["qkv"]["kernel"].size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"mesh": {"expert": 2}}, {"mesh": {"data": 2}, "fsdp": True}], ids=["experts", "fsdp"])
+def test_slices_on_a_mesh_have_the_numbers_of_whole_rows(options):
+    config = of(**LLAMA, experts=EXPERTS)
+    with jax.enable_x64(True), LENIENT():
+        check_close(trained(config, slices=(5, 7), **options), trained(config), 1e-10)

@@ -4,6 +4,8 @@ import pytest
 
 import jpipe
 from jpipe_planner import Profile, Topology, find_plans
+from jpipe_planner.profile.profile import TensorProfile
+from jpipe_planner.profile.sharded import Degrees, Meshes
 from jpipe_planner.ranking import table
 from jpipe_planner.search.candidate import Extras
 
@@ -86,3 +88,32 @@ def test_slices_are_tried_with_compressed_messages_and_in_host_memory():
     run, without = (jpipe.simulate(jpipe.lower(each, 4), costs) for each in (plan, plan.model_copy(update={"offload": None})))
     assert moved.memory == moved.candidate.most_of_replicas(run.peak_bytes)
     assert max(run.peak_bytes) <= 4e9 < max(without.peak_bytes)
+
+
+def test_slices_are_tried_with_agreements_and_on_meshes():
+    agree = jpipe.plan.Agreement(every=4)
+    plans = find_plans(profile(), Topology.flat(8, 1e9, memory=2e9), 4, schedules=["pipedream_flush"], extras=Extras(agree=agree))
+    assert (8, agree, (2,) * 4) in {(one.candidate.num_slices, one.candidate.agree, one.candidate.replicas) for one in plans.choice.ranked}
+    plans = find_plans(on_meshes(), Topology.flat(8, 1e15, memory=0.5e9), 2, schedules=["pipedream_flush"], meshes=[Degrees(model=2)])
+    best, plan = plans.choice.ranked[0], plans.choice.plan(plans.choice.ranked[0])
+    assert (plan.slices, plan.stages[0].shape) == (8, {"model": 2})
+    assert best.seconds == pytest.approx(find_plans(profile(), topology(), 2, schedules=["pipedream_flush"]).choice.ranked[0].seconds / 2)
+
+
+def on_meshes(**fields) -> Profile:
+    """Return the layers of `profile` with shares that tensor parallelism shards."""
+    plain = profile()
+    shares = TensorProfile(weights=1.0, compute=1.0, outputs=0.0, residuals={"none": 1.0}, divides=8, **fields)
+    return plain.model_copy(update={"layers": tuple(layer.model_copy(update={"tensor": shares}) for layer in plain.layers)})
+
+
+def test_each_slice_sums_its_share_and_waits_as_often_as_whole_rows():
+    """A ring of two devices sends the bytes of a sum once; a sum in each slice has a latency of its own."""
+    link = Topology.flat(8, bandwidth=1e3, latency=0.25)
+    (cost,) = (
+        Meshes(on_meshes(reduced=4000.0, reductions=2), link).of(Degrees(model=2))[0].stage_costs(plan, 1)
+        for plan in [jpipe.Plan.even([f"layer {n}" for n in range(8)], 1, "gpipe", 1, slices=(1024, 3072), mesh={"model": 2})]
+    )
+    assert [each.forward for each in cost[0].by_slice] == pytest.approx(
+        [8 * (share * (1 / 2 + 4) + 2 * 2 * 0.25) for share in (1 / 4, 3 / 4)]
+    )

@@ -324,7 +324,6 @@ def test_a_model_that_does_not_fit_reports_the_missing_bytes_and_advice(files, c
             r"unknown schedule 'gpip'; did you mean 'gpipe'",
         ),
         (["tiny.yaml", *BOTH, "--set=plan.slices=2"], r"slices: expected a profile with the costs of half rows, found one without"),
-        (["tiny.yaml", "--set=plan.slices=2", "--mesh=model=2"], r"--mesh: .*plan\.slices"),
         (["tiny.yaml", *BOTH, "--out=plan.yaml"], r"--out: expected a name that ends in .json"),
         (["tiny.yaml", *BOTH, "--png=no/p.png"], r"--png: there is no folder for 'no/p.png'"),
         (

@@ -114,6 +114,12 @@ def test_schedules_without_an_order_for_slices_are_left_out():
         search(in_halves, TWO, 8, dataclasses.replace(request, schedules=("zb_v", "naive")), False, silent())
 
 
+def test_a_search_says_why_it_tries_no_slices():
+    reporter = Reporter(1, 1, "samples", Console(file=(output := io.StringIO()), width=200))
+    search(profile().model_copy(update={"uncut": "a kernel computes the attention"}), TWO, 8, Request(), False, reporter)
+    assert output.getvalue().count("left out: slices of rows, because a kernel computes the attention\n") == 1
+
+
 def test_only_schedules_that_flush_are_considered_by_default():
     def schedules(**options) -> set[str]:
         result = search(profile(), TWO, 8, Request(replicas=False, **options), False, silent())

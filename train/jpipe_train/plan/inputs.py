@@ -27,7 +27,6 @@ _EXCLUSIONS = (
     Exclusion("--pipedream", "--agree", "all stages of pipelines that agree have equally many replicas", "leave one of them out"),
     Exclusion("--pipedream", "plan.agree", "all stages of pipelines that agree have equally many replicas", "leave one of them out"),
     Exclusion("--mesh", "plan.links", "a search cannot price compressed messages on meshes"),
-    Exclusion("--mesh", "plan.slices", "a search cannot price slices on meshes"),
     Exclusion("--pipedream", "plan.slices", "PipeDream's stages are searched for whole rows", "leave one of them out"),
     Exclusion("plan.links.sums", "search for a plan", "a search cannot price compressed sums", "remove it, or write the plan by hand"),
     Exclusion(

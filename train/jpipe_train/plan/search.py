@@ -76,6 +76,8 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
         offload=request.offload,
         **options,
     )
+    if profile.uncut:
+        reporter.say(f"left out: slices of rows, because {profile.uncut}")
     if not request.replicas:
         reporter.say("left out: replicas, because layers carry their state from batch to batch")
     if not plans.candidates:
@@ -134,7 +136,7 @@ def _no_candidate(profile: Profile, topology: Topology, batch: int, request: Req
 
 def _meshes(profile: Profile, topology: Topology, request: Request, reporter: Reporter) -> tuple[Degrees, ...]:
     """Return the meshes to try, and print which requested ones are larger than a server. Raise InputError if one does not fit."""
-    if request.extras.links is not None or request.extras.slices is not None:
+    if request.extras.links is not None:
         return (NO_MESH,)
     if request.degrees is None:
         return possible_degrees(profile, topology)
