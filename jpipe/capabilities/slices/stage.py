@@ -1,5 +1,6 @@
 """The functions of stages for slices of rows, and checks that a model can be computed slice by slice."""
 
+import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -96,11 +97,11 @@ def check_model(functions: Sequence[StageFunctions], layers: Mapping[str, LayerS
         raise _refused("a loss that draws no random numbers", f"a loss with a parameter '{random_parameter(loss)}'")
     ids, loss_too = rows_together(stack, layers, labels, loss, 1)
     mixing = shortened([repr(layer_id) for layer_id in ids if stack.layers[layer_id].carried is None])
-    if stack.traced is not None:
-        found = "layers that were cut from a model" + (f", where {mixing} mix positions" if mixing else "")
-        raise _refused("a dict of layers, in which those that mix positions have a carry", found)
     if mixing:
-        raise _refused("layers that compute each position separately, or have a carry", f"layers that mix positions: {mixing}")
+        found = f"layers that mix positions: {mixing}"
+        if stack.traced is not None:
+            found = f"layers that were cut from a model, where {mixing} mix positions"
+        raise _refused("layers that compute each position separately, or have a carry", found)
     if loss_too:
         raise _refused("a loss that is a sum over positions", "a loss that is more")
     if numbering := _numbering(stack, layers):
@@ -122,8 +123,9 @@ def _numbering(stack: LayerStack, layers: Mapping[str, LayerSpec]) -> tuple[str,
     sizes = {size for leaf in jax.tree.leaves([(spec.x, spec.params) for spec in layers.values()]) for size in leaf.shape}
     counts = [count for count in COUNTS if count not in sizes][:2]
     inputs, known = [with_rows(layers[stack.ids[0]].x, count, 1) for count in counts], set[Any]()
+    of_model = stack.traced is not None and _model_reads(stack, inputs[0], counts[0])
     for layer_id, spec in layers.items():
-        layer, traced, read = stack.layers[layer_id], list[Any](), False
+        layer, traced, read = stack.layers[layer_id], list[Any](), of_model
         is_new = (like := stack.like(layer_id, inputs[0])) not in known
         known.add(like)
         for n, count in enumerate(counts):
@@ -139,6 +141,15 @@ def _numbering(stack: LayerStack, layers: Mapping[str, LayerSpec]) -> tuple[str,
         if is_new and not read and (why := _of_positions(first, second, layer.carried is None)):
             return layer_id, why
     return None
+
+
+def _model_reads(stack: LayerStack, x: Tree, count: int) -> bool:
+    """Return whether a model that was cut into layers reads its positions."""
+    assert stack.traced is not None
+    whole = stack.traced.whole
+    with tracing_at(Positions(0, count, count)), noting_reads() as reads, contextlib.suppress(Exception):  # an error names a layer below
+        jax.eval_shape(partial(_applied, whole.layer.apply), (*whole.specs, x), key_spec())
+    return bool(reads)
 
 
 def _fixed_length(layer_id: str, count: int, error: BaseException) -> str:

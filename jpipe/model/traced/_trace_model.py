@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpipe.context import noting_reads, traced_positions
 from jpipe.errors import Problem, callers_code, cause
 from jpipe.model._layer import describe, key_spec
 from jpipe.model.traced._blocks import Path
@@ -141,4 +142,6 @@ def context() -> tuple[Any, ...]:
         "jax_default_prng_impl",
         "jax_default_matmul_precision",
     )
-    return (*(jax.config.values.get(name) for name in names), jax.sharding.get_abstract_mesh())
+    with noting_reads():  # by no layer
+        positions = traced_positions()
+    return (*(jax.config.values.get(name) for name in names), jax.sharding.get_abstract_mesh(), positions)
