@@ -1,7 +1,7 @@
 """`python -m benchmarks.slices`: measure rows in slices.
 
-`throughput`: two stages of a flush in two processes, each pinned to a core; rows in four slices beside whole rows. `long`: the memory of a
-process that trains a small GPT on rows of 32,768 tokens, in slices and whole.
+`throughput`: two stages of a flush in two processes, each pinned to a core; rows in four slices beside whole rows. `padded`: one program
+for all slices beside one for each. `long`: the memory of a process that trains a small GPT on rows of 32,768 tokens, in slices and whole.
 """
 
 import argparse
@@ -109,7 +109,6 @@ def _compared(microbatches: int, slices: int) -> dict[str, Any]:
         "rounds": ratios,
         "measured": statistics.median(ratios),
         "simulated": seconds[1][0] / seconds[slices][0],
-        "padded": seconds[slices][2],
         "seconds": {each: [1 / statistics.median(rates[each]), seconds[each][0]] for each in rates},
         "memory": memory,
         "held": {each: [fact["held"] for fact in of_process] for each, of_process in facts.items()},
@@ -122,26 +121,20 @@ def _compared(microbatches: int, slices: int) -> dict[str, Any]:
         "goal",
         "bound",
         "arrays held ÷ predicted",
-        "one padded program",
     )
     ratio, of_memory = f"{row['measured']:.2f}", ", ".join(f"{each:.3f}" for each in memory)
     shown = str(microbatches), f"{row['slice_ms']:.0f} ms", ratio, f"{row['simulated']:.2f}"
-    print_table(head, [(*shown, f"{GOALS[microbatches]:g}", f"{BOUNDS[microbatches]:.2f}", of_memory, f"{row['padded']:.2f}")])
+    print_table(head, [(*shown, f"{GOALS[microbatches]:g}", f"{BOUNDS[microbatches]:.2f}", of_memory)])
     return row
 
 
-def _simulated(microbatches: int, slices: int) -> tuple[float, float, float]:
-    """Return the simulated seconds of a batch with measured times, the mean time of a forward, and the work of one padded program.
-
-    This is the time of all slices if each took as long as the last one, which attends to all positions, divided by their time.
-    """
+def _simulated(microbatches: int, slices: int) -> tuple[float, float]:
+    """Return the simulated seconds of a batch with measured times, and the mean time of a forward."""
     with _started("throughput", microbatches, slices, 1) as program:
         program.facts()
         costs = [_cost(fields) for fields in program.run(STEPS)[0]["costs"]]
     plan = pipeline("throughput", microbatches, slices)[0].plan
-    times = [[each.forward + each.backward for each in cost.by_slice or (cost,)] for cost in costs]
-    padded = sum(slices * of_stage[-1] for of_stage in times) / sum(map(sum, times))
-    return jpipe.simulate(jpipe.lower(plan, 1), costs, LINK).seconds, statistics.fmean(cost.forward for cost in costs), padded
+    return jpipe.simulate(jpipe.lower(plan, 1), costs, LINK).seconds, statistics.fmean(cost.forward for cost in costs)
 
 
 def _cost(fields: dict[str, Any]) -> jpipe.programs.StageCost:
@@ -149,11 +142,64 @@ def _cost(fields: dict[str, Any]) -> jpipe.programs.StageCost:
     return jpipe.programs.StageCost(**{**fields, **tuples, "by_slice": tuple(map(_cost, fields["by_slice"])), "passed": ()})
 
 
+def padded(_: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure forwards and backwards of a stage for all slices of a row: with a program for each slice, and with one for all.
+
+    The one program has keys and values for the positions of whole rows, writes a slice into them, and masks later slices.
+    """
+    config, draw = MODELS["throughput"], np.random.default_rng(0)
+    heads, size, rows = config.heads, config.width // config.heads, []
+
+    def array(*shape: int) -> jax.Array:
+        return jax.numpy.asarray(draw.normal(size=shape, scale=0.05), jax.numpy.float32)
+
+    params = [
+        {"qkv": array(3, heads, config.width, size), "out": array(config.width, config.width), "up": array(config.width, 4 * config.width)}
+        for _ in range(config.depth // 2)
+    ]
+
+    def stage(params: Any, x: Any, carry: Any, start: Any) -> Any:
+        left = []
+        for layer, before in zip(params, carry, strict=True):
+            q, *new = jax.numpy.einsum("bsw,nhwd->nbshd", x, layer["qkv"])
+            if isinstance(start, int):
+                keys, values = (jax.numpy.concatenate(parts, 1) for parts in zip(before, new, strict=True))
+            else:
+                keys, values = (jax.lax.dynamic_update_slice_in_dim(*parts, start, 1) for parts in zip(before, new, strict=True))
+            mask = jax.numpy.arange(keys.shape[1])[None] <= start + jax.numpy.arange(x.shape[1])[:, None]
+            x = x + jax.nn.dot_product_attention(q, keys, values, mask=mask[None, None]).reshape(x.shape) @ layer["out"]
+            x = x + jax.nn.gelu(x @ layer["up"]) @ layer["up"].T
+            left.append((keys, values))
+        return x, left
+
+    def passes(params: Any, x: Any, carry: Any, start: Any) -> Any:
+        (y, left), pull = jax.vjp(lambda *arguments: stage(*arguments, start), params, x, carry)
+        return left, pull((y, left))
+
+    def seconds(program: Any, slices: int, room: int) -> float:
+        """Return the time of all slices of a row; the carry before the first has `room` positions."""
+        carry: Any = [(array(1, room, heads, size),) * 2 for _ in params]
+        x, began = array(1, config.seq_len // slices, config.width), time.perf_counter()
+        for n in range(slices):
+            carry, gradients = program(params, x, carry, n * x.shape[1])
+            jax.block_until_ready(gradients)
+        return time.perf_counter() - began
+
+    for slices in (2, 4, 8):
+        programs = (jax.jit(passes, static_argnums=3), 0), (jax.jit(passes), config.seq_len)
+        with_compilation, *rounds = ([seconds(program, slices, room) for program, room in programs] for _ in range(12))
+        ratio = statistics.median(padded / apart for apart, padded in rounds)
+        rows.append({"slices": slices, "ratio": ratio, "rounds": rounds, "with_compilation": with_compilation})
+    head = "slices of a row", "padded ÷ one for each slice", "compilation and first row, one for each slice", "padded"
+    print_table(head, [(str(row["slices"]), f"{row['ratio']:.2f}", *(f"{each:.1f} s" for each in row["with_compilation"])) for row in rows])
+    return rows
+
+
 def long(_: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure memory, loss and time of a step on four rows of 32,768 tokens; of two steps in slices."""
     rows = []
     for slices in (1, 8):
-        with _started("long", 4, slices, 1) as program:
+        with _started("long", 4, slices, 1, MALLOC_MMAP_THRESHOLD_=str(2**20)) as program:  # `keep_freed_memory` says why
             (fact,) = program.facts(3600)
         rows.append({"slices": slices, **fact})
         sizes = [f"{size / 1e9:.2f} GB" for size in (fact["peak"], fact["held"], sum(fact["predicted"]))]
@@ -163,11 +209,11 @@ def long(_: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def _started(name: str, microbatches: int, slices: int, count: int) -> Program:
+def _started(name: str, microbatches: int, slices: int, count: int, **environment: str) -> Program:
     """Start the processes of a pipeline, each pinned to a core."""
     port = free_port()
     commands = [python_module("benchmarks.slices", "process", name, microbatches, slices, n, count, port) for n in range(count)]
-    return Program(f"{name} in {slices} slices", commands, range(count), {"JAX_PLATFORMS": "cpu"})
+    return Program(f"{name} in {slices} slices", commands, range(count), {"JAX_PLATFORMS": "cpu", **environment})
 
 
 if __name__ == "__main__":
@@ -175,4 +221,4 @@ if __name__ == "__main__":
         process(sys.argv[2], *map(int, sys.argv[3:]))
     else:
         parser = argparse.ArgumentParser(prog="python -m benchmarks.slices", description=__doc__)
-        parts.run(parser, {"throughput": throughput, "long": long}, "benchmarks/slices.json", None)
+        parts.run(parser, {"throughput": throughput, "padded": padded, "long": long}, "benchmarks/slices.json", None)
