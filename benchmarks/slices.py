@@ -196,10 +196,13 @@ def padded(_: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def long(_: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure memory, loss and time of a step on four rows of 32,768 tokens; of two steps in slices."""
+    """Measure memory, loss and time of a step on four rows of 32,768 tokens; of two steps in slices.
+
+    Large blocks return to the system; `jpipe.keep_freed_memory` says why.
+    """
     rows = []
     for slices in (1, 8):
-        with _started("long", 4, slices, 1, MALLOC_MMAP_THRESHOLD_=str(2**20)) as program:  # `keep_freed_memory` says why
+        with _started("long", 4, slices, 1, MALLOC_ARENA_MAX="1", MALLOC_MMAP_THRESHOLD_=str(2**20)) as program:
             (fact,) = program.facts(3600)
         rows.append({"slices": slices, **fact})
         sizes = [f"{size / 1e9:.2f} GB" for size in (fact["peak"], fact["held"], sum(fact["predicted"]))]
