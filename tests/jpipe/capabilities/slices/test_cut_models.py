@@ -32,9 +32,10 @@ def summed(params, x):
 
 
 def numbered(params, x):
+    """Return the outputs of a model in which only the last layer adds the numbers of positions."""
     at = traced_positions()
     number = jnp.arange(x.shape[1], dtype=x.dtype) + (0 if at is None else at.start)
-    return apart(params, x + number[None, :, None])
+    return apart(params, x) + 0.1 * number[None, :, None]
 
 
 def loss(y, labels):
