@@ -148,6 +148,10 @@ OF_SUMS = (
     Setting(SUMS, "fp8", sums="fp8"),
     Setting(SUMS, "fp8, no feedback", sums="fp8", feedback=False),
 )
+FEW_BITS = (
+    *(_of_means(every, name, bits=bits) for every in (30, 100) for name, bits in (("", None), (", 4 bits", 4), (", 2 bits", 2))),
+    _of_means(50, ", 4 bits", bits=4),
+)
 OF_BOTH = (Setting(BOTH, "int8", messages="int8", sums="int8"),)
 
 
@@ -177,16 +181,17 @@ PARTS = (
         d=2,
         width=64,
     ),
-    Part(
-        "few bits",
-        600,
-        _with(
-            (*BASE, _of_means(30), _of_means(30, ", 4 bits", bits=4), _of_means(30, ", 2 bits", bits=2)), variant=NESTEROV, rates=(6e-3,)
-        ),
-        d=2,
-        width=64,
-        pipelines=2,
-        optimizer="Muon",
+    *(
+        Part(
+            f"few bits, {optimizer}",
+            600,
+            _with((*BASE, *FEW_BITS), variant=NESTEROV, rates=(rate,)),
+            d=2,
+            width=64,
+            pipelines=2,
+            optimizer=optimizer,
+        )
+        for optimizer, rate in (("Muon", 6e-3), ("Adam", 4e-3))
     ),
 )
 
