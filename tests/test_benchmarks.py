@@ -475,19 +475,19 @@ def test_a_row_of_table_1_is_planned_and_put_into_the_documents(real, monkeypatc
         profile = Profile(source="analytic", sizes=[80], inputs=[10**6], labels=[10], layers=layers)
         monkeypatch.setattr(papers.pipedream, "pipedream_profile", lambda _: profile)
     first, second = tmp_path / "first.md", tmp_path / "second.md"
-    first.write_text("before\n\n<!-- table 1 -->\n\n| old |\n\nafter\n\n<!-- table 1, sums -->\n")
-    second.write_text("<!-- table 1, recurrence -->\n")
+    first.write_text("before\n\n<!-- table 1 -->\n\n| old |\n\nafter\n")
+    second.write_text("<!-- table 1, sums -->\n")
     options = ["--documents", str(first), str(second), "--pictures", str(tmp_path), "--json", str(tmp_path / "papers.json")]
     papers.main(["table-1", "--model", "S2VT", *options])
-    table, sums, recurrence = json.loads((tmp_path / "papers.json").read_text())["table-1"]
+    table, sums = json.loads((tmp_path / "papers.json").read_text())["table-1"]
     ((model, cluster, paper, planned, as_paper, *_),) = table["rows"]
     assert (model, cluster, paper) == ("S2VT", "4 × 1 C", "2-1-1 (3.01)")
     faster, of_paper = (float(re.search(r"\((.+)\)", cell)[1]) for cell in (planned, as_paper))
     assert as_paper.startswith("2-1-1 ")
     assert faster >= of_paper > (0 if real else 1)
-    text, *below = (papers.Table(**one).text for one in (table, sums, recurrence))
-    assert first.read_text() == f"before\n\n<!-- table 1 -->\n\n{text}\nafter\n\n<!-- table 1, sums -->\n\n{below[0]}\n"
-    assert second.read_text() == f"<!-- table 1, recurrence -->\n\n{below[1]}\n"
+    text, below = (papers.Table(**one).text for one in (table, sums))
+    assert first.read_text() == f"before\n\n<!-- table 1 -->\n\n{text}\nafter\n"
+    assert second.read_text() == f"<!-- table 1, sums -->\n\n{below}\n"
     assert text in capsys.readouterr().out
     assert [path.name for path in tmp_path.glob("*.svg")] == ["papers-plans.svg"]
 

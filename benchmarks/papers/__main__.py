@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from benchmarks import parts
-from benchmarks.papers import pipedream, preprint, two_bw
+from benchmarks.papers import pipedream, two_bw
 from benchmarks.papers.document import Table, write_pages
 from benchmarks.papers.draw import draw_all
 from jpipe import InputError
@@ -27,7 +27,6 @@ PARTS: dict[str, Callable[[argparse.Namespace], list[Table]]] = {
     "figure-15": lambda _: pipedream.figure_15(),
     "figure-16": lambda _: pipedream.figure_16(),
     "figure-18": lambda _: pipedream.figure_18(),
-    "preprint": lambda _: preprint.table_1(),
     "2bw-choice": lambda _: two_bw.choice(),
     "2bw-figure-6": lambda _: two_bw.figure_6(),
     "2bw-figure-7": lambda _: two_bw.figure_7(),

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from benchmarks.papers import stages
 from benchmarks.papers.document import Table
 from benchmarks.papers.models import PIPEDREAM, pipedream_profile, servers, topology
-from benchmarks.papers.partition import Partition, Problem, evaluate_partition, search_pipedream
-from benchmarks.papers.recurrence import search_paper
+from benchmarks.papers.partition import Partition, Problem, search_pipedream
 from jpipe_planner import Profile, Topology
 
 SHARED_PCIE = 10e9 / 4
 """Bytes per second of each of four GPUs that share the PCIe of `cluster-a.yaml`, as those of the paper do."""
 
-PREPRINT_SERVERS = {"V100": ("cluster-a", 10e9 / 8), "Titan X": ("cluster-c", 25e9 / 8)}
+PREPRINT_SERVERS = {"V100": ("cluster-a", 10e9 / 8)}
 """By GPU: the topology with its device, and the bytes per second of the network."""
 
 STRAIGHT = "straight"
@@ -41,7 +40,7 @@ DEPTHS = {("GNMT-16", "4 × 4 A"): 14, ("GNMT-16", "2 × 8 B"): 14, ("GNMT-8", "
 def machine(cluster: str, shared_pcie: bool = False) -> Topology:
     """Return the topology of a cluster, such as `4 × 4 A`: servers, GPUs in each of them, and the paper's letter.
 
-    The preprint's servers have one GPU each: a V100 (`8 × 1 V100`), joined by 10 Gbit/s, or a Titan X, by 25 Gbit/s.
+    The preprint's servers have one V100 each (`8 × 1 V100`), joined by 10 Gbit/s.
     """
     count, _, _, letter = cluster.split(maxsplit=3)
     if letter == "C":
@@ -90,22 +89,7 @@ def table_1(models: Sequence[str] = ()) -> list[Table]:
     if waits := [_sums_row(*case, rows) for case in cases if not case[2].isdecimal() for rows in ROWS.get(case[0], (0,))]:
         slow = ("model", "cluster", "paper", "sums overlap", "sums wait", "link", "rate for the paper's speed-up", "share of the link")
         tables.append(Table("table 1, sums", slow, waits))
-    other = ("model", "cluster", f"planned, M = {MICROBATCHES} per device", "recurrence: text", "recurrence: code")
-    return [*tables, Table("table 1, recurrence", other, [_recurrence_row(model, cluster) for model, cluster, *_ in cases])]
-
-
-MICROBATCHES = 4
-"""Per device and update of all stages, where stages do not update by themselves."""
-
-
-def _recurrence_row(model: str, cluster: str) -> tuple[str, ...]:
-    """Return the plans by one update of all stages, and by the paper's recurrence with both of its costs."""
-    where = machine(cluster)
-    profile = profile_on(model, where)
-    problem, uniform = stages.problem_of(profile, where), stages.problem_of(profile, where, MICROBATCHES * where.num_devices)
-    cells = [cell(uniform, search_pipedream(uniform))]
-    cells += [cell(problem, evaluate_partition(problem, search_paper(problem, price).stages)) for price in ("text", "code")]
-    return (model, cluster, *cells)
+    return tables
 
 
 def _row(model: str, cluster: str, paper: str, speed_up: str) -> tuple[str, ...]:
@@ -252,7 +236,7 @@ FIGURE_14 = {"VGG-16": "14.9", "AlexNet": "6.5", "GNMT-8": "2 or more", "GNMT-16
 def figure_14() -> list[Table]:
     """Simulate throughput on 4 GPUs of Cluster-A relative to model parallelism without pipelining."""
     where = machine("1 × 4 A")
-    a, b = [], []
+    rows = []
     for model, says in FIGURE_14.items():
         profile, problem = profile_on(model, where), problem_on(model, where)
         straight, best = stages.best_cuts(problem, (1, 1, 1, 1)), stages.best_pipeline(problem)
@@ -261,14 +245,9 @@ def figure_14() -> list[Table]:
         piped, replicated = (_throughput(profile, problem, one) for one in (straight, best))
         whole = _throughput(profile, problem, stages.data_parallel(problem))
         cells = [f"{rate / alone:.1f}" for rate in (piped, replicated, whole)]
-        a.append((model, cells[0], stages.name_of(best), cells[1], cells[2], "2 or more", says))
-        hybrid = stages.best_cuts(problem, (2, 2))
-        assert hybrid is not None
-        gains = [_throughput(profile, problem, one) / _throughput(profile, problem, one, "naive") - 1 for one in (hybrid, best)]
-        b.append((model, f"{gains[0]:+.0%}", stages.name_of(best), f"{gains[1]:+.0%}", "up to +80%"))
+        rows.append((model, cells[0], stages.name_of(best), cells[1], cells[2], "2 or more", says))
     head = ("model", "straight, pipelined", "fastest pipeline", "its speed-up", "data parallelism", "paper: straight", "paper: PipeDream")
-    hybrid_head = ("model", "2-2: pipelining gains", "fastest pipeline", "pipelining gains", "paper")
-    return [Table("figure 14a", head, a), Table("figure 14b", hybrid_head, b)]
+    return [Table("figure 14", head, rows)]
 
 
 def _throughput(profile: Profile, problem: Problem, partition: Partition, schedule: str = "pipedream") -> float:

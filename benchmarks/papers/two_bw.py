@@ -1,4 +1,4 @@
-"""PipeDream-2BW (ICML 2021): its planner's choice, figures 6 to 9 and appendix B, from the GPTs and BERTs of the paper's sizes.
+"""PipeDream-2BW (ICML 2021): its planner's choice, figures 6 to 9 and appendix B, from GPTs of the paper's sizes.
 
 An analytic profile has the same time per row for every number of rows. GPUs are faster with more rows, which is why the paper recomputes:
 to fit larger microbatches. It does not say how much faster, so there are two choices: one without this effect, and one with `HALF_ROWS`,
@@ -8,7 +8,7 @@ where b rows take as long as b + `HALF_ROWS` would at the full rate.
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks.papers.document import Table
 from benchmarks.papers.models import topology, transformer_profile, two_blocks, with_blocks
@@ -30,62 +30,40 @@ HALF_ROWS = 0.5
 PAPER = {
     "GPT, 2.2B": ("v100-16gb-8", 8, (64, 512)),
     "GPT, 3.8B": ("v100-16gb-64", 16, (512, 2048)),
-    "BERT, 2.2B": ("v100-16gb-8", 8, (64, 512)),
-    "BERT, 3.8B": ("v100-16gb-64", 16, (512, 2048)),
 }
 """The topology, the paper's depth, and a small and a large batch: one and several rounds of microbatches."""
 RATIOS = (
     ("pipedream_2bw", "pipedream_flush", "2BW ÷ Flush", "up to 1.6, 1.15"),
     ("pipedream_2bw", "gpipe", "2BW ÷ GPipe", "up to 3.2"),
     ("pipedream_2bw", "naive", "2BW ÷ naive", "up to 6.1 (GPT, 2.2B)"),
-    ("pipedream_flush", "gpipe", "Flush ÷ GPipe", "2.1, 3"),
-    ("pipedream_flush", "naive", "Flush ÷ naive", "up to 4.1, 5.3 (GPT, 2.2B)"),
 )
 """Two schedules, and the paper's ratio of their throughputs, for a small and a large batch, from the text of section 5.2."""
 
 
 def choice() -> list[Table]:
-    """Plan 2BW for the GPTs: the best plan, and how much slower the best plan of another depth is."""
+    """Plan 2BW for the GPTs."""
     head = ("model", "batch", "few rows", "paper", "d × w", "microbatch size × m", "stages that recompute", "memory", "samples/s")
     rows = []
-    for name in ("GPT, 2.2B", "GPT, 3.8B"):
-        cluster, depth, batches = PAPER[name]
+    for name, (cluster, depth, batches) in PAPER.items():
         profile = transformer_profile(name, MORE_SIZES, POLICIES)
         for half, label in ((0.0, "as fast"), (HALF_ROWS, "slower")):
-            for chosen in best_plans(with_half_rows(profile, half), topology(cluster), batches):
-                best = chosen.best.candidate
+            for batch, chosen in best_plans(with_half_rows(profile, half), topology(cluster), batches):
+                best = chosen.candidate
                 full = sum(policy == "full" for policy in best.policies)
                 cells = (
                     f"{best.depth} × {best.replicas[0]}",
                     f"{best.rows} × {best.microbatches // best.replicas[0]}",
                     f"{full} of {best.depth}",
                 )
-                cells += (_gigabytes(max(best.memory)), f"{best.samples_per_second:.1f}", chosen.slower)
-                rows.append((name, chosen.batch, label, f"d = {depth}, recompute", *cells))
-    return [Table("2bw choice", (*head, "next best depth"), rows)]
+                cells += (_gigabytes(max(best.memory)), f"{best.samples_per_second:.1f}")
+                rows.append((name, batch, label, f"d = {depth}, recompute", *cells))
+    return [Table("2bw choice", head, rows)]
 
 
-class Chosen(NamedTuple):
-    """The plan for a batch.
-
-    Attributes:
-        batch: rows between two updates.
-        best: the fastest plan that fits.
-        slower: the best plan of another depth, and how much slower it is.
-    """
-
-    batch: int
-    best: Ranked
-    slower: str
-
-
-def best_plans(profile: Profile, where: Topology, batches: Sequence[int]) -> Iterator[Chosen]:
-    """Sweep the plans of 2BW for each batch."""
+def best_plans(profile: Profile, where: Topology, batches: Sequence[int]) -> Iterator[tuple[int, Ranked]]:
+    """Yield the fastest plan of 2BW that fits for each batch, as (rows between two updates, plan)."""
     for batch in batches:
-        best, *others = choose(profile, where, find_candidates(profile, where, batch, schedules=("pipedream_2bw",))).ranked
-        other = next((one for one in others if one.candidate.depth != best.candidate.depth), None)
-        slower = f"{other.candidate.depth}, {1 - other.samples_per_second / best.samples_per_second:.1%} slower" if other else ""
-        yield Chosen(batch, best, slower)
+        yield batch, choose(profile, where, find_candidates(profile, where, batch, schedules=("pipedream_2bw",))).ranked[0]
 
 
 def with_half_rows(profile: Profile, half: float) -> Profile:
@@ -180,7 +158,7 @@ APPENDIX_B_ROWS = 1, 2, 8, 16
 
 
 def appendix_b() -> list[Table]:
-    """Simulate 2BW with and without recomputation by the rows of a microbatch, also where few rows are slow."""
+    """Simulate 2BW with and without recomputation by the rows of a microbatch."""
     where, rows = topology("v100-16gb-8"), []
     limit = where.device.memory or float("inf")
     for name in APPENDIX_B:
@@ -188,16 +166,11 @@ def appendix_b() -> list[Table]:
         for size in APPENDIX_B_ROWS:
             cells = list[str]()
             for policy in POLICIES:
-                runs = [
-                    same_policy(with_half_rows(even, half), where, "pipedream_2bw", 8, size, 8 * size, policy) for half in (0, HALF_ROWS)
-                ]
-                peak = max(runs[0].peak_bytes)
-                cells += [
-                    *(f"{8 * size / run.batch_seconds:.1f}" for run in runs),
-                    f"{_gigabytes(peak)}{'' if peak <= limit else ', too much'}",
-                ]
+                run = same_policy(even, where, "pipedream_2bw", 8, size, 8 * size, policy)
+                peak = max(run.peak_bytes)
+                cells += [f"{8 * size / run.batch_seconds:.1f}", f"{_gigabytes(peak)}{'' if peak <= limit else ', too much'}"]
             rows.append((name, size, *cells))
-    each = ("samples/s", "few rows slower", "memory")
+    each = ("samples/s", "memory")
     return [Table("appendix B", ("model", "rows", *(f"{policy}: {name}" for policy in POLICIES for name in each)), rows)]
 
 
