@@ -1,8 +1,6 @@
 """MFU: FLOPs equal to the formula, peaks of common devices, and where it is shown."""
 
 import json
-import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -113,19 +111,6 @@ def test_products_in_loops_and_fused_attention_count(monkeypatch):
 )
 def test_the_peak_of_a_device(kind, dtype, expected):
     assert mfu.peak_of(kind, dtype) == (None if expected is None else pytest.approx(expected * 1e12))
-
-
-def test_the_page_shows_the_same_peaks():
-    page = (Path(__file__).parents[4] / "docs" / "how-to" / "logging.md").read_text()
-    rows = re.findall(r"^\| (.*?)(?: \(float16\)|, per core)? \| ([\d.]+) \| ([\d.]+) \| ([\d.]*) ?\|$", page, re.MULTILINE)
-    kinds = [kind for kinds, *_ in rows for kind in kinds.replace("V100 SXM", "V100-SXM").replace("V100 PCIe", "V100-PCIE").split(", ")]
-    assert {pattern for pattern, _ in mfu.PEAKS} == {next(p for p, _ in mfu.PEAKS if re.search(p, kind)) for kind in kinds}
-    for names, half, fast, full in rows:
-        kind = names.split(", ")[0].replace("V100 SXM", "V100-SXM").replace("V100 PCIe", "V100-PCIE")
-        dtype = "bfloat16" if "TPU" in kind else "float16"
-        assert (mfu.peak_of(kind, dtype), mfu.peak_of(kind, "float32")) == pytest.approx((float(half) * 1e12, float(fast) * 1e12))
-        with jax.default_matmul_precision("highest"):
-            assert mfu.peak_of(kind, "float32") == (pytest.approx(float(full) * 1e12) if full else None)
 
 
 def test_the_peak_of_float32_depends_on_how_it_is_multiplied(monkeypatch):
