@@ -18,7 +18,7 @@ COLUMNS = 80
 PAGE = Path(__file__).parent / "reference" / "cli.md"
 _HELP = re.compile(r"\n```\n(?:usage: |  --coordinator ).*?\n```\n", re.DOTALL)
 _LEFT_OUT = re.compile(r"\n subcommands\n.*|\n +\(default:\s+(?:None|False)\)| +\(default:\s+(?:None|False)\)", re.DOTALL)
-_EMPTY = re.compile(r"\n options\n -+\Z")
+_HEADINGS = re.compile(r"\n+ (?:positional arguments|options)\n -+(?=\n|\Z)")
 _OPTION = re.compile(r"^  (-\S+).*\n(?:   .*\n)*", re.MULTILINE)
 OF_PROCESSES = "--coordinator", "--num-processes", "--process-id", "--connect-limit", "--wait-limit", "--secret-file"
 """The options of a job of several processes."""
@@ -55,7 +55,7 @@ def _help_of(section: str) -> str:
     whole = _LEFT_OUT.sub("", help_text(heading[1] if heading else "train")) + "\n"
     if heading:
         text = _OPTION.sub(lambda option: "" if option[1] in ("-h,", *OF_PROCESSES) else option[0], whole)
-        text = _EMPTY.sub("", text.rstrip())
+        text = _HEADINGS.sub("\n", text.rstrip())
     else:
         text = "".join(option[0] for option in _OPTION.finditer(whole) if option[1] in OF_PROCESSES)
     return f"\n```\n{text.rstrip()}\n```\n"

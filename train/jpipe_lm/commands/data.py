@@ -42,7 +42,7 @@ def make_tokenizer(
         out: The tokenizer.json to create.
         form: What a document is, as in jpipe data prepare. From conversations, the contents of the messages are read.
         kind: The kind of model. A decoder has the special token <|endoftext|>; BERT has its own special tokens.
-        special: A further special token, for example of a chat template. The option may be repeated.
+        special: A further special token, for example of a chat template.
         text_key: The column, or the key of a JSON line, with the text. With none, files of rows are also read as text.
         prompt_key: The column with the prompt.
         answer_key: The column with the answer.

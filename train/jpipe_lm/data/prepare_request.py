@@ -22,9 +22,8 @@ class PrepareRequest:
         out: The folder to create.
         form: What a document is. text: a text file, or a row of JSON lines, CSV, TSV, Parquet or Arrow with a text. auto: the same, but
             other files are rejected. prompts: a row with a prompt and an answer. chat: a conversation. tokens: a row with token ids.
-        validation_fraction: The share for validation. It consists of whole files if there are several text files, of the end of a single
-            text file, or of the rows that a hash selects.
-        shard_tokens: The size of a file of tokens. A file ends with the document that reaches this size.
+        validation_fraction: The share for validation.
+        shard_tokens: The size of a file of tokens.
         end_of_text: The token that ends each document; by default the end-of-text token of the tokenizer.
         text_key: The column, or the key of a JSON line, with the text. With none, files of rows are also read as text.
         prompt_key: The column with the prompt.

@@ -13,10 +13,10 @@ class Request:
     """The arguments of `jpipe generate`.
 
     Attributes:
-        source: A run folder, such as runs/0001, a folder in Hugging Face's layout, or the name of a model, such as hf:owner/name.
-        prompts: The text to continue. The option may be repeated. Without it, standard input is read.
+        source: A run folder, a folder in Hugging Face's layout, or the name of a model, such as hf:owner/name.
+        prompts: The text to continue; without it, standard input is read.
         tokens: Generate at most N tokens, fewer if the text ends or the model has no more positions. Default: 100, with --chat 1,000.
-        stops: End the output before this text. The option may be repeated.
+        stops: End the output before this text.
         is_chat: Hold a conversation. Each line of standard input is a message of the user. Ctrl-C stops an answer, Ctrl-D ends the
             conversation.
         system: The system message at the beginning of a conversation.
@@ -25,12 +25,11 @@ class Request:
         top_k: Sample from the K most likely tokens.
         top_p: Sample from the most likely tokens that together have the probability P, such as 0.9.
         seed: The seed of sampling.
-        step: The checkpoint after N steps, or the best checkpoint of a run with checkpoint.best; by default the newest complete checkpoint.
-        weights: The newest parameters, or their moving average (ema) in a run with optimizer.ema_decay.
+        step: The checkpoint after N steps, or the best; by default the newest complete one.
+        weights: The newest parameters, or their moving average (ema).
         adapters: A folder in PEFT's layout, or its name, with adapters for a model in Hugging Face's layout.
         tokenizer: A tokenizer.json that replaces the model's own. bytes: each byte is a token.
-        devices: Place the layers on N devices, in order. By default, use the smallest number with enough memory; with several processes,
-            use all devices.
+        devices: Place the layers on N devices; by default on the fewest with enough memory, with several processes on all.
         dtype: The dtype of the computation; by default the dtype of training, or the dtype of the weights in a folder.
         as_json: At the end, write one JSON object for each prompt, with prompt, text, tokens and end.
     """

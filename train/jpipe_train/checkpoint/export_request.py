@@ -17,14 +17,13 @@ class ExportRequest:
         source: The folder of the run, such as runs/0001. With --layout huggingface also a config, for its weights before training.
         to: The new file to write, with parameters and layer state by layer id and path. With --layout it is a new folder.
         out: The file or folder to write, as an option.
-        step: The checkpoint after this number of steps, or the best one of a run with checkpoint.best; by default the newest that is
-            complete.
-        weights: The newest parameters, or their moving average (ema), of a run with optimizer.ema_decay.
+        step: The checkpoint after N steps, or the best; by default the newest complete one.
+        weights: The newest parameters, or their moving average (ema).
         layout: orbax: a tree with the same names, which ocp.StandardCheckpointer restores. model: such a tree with the model's own paths,
             if model.target is a whole model. huggingface: a folder with config.json and model.safetensors, for decoders and BERT, with
             adapters merged into the weights. peft: a folder with only the adapters.
         overrides: Replace one key of a config, such as model.preset=gpt2-124m.
-        push: Then upload it under this name, such as hf:me/my-model. What will be uploaded is shown, and you are asked first.
+        push: Then upload it under this name, such as hf:me/my-model; you are asked first.
         yes: With --push, do not ask.
         public: With --push, let everyone read a new model. By default it is private.
     """

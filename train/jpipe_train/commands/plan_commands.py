@@ -39,11 +39,10 @@ def simulate(
         overrides: Replace one key of a config, such as plan.schedule=gpipe.
         batches: How many batches to show; by default enough batches to reach the steady state.
         png: Draw the timeline into this file. For a config, the memory is drawn into a second file next to it.
-        no_compile: Do not compile the stages of a config. Compiling takes seconds for small models and minutes for large ones. Without
-            compiling, the temporary memory of the programs, and so the peak memory, is unknown.
+        no_compile: Do not compile the stages of a config. Then the peak memory is unknown.
         target: Compile for this device, which this machine need not have: a name that jpipe target lists, or a YAML file of a target or a
-            topology. By default, the stages are compiled for the devices of this machine.
-        allow_code: Allow a config that names functions of your own, which jpipe imports and runs.
+            topology.
+        allow_code: Import and run the functions that a config names, as in train.
     """
     with interrupt.importing():
         import jpipe_train.plan.simulate as simulation
@@ -67,7 +66,7 @@ def target(
 
     Args:
         name: Show one device with the sources of its properties. Give a name, such as h100-80gb, or a YAML file in the same format.
-        here: Describe the GPU or TPU of this machine in a file. With this file other machines can compile stages for the device.
+        here: Describe the GPU or TPU of this machine in a file, for which other machines can compile.
         out: The file that --here writes; it must not exist. By default it is named after the device, in the current folder.
         roofline: Compile the stages of this config's plan for NAME, and show the bytes, FLOPs and least seconds of each program, its most
             expensive kernels, and the same train step as one program. Nothing is run.

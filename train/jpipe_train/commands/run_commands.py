@@ -15,9 +15,6 @@ def runs(
 ) -> int:
     """List the runs in a folder with their state, step, losses, plan and time, and how long ago each logged a step.
 
-    A run is *running* while a process holds the lock of its folder. It is *complete* after its last step, and *stopped early* if early
-    stopping ended it. It is *stopped* if it saved at a signal, such as Ctrl-C, and *unfinished* if it failed or was killed.
-
     Args:
         folder: A folder that contains run folders, or the folder of one run.
         as_json: Print one JSON object per run, with more fields than the table.
@@ -37,7 +34,7 @@ def compare(
 
     Args:
         runs: The folders of the runs, such as runs/0001 runs/0002.
-        out: The page to write. The picture has the same name with the ending svg. Only an earlier comparison is replaced, no other file.
+        out: The page to write. The picture has the same name with the ending svg.
     """
     with interrupt.importing():
         from jpipe_train.console.progress import Reporter
@@ -50,7 +47,7 @@ def compare(
 def sweep(request: Fields[Request], task: Annotated[int | None, tyro.conf.arg(metavar="I")] = None, slurm: Flag = False) -> int:
     """Train one run for every combination of some config values, one after the other, and compare the runs.
 
-    Complete runs are skipped, and unfinished runs are resumed. So the same command continues a sweep, and another grid adds runs to it.
+    The same command continues a sweep, and another grid adds runs to it.
 
     Args:
         request: What is trained.

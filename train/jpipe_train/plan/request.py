@@ -33,17 +33,15 @@ class Options:
         batch: Rows between two updates; by default the config's batch size.
         up_to: Allow batches with fewer rows than --batch, if they train faster.
         rows: The number of rows of a microbatch in a graph.txt; by default 1.
-        schedules: The schedules to try, such as pipedream_2bw,gpipe, or all; by default those that flush, which train as if there were no
-            pipeline.
-        max_delay: Allow weights that are at most this many updates old, in the mean over stages. Without --schedules, this tries all
-            schedules.
+        schedules: The schedules to try, such as pipedream_2bw,gpipe, or all; by default those that flush.
+        max_delay: Allow weights that are at most this many updates old, in the mean over stages, under any schedule.
         devices: With local, the number of devices to use; by default all, and on CPUs one per core.
-        meshes: Use only stages on this mesh, such as model=4, data=2,model=4,fsdp or expert=8, or none for one device each. May be given
-            several times. By default, for a topology from a file, meshes inside a server are tried if the model's logical axes allow them.
+        meshes: Use only stages on this mesh, such as model=4, data=2,model=4,fsdp or expert=8, or none for one device each.
+            By default meshes inside a server are tried for a topology from a file.
         pipedream: When PipeDream's stages update: by default once per batch; with replicas, after each replica has finished a microbatch.
         measure: With a config and local, run the best plans of this many kinds for some seconds each, and choose the fastest.
         agree: Make replicas parallel pipelines that agree on their weights every this many updates; by default as plan.agree says.
-        offload: Also try plans with parts of the state in host memory. Without this, they are tried only if no other plan fits.
+        offload: Try plans with parts of the state in host memory even if others fit.
         out: Write the plan into this file, as JSON for plan.file.
         profile_out: Write the profile into this file.
         png: Draw throughput against memory of all candidates, and the balance of the stages, into this file.

@@ -18,11 +18,9 @@ class TrainRequest:
         plan: Train with the plan in this file, like plan.file in the config. auto: first search for the fastest plan for these devices.
         resume: Whether to resume from the newest checkpoint in run.dir. auto: if there is one; must: fail if there is none; never: start a
             new run.
-        from_checkpoint: Resume from the checkpoint after N steps, or from the best checkpoint, instead of the newest. Later checkpoints are
-            renamed and kept.
+        from_checkpoint: Resume from the checkpoint after N steps, or from the best. Later checkpoints are renamed and kept.
         allow_code: Import and run the functions that the file names as module:function, from the current folder or installed packages.
-        elastic: For several processes: the number of processes that the plan of the config needs. If there are fewer, a smaller plan
-            replaces it.
+        elastic: The number of processes that the plan of the config needs. With fewer, a smaller plan replaces it.
     """
 
     config: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")]
@@ -40,10 +38,10 @@ class EvaluateRequest:
 
     Attributes:
         run: The folder of the run, such as runs/0001.
-        data: Data in the same form as the data of the run; by default all validation data of the run.
-        step: The checkpoint after N steps, or the best checkpoint of a run with checkpoint.best; by default the newest complete checkpoint.
-        weights: The newest parameters, or their moving average (ema) in a run with optimizer.ema_decay.
-        batches: Evaluate only N batches. The validations during the run use train.eval_batches batches.
+        data: Data in the form of the run's; by default all validation data of the run.
+        step: The checkpoint after N steps, or the best; by default the newest complete one.
+        weights: The newest parameters, or their moving average (ema).
+        batches: Evaluate only N batches.
         overrides: Replace one key of the run's config, such as plan.num_stages=1.
         allow_code: Import and run the functions that the config names.
     """

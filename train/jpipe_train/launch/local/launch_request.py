@@ -26,11 +26,10 @@ class Request:
         command: The command of every process. launch appends the coordinator, the number of processes and the number of the process.
         num_processes: How many processes to start.
         pin: Give each process a CPU core of its own, if there are enough cores. For measurements.
-        max_restarts: How often to restart all processes after one fails. They resume from the newest checkpoint of their run folder.
-        elastic: In place of -n: train with MAX processes. If some are lost, the remaining processes go on, as long as there are MIN.
+        max_restarts: How often to restart all processes after one fails, from the newest checkpoint.
+        elastic: In place of -n: train with MAX processes, and with fewer, at least MIN, if some are lost.
         max_failures: With --elastic: a process that fails this many times in a row, without a new checkpoint, is left out.
-        retry_after: With --elastic: a process that was left out is tried again at a checkpoint after this time. The time doubles with each
-            further failure.
+        retry_after: With --elastic: a process that was left out is tried again after this time, which doubles with each failure.
         shortage_limit: With --elastic: how long to wait while fewer than MIN processes can be started.
     """
 
