@@ -22,7 +22,6 @@ PARTS: dict[str, Callable[[argparse.Namespace], list[Table]]] = {
     "figure-17": lambda _: pipedream.figure_17(),
     "figure-1": lambda _: pipedream.figure_1(),
     "figure-12": lambda _: pipedream.figure_12(),
-    "figure-14": lambda _: pipedream.figure_14(),
     "section-5.4": lambda _: pipedream.section_5_4(),
     "figure-15": lambda _: pipedream.figure_15(),
     "figure-16": lambda _: pipedream.figure_16(),

@@ -1,4 +1,4 @@
-"""PipeDream (SOSP 2019): table 1, section 5.4 and figures 1, 12 and 14 to 18, planned for the models of `configs/papers/`."""
+"""PipeDream (SOSP 2019): table 1, section 5.4 and figures 1, 12 and 15 to 18, planned for the models of `configs/papers/`."""
 
 import statistics
 from collections.abc import Sequence
@@ -227,27 +227,6 @@ def figure_12() -> list[Table]:
         half = stages.scaled(full, stages.rate(where.device) / stages.rate(halves, "float16"), 0.5)
         rows.append((where.num_devices, _waits(full, where), _waits(half, where)))
     return [Table("figure 12", ("GPUs", "float32", "float16"), rows)]
-
-
-FIGURE_14 = {"VGG-16": "14.9", "AlexNet": "6.5", "GNMT-8": "2 or more", "GNMT-16": "2 or more"}
-"""The paper's speed-up of PipeDream over model parallelism."""
-
-
-def figure_14() -> list[Table]:
-    """Simulate throughput on 4 GPUs of Cluster-A relative to model parallelism without pipelining."""
-    where = machine("1 × 4 A")
-    rows = []
-    for model, says in FIGURE_14.items():
-        profile, problem = profile_on(model, where), problem_on(model, where)
-        straight, best = stages.best_cuts(problem, (1, 1, 1, 1)), stages.best_pipeline(problem)
-        assert straight is not None
-        alone = _throughput(profile, problem, straight, "naive")
-        piped, replicated = (_throughput(profile, problem, one) for one in (straight, best))
-        whole = _throughput(profile, problem, stages.data_parallel(problem))
-        cells = [f"{rate / alone:.1f}" for rate in (piped, replicated, whole)]
-        rows.append((model, cells[0], stages.name_of(best), cells[1], cells[2], "2 or more", says))
-    head = ("model", "straight, pipelined", "fastest pipeline", "its speed-up", "data parallelism", "paper: straight", "paper: PipeDream")
-    return [Table("figure 14", head, rows)]
 
 
 def _throughput(profile: Profile, problem: Problem, partition: Partition, schedule: str = "pipedream") -> float:

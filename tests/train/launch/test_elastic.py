@@ -308,8 +308,7 @@ esac
     ],
 )
 def test_the_slurm_job_goes_on_with_the_nodes_that_are_left(last, code, attempts, tmp_path):
-    page = (ROOT / "docs" / "how-to" / "elastic.md").read_text()
-    script = re.search(r"^```bash\n(#!.*?)^```", page, re.MULTILINE | re.DOTALL)[1]
+    script = (ROOT / "examples" / "clusters" / "elastic.sh").read_text()
     (tmp_path / "nodes").write_text("n1\nn2\nn3\nn4\n")
     programs = {"srun": SRUN.replace("CODE", last), "sinfo": "#!/bin/bash\ncat nodes\n", "openssl": "#!/bin/bash\necho secret\n"}
     for name, text in programs.items():
