@@ -282,10 +282,11 @@ def test_simulations_of_a_config_know_the_model_of_its_folder(tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.exhaustive  # the README's are run in `make check`
 def test_the_commands_of_the_page_lead_from_a_folder_to_a_folder(tmp_path, monkeypatch, capsys):
-    """The commands that create a folder run first, on a short text, for two steps."""
-    page = (ROOT / "docs" / "how-to" / "huggingface.md").read_text()
-    commands = [shlex.split(words.replace("\\\n", " ")) for words in re.findall(r"^    jpipe ((?:[^\n]*\\\n)*[^\n]*)$", page, re.MULTILINE)]
-    assert [words[0] for words in commands] == ["data", "train", "generate", "export", "data", "data", "export"]
+    """Those without a name of the Hub, on a short text, for two steps."""
+    page = (ROOT / "docs" / "how-to" / "fine-tune.md").read_text()
+    shown = re.findall(r"^    jpipe ((?:[^\n]*\\\n)*[^\n]*)$", page, re.MULTILINE)
+    commands = [shlex.split(words.replace("\\\n", " "), comments=True) for words in shown if "hf:" not in words]
+    assert [words[0] for words in commands] == ["data", "export", "data", "train", "generate", "export"]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(loop, "write_report", lambda *_: None)
     shutil.copytree(ROOT / "configs", "configs")
@@ -294,14 +295,12 @@ def test_the_commands_of_the_page_lead_from_a_folder_to_a_folder(tmp_path, monke
         (tmp_path / "texts" / f"{i}.txt").write_bytes(SENTENCE * 100)
     sizes = [f"--set={size}" for size in ("train.steps=2", "train.batch_size=4", "train.trace_batches=0", "model.seq_len=16")]
     more = {"train": sizes, "generate": ["--tokens", "3"]}
-    for words in (commands[4], commands[5], commands[6], *commands[:4]):
-        source = ["texts"] if words[0] == "data" and "texts/" not in words else []
-        if words[:2] == ["data", "prepare"]:
-            shutil.rmtree("tokens", ignore_errors=True)
+    for words in commands:
+        source = ["texts"] if words[0] == "data" else []
         assert cli.main([*words, *source, *more.get(words[0], [])]) == 0, words
-    assert (tmp_path / "FOLDER" / "tokenizer.json").read_bytes() == (tmp_path / "FOLDER-tuned" / "tokenizer.json").read_bytes()
-    assert config_json.read(tmp_path / "FOLDER") == config_json.read(tmp_path / "FOLDER-tuned")
-    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("FOLDER", "FOLDER-tuned"))
+    assert (tmp_path / "my-llama" / "tokenizer.json").read_bytes() == (tmp_path / "tuned-llama" / "tokenizer.json").read_bytes()
+    assert config_json.read(tmp_path / "my-llama") == config_json.read(tmp_path / "tuned-llama")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("my-llama", "tuned-llama"))
     assert before.keys() == after.keys()
     assert all((after[key] != tensor).any() for key, tensor in before.items())
-    assert "warm start: 4 of 4 layers from 'FOLDER'" in capsys.readouterr().out
+    assert "warm start: 4 of 4 layers from 'my-llama'" in capsys.readouterr().out
