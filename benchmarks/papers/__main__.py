@@ -21,7 +21,6 @@ PARTS: dict[str, Callable[[argparse.Namespace], list[Table]]] = {
     "table-1": lambda options: pipedream.table_1(options.model or ()),
     "figure-17": lambda _: pipedream.figure_17(),
     "figure-1": lambda _: pipedream.figure_1(),
-    "figure-12": lambda _: pipedream.figure_12(),
     "section-5.4": lambda _: pipedream.section_5_4(),
     "figure-15": lambda _: pipedream.figure_15(),
     "figure-16": lambda _: pipedream.figure_16(),

@@ -100,24 +100,17 @@ def _draw_plans(figure: Any, tables: Mapping[str, Table]) -> None:
 
 
 def _draw_waits(figure: Any, tables: Mapping[str, Table]) -> None:
-    table, half = tables["figure 1"], tables["figure 12"]
-    panels = figure.subplots(4, 1, height_ratios=(2, 2, 2, 1))
-    for axes, first in zip(panels[:3], (1, 3, 5), strict=True):
+    table = tables["figure 1"]
+    for axes, first in zip(panels := figure.subplots(3, 1), (1, 3, 5), strict=True):
         for shift, column, colour in ((-0.17, first, LIGHT_BLUE), (0.17, first + 1, BLUE)):
             label = f"{str(table.head[column]).split(', ')[-1]}"
             for n, row in enumerate(table.rows):
                 _range(axes, n + shift, row[column], colour, label if n == 0 else "")
         style.label_rows(axes, [str(row[0]) for row in table.rows])
-        _titled(axes, "Figure 1: " + str(table.head[first]).rsplit(", ", 1)[0])
-    axes = panels[3]
-    for n, row in enumerate(half.rows):
-        for shift, cell, colour, label in ((-0.17, row[1], GREEN, "float32"), (0.17, row[2], ORANGE, "float16")):
-            _range(axes, n + shift, cell, colour, label if n == 0 else "")
-    style.label_rows(axes, [f"{row[0]} GPUs" for row in half.rows])
-    _titled(axes, "Figure 12: GNMT-8", "share of time that waits (%)")
+        _titled(axes, "Figure 1: " + str(table.head[first]).rsplit(", ", 1)[0], "share of time that waits (%)" if first == 5 else "")
     for axes in panels:
         axes.set_xlim(0, 100)
-        style.legend_below(axes, 2, 0.6 if axes is panels[3] else 0.13)
+        style.legend_below(axes, 2, 0.3 if axes is panels[2] else 0.13)
     ends = "A bar is a range. Its left end: sums overlap with the\ncomputation. Its right end: they begin after it."
     figure.legend([], [], title=ends, loc="outside upper left", alignment="left", borderaxespad=0.3)
 
@@ -216,7 +209,7 @@ def _draw_2bw(figure: Any, tables: Mapping[str, Table]) -> None:
 PICTURES = {
     "plans": Picture(("table 1", "table 1, sums"), 8.6, _draw_plans),
     "bytes": Picture(("figure 17", "figure 17, claims"), 9.6, _draw_bytes),
-    "waits": Picture(("figure 1", "figure 12"), 11.3, _draw_waits),
+    "waits": Picture(("figure 1",), 9.8, _draw_waits),
     "memory": Picture(("figure 16", "figure 18"), 9.2, _draw_memory),
     "2bw": Picture(("figure 6", "figure 7", "figure 8"), 10.6, _draw_2bw),
 }

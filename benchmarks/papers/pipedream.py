@@ -1,4 +1,4 @@
-"""PipeDream (SOSP 2019): table 1, section 5.4 and figures 1, 12 and 15 to 18, planned for the models of `configs/papers/`."""
+"""PipeDream (SOSP 2019): table 1, section 5.4 and figures 1 and 15 to 18, planned for the models of `configs/papers/`."""
 
 import statistics
 from collections.abc import Sequence
@@ -215,18 +215,6 @@ def _gpus(cluster: str, count: int) -> int:
 def _waits(profile: Profile, where: Topology) -> str:
     share = stages.sum_share(stages.problem_of(profile, where))
     return f"{max(1 - 1 / share, 0):.0%} to {share / (1 + share):.0%}"
-
-
-def figure_12() -> list[Table]:
-    """Compute figure 1 for GNMT-8 on servers of 8 V100 over NVLink, in float32 and float16."""
-    halves = topology("v100-16gb-8").device
-    rows = []
-    for count in (1, 2, 4):
-        where = servers("cluster-b", count)
-        full = profile_on("GNMT-8", where)
-        half = stages.scaled(full, stages.rate(where.device) / stages.rate(halves, "float16"), 0.5)
-        rows.append((where.num_devices, _waits(full, where), _waits(half, where)))
-    return [Table("figure 12", ("GPUs", "float32", "float16"), rows)]
 
 
 def _throughput(profile: Profile, problem: Problem, partition: Partition, schedule: str = "pipedream") -> float:

@@ -12,20 +12,18 @@ from jpipe_planner.cost.price import all_reduce_seconds
 from jpipe_planner.cost.simulated import Simulated, simulate_plan
 
 
-def scaled(profile: Profile, seconds: float, size: float = 1.0) -> Profile:
-    """Return the same model with scaled times and sizes.
+def scaled(profile: Profile, seconds: float) -> Profile:
+    """Return the same model with scaled times.
 
     Args:
         profile: with one microbatch size.
         seconds: the factor of all times.
-        size: the factor of weights, gradients and outputs.
     """
     layers = []
     for layer in profile.layers:
         (one,) = layer.at
-        times = {"forward": one.forward * seconds, "backward": one.backward * seconds, "outputs": int(one.outputs * size)}
-        sizes = {"weights": int(layer.weights * size), "accumulators": int(layer.accumulators * size)}
-        layers.append(layer.model_copy(update={**sizes, "update": layer.update * seconds, "at": (one.model_copy(update=times),)}))
+        times = {"forward": one.forward * seconds, "backward": one.backward * seconds}
+        layers.append(layer.model_copy(update={"update": layer.update * seconds, "at": (one.model_copy(update=times),)}))
     return profile.model_copy(update={"layers": tuple(layers)})
 
 

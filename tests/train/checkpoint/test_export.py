@@ -360,7 +360,7 @@ def test_an_export_holds_arrays_of_any_order(home, tmp_path, monkeypatch):
 def test_the_pages_snippet_reads_a_checkpoint_without_jpipe(home, tmp_path, monkeypatch):
     """The snippet runs unchanged in a folder that contains the run."""
     section = PAGE.read_text().split("\n## With Orbax\n")[1].split("\n## ")[0]
-    code, _ = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    (code,) = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
     assert not re.search(r"\b(jpipe|train)\b", code)
     code = code.replace("runs/mine", home.run.relative_to(home.folder).as_posix())
     script = tmp_path / "snippet.py"
