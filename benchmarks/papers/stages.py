@@ -27,9 +27,9 @@ def scaled(profile: Profile, seconds: float) -> Profile:
     return profile.model_copy(update={"layers": tuple(layers)})
 
 
-def rate(device: Device, dtype: str = "float32") -> float:
-    """Return the FLOP/s that large matrix products reach."""
-    return device.flops[dtype] * device.efficiency
+def rate(device: Device) -> float:
+    """Return the FLOP/s that large matrix products reach in float32."""
+    return device.flops["float32"] * device.efficiency
 
 
 def problem_of(profile: Profile, topology: Topology, microbatches: int | Literal["replicas"] = "replicas") -> Problem:
