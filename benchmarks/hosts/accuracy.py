@@ -181,7 +181,7 @@ def table(runs: Sequence[dict[str, Any]]) -> Table:
     Args:
         runs: of `main`'s JSON.
     """
-    head = ("model", "hosts", "rate", "plan", "samples", "seconds", "speed-up", "predicted", "paper")
+    head = ("model", "hosts", "rate", "plan", "samples", "seconds", "speed-up", "predicted")
     base: dict[tuple[str, int], dict[str, Any]] = {}
     rows = []
     for run in runs:
@@ -189,7 +189,7 @@ def table(runs: Sequence[dict[str, Any]]) -> Table:
         last, first = run["curve"][-1], base.setdefault(key, run)
         is_base = first is run
         compared = [f"{first['curve'][-1]['seconds'] / last['seconds']:.2f}"] if run["reached"] and first["reached"] else ["not reached"]
-        compared += [f"{run['predicted_samples_per_second'] / first['predicted_samples_per_second']:.2f}", TASKS[run["task"]].paper]
+        compared += [f"{run['predicted_samples_per_second'] / first['predicted_samples_per_second']:.2f}"]
         rows.append(
             (
                 *(
@@ -199,7 +199,7 @@ def table(runs: Sequence[dict[str, Any]]) -> Table:
                     run["plan"] + ("" if is_base or run["chosen"] else " (not chosen)"),
                 ),
                 *(f"{last['samples']:,}", f"{last['seconds']:.1f}"),
-                *(("", "", "") if is_base else compared),
+                *(("", "") if is_base else compared),
             )
         )
     return Table(PLACE, head, rows)

@@ -35,7 +35,6 @@ class Task(NamedTuple):
         target: validation loss that ends a run.
         every: steps between two validations.
         most: steps of a run that does not reach the target.
-        paper: how much faster than data parallelism PipeDream reaches the same accuracy, table 1 of its paper.
     """
 
     config: str
@@ -45,7 +44,6 @@ class Task(NamedTuple):
     target: float
     every: int
     most: int
-    paper: str
 
 
 TASKS: dict[str, Task] = {
@@ -57,7 +55,6 @@ TASKS: dict[str, Task] = {
         1.4,
         10,
         600,
-        "5.28 on 4 × 4 GPUs, 2.46 on 2 × 8",
     ),
     "GNMT-8": Task(
         "gnmt-8-small",
@@ -67,7 +64,6 @@ TASKS: dict[str, Task] = {
         1.5,
         20,
         500,
-        "1.5 on 4 GPUs, 2.95 on 3 × 4, 1 on 2 × 8",
     ),
     "AWD-LM": Task(
         "awd-lm-small",
@@ -82,7 +78,6 @@ TASKS: dict[str, Task] = {
         1.6,
         10,
         300,
-        "4.25 on 4 GPUs",
     ),
 }
 
