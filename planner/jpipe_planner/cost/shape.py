@@ -54,12 +54,14 @@ class ScheduleFacts(NamedTuple):
         versions: the weight versions alive.
         fused: whether the forward and the backward (or the first half of the backward) are one program.
         hidden: without a flush, how many forwards and backwards a replica can compute before it needs a sum of gradients that has begun.
+        early: the most gradients that arrive while a stage still computes forwards of additional microbatches in flight.
     """
 
     in_flight: Any
     versions: Any
     fused: Any
     hidden: Any
+    early: int = 0
 
 
 @lru_cache(maxsize=4096)
@@ -78,6 +80,7 @@ def schedule_facts(shape: PlainShape) -> ScheduleFacts | None:
         np.array([rules.versions_alive(shape, s) for s in stages]),
         np.array([_begins_fused(beginning, s) for s in stages]),
         np.array([hidden_passes(shape, s, ahead) for s, ahead in enumerate(in_flight)]),
+        shape.options.extra_in_flight,
     )
 
 

@@ -37,12 +37,10 @@ class Ranked:
     Attributes:
         candidate: the candidate; if it was simulated, with the seconds, bubble, memory and bytes of the simulation.
         simulated: the simulation; None if it would take too long, so that the candidate keeps its estimate.
-        computing: the seconds per batch for which the busiest device computes. No variant with the same stages is faster.
     """
 
     candidate: Candidate
     simulated: Simulated | None = None
-    computing: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -114,6 +112,22 @@ class Choice:
         profile, topology = self.meshes.of(candidate.degrees)
         return forwards(_plan(candidate, profile.ids), topology)
 
+    def computing(self, candidate: Candidate) -> list[float]:
+        """Return for each pipeline rank of a candidate the seconds per batch for which a device computes: no plan is faster than these."""
+        profile, topology = self.meshes.of(candidate.degrees)
+        plan = _plan(candidate, profile.ids)
+        costs = slowed(plan, profile.stage_costs(plan, candidate.rows), topology)
+        return [
+            sum(plan.counted.microbatches / plan.replicas[s] * (costs[s].forward + costs[s].backward) for s in of)
+            for of in plan.pipeline_ranks
+        ]
+
+    def rival(self, candidate: Candidate) -> float:
+        """Return the rows per second of the fastest ranked plan, or of the fastest one that flushes if the candidate flushes."""
+        rules = jpipe.schedules.SCHEDULES
+        flushes = rules[candidate.schedule].flushes
+        return max((one.samples_per_second for one in self.ranked if rules[one.candidate.schedule].flushes >= flushes), default=0.0)
+
     def limits(self, candidate: Candidate) -> tuple[float, ...]:
         """Return for each pipeline rank of a candidate the bytes that it may use on a device; infinity: not limited."""
         profile, topology = self.meshes.of(candidate.degrees)
@@ -141,16 +155,11 @@ class Choice:
         """Return a candidate with its simulation. If the simulated plan does not fit, `Candidate.over` is set."""
         profile, topology = self.meshes.of(candidate.degrees)
         plan = _plan(candidate, profile.ids)
-        costs = profile.stage_costs(plan, candidate.rows)
-        simulated = simulate_plan(plan, costs, topology, self.global_norm)
+        simulated = simulate_plan(plan, profile.stage_costs(plan, candidate.rows), topology, self.global_norm)
         if simulated is None:
             return Ranked(candidate)
-        memory, slow = candidate.most_of_replicas(simulated.peak_bytes), slowed(plan, costs, topology)
+        memory, busy = candidate.most_of_replicas(simulated.peak_bytes), self.computing(candidate)
         worst, lacks = lacking(memory, limits_of(plan, topology))
-        busy = [
-            sum(plan.counted.microbatches / plan.replicas[s] * (slow[s].forward + slow[s].backward) for s in of)
-            for of in plan.pipeline_ranks
-        ]
         priced = dataclasses.replace(
             candidate,
             seconds=simulated.batch_seconds,
@@ -160,7 +169,7 @@ class Choice:
             bound=candidate.bound or f"rank {max(range(len(busy)), key=busy.__getitem__)} computes",
             over=(worst, round(lacks)) if lacks > 0 else None,
         )
-        return Ranked(priced, simulated, max(busy))
+        return Ranked(priced, simulated)
 
     def with_more(self, found: Iterable[Ranked], considered: int = 0) -> "Choice":
         """Return the ranking with further plans, and more considered candidates. Only the best plan of each kind is kept."""
@@ -206,7 +215,7 @@ class _Simulations:
     def fastest(self) -> None:
         """Simulate the candidates with the best expected speed, as long as a candidate may be faster than the simulated plans."""
         known = {one.candidate for one in self.found}
-        self._spent, waiting = 0, [one for one in self.fitting if one not in known]
+        self._spent, waiting = 0, self._that_could_win([one for one in self.fitting if one not in known])
         alike, taken, first = Counter[object](), defaultdict[object, list[float]](list), FIRST
         while waiting and len(self.found) < (self._most + 1) // 2:
             candidate = min(waiting, key=lambda one: _turn(one, taken[_family(one)]))
@@ -234,7 +243,7 @@ class _Simulations:
 
         def could_win(one: Candidate) -> bool:
             share = _row_seconds(one) / fastest
-            if one.bound.startswith("sum") or share < 1 - EQUAL:  # a sum in parts takes less time
+            if (share * (1 - one.bubble) if one.bound.startswith("sum") else share) < 1 - EQUAL:  # a sum in parts takes less time
                 return True
             return share <= 1 + EQUAL and dataclasses.replace(one, seconds=one.batch / best.samples_per_second).rank < rank
 

@@ -19,6 +19,7 @@ from jpipe_planner.search.estimate import Estimates
 __all__ = ["improve"]
 
 GAIN = 0.002  # the smallest relative gain of a step; smaller gains are not worth a simulation
+WORTH = 0.01  # how much faster than its rival a plan must be without its bubble, so that it is improved
 STARTS = 4  # the most plans with different stages that are improved
 NEAR = 0.2  # a plan is improved only if it is slower than the fastest plan by at most this share
 MOST_AT_ONCE = 8  # the most neighbours of a plan that are simulated
@@ -34,7 +35,9 @@ def improve(choice: Choice, tried: dict[Candidate, Ranked], max_delay: float | N
     """
     near, found, count, spent = dict[object, Ranked](), list[Ranked](), 0, 0
     for one in in_order([one for one in (*choice.ranked, *tried.values()) if _can_step(one)]):
-        if one.samples_per_second * (1 + NEAR) >= choice.ranked[0].samples_per_second:
+        is_near = one.samples_per_second * (1 + NEAR) >= choice.ranked[0].samples_per_second
+        # Would it be faster than its rival if all devices computed all the time?
+        if is_near and one.samples_per_second > (1 - one.bubble) * (1 + WORTH) * choice.rival(one.candidate):
             near.setdefault((one.candidate.starts, one.candidate.replicas), one)
     for one in list(near.values())[:STARTS]:
         best, is_better = one, True
@@ -44,8 +47,9 @@ def improve(choice: Choice, tried: dict[Candidate, Ranked], max_delay: float | N
             for step in _steps(choice, best, now, others):
                 if simulated == MOST_AT_ONCE or is_better:
                     break
-                effort = 0 if step in tried else choice.forwards(step)
-                if step not in tried and spent + effort <= MOST_IN_ALL:
+                if step in tried or max(choice.computing(step)) >= best.seconds * (1 - GAIN):
+                    continue
+                if spent + (effort := choice.forwards(step)) <= MOST_IN_ALL:
                     simulated, spent = simulated + 1, spent + effort
                     tried[step] = choice.simulate(step)
                     is_better = tried[step].candidate.over is None and tried[step].seconds < best.seconds * (1 - GAIN)

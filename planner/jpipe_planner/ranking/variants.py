@@ -26,7 +26,7 @@ EARLY = 2  # the most plans of each schedule that are tried with `split_backward
 SAVING = 3  # the most plans of each schedule that are tried with fewer microbatches in flight, or with a shared optimizer
 IN_PARTS = 6  # the most plans that are tried with sums in parts
 MOST_CHUNKS = 3
-MOST_OF_VARIANTS = 6_000  # forwards, after which no further variant is simulated
+MOST_OF_VARIANTS = 8_000  # forwards, after which no further variant is simulated
 MOST_MICROBATCHES = 1024  # the most microbatches of a plan for which variants are made
 NEAR = 0.3  # variants are made for plans that are slower than the fastest plan by at most this share
 
@@ -56,7 +56,7 @@ def find_variants(
     waiting = [
         one
         for one in in_order([one for one in tried.values() if one.candidate.schedule in schedules and one.candidate.over is None])
-        if one.computing < one.seconds * (1 - EQUAL)  # otherwise nothing can be gained
+        if max(choice.computing(one.candidate)) < one.seconds * (1 - EQUAL)  # otherwise nothing can be gained
     ]
     near = [one.candidate for one in waiting if one.samples_per_second * (1 + NEAR) >= fastest]
     splitting = (one for one in near if one.depth > 1)
@@ -80,11 +80,9 @@ def find_variants(
     straight = (one for one in usable if one.schedule == BASE and one.depth > 1 and not one.options.extra_in_flight)
     kinds: list[tuple[object, ...]] | None = None
     for base in _bases(straight, BASES):
-        m = base.microbatches / base.replicas[0]
-        # Would it be as fast as the fastest plan if filling and draining took no time?
-        if base.samples_per_second * (m + base.depth - 1) / m >= fastest * (1 - EQUAL):
-            found = run.simulate(run.of_ranks(base, kinds))
-            kinds = list(dict.fromkeys(_kind(one.candidate) for one in in_order(found)))[:FASTEST] if kinds is None else kinds
+        found = run.simulate(run.of_ranks(base, kinds))
+        if kinds is None and found:
+            kinds = list(dict.fromkeys(_kind(one.candidate) for one in in_order(found)))[:FASTEST]
 
 
 def lacks_memory(candidate: Candidate) -> bool:
@@ -124,19 +122,33 @@ class _Variants:
         self._spent = 0
 
     def simulate(self, variants: Iterable[Candidate], share: float = 1.0) -> list[Ranked]:
-        """Simulate legal variants, the shortest simulations first, and return the plans that fit. `share` limits the remaining forwards."""
+        """Simulate legal variants that may win, and return the plans that fit. `share` limits the remaining forwards."""
         ids, needs = self._choice.profile.ids, self._choice.needs
         legal = [one for one in variants if one.is_within(self._max_delay) and is_legal(one, ids, needs)]
         fitting, most = list[Ranked](), self._spent + share * (MOST_OF_VARIANTS - self._spent)
-        for effort, _, candidate in sorted((self._choice.forwards(one), n, one) for n, one in enumerate(legal)):
-            if self._spent + effort > most:
-                break
+        for candidate in sorted(legal, key=lambda one: (self._least(one), self._choice.forwards(one))):
+            effort = self._choice.forwards(candidate)
+            if self._spent + effort > most or not self._may_win(candidate):
+                continue
             self._spent += effort
             one = self._choice.simulate(dataclasses.replace(candidate, bound=""))  # other things may limit its speed
             if one.simulated is not None:
                 self._tried[candidate] = one
                 fitting += [one] if one.candidate.over is None else []
         return fitting
+
+    def _least(self, candidate: Candidate) -> float:
+        """Return about the least seconds per row: the busiest rank computes, and with a flush waits while the pipeline fills and drains.
+
+        A split backward fills two thirds of this time.
+        """
+        rules, shape, busy = jpipe.schedules.SCHEDULES[candidate.schedule], candidate.shape, max(self._choice.computing(candidate))
+        steps = (candidate.num_pipeline_ranks - 1) / candidate.chunks / (1 + 2 * any(rules.splits(shape, s) for s in range(shape.depth)))
+        return busy * (1 + rules.flushes * steps * candidate.replicas[0] / shape.microbatches) / candidate.batch
+
+    def _may_win(self, candidate: Candidate) -> bool:
+        """Return whether a plan may be as fast as its rival."""
+        return self._least(candidate) * self._choice.rival(candidate) * (1 - EQUAL) <= 1
 
     def with_fewer(self, base: Candidate) -> Iterator[Candidate]:
         """Yield the plan with fewer microbatches in flight; with fewer than half, recomputation would be faster."""
@@ -167,7 +179,8 @@ class _Variants:
         """Yield plans with an order made for the times of their stages, for the activations of 1F1B's first rank or twice as many."""
         for layout, chunks in (("zb_h1", 1), ("zb_v", 2)):
             for candidate in self._chunked(base, layout, chunks):
-                if self._spent + self._choice.forwards(candidate) > MOST_OF_VARIANTS:  # making an order takes as long as a simulation
+                # making an order takes as long as a simulation
+                if self._spent + self._choice.forwards(candidate) > MOST_OF_VARIANTS or not self._may_win(candidate):
                     continue
                 profile, topology = self._choice.meshes.of(base.degrees)
                 width = base.replicas[0]

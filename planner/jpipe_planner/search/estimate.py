@@ -139,7 +139,7 @@ def memory_of(
         waiting=waiting,
         accumulators=stages.accumulators,
         replicas=replicas if agree is None else 1,
-        gradients=waiting_gradients(replicas, np.append(replicas[1:], 0)) if gradients is None else gradients,
+        gradients=facts.early + (waiting_gradients(replicas, np.append(replicas[1:], 0)) if gradients is None else gradients),
         exchanged=stages.exchanged + exchanged,
         ahead=stages.ahead,
     )

@@ -6,11 +6,11 @@ import itertools
 import pytest
 
 import jpipe
-from jpipe_planner import find_plans
+from jpipe_planner import Profile, find_plans
 from jpipe_planner.cost.shape import planned_schedules
 from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.ranking import table, variants
-from jpipe_planner.ranking.choose import choose
+from jpipe_planner.ranking.choose import Ranked, choose
 from jpipe_planner.ranking.variants import MOST_CHUNKS, variant_schedules
 from jpipe_planner.search.candidates import find_candidates
 from tests.jpipe.schedules.pricing import most_in_flight, order_of
@@ -69,6 +69,18 @@ def test_chunks_gain_nothing_without_a_flush():
     chunked = [one for one in variants if one.chunks > 1 and one.over is None]
     assert chunked
     assert max(one.samples_per_second for one in chunked) <= best.samples_per_second
+
+
+@pytest.mark.parametrize(("rival", "chunks"), [(4.5, {2}), (3.9, set())])
+def test_chunks_are_tried_if_they_balance_the_ranks_better_than_a_rival(rival, chunks):
+    """Two stages compute for 6 and 2 or 3 and 5 seconds, two ranks of two chunks for 4 each; the rival's stages have different replicas."""
+    at = [{"forward": seconds / 3, "backward": 2 * seconds / 3, "outputs": 4, "residuals": {"none": 4}} for seconds in (3.0, 3.0, 1.0, 1.0)]
+    layers = [{"id": f"layer_{n}", "weights": 4, "at": [one]} for n, one in enumerate(at)]
+    profile, topology, tried = Profile(source="analytic", sizes=[1], inputs=[4], labels=[4], layers=layers), levels((2, 1e9, 0.0)), {}
+    planned = [one for one in find_candidates(profile, topology, 8, schedules=["pipedream_flush"]) if one.depth == 2]
+    fastest = Ranked(dataclasses.replace(planned[0], schedule="pipedream", seconds=8 * rival))
+    variants.find_variants(dataclasses.replace(choose(profile, topology, planned), ranked=(fastest,)), planned, ["pipedream"], tried)
+    assert {one.candidate.chunks for one in tried.values()} == chunks
 
 
 def test_with_a_global_norm_chunks_and_early_gradients_of_pipedream_have_vertical_sync():
