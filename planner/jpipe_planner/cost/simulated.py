@@ -95,6 +95,9 @@ def simulate_plan(
         first, batches = window(plan)
         cut = jpipe.programs.extract_window(prediction.timeline, ((),) * len(prediction.timeline), plan.microbatches, first, batches)
         seconds *= _stretched(cut.timeline, cut.seconds, topology.cores) / cut.seconds
+    passes = [plan.microbatches / plan.replicas[s] * (cost.forward + cost.backward) for s, cost in enumerate(costs)]
+    # In a window ranks may still run ahead of the busiest one, which all wait for in the end.
+    seconds = max(seconds, *(sum(passes[s] for s in stages) for stages in plan.pipeline_ranks))
     computing = sum(
         plan.microbatches * (cost.forward + cost.backward) + plan.updates_per_batch(s) * plan.replicas[s] * cost.update
         for s, cost in enumerate(costs)

@@ -65,7 +65,7 @@ def test_slices_save_memory():
 
 
 def test_all_plans_have_the_slices_that_are_asked_for():
-    plans = find_plans(profile(), topology(), 16, extras=Extras(slices=(2048, 1024, 1024)))
+    plans = find_plans(profile(), topology(1e9), 16, extras=Extras(slices=(2048, 1024, 1024)))
     assert {one.slices for one in plans.candidates} == {(2048, 1024, 1024)}
     schedules = {one.candidate.schedule for one in plans.choice.ranked}
     assert {"pipedream_flush", "interleaved_1f1b", "zb_h1"} <= schedules
