@@ -232,6 +232,7 @@ def _memory(profile, candidate, policy):
             "waiting": waiting,
             "accumulators": cost.accumulators,
             "replicas": replicas,
+            "gradients": candidate.options.extra_in_flight,
         }
         memory.append(int(stage_bytes(*sizes, **options)))
     return memory
