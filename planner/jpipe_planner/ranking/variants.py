@@ -126,7 +126,8 @@ class _Variants:
         ids, needs = self._choice.profile.ids, self._choice.needs
         legal = [one for one in variants if one.is_within(self._max_delay) and is_legal(one, ids, needs)]
         fitting, most = list[Ranked](), self._spent + share * (MOST_OF_VARIANTS - self._spent)
-        for candidate in sorted(legal, key=lambda one: (self._least(one), self._choice.forwards(one))):
+        rules = jpipe.schedules.SCHEDULES
+        for candidate in sorted(legal, key=lambda one: (self._least(one), rules[one.schedule].flushes, self._choice.forwards(one))):
             effort = self._choice.forwards(candidate)
             if self._spent + effort > most or not self._may_win(candidate):
                 continue
@@ -138,13 +139,11 @@ class _Variants:
         return fitting
 
     def _least(self, candidate: Candidate) -> float:
-        """Return about the least seconds per row: the busiest rank computes, and with a flush waits while the pipeline fills and drains.
-
-        A split backward fills two thirds of this time.
-        """
+        """Return the least seconds per row: the busiest rank computes; with a flush and whole backwards it also waits for other ranks."""
         rules, shape, busy = jpipe.schedules.SCHEDULES[candidate.schedule], candidate.shape, max(self._choice.computing(candidate))
-        steps = (candidate.num_pipeline_ranks - 1) / candidate.chunks / (1 + 2 * any(rules.splits(shape, s) for s in range(shape.depth)))
-        return busy * (1 + rules.flushes * steps * candidate.replicas[0] / shape.microbatches) / candidate.batch
+        waits = rules.flushes and not any(rules.splits(shape, s) for s in range(shape.depth))
+        steps = (candidate.num_pipeline_ranks - 1) / candidate.chunks if waits else 0.0  # while the pipeline fills and drains
+        return busy * (1 + steps * candidate.replicas[0] / shape.microbatches) / candidate.batch
 
     def _may_win(self, candidate: Candidate) -> bool:
         """Return whether a plan may be as fast as its rival."""

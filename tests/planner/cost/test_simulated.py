@@ -43,6 +43,14 @@ def test_pipelines_that_leave_a_server_by_one_port_share_it():
     assert inside.batch_seconds == pytest.approx(4 * 3.0, rel=0.05)
 
 
+def test_no_plan_is_faster_than_its_busiest_rank(monkeypatch):
+    """The first stage runs ahead of the second one, as long as there may be more microbatches in flight."""
+    monkeypatch.setattr("jpipe_planner.cost.simulated.window", lambda plan: (0, 1))
+    plan = _plan(replicas=2, extra_in_flight=8, microbatches=8)
+    costs = [jpipe.programs.StageCost(0.1, 0.2), jpipe.programs.StageCost(1.0, 2.0)]
+    assert simulate_plan(plan, costs, _servers(2, 2, inner=1e9, outer=1e9)).batch_seconds == 4 * 3.0
+
+
 def test_a_sum_over_servers_takes_the_slow_link():
     plan = _plan(replicas=2, schedule="pipedream_flush", stages=1)
     costs = _costs(plan, accumulators=100)
