@@ -4,8 +4,9 @@ A row lists the keys that `config.json` may have and their meaning, the keys tha
 that all models of the family share, and the names of tensors. Any other key is an error, because it may change the model.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -83,29 +84,20 @@ IGNORED = frozenset(
         *("architectures", "model_type", "transformers_version", "_name_or_path", "name_or_path", "_commit_hash", "dtype", "torch_dtype"),
         *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id", "tokenizer_class"),
         *("initializer_range", "use_cache", "attention_dropout", "hidden_dropout", "auto_map", "attn_implementation", "use_bfloat16"),
-        *(
-            "_attn_implementation",
-            "_attn_implementation_autoset",
-            "output_attentions",
-            "output_hidden_states",
-            "return_dict",
-            "torchscript",
-        ),
+        *("_attn_implementation", "_attn_implementation_autoset", "output_attentions", "output_hidden_states", "return_dict"),
+        *("torchscript", "_flash_attn_2_enabled"),
         *("chunk_size_feed_forward", "id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"),
         # Defaults for generation, which older versions of transformers stored here.
         *("max_length", "min_length", "max_new_tokens", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty"),
         *("temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "bad_words_ids"),
         # Keys that PretrainedConfig of transformers 1 to 4 wrote into each file.
         *("_num_labels", "output_past", "xla_device", "tf_legacy_loss", "output_hiddend_states", "eos_token_ids", "gradient_checkpointing"),
-        "_flash_attn_2_enabled",
         *("encoder_no_repeat_ngram_size", "num_return_sequences", "output_scores", "return_dict_in_generate", "forced_bos_token_id"),
         *("forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens"),
         *("cache_implementation", "prefix", "transformers.js_config", "unsloth_version", "unsloth_fixed"),
     }
 )
 """JSON keys that do not change what the model computes, whatever their values are, with one exception: when transformers trains, the
-embedding of `pad_token_id` gets no gradient from the inputs.
-
 embedding of `pad_token_id` gets no gradient from the inputs."""
 
 COMMON = (
@@ -127,23 +119,15 @@ def _sizes(positions: Any = ...) -> tuple[KeyGroup, ...]:
     )
 
 
-_GPT_2 = {"kind": "decoder", "positions": "learned", "norm": "layer", "gated_mlp": False, "bias": True}
-_LLAMA = {"kind": "decoder", "positions": "rope", "norm": "rms", "gated_mlp": True, "bias": False}
-_GEMMA = {**_LLAMA, "norm": "rms_plus_one", "post_norms": True, "embed_scale": True}
-
-
-_WITHOUT_WINDOWS = only("use_sliding_window", False), without_windows()
-
-
-def _like_llama(default_epsilon: float = 1e-6, tied: bool = False, kv_heads: Any = ..., positions: Any = ...) -> tuple[KeyGroup, ...]:
-    """Return the key groups that Llama and its successors share. If `kv_heads` is None and the JSON key is missing, it equals `heads`."""
-    epsilon, tie = one("rms_norm_eps", "norm_epsilon", Number, default_epsilon), one("tie_word_embeddings", "tied", bool, tied)
-    return *_sizes(positions), one("num_key_value_heads", "kv_heads", Size | None, kv_heads), epsilon, tie
-
-
 def _head_size(default: int | None) -> KeyGroup:
     return one("head_dim", "head_size", Size | None, default)
 
+
+_GPT_2 = {"kind": "decoder", "positions": "learned", "norm": "layer", "gated_mlp": False, "bias": True}
+_LLAMA = {"kind": "decoder", "positions": "rope", "norm": "rms", "gated_mlp": True, "bias": False}
+_GEMMA = {"norm": "rms_plus_one", "post_norms": True, "embed_scale": True}
+_SILU, _GELU = activation("hidden_act", "silu"), activation("hidden_activation", "gelu_pytorch_tanh")
+_WITHOUT_WINDOWS = only("use_sliding_window", False), without_windows()
 
 _ATTENTION = {"qkv": "self_attn.q_proj,self_attn.k_proj,self_attn.v_proj", "project": "self_attn.o_proj"}
 _MLP = {"expand": "mlp.up_proj", "gate": "mlp.gate_proj", "contract": "mlp.down_proj"}
@@ -169,6 +153,7 @@ _DELTA = {
     **{"delta/decay": "linear_attn.in_proj_a", "delta/decay_log": "linear_attn.A_log", "delta/decay_bias": "linear_attn.dt_bias"},
     **{"delta/convolution": "linear_attn.conv1d.weight", "delta/norm": "linear_attn.norm", "delta/output": "linear_attn.out_proj"},
 }
+_JOINED_MLP = {"gate,expand": "mlp.gate_up_proj", "contract": "mlp.down_proj"}
 _QK_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
 _TWO_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 _FOUR_NORMS = {
@@ -177,18 +162,53 @@ _FOUR_NORMS = {
 }
 
 
-def _tensors_like_llama(*block: Mapping[str, str], has_further_blocks: bool = False) -> Tensors:
-    """Return the tensor names of Llama, with the names `block` in a block."""
-    names = {ours: theirs for part in block for ours, theirs in part.items()}
-    return Tensors(
+_LIKE_LLAMA = (_TWO_NORMS, _ATTENTION, _MLP)
+
+
+def _experts_of_qwen(defaults: tuple[int, int, float], width: int, shared: bool = False) -> KeyGroup:
+    names = "num_experts", "num_local_experts"
+    return experts(names, "moe_intermediate_size", defaults=defaults, width_default=width, dense_layers=True, shared=shared)
+
+
+def _like_llama(
+    name: str,
+    model_type: str,
+    *groups: KeyGroup,
+    blocks: Iterable[Mapping[str, str]] = _LIKE_LLAMA,
+    fixed: Mapping[str, Any] = MappingProxyType({}),
+    ignored: Iterable[str] = (),
+    epsilon: float = 1e-6,
+    tied: bool = False,
+    kv_heads: Any = ...,
+    positions: Any = ...,
+    judge: str | None = "{}ForSequenceClassification",
+    older_names: tuple[str, ...] = (),
+    has_further_blocks: bool = False,
+) -> Family:
+    """Return the row of a family with the keys and tensors of Llama and its successors.
+
+    Args:
+        name: what the names of its architectures begin with.
+        groups: the key groups that it has besides.
+        blocks: the names of tensors in a block.
+        fixed: the keys of `model` that differ from Llama's.
+        kv_heads: the default of the number of key and value heads; with None it is the number of heads.
+        judge: the architecture that classifies whole texts, with {} for the name; None if there is none.
+    """
+    epsilons, tie = one("rms_norm_eps", "norm_epsilon", Number, epsilon), one("tie_word_embeddings", "tied", bool, tied)
+    heads = one("num_key_value_heads", "kv_heads", Size | None, kv_heads)
+    tensors = Tensors(
         {"token": "model.embed_tokens"},
         "model.layers.{}.",
-        names,
+        {ours: theirs for part in blocks for ours, theirs in part.items()},
         {"norm": "model.norm", "logits": "lm_head"},
         {"norm": "model.norm", "score": "score"},
         "model.",
         has_further_blocks=has_further_blocks,
     )
+    architectures, judges = (f"{name}ForCausalLM", *older_names), {} if judge is None else {"classification": judge.format(name)}
+    parts = *_sizes(positions), heads, epsilons, tie, *groups
+    return Family(architectures, judges, model_type, parts, _LLAMA | dict(fixed), tensors, frozenset(ignored))
 
 
 FAMILIES: tuple[Family, ...] = (
@@ -230,221 +250,125 @@ FAMILIES: tuple[Family, ...] = (
             }
         ),
     ),
-    Family(
-        ("LlamaForCausalLM", "LLaMAForCausalLM"),  # conversions from before transformers had the model name it LLaMAForCausalLM
-        {"classification": "LlamaForSequenceClassification"},
+    _like_llama(
+        "Llama",
         "llama",
-        (
-            *_like_llama(kv_heads=None, positions=2048),
-            _head_size(None),
-            activation("hidden_act", "silu"),
-            biases("attention_bias", "mlp_bias"),
-            rope(),
-            only("rope_interleaved", False),
-        ),
-        _LLAMA,
-        _tensors_like_llama(_TWO_NORMS, _ATTENTION, _MLP),
+        _head_size(None),
+        _SILU,
+        biases("attention_bias", "mlp_bias"),
+        rope(),
+        only("rope_interleaved", False),
         # pretraining_tp only changes rounding; transformers reads max_position_embeddings, not max_sequence_length.
-        frozenset({"pretraining_tp", "is_llama_config", "max_sequence_length"}),
+        ignored=("pretraining_tp", "is_llama_config", "max_sequence_length"),
+        kv_heads=None,
+        positions=2048,
+        older_names=("LLaMAForCausalLM",),  # of conversions from before transformers had the model
     ),
-    Family(
-        ("MistralForCausalLM",),
-        {"classification": "MistralForSequenceClassification"},
-        "mistral",
-        (*_like_llama(), _head_size(None), activation("hidden_act", "silu"), window(4096), rope()),
-        _LLAMA,
-        _tensors_like_llama(_TWO_NORMS, _ATTENTION, _MLP),
-    ),
-    Family(
-        ("Qwen2ForCausalLM",),
-        {"classification": "Qwen2ForSequenceClassification"},
-        "qwen2",
-        (*_like_llama(), _head_size(None), activation("hidden_act", "silu"), later_windows(), rope(), only("use_mrope", False)),
-        _LLAMA | {"bias": "qkv"},
-        _tensors_like_llama(_TWO_NORMS, _ATTENTION, _MLP),
-    ),
-    Family(
-        ("Qwen3ForCausalLM",),
-        {"classification": "Qwen3ForSequenceClassification"},
+    _like_llama("Mistral", "mistral", _head_size(None), _SILU, window(4096), rope()),
+    _like_llama("Qwen2", "qwen2", _head_size(None), _SILU, later_windows(), rope(), only("use_mrope", False), fixed={"bias": "qkv"}),
+    _like_llama(
+        "Qwen3",
         "qwen3",
-        (*_like_llama(), _head_size(128), activation("hidden_act", "silu"), biases("attention_bias"), later_windows(), rope()),
-        _LLAMA | {"qk_norm": "head"},
-        _tensors_like_llama(_TWO_NORMS, _ATTENTION, _QK_NORMS, _MLP),
+        *(_head_size(128), _SILU, biases("attention_bias"), later_windows(), rope()),
+        blocks=(*_LIKE_LLAMA, _QK_NORMS),
+        fixed={"qk_norm": "head"},
     ),
-    Family(
-        ("MixtralForCausalLM",),
-        {"classification": "MixtralForSequenceClassification"},
+    _like_llama(
+        "Mixtral",
         "mixtral",
-        (
-            *_like_llama(1e-5),
-            _head_size(None),
-            activation("hidden_act", "silu"),
-            window(None),
-            experts(("num_local_experts",), "intermediate_size", defaults=(8, 2, 0.001), renormalizes=True),
-            only("router_jitter_noise", 0.0),
-            rope(1_000_000.0),
-        ),
-        _LLAMA,
-        _tensors_like_llama(
+        *(_head_size(None), _SILU, window(None)),
+        experts(("num_local_experts",), "intermediate_size", defaults=(8, 2, 0.001), renormalizes=True),
+        only("router_jitter_noise", 0.0),
+        rope(1_000_000.0),
+        blocks=(
             _TWO_NORMS,
             _ATTENTION,
-            {
-                **{"experts/router": "block_sparse_moe.gate", "experts/gate": "block_sparse_moe.experts.*.w1"},
-                **{"experts/contract": "block_sparse_moe.experts.*.w2", "experts/expand": "block_sparse_moe.experts.*.w3"},
-            },
+            {"experts/router": "block_sparse_moe.gate", "experts/gate": "block_sparse_moe.experts.*.w1"},
+            {"experts/contract": "block_sparse_moe.experts.*.w2", "experts/expand": "block_sparse_moe.experts.*.w3"},
         ),
+        epsilon=1e-5,
     ),
-    Family(
-        ("OlmoeForCausalLM",),
-        {},
+    _like_llama(
+        "Olmoe",
         "olmoe",
-        (
-            *_like_llama(1e-5, kv_heads=None),
-            activation("hidden_act", "silu"),
-            biases("attention_bias"),
-            experts(("num_experts", "num_local_experts"), "intermediate_size", defaults=(64, 8, 0.01)),
-            only("clip_qkv", None),
-            rope(),
-        ),
-        _LLAMA | {"qk_norm": "all"},
-        _tensors_like_llama(_TWO_NORMS, _ATTENTION, _QK_NORMS, _EXPERTS),
+        *(_SILU, biases("attention_bias"), only("clip_qkv", None), rope()),
+        experts(("num_experts", "num_local_experts"), "intermediate_size", defaults=(64, 8, 0.01)),
+        blocks=(_TWO_NORMS, _ATTENTION, _QK_NORMS, _EXPERTS),
+        fixed={"qk_norm": "all"},
+        epsilon=1e-5,
+        kv_heads=None,
+        judge=None,
     ),
-    Family(
-        ("Qwen2MoeForCausalLM",),
-        {"classification": "Qwen2MoeForSequenceClassification"},
+    _like_llama(
+        "Qwen2Moe",
         "qwen2_moe",
-        (
-            *_like_llama(),
-            _head_size(None),
-            activation("hidden_act", "silu"),
-            flag("qkv_bias", True, "bias", "qkv", False),
-            experts(
-                ("num_experts", "num_local_experts"),
-                "moe_intermediate_size",
-                defaults=(60, 4, 0.001),
-                width_default=1408,
-                dense_layers=True,
-                shared=True,
-            ),
-            *_WITHOUT_WINDOWS,
-            rope(),
-        ),
-        _LLAMA,
-        _tensors_like_llama(_TWO_NORMS, _ATTENTION, _MLP, _EXPERTS, _SHARED_EXPERT),
-        frozenset({"sliding_window", "max_window_layers"}),  # without use_sliding_window they have no effect
+        *(_head_size(None), _SILU, flag("qkv_bias", True, "bias", "qkv", False), *_WITHOUT_WINDOWS, rope()),
+        _experts_of_qwen((60, 4, 0.001), 1408, shared=True),
+        blocks=(*_LIKE_LLAMA, _EXPERTS, _SHARED_EXPERT),
+        ignored=("sliding_window", "max_window_layers"),  # without use_sliding_window they have no effect
     ),
-    Family(
-        ("Qwen3MoeForCausalLM",),
-        {"classification": "Qwen3MoeForSequenceClassification"},
+    _like_llama(
+        "Qwen3Moe",
         "qwen3_moe",
-        (
-            *_like_llama(),
-            _head_size(None),
-            activation("hidden_act", "silu"),
-            biases("attention_bias"),
-            experts(
-                ("num_experts", "num_local_experts"),
-                "moe_intermediate_size",
-                defaults=(128, 8, 0.001),
-                width_default=768,
-                dense_layers=True,
-            ),
-            *_WITHOUT_WINDOWS,
-            rope(),
-        ),
-        _LLAMA | {"qk_norm": "head"},
-        _tensors_like_llama(_TWO_NORMS, _ATTENTION, _QK_NORMS, _MLP, _EXPERTS),
-        frozenset({"sliding_window", "max_window_layers"}),
+        *(_head_size(None), _SILU, biases("attention_bias"), *_WITHOUT_WINDOWS, rope()),
+        _experts_of_qwen((128, 8, 0.001), 768),
+        blocks=(*_LIKE_LLAMA, _QK_NORMS, _EXPERTS),
+        fixed={"qk_norm": "head"},
+        ignored=("sliding_window", "max_window_layers"),
     ),
-    Family(
-        ("Gemma2ForCausalLM",),
-        {"classification": "Gemma2ForSequenceClassification"},
+    _like_llama(
+        "Gemma2",
         "gemma2",
-        (
-            *_like_llama(tied=True),
-            _head_size(256),
-            activation("hidden_activation", "gelu_pytorch_tanh"),
-            biases("attention_bias"),
-            attention_scale(),
-            one("attn_logit_softcapping", "attention_soft_cap", Number | None, 50.0),
-            one("final_logit_softcapping", "logits_soft_cap", Number | None, 30.0),
-            only("use_bidirectional_attention", None, False),
-            every_second_window(),
-            rope(),
-        ),
-        _GEMMA,
-        _tensors_like_llama(_FOUR_NORMS, _ATTENTION, _MLP),
-        frozenset({"hidden_act", "sliding_window_size"}),  # transformers reads hidden_activation and sliding_window
+        *(_head_size(256), _GELU, biases("attention_bias"), attention_scale()),
+        one("attn_logit_softcapping", "attention_soft_cap", Number | None, 50.0),
+        one("final_logit_softcapping", "logits_soft_cap", Number | None, 30.0),
+        only("use_bidirectional_attention", None, False),
+        *(every_second_window(), rope()),
+        blocks=(_FOUR_NORMS, _ATTENTION, _MLP),
+        fixed=_GEMMA,
+        ignored=("hidden_act", "sliding_window_size"),  # transformers reads hidden_activation and sliding_window
+        tied=True,
     ),
-    Family(
-        ("Gemma3ForCausalLM",),
-        {"classification": "Gemma3TextForSequenceClassification"},
+    _like_llama(
+        "Gemma3",
         "gemma3_text",
-        (
-            *_like_llama(tied=True),
-            _head_size(256),
-            activation("hidden_activation", "gelu_pytorch_tanh"),
-            biases("attention_bias"),
-            attention_scale(),
-            only("attn_logit_softcapping", None),
-            one("final_logit_softcapping", "logits_soft_cap", Number | None, None),
-            only("use_bidirectional_attention", False),
-            windows_between(),
-            rope_by_layer(1_000_000.0, 10_000.0),
-        ),
-        _GEMMA | {"qk_norm": "head"},
-        _tensors_like_llama(_FOUR_NORMS, _ATTENTION, _QK_NORMS, _MLP),
-        frozenset({"hidden_act", "_sliding_window_pattern"}),  # transformers reads hidden_activation, and layer_types
+        *(_head_size(256), _GELU, biases("attention_bias"), attention_scale()),
+        only("attn_logit_softcapping", None),
+        one("final_logit_softcapping", "logits_soft_cap", Number | None, None),
+        only("use_bidirectional_attention", False),
+        *(windows_between(), rope_by_layer(1_000_000.0, 10_000.0)),
+        blocks=(_FOUR_NORMS, _ATTENTION, _QK_NORMS, _MLP),
+        fixed=_GEMMA | {"qk_norm": "head"},
+        ignored=("hidden_act", "_sliding_window_pattern"),  # transformers reads hidden_activation, and layer_types
+        tied=True,
+        judge="Gemma3TextForSequenceClassification",
     ),
-    Family(
-        ("Phi3ForCausalLM",),
-        {"classification": "Phi3ForSequenceClassification"},
+    _like_llama(
+        "Phi3",
         "phi3",
-        (
-            *_like_llama(1e-5, kv_heads=None),
-            activation("hidden_act", "silu"),
-            window(None),
-            rope(kinds=("longrope",), share=1.0, original=4096),
-            *(only(key, False) for key in ("attention_bias", "mlp_bias", "lm_head_bias")),
-            *(only(key, 1) for key in ("full_attn_mod", "interpolate_factor")),
-        ),
-        _LLAMA,
-        _tensors_like_llama(
-            _TWO_NORMS,
-            {"qkv": "self_attn.qkv_proj", "project": "self_attn.o_proj", "gate,expand": "mlp.gate_up_proj", "contract": "mlp.down_proj"},
-        ),
-        frozenset({"resid_pdrop", "embd_pdrop"}),
+        *(_SILU, window(None), rope(kinds=("longrope",), share=1.0, original=4096)),
+        *(only(key, False) for key in ("attention_bias", "mlp_bias", "lm_head_bias")),
+        *(only(key, 1) for key in ("full_attn_mod", "interpolate_factor")),
+        blocks=(_TWO_NORMS, {"qkv": "self_attn.qkv_proj", "project": "self_attn.o_proj"}, _JOINED_MLP),
+        ignored=("resid_pdrop", "embd_pdrop"),
+        epsilon=1e-5,
+        kv_heads=None,
     ),
-    Family(
-        ("SmolLM3ForCausalLM",),
-        {"classification": "SmolLM3ForSequenceClassification"},
+    _like_llama(
+        "SmolLM3",
         "smollm3",
-        (
-            *_like_llama(tied=True),
-            activation("hidden_act", "silu"),
-            biases("attention_bias", "mlp_bias"),
-            layers_without_rope(),
-            rope(2_000_000.0),
-        ),
-        _LLAMA,
-        _tensors_like_llama(_TWO_NORMS, _ATTENTION, _MLP),
-        frozenset({"max_window_layers", "pretraining_tp"}),  # transformers reads layer_types and no_rope_layers
+        *(_SILU, biases("attention_bias", "mlp_bias"), layers_without_rope(), rope(2_000_000.0)),
+        ignored=("max_window_layers", "pretraining_tp"),  # transformers reads layer_types and no_rope_layers
+        tied=True,
     ),
-    Family(
-        ("GptOssForCausalLM",),
-        {"classification": "GptOssForSequenceClassification"},
+    _like_llama(
+        "GptOss",
         "gpt_oss",
-        (
-            *_like_llama(1e-5),
-            _head_size(64),
-            biases("attention_bias", default=True),
-            experts(("num_local_experts",), "intermediate_size", defaults=(128, 4, 0.001), renormalizes=True, bias=True),
-            every_second_window(128),
-            rope(150_000.0, kinds=("yarn",), is_needed=True),
-            *(only(key, value) for key, value in {"hidden_act": "silu", "swiglu_alpha": 1.702, "swiglu_limit": 7.0}.items()),
-        ),
-        _LLAMA | {"activation": "clamped_swiglu", "sinks": True},
-        _tensors_like_llama(
+        *(_head_size(64), biases("attention_bias", default=True)),
+        experts(("num_local_experts",), "intermediate_size", defaults=(128, 4, 0.001), renormalizes=True, bias=True),
+        *(every_second_window(128), rope(150_000.0, kinds=("yarn",), is_needed=True)),
+        *(only(key, value) for key, value in {"hidden_act": "silu", "swiglu_alpha": 1.702, "swiglu_limit": 7.0}.items()),
+        blocks=(
             _TWO_NORMS,
             _ATTENTION,
             {
@@ -454,114 +378,74 @@ FAMILIES: tuple[Family, ...] = (
                 **{"experts/contract/kernel": "mlp.experts.down_proj", "experts/contract/bias": "mlp.experts.down_proj_bias"},
             },
         ),
-        frozenset({"experts_per_token", "initial_context_length"}),  # transformers reads num_experts_per_tok
+        fixed={"activation": "clamped_swiglu", "sinks": True},
+        ignored=("experts_per_token", "initial_context_length"),  # transformers reads num_experts_per_tok
+        epsilon=1e-5,
     ),
-    Family(
-        ("Glm4ForCausalLM",),
-        {"classification": "Glm4ForSequenceClassification"},
+    _like_llama(
+        "Glm4",
         "glm4",
-        (
-            *_like_llama(1.5625e-7),
-            _head_size(128),
-            activation("hidden_act", "silu"),
-            flag("attention_bias", True, "bias", "qkv", False),
-            rope(share=0.5),
-        ),
-        _LLAMA | {"post_norms": True, "rope_pairs": "neighbours"},
-        _tensors_like_llama(
+        *(_head_size(128), _SILU, flag("attention_bias", True, "bias", "qkv", False), rope(share=0.5)),
+        blocks=(
             {"attention_norm": "input_layernorm", "attention_post_norm": "post_self_attn_layernorm"},
             {"mlp_norm": "post_attention_layernorm", "mlp_post_norm": "post_mlp_layernorm"},
-            _ATTENTION,
-            {"gate,expand": "mlp.gate_up_proj", "contract": "mlp.down_proj"},
+            *(_ATTENTION, _JOINED_MLP),
         ),
+        fixed={"post_norms": True, "rope_pairs": "neighbours"},
+        epsilon=1.5625e-7,
     ),
-    Family(
-        ("Glm4MoeForCausalLM",),
-        {},
+    _like_llama(
+        "Glm4Moe",
         "glm4_moe",
-        (
-            *_like_llama(1e-5),
-            _head_size(None),
-            activation("hidden_act", "silu"),
-            flag("attention_bias", False, "bias", "qkv", False),
-            flag("use_qk_norm", False, "qk_norm", "head", None),
-            corrected_experts(128, 8, 1408, (1, 1), 1.0, dense=1),
-            rope(share=0.5),
-        ),
-        _LLAMA,
-        _tensors_like_llama(_TWO_NORMS, _ATTENTION, _QK_NORMS, _MLP, _CORRECTED_EXPERTS, has_further_blocks=True),
+        *(_head_size(None), _SILU, flag("attention_bias", False, "bias", "qkv", False)),
+        flag("use_qk_norm", False, "qk_norm", "head", None),
+        *(corrected_experts(128, 8, 1408, (1, 1), 1.0, dense=1), rope(share=0.5)),
+        blocks=(*_LIKE_LLAMA, _QK_NORMS, _CORRECTED_EXPERTS),
+        epsilon=1e-5,
+        judge=None,
+        has_further_blocks=True,
     ),
-    Family(
-        ("DeepseekV3ForCausalLM",),
-        {"classification": "DeepseekV3ForSequenceClassification"},
+    _like_llama(
+        "DeepseekV3",
         "deepseek_v3",
-        (
-            *_like_llama(),
-            activation("hidden_act", "silu"),
-            only("attention_bias", False),
-            latents(),
-            corrected_experts(256, 8, 2048, (8, 4), 2.5, dense=3),
-            rope(kinds=("yarn",), scales_attention=True),
-        ),
-        _LLAMA,
-        _tensors_like_llama(_TWO_NORMS, _LATENTS, {"project": "self_attn.o_proj"}, _MLP, _CORRECTED_EXPERTS, has_further_blocks=True),
-        frozenset({"aux_loss_alpha", "ep_size", "head_dim", "pretraining_tp", "qk_head_dim", "seq_aux"}),
+        *(_SILU, only("attention_bias", False), latents(), corrected_experts(256, 8, 2048, (8, 4), 2.5, dense=3)),
+        rope(kinds=("yarn",), scales_attention=True),
+        blocks=(_TWO_NORMS, _LATENTS, {"project": "self_attn.o_proj"}, _MLP, _CORRECTED_EXPERTS),
+        ignored=("aux_loss_alpha", "ep_size", "head_dim", "pretraining_tp", "qk_head_dim", "seq_aux"),
+        has_further_blocks=True,
     ),
-    Family(
-        ("Gemma4ForCausalLM",),
-        {},
+    _like_llama(
+        "Gemma4",
         "gemma4_text",
-        (
-            *_like_llama(tied=True),
-            _head_size(256),
-            activation("hidden_activation", "gelu_pytorch_tanh"),
-            biases("attention_bias"),
-            one("final_logit_softcapping", "logits_soft_cap", Number | None, None),
-            only("use_bidirectional_attention", None, "vision"),
-            windows_between(512),
-            full_attention(),
-            rope_by_layer(1_000_000.0, 10_000.0, kinds=(*KINDS, "proportional"), is_needed=True),
-            written("hidden_size_per_layer_input", 0, is_needed=True),
-            written("num_kv_shared_layers", 0),
-            written("enable_moe_block", False),
-        ),
-        _LLAMA | {"post_norms": True, "embed_scale": True, "qk_norm": "head_and_values", "attention_scale": 1.0, "layer_scale": True},
-        _tensors_like_llama(_FOUR_NORMS, _ATTENTION, _QK_NORMS, _MLP, {"scale": "layer_scalar"}),
-        # Without shared layers and experts, the other keys have no effect.
-        frozenset({"vocab_size_per_layer_input", "use_double_wide_mlp", "num_experts", "top_k_experts", "moe_intermediate_size"}),
+        *(_head_size(256), _GELU, biases("attention_bias")),
+        one("final_logit_softcapping", "logits_soft_cap", Number | None, None),
+        only("use_bidirectional_attention", None, "vision"),
+        *(windows_between(512), full_attention()),
+        rope_by_layer(1_000_000.0, 10_000.0, kinds=(*KINDS, "proportional"), is_needed=True),
+        written("hidden_size_per_layer_input", 0, is_needed=True),
+        *(written("num_kv_shared_layers", 0), written("enable_moe_block", False)),
+        blocks=(_FOUR_NORMS, _ATTENTION, _QK_NORMS, _MLP, {"scale": "layer_scalar"}),
+        fixed={"post_norms": True, "embed_scale": True, "qk_norm": "head_and_values", "attention_scale": 1.0, "layer_scale": True},
+        # Without shared layers and experts, these keys have no effect.
+        ignored=("vocab_size_per_layer_input", "use_double_wide_mlp", "num_experts", "top_k_experts", "moe_intermediate_size"),
+        tied=True,
+        judge=None,
     ),
-    Family(
-        ("Qwen3_5ForCausalLM",),
-        {"classification": "Qwen3_5TextForSequenceClassification"},
+    _like_llama(
+        "Qwen3_5",
         "qwen3_5_text",
-        (
-            *_like_llama(),
-            _head_size(256),
-            activation("hidden_act", "silu"),
-            biases("attention_bias"),
-            gated_delta(),
-            only("attn_output_gate", True),
-            rope(share=0.25, reads_images=True),
-        ),
-        _LLAMA | {"norm": "rms_plus_one", "qk_norm": "head", "attention_gate": True},
-        _tensors_like_llama(_TWO_NORMS, _ATTENTION, _QK_NORMS, _MLP, _DELTA),
-        frozenset({"mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}),
+        *(_head_size(256), _SILU, biases("attention_bias"), gated_delta(), only("attn_output_gate", True)),
+        rope(share=0.25, reads_images=True),
+        blocks=(*_LIKE_LLAMA, _QK_NORMS, _DELTA),
+        fixed={"norm": "rms_plus_one", "qk_norm": "head", "attention_gate": True},
+        ignored=("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
+        judge="Qwen3_5TextForSequenceClassification",
     ),
-    Family(
-        ("Llama4ForCausalLM",),
-        {},
+    _like_llama(
+        "Llama4",
         "llama4_text",
-        (
-            *_like_llama(1e-5),
-            _head_size(128),
-            activation("hidden_act", "silu"),
-            biases("attention_bias"),
-            input_weighing_experts(),
-            chunks(),
-            rope(500_000.0),
-        ),
-        _LLAMA | {"rope_pairs": "neighbours"},
-        _tensors_like_llama(
+        *(_head_size(128), _SILU, biases("attention_bias"), input_weighing_experts(), chunks(), rope(500_000.0)),
+        blocks=(
             _TWO_NORMS,
             _ATTENTION,
             {ours: theirs.replace("mlp", "feed_forward") for ours, theirs in {**_MLP, **_SHARED_EXPERT}.items()},
@@ -570,7 +454,10 @@ FAMILIES: tuple[Family, ...] = (
                 "experts/gate/kernel,experts/expand/kernel": "feed_forward.experts.gate_up_proj",
             },
         ),
-        frozenset({"router_aux_loss_coef", "for_llm_compressor"}),
+        fixed={"rope_pairs": "neighbours"},
+        ignored=("router_aux_loss_coef", "for_llm_compressor"),
+        epsilon=1e-5,
+        judge=None,
     ),
     Family(
         ("BertForPreTraining", "BertForMaskedLM"),  # BertForMaskedLM often also has the next-sentence head
