@@ -18,7 +18,7 @@ import jpipe.checkpoints.writing
 from jpipe.runtime._plain import to_plain
 from jpipe_lm.checkpoint import huggingface as folder_of
 from jpipe_lm.checkpoint.huggingface.names import layout
-from jpipe_lm.config import huggingface
+from jpipe_lm.config.huggingface import read_config
 from jpipe_lm.config.model_config import ModelConfig
 from jpipe_lm.models.layers import layers
 from jpipe_train import registry
@@ -95,7 +95,7 @@ def in_shards(name: str, to: Path) -> Path:
 
 def section_of(folder: Path) -> ModelConfig:
     """Return the section `model` that a folder describes."""
-    return ModelConfig(**huggingface.whole_section(huggingface.read(folder).keys) | {"seq_len": LENGTH})
+    return ModelConfig(**read_config.whole_section(read_config.read(folder).keys) | {"seq_len": LENGTH})
 
 
 def read(folder: Path, **options: Any) -> tuple[jpipe.LayerStack, dict[str, Any]]:
@@ -151,7 +151,7 @@ def learned(folder: Path, arrays: dict[str, np.ndarray]) -> tuple[Any, Any, dict
     loss, outputs, after = step(params)
     whole = {layer_id: stack.ties.whole(layer_id, after) for layer_id in stack.ids}
     updated = {f"{layer_id}/{path}": np.asarray(leaf) for layer_id, tree in whole.items() for path, leaf in by_path(tree).items()}
-    rows = layout(huggingface.read(folder))
+    rows = layout(read_config.read(folder))
     return loss, outputs, {name: tensor for row in rows for name, tensor in row.split(updated).items()}
 
 

@@ -16,7 +16,7 @@ from jpipe_lm.checkpoint.adapters import merged
 from jpipe_lm.checkpoint.huggingface import read_adapters as of_modules
 from jpipe_lm.checkpoint.huggingface import write_adapters, write_weights
 from jpipe_lm.checkpoint.huggingface.names import layout
-from jpipe_lm.config import huggingface
+from jpipe_lm.config.huggingface import read_config
 from jpipe_lm.config.model_config import ModelConfig
 from jpipe_lm.config.tune_config import LoraConfig, TuneConfig, is_of_adapter
 from jpipe_lm.generate import model_source
@@ -158,7 +158,7 @@ def test_modules_for_peft_add_what_merged_weights_have_more(name, targets):
     if name != "gpt2":
         architecture, content = families.MODELS[name]
         content = {**content, "architectures": [architecture]}
-    described = huggingface.parse(content)
+    described = read_config.parse(content)
     model, names = ModelConfig(**described.keys, seq_len=1), layout(described)
     lora = LoraConfig(rank=2, alpha=6, targets=targets)
     stack, generator = (

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from jpipe import InputError
 from jpipe_lm.checkpoint import huggingface as folder_of
 from jpipe_lm.checkpoint.huggingface import write_weights
-from jpipe_lm.config import huggingface
+from jpipe_lm.config.huggingface import read_config, write_config
 from jpipe_lm.config.model_config import ModelConfig
 from jpipe_train.assemble.build import build
 from jpipe_train.checkpoint import warm_start
@@ -80,7 +80,7 @@ def test_a_classifier_begins_with_a_language_model_and_says_that_its_head_is_fre
     ],
 )
 def test_config_json_says_head_and_labels(changes, expected):
-    keys = huggingface.parse(content_of("bert", **changes)).keys
+    keys = read_config.parse(content_of("bert", **changes)).keys
     assert {key: keys[key] for key in ("head", "labels") if key in keys} == expected
 
 
@@ -97,7 +97,7 @@ def test_config_json_says_head_and_labels(changes, expected):
 )
 def test_labels_that_jpipe_does_not_have(changes, message):
     with pytest.raises(InputError, match=message):
-        huggingface.parse(content_of("bert", **TO_CLASSES | changes))
+        read_config.parse(content_of("bert", **TO_CLASSES | changes))
 
 
 @pytest.mark.parametrize(
@@ -113,10 +113,10 @@ def test_labels_that_jpipe_does_not_have(changes, message):
 def test_a_section_agrees_with_the_labels_of_a_folder(section, expected, tmp_path):
     folder = copied("bert", tmp_path / "folder", changes=NAMED)
     if isinstance(expected, list):
-        assert huggingface.fill_section(section, folder, "c", partial=False)["labels"] == expected
+        assert read_config.fill_section(section, folder, "c", partial=False)["labels"] == expected
         return
     with pytest.raises(InputError, match=expected):
-        huggingface.fill_section(section, folder, "c", partial=False)
+        read_config.fill_section(section, folder, "c", partial=False)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_fresh_weights_are_written_and_read_again(model, architecture, tmp_path)
     path.write_text(f"model: {model}\ndata: {{format: labels, path: a, tokenizer: b}}\n")
     write_weights.write_huggingface(ExportRequest(str(path), str(tmp_path / "out")), print)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == [architecture]
-    keys, section = huggingface.read(tmp_path / "out").keys, config_file.load(path).model
+    keys, section = read_config.read(tmp_path / "out").keys, config_file.load(path).model
     assert {key: keys[key] for key in ("head", "labels") if key in keys}.items() <= section.model_dump().items()
     source = folder_of.source(tmp_path / "out", head=section.head)
     assert {name for name in source.specs if name.startswith("head/score/")} == (
@@ -145,4 +145,4 @@ def test_fresh_weights_are_written_and_read_again(model, architecture, tmp_path)
 
 def test_no_decoder_chooses_in_transformers():
     with pytest.raises(InputError, match=r"no architecture can express this model; the most similar: .* has no model.head multiple_choice"):
-        huggingface.to_json_keys(ModelConfig(preset="llama-tiny", head="multiple_choice", labels=2))
+        write_config.to_json_keys(ModelConfig(preset="llama-tiny", head="multiple_choice", labels=2))

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 from jpipe_lm.checkpoint.huggingface import tensors_file, write_weights
 from jpipe_lm.checkpoint.huggingface.folder import Folder
-from jpipe_lm.config import huggingface as config_json
+from jpipe_lm.config.huggingface import read_config
 from jpipe_lm.models.layers import layers
 from jpipe_train import cli
 from jpipe_train.assemble.build import build
@@ -55,7 +55,7 @@ def check_folder(folder: Path, name: str, expected: dict[str, np.ndarray], same:
     assert tensors.keys() == expected.keys()
     for key, tensor in expected.items():
         same(tensors[key], tensor, err_msg=key, strict=True)
-    assert config_json.read(folder) == config_json.read(GOLDEN / name)
+    assert read_config.read(folder) == read_config.read(GOLDEN / name)
     theirs, ours = (json.loads((place / "config.json").read_text()) for place in (GOLDEN / name, folder))
     assert [ours[key] for key in SPECIAL] == [theirs.get(key) for key in SPECIAL]
 
@@ -299,7 +299,7 @@ def test_the_commands_of_the_page_lead_from_a_folder_to_a_folder(tmp_path, monke
         source = ["texts"] if words[0] == "data" else []
         assert cli.main([*words, *source, *more.get(words[0], [])]) == 0, words
     assert (tmp_path / "my-llama" / "tokenizer.json").read_bytes() == (tmp_path / "tuned-llama" / "tokenizer.json").read_bytes()
-    assert config_json.read(tmp_path / "my-llama") == config_json.read(tmp_path / "tuned-llama")
+    assert read_config.read(tmp_path / "my-llama") == read_config.read(tmp_path / "tuned-llama")
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("my-llama", "tuned-llama"))
     assert before.keys() == after.keys()
     assert all((after[key] != tensor).any() for key, tensor in before.items())

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from jpipe import InputError
 from jpipe_lm.checkpoint.huggingface import read_adapters, write_adapters, write_weights
 from jpipe_lm.checkpoint.huggingface.names import layout
-from jpipe_lm.config import huggingface
+from jpipe_lm.config.huggingface import adapter_config, read_config
 from jpipe_lm.generate import model_source
 from jpipe_train.checkpoint.export_request import ExportRequest
 from jpipe_train.checkpoint.weights import by_path
@@ -169,7 +169,7 @@ def test_folders_that_jpipe_cannot_follow_are_refused(case, ours, tmp_path):
 
     def read() -> None:
         folders.config(tmp_path, "llama", f"warm_start.adapters={folder}")
-        base, source = huggingface.read(folders.GOLDEN / "llama"), folders.folder_of.source(folders.GOLDEN / "llama")
+        base, source = read_config.read(folders.GOLDEN / "llama"), folders.folder_of.source(folders.GOLDEN / "llama")
         read_adapters.with_adapters(source, folder, base, "language")
 
     with pytest.raises(InputError, match=message):
@@ -178,12 +178,12 @@ def test_folders_that_jpipe_cannot_follow_are_refused(case, ours, tmp_path):
 
 def test_excluded_modules_have_no_adapters(ours, tmp_path):
     folder = shutil.copytree(ours[0] / "peft", tmp_path / "peft")
-    base = huggingface.read(folders.GOLDEN / "llama")
-    expected = huggingface.read_adapters(folder, base)
+    base = read_config.read(folders.GOLDEN / "llama")
+    expected = adapter_config.read_adapters(folder, base)
     excluded = ["o_proj", "gate_proj", "lm_head", "vision_tower", "layers.7.self_attn.q_proj"]
     targets = ["q_proj", "v_proj", "down_proj", "o_proj"]
     changed({"target_modules": targets, "exclude_modules": excluded})(folder)
-    assert huggingface.read_adapters(folder, base) == expected
+    assert adapter_config.read_adapters(folder, base) == expected
 
 
 def test_modules_are_saved_whole_as_peft_matches_them(ours, tmp_path):
@@ -192,7 +192,7 @@ def test_modules_are_saved_whole_as_peft_matches_them(ours, tmp_path):
     names = "model.norm", "model.layers.0.input_layernorm"
     norms = {f"base_model.model.{name}.weight": np.full(16, number, np.float32) for number, name in enumerate(names)}
     changed({"modules_to_save": ["norm", "layers.0"], "bias": None, "init_lora_weights": None}, lambda tensors: tensors | norms)(folder)
-    base, source = huggingface.read(folders.GOLDEN / "llama"), folders.folder_of.source(folders.GOLDEN / "llama")
+    base, source = read_config.read(folders.GOLDEN / "llama"), folders.folder_of.source(folders.GOLDEN / "llama")
     found = read_adapters.with_adapters(source, folder, base, "language")
     read = {
         name: array
@@ -278,7 +278,7 @@ def test_adapters_of_peft_compute_and_learn_the_same(name, theirs, tmp_path):
     near(logits, golden["logits"], "logits")
     near(loss, golden["loss"], "loss")
     named = {f"{layer_id}/{path}": leaf for layer_id, tree in after.items() for path, leaf in by_path(tree).items()}
-    modules = [m for row in layout(huggingface.read(theirs / name)) for m in read_adapters.modules_of(row, named, config.model)]
+    modules = [m for row in layout(read_config.read(theirs / name)) for m in read_adapters.modules_of(row, named, config.model)]
     assert {f"after/{tensor}" for module in modules for tensor in module.tensors} == {key for key in golden if key.startswith("after/")}
     for module in modules if name != "gpt2" else ():
         for tensor, array in zip(module.tensors, module.joined(named), strict=True):

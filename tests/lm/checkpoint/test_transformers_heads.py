@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jpipe_lm.checkpoint.huggingface import write_weights
-from jpipe_lm.config import huggingface
+from jpipe_lm.config.huggingface import families
 from jpipe_train.checkpoint.export_request import ExportRequest
 from tests import torch
 from tests.lm.checkpoint import folders
@@ -43,7 +43,7 @@ def theirs(tmp_path_factory) -> Path:
 
 
 def test_the_table_has_all_of_them():
-    assert {name for family in huggingface.FAMILIES for name in family.judges.values()} == set(ARCHITECTURES.values())
+    assert {name for family in families.FAMILIES for name in family.judges.values()} == set(ARCHITECTURES.values())
 
 
 @pytest.mark.parametrize("name", [name if name in FEW else pytest.param(name, marks=pytest.mark.exhaustive) for name in ARCHITECTURES])

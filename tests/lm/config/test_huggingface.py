@@ -10,7 +10,7 @@ import pytest
 
 from jpipe import InputError
 from jpipe_lm.checkpoint.huggingface.names import layout
-from jpipe_lm.config import huggingface
+from jpipe_lm.config.huggingface import families, read_config, write_config
 from jpipe_lm.config.model.presets import PRESETS
 from jpipe_lm.config.model_config import ModelConfig
 from jpipe_lm.models.layers import layers
@@ -37,7 +37,7 @@ def content_of(name: str, /, **changes) -> dict:
 
 
 def keys(name: str, /, **changes) -> dict:
-    return huggingface.parse(content_of(name, **changes)).keys
+    return read_config.parse(content_of(name, **changes)).keys
 
 
 @pytest.mark.parametrize(
@@ -65,9 +65,7 @@ def test_it_says_the_keys_of_the_model(name, changes, expected):
     ModelConfig(**model_keys, seq_len=8)
 
 
-SUPPORTED = (
-    f"expected one of {', '.join(family.architectures[0] for family in huggingface.FAMILIES)}, or a model of the same family, found "
-)
+SUPPORTED = f"expected one of {', '.join(family.architectures[0] for family in families.FAMILIES)}, or a model of the same family, found "
 
 
 @pytest.mark.parametrize(
@@ -131,7 +129,7 @@ def test_a_model_that_jpipe_does_not_have_is_refused(name, changes, message):
 def test_a_file_that_is_not_a_config_is_refused(content, message, tmp_path):
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(InputError, match=re.escape(message)):
-        huggingface.read(tmp_path)
+        read_config.read(tmp_path)
 
 
 def loaded(tmp_path: Path, model: str, *more: str, name: str = "llama"):
@@ -185,10 +183,10 @@ def test_a_folder_may_be_relative_and_linked(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", MODELS)
 def test_a_config_of_each_family_becomes_keys_and_the_same_config_again(name):
     architecture, content = MODELS[name]
-    described = huggingface.parse({"architectures": [architecture], **content})
+    described = read_config.parse({"architectures": [architecture], **content})
     config = ModelConfig(**described.keys, seq_len=8)
-    written = json.loads(json.dumps(huggingface.to_json_keys(config, architecture)))
-    assert huggingface.parse(written) == described
+    written = json.loads(json.dumps(write_config.to_json_keys(config, architecture)))
+    assert read_config.parse(written) == described
     assert written["architectures"] == [architecture]
     assert written.get("router_aux_loss_coef") != 0  # the folder's factor is not known to be 0
     same = {key: value for key, value in content.items() if key in written and key not in ("rope_parameters", "max_window_layers")}
@@ -196,14 +194,14 @@ def test_a_config_of_each_family_becomes_keys_and_the_same_config_again(name):
     for key, value in written.items():  # each is one that is read, and what is known of it is checked
         if key not in ("architectures", "model_type") and not isinstance(value, str | bool | None):
             with pytest.raises(InputError, match=re.escape(key)):
-                huggingface.parse({**written, key: "nonsense"})
+                read_config.parse({**written, key: "nonsense"})
 
 
 @pytest.mark.thinned(most=8)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_names_of_tensors_fit_the_parameters_of_the_layers(name):
     architecture, content = MODELS[name]
-    described = huggingface.parse({"architectures": [architecture], **content})
+    described = read_config.parse({"architectures": [architecture], **content})
     stack = layers(ModelConfig(**described.keys, seq_len=8))
     specs = stack.specs(jax.ShapeDtypeStruct((1, 8), "int32"))
     shapes = {f"{i}/{path}": leaf.shape for i, spec in specs.items() for path, leaf in by_path(spec.params).items()}
@@ -215,9 +213,9 @@ def test_the_names_of_tensors_fit_the_parameters_of_the_layers(name):
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_config_is_the_preset_of_the_model(name):
     architecture, content = PUBLISHED[name]
-    keys = huggingface.parse({"architectures": [architecture], **content}).keys
-    expected = huggingface.to_json_keys(ModelConfig(preset=name))
-    assert huggingface.to_json_keys(ModelConfig(**keys, seq_len=8)) == expected
+    keys = read_config.parse({"architectures": [architecture], **content}).keys
+    expected = write_config.to_json_keys(ModelConfig(preset=name))
+    assert write_config.to_json_keys(ModelConfig(**keys, seq_len=8)) == expected
     assert expected["architectures"] == [architecture]
 
 
@@ -246,7 +244,7 @@ def test_every_key_that_transformers_gives_a_configuration_is_known_of_each_fami
     """The keys of PretrainedConfig of transformers 1 to 4, with the values that change nothing."""
     written = json.loads(OLD_DEFAULTS)
     for architecture, content in MODELS.values():
-        huggingface.parse({**written, "architectures": [architecture], **content})
+        read_config.parse({**written, "architectures": [architecture], **content})
 
 
 OLD_DEFAULTS = """{
@@ -292,7 +290,7 @@ def test_the_keys_of_families_decide_keys_of_the_model(name):
     content = {key: value for key, value in {**MODELS[name][1], **changes}.items() if value is not ...}
     if name == "phi3":
         content["rope_scaling"].pop("rope_type")
-    keys = huggingface.parse({"architectures": [MODELS[name][0]], **content}).keys
+    keys = read_config.parse({"architectures": [MODELS[name][0]], **content}).keys
     assert {key: keys[key] for key in expected} == expected
     if name == "phi3":
         assert keys["rope_scaling"]["attention_factor"] == pytest.approx((1 + np.log(4) / np.log(8)) ** 0.5)
@@ -301,8 +299,8 @@ def test_the_keys_of_families_decide_keys_of_the_model(name):
 def test_of_a_model_that_reads_images_the_language_model_is_read():
     architecture, content = MODELS["qwen3.5"]
     whole = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": content, "vision_config": {}, "tie_word_embeddings": True}
-    expected = huggingface.parse({"architectures": [architecture], **content, "tie_word_embeddings": True})
-    assert huggingface.parse(whole) == expected
+    expected = read_config.parse({"architectures": [architecture], **content, "tie_word_embeddings": True})
+    assert read_config.parse(whole) == expected
     names = layout(expected)
     assert names.known_as("model.language_model.norm.weight") == names.known_as("language_model.model.norm.weight") == "model.norm.weight"
     assert {names.known_as(name) for name in ("model.visual.blocks.0.norm.weight", "vision_tower.patches.weight", "mtp.norm.weight")} == {
@@ -311,7 +309,7 @@ def test_of_a_model_that_reads_images_the_language_model_is_read():
     with pytest.raises(
         InputError, match="text_config: expected the keys of the language model of Gemma4ForConditionalGeneration, found None"
     ):
-        huggingface.parse({"architectures": ["Gemma4ForConditionalGeneration"]})
+        read_config.parse({"architectures": ["Gemma4ForConditionalGeneration"]})
 
 
 @pytest.mark.parametrize(
@@ -365,7 +363,7 @@ def test_of_a_model_that_reads_images_the_language_model_is_read():
 def test_what_a_family_does_not_have_is_refused(name, changes, message):
     content = {key: value for key, value in {**MODELS[name][1], **changes}.items() if value is not ...}
     with pytest.raises(InputError, match=re.escape(f"config.json: {message}")):
-        huggingface.parse({"architectures": [MODELS[name][0]], **content})
+        read_config.parse({"architectures": [MODELS[name][0]], **content})
 
 
 # Written ------------------------------------------------------------------------------------------------------------------
@@ -374,13 +372,13 @@ def test_what_a_family_does_not_have_is_refused(name, changes, message):
 @pytest.mark.parametrize("name", [*PRESETS, "default"])
 def test_a_written_config_describes_the_same_model(name):
     model = ModelConfig() if name == "default" else ModelConfig(preset=name)
-    content = json.loads(json.dumps(huggingface.to_json_keys(model)))
-    parsed = huggingface.parse(content)
+    content = json.loads(json.dumps(write_config.to_json_keys(model)))
+    parsed = read_config.parse(content)
     for key, value in parsed.keys.items():
         ours = getattr(model, f"{key}_used", getattr(model, key))
         ours = ours.model_dump() if key in ("rope_scaling", "experts") and ours else ours
         assert (ours | {"z_loss": 0.0} if key == "experts" and ours else ours) == value, key
-    assert content["model_type"] == huggingface.ARCHITECTURES[parsed.architecture].model_type
+    assert content["model_type"] == families.ARCHITECTURES[parsed.architecture].model_type
 
 
 @pytest.mark.parametrize(
@@ -399,4 +397,4 @@ def test_a_written_config_describes_the_same_model(name):
 )  # fmt: skip
 def test_a_combination_that_no_architecture_has_is_refused(model, message):
     with pytest.raises(InputError, match=re.escape(message)):
-        huggingface.to_json_keys(model_class(model)(**model))
+        write_config.to_json_keys(model_class(model)(**model))

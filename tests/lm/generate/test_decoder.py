@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jpipe_lm.config import huggingface
+from jpipe_lm.config.huggingface import read_config
 from jpipe_lm.config.model_config import ModelConfig
 from jpipe_lm.generate import decoder, model_source
 from jpipe_lm.generate.continue_prompts import sequences
@@ -113,7 +113,7 @@ def test_a_greedy_continuation_is_that_of_the_whole_model_at_each_length(name, p
     """Rows exceed windows and the original positions of LongRoPE, each at another step; some prompts are read in pieces."""
     monkeypatch.setattr(decoder, "_PIECE", piece)
     architecture, keys = MODELS[name]
-    described = huggingface.parse({"architectures": [architecture], **keys})
+    described = read_config.parse({"architectures": [architecture], **keys})
     config = ModelConfig(**described.keys, seq_len=12)
     stack = layers(config)
     inputs = {"tokens": np.zeros((3, 12), np.int32), "segments": np.ones((3, 12), np.int32)}

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from jpipe_lm.config import huggingface
+from jpipe_lm.config.huggingface import read_config
 from jpipe_train.config import config_file
 from jpipe_train.run import loop
 from tests.lm.checkpoint.families import MODELS
@@ -18,7 +18,7 @@ from tests.train.conftest import SENTENCE
 def test_the_loss_of_a_run_falls(name, schedule, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "write_report", lambda *_: None)
     architecture, content = MODELS[name]
-    keys = huggingface.parse({"architectures": [architecture], **content}).keys
+    keys = read_config.parse({"architectures": [architecture], **content}).keys
     (tmp_path / "text.txt").write_bytes(SENTENCE * 100)
     sections = {
         "run": {"dir": str(tmp_path / "run")},

@@ -8,7 +8,7 @@ from typing import Any
 from jpipe import InputError
 from jpipe.files import resolved
 from jpipe_lm.checkpoint import huggingface
-from jpipe_lm.config import huggingface as description
+from jpipe_lm.config.huggingface import adapter_config, read_config
 from jpipe_lm.config.model_config import ModelConfig
 from jpipe_train.checkpoint.sources.source import Source, Spec
 from jpipe_train.config.config import WarmStartConfig
@@ -38,9 +38,9 @@ def open_source(path: Path, config: WarmStartConfig, model: ModelSection, specs:
         raise InputError("warm_start.names has no effect for a folder of Hugging Face's layout, because its names are known; leave it out")
     if config.adapters is None:
         return source
-    base, adapters = description.read(path), _located(config.adapters, _ADAPTERS)
+    base, adapters = read_config.read(path), _located(config.adapters, _ADAPTERS)
     if specs is None:
-        description.read_adapters(adapters, base)
+        adapter_config.read_adapters(adapters, base)
         return source
     return huggingface.with_adapters(source, adapters, base, head, specs)
 
@@ -52,9 +52,9 @@ def fill_config(data: dict[Any, Any], where: str) -> None:
     """
     warm_start, model = data["warm_start"], data.get("model")
     file, adapters = warm_start["file"], warm_start.get("adapters")
-    if (is_folder := description.is_folder(file)) and isinstance(model, dict | None):
-        data["model"] = description.fill_section(model or {}, _located(file, _FILE), where, warm_start.get("mode") == "partial")
-    if not isinstance(adapters, str) or not description.has_adapters(adapters):
+    if (is_folder := read_config.is_folder(file)) and isinstance(model, dict | None):
+        data["model"] = read_config.fill_section(model or {}, _located(file, _FILE), where, warm_start.get("mode") == "partial")
+    if not isinstance(adapters, str) or not adapter_config.has_adapters(adapters):
         return  # this error is reported when the run begins
     if not is_folder:
         raise InputError(
@@ -64,8 +64,8 @@ def fill_config(data: dict[Any, Any], where: str) -> None:
     tune = data.get("tune")
     lora = tune.get("lora") if isinstance(tune, dict) else None
     if isinstance(tune, dict | None) and isinstance(lora, dict | None):
-        base, folder = description.read(_located(file, _FILE)), _located(adapters, _ADAPTERS)
-        data["tune"] = {**(tune or {}), "lora": description.fill_lora(lora or {}, folder, base, where)}
+        base, folder = read_config.read(_located(file, _FILE)), _located(adapters, _ADAPTERS)
+        data["tune"] = {**(tune or {}), "lora": adapter_config.fill_lora(lora or {}, folder, base, where)}
 
 
 def _located(path: str, where: str) -> Path:

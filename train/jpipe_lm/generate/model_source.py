@@ -14,8 +14,8 @@ from jpipe import InputError
 from jpipe.files import resolved
 from jpipe_lm.checkpoint import huggingface
 from jpipe_lm.checkpoint.adapters import merged
-from jpipe_lm.config import huggingface as config_json
 from jpipe_lm.config.data_config import DataConfig
+from jpipe_lm.config.huggingface import adapter_config, read_config
 from jpipe_lm.config.model_config import ModelConfig
 from jpipe_lm.config.sections import data_of, tune_of
 from jpipe_lm.config.tune_config import LoraConfig, TuneConfig
@@ -150,9 +150,9 @@ def _find_in_run(
 
 
 def _find_in_folder(folder: Path, source: str, tokens_of: str | None, dtype: str | None, adapters: str | None) -> Origin:
-    base, tune = config_json.read(folder), TuneConfig()
+    base, tune = read_config.read(folder), TuneConfig()
     keys = base.keys
-    config = ModelConfig.model_validate(config_json.whole_section(keys))
+    config = ModelConfig.model_validate(read_config.whole_section(keys))
     _check_decodes(config, source)
     again = "download it again"
     arrays = huggingface.source(folder, named_by="generate", hint=again)
@@ -160,7 +160,7 @@ def _find_in_folder(folder: Path, source: str, tokens_of: str | None, dtype: str
     warm_start.fitting(arrays, model, strict=True, hint=again)
     if adapters is not None:
         beside = resolved(str(located(adapters, "--adapters")), "--adapters")
-        tune = TuneConfig(lora=LoraConfig(**config_json.read_adapters(beside, base).lora))
+        tune = TuneConfig(lora=LoraConfig(**adapter_config.read_adapters(beside, base).lora))
         arrays = huggingface.with_adapters(arrays, beside, base, "language")
     names_of_layer: dict[str, list[str]] = {}
     for name in arrays.specs:
@@ -236,7 +236,7 @@ def _special_tokens(folder: Path, vocab_size: int) -> tuple[tuple[int, ...], tup
     for name in _SETTINGS:
         if not (folder / name).is_file():
             continue
-        settings = config_json.load_json(folder / name, config_json.MOST_BYTES)
+        settings = read_config.load_json(folder / name, read_config.MOST_BYTES)
         begins = begins or _valid_tokens(settings.get("bos_token_id"), vocab_size)[:1]
         ends += _valid_tokens(settings.get("eos_token_id"), vocab_size)
     return begins, ends

@@ -12,7 +12,8 @@ import pydantic
 from jpipe import InputError
 from jpipe.errors import explain, short
 from jpipe.files import expanded, open_to_read, read_bytes, shown
-from jpipe_lm.config.huggingface import ADAPTER_CONFIG, CONFIG, MOST_BYTES, inside, load_json
+from jpipe_lm.config.huggingface.adapter_config import ADAPTER_CONFIG
+from jpipe_lm.config.huggingface.read_config import CONFIG, MOST_BYTES, inside, load_json
 from jpipe_lm.hub import fetch_weights
 from jpipe_train.checkpoint.sources.safetensors_file import tensors_file
 from jpipe_train.checkpoint.sources.source import Spec

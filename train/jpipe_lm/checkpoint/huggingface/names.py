@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jpipe_lm.config.huggingface import ARCHITECTURES, Description, whole_section
+from jpipe_lm.config.huggingface.families import ARCHITECTURES
+from jpipe_lm.config.huggingface.read_config import Description, whole_section
 from jpipe_lm.config.model.delta_section import DeltaConfig
 from jpipe_lm.config.model.experts_section import ExpertsConfig
 from jpipe_lm.config.model.latent_section import LatentConfig

@@ -13,8 +13,9 @@ from jpipe.errors import short
 from jpipe.files import shown
 from jpipe_lm.checkpoint.huggingface.folder import ADAPTER_WEIGHTS, Folder, look_into_adapters
 from jpipe_lm.checkpoint.huggingface.names import Layout, Row, Shape, layout
-from jpipe_lm.config import huggingface
-from jpipe_lm.config.huggingface import Adapters, Description
+from jpipe_lm.config.huggingface import adapter_config, read_config
+from jpipe_lm.config.huggingface.adapter_config import Adapters
+from jpipe_lm.config.huggingface.read_config import Description
 from jpipe_lm.config.model_config import ModelConfig
 from jpipe_lm.config.tune_config import PARTS, is_of_adapter
 from jpipe_lm.models.lora import widths_of
@@ -108,7 +109,7 @@ def modules_of(row: Row, names: Collection[str], model: ModelConfig) -> list[Mod
     inputs = next(shape[0] for _, shape in _linears(row))
     theirs = [name.removesuffix(".weight") for name in row.theirs]
     modules = []
-    for name, inner in huggingface.module_parts(theirs, [PARTS[_kind(linear)] for linear, _ in _linears(row)]):
+    for name, inner in adapter_config.module_parts(theirs, [PARTS[_kind(linear)] for linear, _ in _linears(row)]):
         own = tuple(LinearPart(parts[part], outputs[part], f"{parts[part]}/a" in names) for part in inner)
         modules.append(Module(name, own, inputs, row.transposed))
     return [module for module in modules if module.number]
@@ -134,13 +135,13 @@ def with_adapters(source: Source, path: Path, base: Description, head: str, mode
     Without specs of the model's parameters, these are as the adapters have them. Raise InputError if the folder cannot be read, or does not
     fit the model.
     """
-    described = huggingface.read_adapters(path, base)
+    described = adapter_config.read_adapters(path, base)
     if own := next((name for name in source.specs if is_of_adapter(name)), None):
         raise InputError(f"warm_start.adapters: {source.where} has adapters of its own, '{own}'; leave out one of them")
     folder = look_into_adapters(path)
     keys = base.keys if head == base.keys.get("head", "language") else base.keys | {"head": "regression"}  # names of any head
     names = layout(base._replace(keys=keys))
-    arrays = _read(folder, names, ModelConfig(**huggingface.whole_section(keys)), described)
+    arrays = _read(folder, names, ModelConfig(**read_config.whole_section(keys)), described)
     for name, array in arrays.items():
         if model is not None and (name not in model or array.shape != model[name].shape):
             expected = f"of shape {list(model[name].shape)}" if name in model else "only parameters of the model"
@@ -190,13 +191,13 @@ def _read(folder: Folder, names: Layout, model: ModelConfig, described: Adapters
 def _matrices(folder: Folder, module: Module, described: Adapters, where: str) -> tuple[np.ndarray, np.ndarray]:
     """Read A and B of a module; their shapes are already checked."""
     rank, alpha = described.lora["rank"], described.lora["alpha"]
-    its_rank = next((rank for name, rank in described.ranks.items() if huggingface.is_or_ends(module.name, name)), rank)
-    its_alpha = next((alpha for name, alpha in described.alphas.items() if huggingface.is_or_ends(module.name, name)), alpha)
+    its_rank = next((rank for name, rank in described.ranks.items() if adapter_config.is_or_ends(module.name, name)), rank)
+    its_alpha = next((alpha for name, alpha in described.alphas.items() if adapter_config.is_or_ends(module.name, name)), alpha)
     times = its_rank // rank
     if its_rank != times * rank or its_alpha != times * alpha or not 1 <= times <= len(module.parts):
         raise InputError(
-            f"{shown(folder.path / huggingface.ADAPTER_CONFIG)}: rank_pattern, alpha_pattern: expected rank {rank} and alpha {alpha:g} of "
-            f"{module.name}, found {its_rank} and {its_alpha:g}; {_OTHER_RANK}"
+            f"{shown(folder.path / adapter_config.ADAPTER_CONFIG)}: rank_pattern, alpha_pattern: expected rank {rank} and alpha {alpha:g} "
+            f"of {module.name}, found {its_rank} and {its_alpha:g}; {_OTHER_RANK}"
         )
     for name, shape in zip(module.tensors, module.shapes(its_rank), strict=True):
         found = folder.tensors[name][1].shape if name in folder.tensors else None
@@ -217,7 +218,7 @@ def _saved(folder: Folder, row: Row, names: Layout, described: Adapters, vocab_s
                 f"{where}: expected '{name}' of {vocab_size} tokens as in the model, found {found[0]}; the vocabulary was resized: merge "
                 "the adapters with PEFT"
             )
-        if not huggingface.is_saved(name.rpartition(".")[0], described.saved):
+        if not adapter_config.is_saved(name.rpartition(".")[0], described.saved):
             raise InputError(
                 f"{where}: expected only whole modules that modules_to_save names, found '{name}'; add it there, or remove the tensor"
             )

@@ -11,7 +11,7 @@ from jpipe.errors import short
 from jpipe.files import shown
 from jpipe_lm.checkpoint.huggingface.folder import Folder, look_into
 from jpipe_lm.checkpoint.huggingface.names import Layout, Row, layout
-from jpipe_lm.config import huggingface
+from jpipe_lm.config.huggingface import read_config
 from jpipe_train.checkpoint.sources.source import FLOATS, Names, Source, Spec
 
 _SHOWN = 5  # number of tensors that a message lists
@@ -28,7 +28,7 @@ def source(path: Path, *, head: str = "language", strict: bool = True, named_by:
     parameters are optional. Without `strict`, missing tensors, additional ones and other shapes are left out; with it they are
     errors, and `hint` says what the user can change. Raise InputError also if the folder cannot be read, or jpipe does not have its model.
     """
-    described = huggingface.read(path)
+    described = read_config.read(path)
     names = layout(described)
     folder = look_into(path)
     where = f"{named_by}: '{shown(path)}'"
@@ -89,7 +89,7 @@ def _check(folder: Folder, names: Layout, known: dict[str, str], where: str, hin
     if words:
         raise InputError(
             where=where,
-            expected=f"the {len(expected)} tensors of the model in {huggingface.CONFIG}",
+            expected=f"the {len(expected)} tensors of the model in {read_config.CONFIG}",
             found=f"that {'; '.join(words)}",
             change=hint,
         )
@@ -126,7 +126,7 @@ def _arrays(folder: Folder, names: Layout, known: dict[str, str], row: Row) -> d
             other = folder.read([known[copy]])[known[copy]]
             if not _same(other, tensors[known[original]]):
                 raise InputError(
-                    f"{shown(folder.path)}: expected {known[copy]} to be the same as {known[original]}, for {huggingface.CONFIG} says that "
+                    f"{shown(folder.path)}: expected {known[copy]} to be the same as {known[original]}, for {read_config.CONFIG} says that "
                     "they are tied (tie_word_embeddings), found other values; correct one of them"
                 )
     return row.joined({name: tensors[known[name]] for name in row.theirs})

@@ -13,7 +13,7 @@ from jpipe_lm.checkpoint.huggingface.folder import ADAPTER_WEIGHTS
 from jpipe_lm.checkpoint.huggingface.names import Row
 from jpipe_lm.checkpoint.huggingface.read_adapters import BEFORE, Module, modules_of
 from jpipe_lm.checkpoint.huggingface.write_weights import Model, of_run
-from jpipe_lm.config.huggingface import ADAPTER_CONFIG
+from jpipe_lm.config.huggingface.adapter_config import ADAPTER_CONFIG
 from jpipe_lm.config.sections import model_of, tune_of
 from jpipe_lm.config.tune_config import LoraConfig
 from jpipe_train.checkpoint.export_request import ExportRequest

@@ -14,8 +14,8 @@ from jpipe.files import expanded, new_folder, read_bytes, shown, unused, write_a
 from jpipe_lm.checkpoint.adapters import merged, merged_specs
 from jpipe_lm.checkpoint.huggingface.names import Layout, layout
 from jpipe_lm.checkpoint.huggingface.tensors_file import write_tensors
-from jpipe_lm.config import huggingface
 from jpipe_lm.config.data_config import DataConfig
+from jpipe_lm.config.huggingface import read_config, write_config
 from jpipe_lm.config.sections import data_of, model_of, tune_of
 from jpipe_lm.data import tokenizer
 from jpipe_lm.data.chat import template
@@ -77,7 +77,7 @@ def write_huggingface(request: ExportRequest, report: Callable[[str], None]) -> 
     specs = _specs(model)
     described = model.described | _special(model.config, model.described["vocab_size"]) | _dtypes(specs)
     with new_folder(path, "--out") as unfinished:
-        _write_json(unfinished / huggingface.CONFIG, described)
+        _write_json(unfinished / read_config.CONFIG, described)
         size = write_tensors(unfinished, specs, _tensors(model), LIMIT)
         copied = _copy_tokenizer(model.config, unfinished, lambda line: report(f"{out}: {line}"))
     report(f"{out}: {count(len(specs), 'tensor')}, {size:,} bytes{copied}, {model.origin}")
@@ -94,8 +94,8 @@ def of_run(request: ExportRequest, report: Callable[[str], None], *, merge: bool
     """
     saved = open_run(request, report)
     config = config_file.load_resolved(saved.checkpoint.folder / "config.yaml")
-    described = huggingface.to_json_keys(config.model, _architecture(config))
-    names = layout(huggingface.parse(described))
+    described = write_config.to_json_keys(config.model, _architecture(config))
+    names = layout(read_config.parse(described))
     if further := [layer_id for layer_id in saved.layers.values() if layer_id not in names.rows]:
         raise InputError(f"export: Hugging Face's layout has no place for the layer '{further[0]}' of the run; leave out --layout")
 
@@ -111,7 +111,7 @@ def of_run(request: ExportRequest, report: Callable[[str], None], *, merge: bool
 def _of_config(file: str, overrides: Sequence[str]) -> Model:
     """Open the parameters that the run of a config would begin with."""
     config = config_file.load(file, overrides)
-    described = huggingface.to_json_keys(config.model, _architecture(config))
+    described = write_config.to_json_keys(config.model, _architecture(config))
     if config.warm_start.file is not None:
         raise InputError(
             f"export: expected a config of a run with fresh weights, found warm_start.file '{config.warm_start.file}'; leave it out"
@@ -129,7 +129,7 @@ def _of_config(file: str, overrides: Sequence[str]) -> Model:
         return {f"{layer_id}/{path}": leaf for path, leaf in by_path(tree).items()}
 
     specs = {name: Spec(leaf.shape, str(leaf.dtype)) for i, layer in inputs.items() for name, leaf in named(layer.params, i).items()}
-    return Model(config, described, layout(huggingface.parse(described)), specs, read, f"fresh weights of {file}")
+    return Model(config, described, layout(read_config.parse(described)), specs, read, f"fresh weights of {file}")
 
 
 def _specs(model: Model) -> dict[str, Spec]:
@@ -183,8 +183,8 @@ def _architecture(config: Config) -> str | None:
 def _original(config: Config) -> dict[str, Any]:
     """Return the content of `config.json` in the folder of the warm start, if it still exists."""
     with contextlib.suppress(InputError):
-        if config.warm_start.file is not None and huggingface.is_folder(config.warm_start.file):
-            return huggingface.load_json(located(config.warm_start.file, "warm_start.file") / huggingface.CONFIG, huggingface.MOST_BYTES)
+        if config.warm_start.file is not None and read_config.is_folder(config.warm_start.file):
+            return read_config.load_json(located(config.warm_start.file, "warm_start.file") / read_config.CONFIG, read_config.MOST_BYTES)
     return {}
 
 
