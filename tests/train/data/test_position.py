@@ -17,7 +17,7 @@ from jpipe_train.config.config_file import to_yaml
 from jpipe_train.data import data
 from jpipe_train.data.position import Position, start
 from jpipe_train.data.rows import BatchesOfRows
-from jpipe_train.data.target_data import TargetBatches
+from jpipe_train.data.target_data import UserBatches
 from tests.train.conftest import changed
 
 SPEC = (jax.ShapeDtypeStruct((), np.dtype(np.int64)), jax.ShapeDtypeStruct((), np.dtype(np.int64)))
@@ -44,16 +44,16 @@ def resized(batches, size: int, step: int):
     """Return the same data as read by a run that resumes at this step with batches of another size."""
     if isinstance(batches, TrainingBatches):
         other = TrainingBatches(tuple(BatchesOfRows(Numbered(k), size, SPEC) for k in range(len(batches.rows))), batches.rows, batches.seed)
-    elif isinstance(batches, TargetBatches):
+    elif isinstance(batches, UserBatches):
         other = target_batches(size)
     else:
         other = BatchesOfRows(batches.elements, size, SPEC)
     return other.continued(batches.position(step))
 
 
-def target_batches(size: int, count: int = 200) -> TargetBatches:
+def target_batches(size: int, count: int = 200) -> UserBatches:
     rows = np.arange(count * size).reshape(count, size)
-    return TargetBatches([(each, each) for each in rows], "train", size)
+    return UserBatches([(each, each) for each in rows], "train", size)
 
 
 def read(batches, first: int, end: int) -> list[tuple[int, int]]:

@@ -302,11 +302,11 @@ def test_data_that_can_only_be_iterated_are_refused(data, found, name):
         ),
         ({"steps": None, "epochs": 1, "data": ARRAYS}, "data: expected batches .* found arrays; also give batch_size"),
         ({"steps": 0}, "fit: train.steps: expected greater than or equal to 1, found 0"),
-        ({"data": [[1, 2]] * 2}, r"data: expected batch 0 to be \(inputs, labels\).* found a list; return a tuple of two"),
+        ({"data": [[1, 2]] * 2}, r"data: expected data\[0\] to be \(inputs, labels\).* found a list; return a tuple of two"),
         ({"data": [(X[:8], 1)] * 2}, r"found a int in it; convert it with np\.asarray"),
         (
             {"data": [BATCHES[0], (X[:4], X[:4])]},
-            r"data: expected batch 1 to have the shapes of batch 0, .*float32\[8, 4\].*, found .*float32\[4, 4\]",
+            r"data: expected data\[1\] to have the shapes of data\[0\], .*float32\[8, 4\].*, found .*float32\[4, 4\]",
         ),
         ({"eval_data": []}, "eval_data: expected at least one batch, .* found a list of none"),
         ({"eval_data": lambda t: BATCHES[t]}, "eval_data: expected at least one batch, .* found a function without a length"),

@@ -19,7 +19,7 @@ Count = Annotated[int, pydantic.Field(ge=0, le=2**53)]
 
 
 class RunPart(pydantic.BaseModel):
-    """One part of a run. The optional fields are unknown in checkpoints of versions of jpipe that kept no history."""
+    """One part of a run."""
 
     model_config = pydantic.ConfigDict(extra="ignore", frozen=True)
 

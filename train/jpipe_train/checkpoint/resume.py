@@ -21,7 +21,6 @@ from jpipe_train.checkpoint.run_folder import is_of_this_job
 from jpipe_train.config import config_file
 from jpipe_train.config.config import PlanConfig
 from jpipe_train.config.run_settings import RunSettings
-from jpipe_train.config.section import MOST_ROWS
 from jpipe_train.data.position import Position
 from jpipe_train.launch.numeric_settings import numeric_settings
 from jpipe_train.launch.team import Team
@@ -72,9 +71,8 @@ class Facts(pydantic.BaseModel):
     val_loss: Annotated[float, pydantic.Field(allow_inf_nan=False)] | None = None
     val_metrics: dict[str, float] = {}  # the other validation metrics of that step, by their names in a row
     versions: dict[str, str] = {}  # the versions of jpipe and JAX, and the settings that can change numbers
-    # the parts of the run up to this checkpoint; empty if jpipe's version kept no history
-    history: Annotated[list[RunPart], pydantic.Field(max_length=MOST_PARTS)] = []
-    data: DataFacts | None = None  # the position in the training data; None if jpipe's version only counted batches
+    history: Annotated[list[RunPart], pydantic.Field(min_length=1, max_length=MOST_PARTS)]  # the parts of the run up to this checkpoint
+    data: DataFacts  # the position in the training data
     stop: StopState | None = None  # the state of early stopping, including any validation before the next step; None without early stopping
     val_since: Count = 0  # the last step at which `data.sources` changed; earlier validations used other data
 
@@ -129,27 +127,12 @@ class Resumed:
         """The run's plan at the time of the checkpoint."""
         return jpipe.Plan.from_json(self.facts.plan, where=f"the plan of the checkpoint of step {self.step}")
 
-    def position(self, batch_size: int) -> Position | None:
-        """Return the position in the training data at which the order of batches begins; None for the first row.
+    def position(self, batch_size: int) -> Position:
+        """Return the position in the training data at which the order of batches begins.
 
         With the batch size of the checkpoint, the order continues. With another one, a new order begins at the next rows.
         """
-        data = self.facts.data
-        if data is not None:
-            return data.order if data.batch_size == batch_size else data.position
-        section = _config_in(self.facts.config).get("train")
-        before = section.get("batch_size") if isinstance(section, dict) else None
-        if type(before) is not int or not 1 <= before <= MOST_ROWS or before == batch_size:
-            return None
-        return Position(batch=self.step, rows=(self.step * before,), pieces=before)
-
-    def parts(self) -> list[RunPart]:
-        """Return the parts of the run up to the checkpoint, or a single part if jpipe's version kept no history."""
-        if self.facts.history:
-            return self.facts.history
-        settings = _config_in(self.facts.config)
-        may_be_reset = settings.get("resume", {"optimizer": "keep"}) != {"optimizer": "keep"}
-        return [part(self.plan, settings, self.facts.devices, 0, self.step, None if may_be_reset else 0)]
+        return self.facts.data.order if self.facts.data.batch_size == batch_size else self.facts.data.position
 
     def changes(self, record: Mapping[str, Any]) -> list[str]:
         """Return the config keys with changed values. `plan` stands for all keys of the plan, because a plan file sets them all."""
@@ -190,7 +173,7 @@ def history(
     devices = jax.device_count()
     if resumed is None:
         return History((), part(plan, settings.record, devices, 0, 0, 0), plan, clock)
-    before, step = resumed.parts(), resumed.step
+    before, step = resumed.facts.history, resumed.step
     updates = 0 if settings.fresh_optimizer else updates_before(before[-1], resumed.plan, step)
     return History(before, part(plan, settings.record, devices, step, step, updates), plan, clock, earlier)
 

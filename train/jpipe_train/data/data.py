@@ -171,7 +171,7 @@ def load(config: Config, position: Position | None = None) -> Data:
         data = replace(data, train=data.train.continued(position), first=position.batch)
     if config.train.epochs is not None:
         data = _with_epochs(config, config.train.epochs, data)
-    if isinstance(data.train, target_data.TargetBatches):
+    if isinstance(data.train, target_data.UserBatches):
         data.train.check_length(data.steps or config.train.length, "train.steps" if config.train.epochs is None else "train.epochs")
     return data
 
@@ -187,17 +187,23 @@ def _with_epochs(config: Config, epochs: float, data: Data) -> Data:
             f"train.epochs: expected training data with a known length, found {data.source} with training batches of unknown length; give "
             "them a len(), the number of batches in an epoch, or set train.steps and train.epochs=null"
         )
-    train = data.train.repeated() if isinstance(data.train, target_data.TargetBatches) else data.train
+    train = data.train.repeated() if isinstance(data.train, target_data.UserBatches) else data.train
     first = train.first_position if isinstance(train, Ordered) else position.start(config.train.batch_size)
-    end = position.rows_in(epochs, data.rows)
-    steps = position.steps_until(end, first, config.train.batch_size)
+    data = with_steps_of(replace(data, train=train), epochs, first, config.train.batch_size, "train.epochs")
+    if isinstance(train, BatchesOfRows) and config.data.may_be_padded and config.loss_name == "cross_entropy":
+        return replace(data, train=replace(train, end=position.rows_in(epochs, data.rows)))
+    return data
+
+
+def with_steps_of(data: Data, epochs: float, first: Position, batch_size: int, where: str) -> Data:
+    """Return the data of a run of `epochs` epochs, with its number of steps from `first` on. Raise InputError if these are too many."""
+    assert data.rows is not None
+    steps = position.steps_until(position.rows_in(epochs, data.rows), first, batch_size)
     if steps > MOST_ROWS:
         raise InputError(
-            f"train.epochs: expected at most {MOST_ROWS:,} steps, found {steps:,} with {data.rows:,} rows in an epoch; lower train.epochs"
+            f"{where}: expected at most {MOST_ROWS:,} steps, found {steps:,} with {data.rows:,} rows in an epoch; lower {where.split()[-1]}"
         )
-    if isinstance(train, BatchesOfRows) and config.data.may_be_padded and config.loss_name == "cross_entropy":
-        train = replace(train, end=end)
-    return replace(data, train=train, steps=steps)
+    return replace(data, steps=steps)
 
 
 def _read(config: Config) -> Data:

@@ -14,7 +14,7 @@ from jpipe import InputError
 from jpipe_train.config.functions import entry_point
 from jpipe_train.data import position
 from jpipe_train.data.position import Position
-from jpipe_train.data.rows import Batch, when_sliced
+from jpipe_train.data.rows import Batch, Rows, when_sliced
 
 
 @dataclass(frozen=True)
@@ -31,26 +31,36 @@ class Repeated:
 
 
 @dataclass(frozen=True)
-class TargetBatches:
-    """The batches of a user's object, `batches[t]`. Mistakes are reported in one line with `name`.
+class UserBatches:
+    """The batches of a user's object, `batches[t]`, or of a function of t. Mistakes are reported in one line with `name`.
 
-    Every process creates the first batch, for its shapes. Each batch is created again in the processes that read its rows. In a run that
-    resumed with another batch size, row r of the data is row r mod b of `batches[r // b]`, so a batch may have rows of two of the object's
-    batches.
+    Every process makes the first batch, for its shapes. Each batch is made again in the processes that read its rows. In a run that resumed
+    with another batch size, row r of the data is row r mod b of `batches[r // b]`, so a batch may have rows of two of the object's batches.
     """
 
-    batches: Any  # the user's object
+    batches: Any  # the user's object or function
     name: str  # the name of the object in messages
-    batch_size: int  # the number b of rows in a batch of the user's object
+    size: int | None = None  # the number of rows in a batch of the user's object; None: as many as in the first batch
+    key: str = "data.target"  # the config key that the object comes from, or the argument of `fit`, which does not catch its exceptions
     begins: Position | None = None  # the position of the first batch; None if batch t is `batches[t]`
 
+    @property
+    def has_length(self) -> bool:
+        """Whether the number of batches is known."""
+        return hasattr(self.batches, "__getitem__") and hasattr(self.batches, "__len__")
+
     def __len__(self) -> int:
-        with entry_point.user_errors(f"data.target: len({self.name}) fails"):
+        with self._errors_reported(f"len({self.name})"):
             return len(self.batches)
 
     def __getitem__(self, index: int) -> Batch:
         batch: Batch = when_sliced(self._specs, lambda: self._at(self.position(index).total))
         return batch
+
+    @cached_property
+    def batch_size(self) -> int:
+        """The number of rows in a batch of the user's object."""
+        return self.size or len(jax.tree.leaves(self.make(0))[0])
 
     @property
     def first_position(self) -> Position:
@@ -61,38 +71,43 @@ class TargetBatches:
         """Return the position of a batch."""
         return self.first_position.later(batch, self.batch_size)
 
-    def continued(self, position: Position) -> "TargetBatches":
+    def continued(self, position: Position) -> "UserBatches":
         """Return batches of the same data that begin at `position`."""
         return replace(self, begins=position)
 
     @property
     def rows(self) -> int | None:
         """The number of rows in an epoch; None if the user's object has no length."""
-        return len(self) * self.batch_size if hasattr(self.batches, "__len__") else None
+        return len(self) * self.batch_size if self.has_length else None
 
-    def repeated(self) -> "TargetBatches":
+    def repeated(self) -> "UserBatches":
         """Return the same data; if they are a list of batches, it starts over after its last batch."""
         return replace(self, batches=Repeated(self.batches)) if isinstance(self.batches, list | tuple) else self
 
-    def check_length(self, steps: int, key: str = "train.steps") -> None:
-        """Check that there are enough batches for a run of `steps` steps, the length that the config key `key` sets.
+    def are_enough(self, steps: int) -> bool:
+        """Return whether there are enough batches for a run of `steps` steps.
 
-        An object may start over after its last batch, whatever its `len()` is. So the last batch that the run needs is created.
+        An object may start over after its last batch, whatever its `len()` is. So the last batch that the run needs is made.
         """
-        if not hasattr(self.batches, "__len__"):
-            return
-        need, have = -(-self.position(steps).total // self.batch_size), len(self)
-        if have >= need:
-            return
-        if not isinstance(self.batches, (list, tuple)):
-            with contextlib.suppress(InputError):
+        need = -(-self.position(steps).total // self.batch_size)
+        if not self.has_length or len(self) >= need:
+            return True
+        if not isinstance(self.batches, list | tuple):
+            with contextlib.suppress(Exception):
                 self._of_same_shape(need - 1)
-                return
+                return True
+        return False
+
+    def check_length(self, steps: int, key: str) -> None:
+        """Check that there are enough batches for a run of `steps` steps, the length that the config key `key` sets."""
+        if self.are_enough(steps):
+            return
+        need = -(-self.position(steps).total // self.batch_size)
         until = f"train.steps {steps}" if key == "train.steps" else f"{steps}, the steps of {key}"
         why = f"every t < {until}" if need == steps else f"every t < {need}, for the rows up to {until}"
         raise InputError(
-            f"data.target: expected {self.name} to have batch t for {why}, found a {type(self.batches).__name__} of {have} batches; repeat "
-            f"them, or lower {key}"
+            f"{self.key}: expected {self.name} to have batch t for {why}, found a {type(self.batches).__name__} of {len(self)} batches; "
+            f"repeat them, or lower {key}"
         )
 
     def _at(self, row: int) -> Batch:
@@ -115,38 +130,49 @@ class TargetBatches:
         if _specs(batch) != self._specs:
             first, actual = (jax.tree.map(lambda spec: f"{spec.dtype}{list(spec.shape)}", specs) for specs in (self._specs, _specs(batch)))
             raise InputError(
-                f"data.target: expected {self.name}[{index}] to have the shapes of {self.name}[0], {first}, found {actual}; fix it"
+                f"{self.key}: expected {self.name}[{index}] to have the shapes of {self.name}[0], {first}, found {actual}; make them equal"
             )
         return batch
 
     def make(self, index: int) -> Batch:
-        """Return batch `index` from the user's code. Raise InputError if the user's code fails, or returns something else."""
-        with entry_point.user_errors(f"data.target: {self.name}[{index}] fails"):
-            batch = self.batches[index]
-        expected = f"expected {self.name}[{index}] to be (inputs, labels) of NumPy arrays with {self.batch_size} rows"
+        """Return batch `index` of the user's code as NumPy arrays. Raise InputError if it returns something else."""
+        with self._errors_reported(f"{self.name}[{index}]"):
+            batch = self.batches[index] if hasattr(self.batches, "__getitem__") else self.batches(index)
+        batch = jax.tree.map(_as_numpy, batch)
+        each = "the same number of" if self.size is None else str(self.size)
+        expected = f"{self.key}: expected {self.name}[{index}] to be (inputs, labels), arrays or trees of arrays with {each} rows"
         if not isinstance(batch, tuple) or len(batch) != 2:
-            raise InputError(f"data.target: {expected}, found {type(batch).__name__}; return a tuple of two")
-        for leaf in jax.tree.leaves(batch):
-            if not isinstance(leaf, np.ndarray) or leaf.ndim == 0:
-                raise InputError(f"data.target: {expected}, found {type(leaf).__name__} in it; convert it with np.asarray")
-            if len(leaf) != self.batch_size:
-                raise InputError(f"data.target: {expected} (train.batch_size), found {len(leaf)} rows; change one of them")
+            raise InputError(f"{expected}, found a {type(batch).__name__}; return a tuple of two")
+        leaves = jax.tree.leaves(batch)
+        if other := [leaf for leaf in leaves if not isinstance(leaf, np.ndarray)]:
+            raise InputError(f"{expected}, found a {type(other[0]).__name__} in it; convert it with np.asarray")
+        shapes = [leaf.shape for leaf in leaves]
+        if not leaves or not shapes[0] or {shape[:1] for shape in shapes} != {shapes[0][:1] if self.size is None else (self.size,)}:
+            raise InputError(f"{expected}, found the shapes {', '.join(str(list(shape)) for shape in shapes) or 'of none'}; fix them")
         return batch
+
+    def _errors_reported(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return entry_point.user_errors(f"{self.key}: {what} fails") if self.key == "data.target" else contextlib.nullcontext()
+
+
+def _as_numpy(leaf: Any) -> Any:
+    """Convert an array of JAX or of jpipe's loaders to a NumPy array. Return anything else unchanged, so that an error can name it."""
+    return leaf[:] if isinstance(leaf, Rows) else np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf
 
 
 def _specs(batch: Batch) -> Any:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
 
 
-def digest(train: TargetBatches, validation: TargetBatches) -> str:
+def digest(*parts: Any) -> str:
     """Return a hash of the first batch of each part. Processes compare it, because a function may ignore its seed."""
     hasher = hashlib.sha256()
-    for leaf in jax.tree.leaves((train.make(0), validation.make(0))):
-        hasher.update(np.ascontiguousarray(leaf).tobytes())
+    for leaf in jax.tree.leaves([batches[0] for batches in parts if not isinstance(batches, list)]):
+        hasher.update(np.ascontiguousarray(leaf[:]).tobytes())
     return hasher.hexdigest()
 
 
-def checked(result: Any, target: str, batch_size: int) -> tuple[TargetBatches, TargetBatches]:
+def checked(result: Any, target: str, batch_size: int) -> tuple[UserBatches, UserBatches]:
     """Check the result of `target(seed, batch_size, **arguments)`, and wrap it as (train, validation).
 
     `train[t]` must be batch t for any t < `train.steps`; it should depend only on the seed and t. `validation[i]`, for i <
@@ -164,7 +190,7 @@ def checked(result: Any, target: str, batch_size: int) -> tuple[TargetBatches, T
                 f"data.target: expected the {name} batches of '{target}' to be indexable, {name}[t], found {type(batches).__name__}; "
                 "return a list, or an object with __getitem__ (and for validation __len__)"
             )
-    train, validation = (TargetBatches(result[i], name, batch_size) for i, name in enumerate(("train", "validation")))
+    train, validation = (UserBatches(result[i], name, batch_size) for i, name in enumerate(("train", "validation")))
     if len(validation) == 0:
         raise InputError(where="data.target", expected=f"at least one validation batch from '{target}'", found="none", change="return some")
     return train, validation

@@ -1,9 +1,8 @@
 """Convert the data that a Python program passes to `fit` into batches with an index."""
 
-import hashlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any, SupportsIndex
 
 import jax
@@ -15,11 +14,11 @@ from jpipe_train.config.section import MOST_ROWS, as_python
 from jpipe_train.console.terminal import count
 from jpipe_train.data import position
 from jpipe_train.data.arrays.array_rows import RowsOfArrays
-from jpipe_train.data.data import Batches, Data
+from jpipe_train.data.data import Batches, Data, with_steps_of
 from jpipe_train.data.order import shuffled
 from jpipe_train.data.position import Ordered, Position
-from jpipe_train.data.rows import Batch, BatchesOfRows, Rows, when_sliced
-from jpipe_train.data.target_data import Repeated
+from jpipe_train.data.rows import Batch, BatchesOfRows
+from jpipe_train.data.target_data import Repeated, UserBatches, digest
 
 
 def load(
@@ -49,22 +48,13 @@ def load(
         in_epoch = None if length is None else length * rows
     validation = [] if held_out is None else _held_out(held_out, rows)
     amount = f"{count(len(validation), 'batch', 'es')} for evaluation" if len(validation) else "no evaluation"
-    digest = partial(_digest, batches, validation)
-    loaded = Data(batches, validation, _source(train), amount, digest, rows=in_epoch)
+    hashed = partial(digest, batches, validation)
+    loaded = Data(batches, validation, _source(train), amount, hashed, rows=in_epoch)
     return _with_steps(loaded, position.start(rows), rows, epochs), rows
 
 
 def _with_steps(data: Data, first: Position, rows: int, epochs: float | None) -> Data:
-    """Return the data, with the number of steps if the length of the run is given in epochs. Raise InputError if there are too many."""
-    if epochs is None:
-        return data
-    assert data.rows is not None
-    steps = position.steps_until(position.rows_in(epochs, data.rows), first, rows)
-    if steps > MOST_ROWS:
-        raise InputError(
-            f"fit: epochs: expected at most {MOST_ROWS:,} steps, found {steps:,} with {data.rows:,} rows in an epoch; lower epochs"
-        )
-    return replace(data, steps=steps)
+    return data if epochs is None else with_steps_of(data, epochs, first, rows, "fit: epochs")
 
 
 def continued(data: Data, resumed: Resumed | None, rows: int, epochs: float | None = None) -> Data:
@@ -72,84 +62,16 @@ def continued(data: Data, resumed: Resumed | None, rows: int, epochs: float | No
 
     Raise InputError if the program's own batches have another number of rows than before the checkpoint.
     """
-    begins = None if resumed is None else resumed.position(rows)
-    if resumed is None or begins is None:
+    if resumed is None:
         return data
+    begins = resumed.position(rows)
     assert isinstance(data.train, Ordered)
-    if isinstance(data.train, OwnBatches) and begins != data.train.first_position:
+    if isinstance(data.train, UserBatches) and begins != data.train.first_position:
         raise InputError(
             f"data: expected batches with as many rows as before the checkpoint of step {resumed.step}, found batches of {rows} rows; "
             "give batches of the earlier size, or begin a new run in another run_dir"
         )
     return _with_steps(replace(data, train=data.train.continued(begins), first=begins.batch), begins, rows, epochs)
-
-
-@dataclass(frozen=True)
-class OwnBatches:
-    """Batches from an object or a function of the program, made when their rows are read; batch 0 also when its shapes are."""
-
-    make: Callable[[int], Any]  # a function from t to batch t
-    name: str  # the name of the object in messages
-    length: int | None  # the number of batches; None if the object has no length
-
-    def __len__(self) -> int:
-        assert self.length is not None
-        return self.length
-
-    def __getitem__(self, index: int) -> Batch:
-        batch: Batch = when_sliced(self._spec, lambda: self.at(index))
-        return batch
-
-    @property
-    def first_position(self) -> Position:
-        """The position of the first batch."""
-        return position.start(len(jax.tree.leaves(self[0])[0]))
-
-    def position(self, batch: int) -> Position:
-        """Return the position of a batch."""
-        return self.first_position.later(batch, self.first_position.pieces)
-
-    def continued(self, position: Position) -> "OwnBatches":
-        """Return these batches: batch t is the same in a run that resumes."""
-        return self
-
-    def at(self, index: int) -> Batch:
-        """Return batch `index` as NumPy arrays with the specs of batch 0. Raise InputError if the object returns something else."""
-        batch = self._arrays(index)
-        if (found := _spec(batch)) != self._spec:
-            shapes = [jax.tree.map(lambda spec: f"{spec.dtype}{list(spec.shape)}", specs) for specs in (self._spec, found)]
-            raise InputError(
-                f"{self.name}: expected batch {index} to have the shapes of batch 0, {shapes[0]}, found {shapes[1]}; make them equal"
-            )
-        return batch
-
-    @cached_property
-    def _spec(self) -> Batch:
-        return _spec(self._arrays(0))
-
-    def _arrays(self, index: int) -> Batch:
-        batch = jax.tree.map(_as_numpy, self.make(index))
-        expected = f"{self.name}: expected batch {index} to be (inputs, labels), arrays or trees of arrays with the same number of rows"
-        if not isinstance(batch, tuple) or len(batch) != 2:
-            raise InputError(f"{expected}, found a {type(batch).__name__}; return a tuple of two")
-        leaves = jax.tree.leaves(batch)
-        if other := [leaf for leaf in leaves if not isinstance(leaf, np.ndarray)]:
-            raise InputError(f"{expected}, found a {type(other[0]).__name__} in it; convert it with np.asarray")
-        if not leaves or any(not leaf.ndim or len(leaf) != len(leaves[0]) for leaf in leaves):
-            raise InputError(f"{expected}, found the shapes {', '.join(str(list(leaf.shape)) for leaf in leaves) or 'of none'}; fix them")
-        return batch
-
-
-def _spec(batch: Batch) -> Batch:
-    specs: Batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
-    return specs
-
-
-def _as_numpy(leaf: Any) -> Any:
-    """Convert an array of JAX or of jpipe's loaders to a NumPy array. Return anything else unchanged, so that an error can name it."""
-    if isinstance(leaf, Rows):
-        return leaf[:]
-    return np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf
 
 
 def _batches_in_epoch(train: Any) -> int:
@@ -174,18 +96,9 @@ def _training_batches(train: Any, steps: int) -> Batches:
     if isinstance(train, Ordered) and isinstance(train, Batches):  # from a loader of jpipe
         return train
     batches = _by_number(train, "data")
-    if batches.length is None or batches.length >= steps:
-        return batches
-    why = (
-        f"data: expected one batch for each of {steps} steps, found a {type(train).__name__} of {batches.length} batches; repeat them, or "
-        "lower steps"
-    )
-    if isinstance(train, list | tuple):
-        raise InputError(why)
-    try:  # the object may start over after its last batch, as a grain.MapDataset does
-        batches.at(steps - 1)
-    except Exception as error:
-        raise InputError(why) from error
+    if not batches.are_enough(steps):
+        found = f"a {type(train).__name__} of {len(batches)} batches"
+        raise InputError(f"data: expected one batch for each of {steps} steps, found {found}; repeat them, or lower steps")
     return batches
 
 
@@ -217,25 +130,23 @@ def _held_out(held_out: Any, batch_size: int) -> Batches:
     if isinstance(held_out, Ordered) and isinstance(held_out, Batches):
         return held_out
     batches = _by_number(held_out, "eval_data")
-    if not batches.length:
-        found = f"a {type(held_out).__name__} {'of none' if batches.length == 0 else 'without a length'}"
+    if not batches.has_length or not len(batches):
+        found = f"a {type(held_out).__name__} {'of none' if batches.has_length else 'without a length'}"
         raise InputError(
             f"eval_data: expected at least one batch, eval_data[i] for i < len(eval_data), found {found}; give a list, or arrays"
         )
     return batches
 
 
-def _by_number(batches: Any, name: str) -> OwnBatches:
+def _by_number(batches: Any, name: str) -> UserBatches:
     """Return the batches of an object that returns batch t for an index t, or of a function of t. Raise InputError if it is neither."""
-    has_items = hasattr(batches, "__getitem__")
-    if isinstance(batches, Iterator | Mapping) or not (has_items or callable(batches)):
+    if isinstance(batches, Iterator | Mapping) or not (hasattr(batches, "__getitem__") or callable(batches)):
         kind = "an iterator" if isinstance(batches, Iterator) else f"a {type(batches).__name__}"
         raise InputError(
             f"{name}: expected batches that {name}[t] returns, found {kind}, which cannot give batch t to a run that resumes at step t; "
             f"give an object with {name}[t], a function of t, a grain.MapDataset of batches, or arrays"
         )
-    length = len(batches) if has_items and hasattr(batches, "__len__") else None
-    return OwnBatches(batches.__getitem__ if has_items else batches, name, length)
+    return UserBatches(batches, name, key=name)
 
 
 def _is_arrays(data: Any) -> bool:
@@ -259,12 +170,3 @@ def _source(data: Any) -> str:
     if _is_arrays(data):
         return f"arrays of {len(jax.tree.leaves(data)[0]):,} rows"
     return str(getattr(data, "__name__", type(data).__name__))
-
-
-def _digest(*parts: Batches) -> str:
-    """Hash the first batch of each part. The processes compare it, because a program may ignore its seed."""
-    hasher = hashlib.sha256()
-    for batches in parts:
-        for leaf in jax.tree.leaves(batches[0]) if not isinstance(batches, list) else ():
-            hasher.update(np.ascontiguousarray(leaf[:]).tobytes())
-    return hasher.hexdigest()
