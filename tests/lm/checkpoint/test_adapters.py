@@ -20,6 +20,7 @@ from jpipe_lm.config.huggingface import read_config
 from jpipe_lm.config.model_config import ModelConfig
 from jpipe_lm.config.tune_config import LoraConfig, TuneConfig, is_of_adapter
 from jpipe_lm.generate import model_source
+from jpipe_lm.generate.request import Request
 from jpipe_lm.models.layers import layers
 from jpipe_lm.models.quantized import quantize
 from jpipe_train.checkpoint.export_request import ExportRequest
@@ -97,7 +98,7 @@ def test_merged_weights_compute_what_adapters_compute(kind, begun, tmp_path):
     folders.close(logits(result.config, arrays, tokens), expected)
     for name, array in merged(result.arrays, result.config.model, result.config.tune).items():
         np.testing.assert_array_equal(arrays[name], array)
-    origin = model_source.find(str(result.folder), None, "newest", "bytes", None, print)
+    origin = model_source.find(Request(str(result.folder), tokenizer="bytes"), print)
     for layer_id, specs in {"block_1": layers(result.config.model).specs(tokens)["block_1"].params}.items():
         np.testing.assert_allclose(origin.layer(layer_id, specs)["qkv"]["kernel"], arrays[f"{layer_id}/qkv/kernel"], rtol=1e-6)
 

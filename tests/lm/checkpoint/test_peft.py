@@ -15,6 +15,7 @@ from jpipe_lm.checkpoint.huggingface import read_adapters, write_adapters, write
 from jpipe_lm.checkpoint.huggingface.names import layout
 from jpipe_lm.config.huggingface import adapter_config, read_config
 from jpipe_lm.generate import model_source
+from jpipe_lm.generate.request import Request
 from jpipe_train.checkpoint.export_request import ExportRequest
 from jpipe_train.checkpoint.weights import by_path
 from jpipe_train.config.config import Config
@@ -68,7 +69,7 @@ def test_a_run_begins_with_the_adapters_that_another_one_exported(name, override
     for key, array in found.items():
         np.testing.assert_array_equal(array, arrays[key], err_msg=key)
     if overrides is None:
-        origin = model_source.find(str(folders.GOLDEN / name), None, "newest", "bytes", None, print, str(folder / "peft"))
+        origin = model_source.find(Request(str(folders.GOLDEN / name), tokenizer="bytes", adapters=str(folder / "peft")), print)
         expected = write_weights.of_run(str(folder / "run"), None, print, "newest").read("block_1")
         for path, array in origin.read("block_1").items():
             np.testing.assert_allclose(array, expected[f"block_1/{path}"], rtol=1e-6, atol=1e-6)

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 from jpipe_lm.checkpoint.huggingface import write_weights
 from jpipe_lm.generate import model_source
 from jpipe_lm.generate.decoder import Decoder
+from jpipe_lm.generate.request import Request
 from jpipe_lm.models.layers import layers
 from jpipe_train.checkpoint.export_request import ExportRequest
 from tests import torch
@@ -98,7 +99,7 @@ def test_a_folder_of_each_family_computes_and_learns_the_same(name, of_families)
 
 @pytest.mark.parametrize("name", [name if name in FEW else pytest.param(name, marks=pytest.mark.exhaustive) for name in MODELS])
 def test_greedy_tokens_are_those_of_transformers(name, of_families):
-    source = model_source.find(str(of_families / name), None, "newest", None, None, print)
+    source = model_source.find(Request(str(of_families / name)), print)
     devices = dict.fromkeys(layers(source.config).ids, jax.devices()[0])
     expected = load_file(of_families / name / "golden.safetensors")["greedy"]
     decoder = Decoder(source.config, model_source.parameters(source, devices, lambda: None), devices)

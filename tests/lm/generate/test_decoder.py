@@ -14,6 +14,7 @@ from jpipe_lm.generate import decoder, model_source
 from jpipe_lm.generate.continue_prompts import sequences
 from jpipe_lm.generate.decoder import Decoder, bytes_of, scratch_of
 from jpipe_lm.generate.placement import place
+from jpipe_lm.generate.request import Request
 from jpipe_lm.generate.sampling import Sampling
 from jpipe_lm.models.layers import layers
 from tests.lm.checkpoint.families import MODELS
@@ -26,7 +27,7 @@ LENGTHS = 8, 1, 12, 4  # of the prompts in a batch
 
 def of_folder(name: str, devices: int = 1) -> Decoder:
     """Return a decoder of the model of a golden folder, on `devices` devices."""
-    source = model_source.find(str(GOLDEN / name), None, "newest", None, None, print)
+    source = model_source.find(Request(str(GOLDEN / name)), print)
     placement = place(bytes_of(source.config, len(LENGTHS), 16), jax.devices(), devices)
     assert len(set(placement.values())) == devices
     return Decoder(source.config, model_source.parameters(source, placement, lambda: None), placement)

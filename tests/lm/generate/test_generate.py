@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jpipe_lm.generate import command, model_source
+from jpipe_lm.generate.request import Request
 from jpipe_lm.models.layers import layers
 from tests.lm.generate.conftest import WORDS, save_tokenizer
 from tests.lm.models.running import applied
@@ -25,7 +26,7 @@ LAST = 31  # a token that the model comes to, after some others
 
 def likeliest(folder: Path, rows: list[list[int]]) -> np.ndarray:
     """Return the likeliest token after each token, computed by the whole model."""
-    source = model_source.find(str(folder), None, "newest", None, None, print)
+    source = model_source.find(Request(str(folder)), print)
     stack = layers(source.config)
     params = model_source.parameters(source, dict.fromkeys(stack.ids, jax.devices()[0]), lambda: None)
     tokens = np.zeros((len(rows), source.config.max_positions_used), np.int32)

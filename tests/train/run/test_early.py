@@ -11,6 +11,7 @@ import jpipe
 from jpipe import InputError
 from jpipe.checkpoints import folders
 from jpipe_lm.generate import model_source
+from jpipe_lm.generate import request as generate_request
 from jpipe_train.config.config import Config
 from jpipe_train.config.config_file import to_yaml
 from jpipe_train.data import data
@@ -175,4 +176,4 @@ def test_the_search_for_a_plan_tells_a_mistake_as_early(topology, sections, requ
 def test_a_model_that_cannot_generate_is_told_before_a_checkpoint_is_read(tiny, tmp_path):
     folder = run_of(changed(tiny, MLP), tmp_path / "trained")
     with pytest.raises(InputError, match="generate: expected a built-in model"):
-        model_source.find(folder, None, "newest", None, None, print)
+        model_source.find(generate_request.Request(folder), print)

@@ -55,7 +55,7 @@ def read(config: Config) -> Split:
     """Read the documents that `config.data` names. Raise InputError if the documents cannot be read."""
     with sources.readable():
         split = _read(config)
-        return replace(split, remarks=(*split.remarks, *sources.left_out(data_of(config).path, data_of(config).validation_path)))
+        return replace(split, remarks=(*split.remarks, *sources.left_out_of(data_of(config))))
 
 
 def _read(config: Config) -> Split:
@@ -174,17 +174,12 @@ def read_bytes(path: str | None, validation_fraction: float, validation_path: st
     return Split(*parts, source, functools.partial(_digest, "", *parts), unit="bytes")
 
 
+@sources.readable()
 def read_whole(config: Config, path: str) -> Split:
     """Read all documents at `path` in the format of `config.data`. Both parts of the split have all documents.
 
-    Raises:
-        InputError: the documents cannot be read, or are tokens of another tokenizer.
+    Raise InputError if the documents cannot be read, or are tokens of another tokenizer.
     """
-    with sources.readable():
-        return _read_whole(config, path)
-
-
-def _read_whole(config: Config, path: str) -> Split:
     if data_of(config).read_as == "bytes":
         if data_of(config).format == AUTO:
             _check_kinds(data_of(config).model_copy(update={"path": path, "validation_path": None}))

@@ -1,5 +1,6 @@
 """Load a tokenizer from a local tokenizer.json, within limits, and find the tokens that begin and end a text."""
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -88,10 +89,8 @@ class Tokenizer:
 
         For each text return its tokens, and an array of shape (n, 2) with the positions in the text where each token begins and ends.
         """
-        try:
+        with _errors_reported(self.where, "cannot tokenize"):
             encodings = self.rules.encode_batch(list(texts), add_special_tokens=False)
-        except BaseException as error:
-            raise _failed(error, self.where, "cannot tokenize") from None
         return [(np.asarray(each.ids, np.uint32), np.asarray(each.offsets, np.int64).reshape(-1, 2)) for each in encodings]
 
     @cached_property
@@ -107,10 +106,8 @@ class Tokenizer:
         return {True: ("a", tuple(a)), False: ("\n", tuple(head))}
 
     def _encoded(self, texts: Sequence[str]) -> list[UInt32[np.ndarray, " _"]]:
-        try:
+        with _errors_reported(self.where, "cannot tokenize"):
             encodings = self.rules.encode_batch_fast(list(texts), add_special_tokens=False)
-        except BaseException as error:  # a panic in Rust is not an Exception
-            raise _failed(error, self.where, "cannot tokenize") from None
         return [np.asarray(encoding.ids, np.uint32) for encoding in encodings]
 
     def whole(self, texts: Sequence[str | tuple[str, str]], most: int | None = None) -> list["Row"]:
@@ -118,13 +115,11 @@ class Tokenizer:
 
         Rows with more than `most` tokens are cut; in a pair, the longer text is cut first. Raise InputError if the tokenizer fails.
         """
-        try:
+        with _errors_reported(self.where, "cannot tokenize"):
             if most is not None:
                 self.rules.enable_truncation(most)
             encodings = self.rules.encode_batch_fast(list(texts))
             self.rules.no_truncation()
-        except BaseException as error:
-            raise _failed(error, self.where, "cannot tokenize") from None
         return [Row(np.asarray(one.ids, np.uint32), np.asarray(one.type_ids, np.uint32), bool(one.overflowing)) for one in encodings]
 
     @cached_property
@@ -136,10 +131,8 @@ class Tokenizer:
 
     def decoded(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens. Special tokens are left out. Raise InputError if the tokenizer fails."""
-        try:
+        with _errors_reported(self.where, "cannot make text of tokens"):
             return str(self.rules.decode(list(tokens), skip_special_tokens=True))
-        except BaseException as error:
-            raise _failed(error, self.where, "cannot make text of tokens") from None
 
     def id_of(self, *names: str) -> int:
         """Return the id of the first of these special tokens that the tokenizer has. Raise InputError if it has none of them."""
@@ -181,7 +174,7 @@ def load(path: str | Path, where: str, end_of_text: str | None = AUTO) -> Tokeni
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # without it, each forked process prints a warning
     import tokenizers  # only here, because most runs do not need it
 
-    try:
+    with _errors_reported(where, "expected a tokenizer.json of the tokenizers library"):
         expressions = tokenizer_limits.check_content(content)
         rules = tokenizers.Tokenizer.from_buffer(content)
         rules.no_padding()
@@ -193,10 +186,6 @@ def load(path: str | Path, where: str, end_of_text: str | None = AUTO) -> Tokeni
         if expressions:
             tokenizer_limits.check_time(rules, expressions)
         plain, whole = (rules.encode("a", add_special_tokens=special).ids for special in (False, True))
-    except tokenizer_limits.TooMuch as error:
-        raise InputError(where=where, expected=str(error), change="use the tokenizer of a model that you trust") from None
-    except BaseException as error:
-        raise _failed(error, where, "expected a tokenizer.json of the tokenizers library") from None
     if not 1 <= size <= LARGEST_VOCABULARY:
         raise InputError(where=where, expected=f"1 to {LARGEST_VOCABULARY:,} tokens", found=f"{size:,}", change="is this a tokenizer?")
     tokenizer = Tokenizer(rules, content, where, (), None, file)
@@ -252,13 +241,19 @@ def _around(plain: Sequence[int], whole: Sequence[int]) -> tuple[tuple[int, ...]
     return (), ()
 
 
-def _failed(error: BaseException, where: str, what: str) -> BaseException:
-    """Return the exception to raise for an error of the library: an InputError with its message, or Ctrl-C and exits unchanged."""
-    if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
-        return error
-    reason = first_line(error) if isinstance(error, Exception) else "it panics"
-    change = "give the tokenizer.json of a fast tokenizer, for example from jpipe data tokenizer"
-    return InputError(what, where=where, found=f"one that fails: {reason}", change=change)
+@contextlib.contextmanager
+def _errors_reported(where: str, what: str) -> Iterator[None]:
+    """Raise InputError for an error of the library, or of its limits. Ctrl-C, exits and a lack of memory pass."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except tokenizer_limits.TooMuch as error:
+        raise InputError(where=where, expected=str(error), change="use the tokenizer of a model that you trust") from None
+    except BaseException as error:  # a panic in Rust is not an Exception
+        reason = first_line(error) if isinstance(error, Exception) else "it panics"
+        change = "give the tokenizer.json of a fast tokenizer, for example from jpipe data tokenizer"
+        raise InputError(what, where=where, found=f"one that fails: {reason}", change=change) from None
 
 
 def batched(items: Iterable[_Item], size: Callable[[_Item], int], most: int) -> Iterator[list[_Item]]:

@@ -86,7 +86,7 @@ def main(
 
     def prepare() -> tuple[model_source.Origin, Conversion, Tokenizer]:
         check_options(request)
-        source = model_source.find(request.source, request.step, request.weights, request.tokenizer, request.dtype, say, request.adapters)
+        source = model_source.find(request, say)
         if (words := source.words()).tokenizer is None:
             raise InputError("--chat: expected a model with a tokenizer and a chat template, found a model of bytes; remove --chat")
         return source, words, words.tokenizer

@@ -51,7 +51,7 @@ def main(request: Request, write: Callable[[str], None], say: Callable[[str], No
 
     def prepare() -> tuple[model_source.Origin, Conversion, list[list[int]], Texts]:
         check_options(request)
-        source = model_source.find(request.source, request.step, request.weights, request.tokenizer, request.dtype, say, request.adapters)
+        source = model_source.find(request, say)
         words, most = source.words(), source.config.max_positions_used
         prompts = [_tokens_of(text, number, words, source) for number, text in enumerate(request.prompts, 1)]
         tokens = MOST_BY_DEFAULT if request.tokens is None else request.tokens

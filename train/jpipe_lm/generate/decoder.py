@@ -19,9 +19,7 @@ from jpipe_lm.models import attention, transformer
 
 Tree = Any  # nested dicts of arrays
 Share = Callable[[Any, jax.ShapeDtypeStruct, str, int], np.ndarray]
-"""A function (array or None, its shape and dtype, a description, source) that returns the array of process `source` in all processes, which
-all must call it.
-
+"""A function (array or None, its shape and dtype, a description, source) that returns the array of process `source` in all processes. All
 processes must call it."""
 _PIECE = 1024  # the most positions of a prompt that are read at a time
 _SCORES = 2**26  # the most attention scores at a time, for all rows, heads and pairs of positions

@@ -23,14 +23,13 @@ from jpipe_lm.data import tokenizer
 from jpipe_lm.data.files import token_files
 from jpipe_lm.generate import token_text
 from jpipe_lm.generate.decoder import Tree, layers_of
+from jpipe_lm.generate.request import Request
 from jpipe_lm.generate.token_text import Conversion
 from jpipe_train.assemble import compile_cache
 from jpipe_train.checkpoint import warm_start
-from jpipe_train.checkpoint.best import Step
 from jpipe_train.checkpoint.weights import SavedWeights, check_steps, choose
 from jpipe_train.config import config_file
 from jpipe_train.config.config import AUTO, Config
-from jpipe_train.console.options import Weights
 from jpipe_train.registry import located
 
 _SETTINGS = ("config.json", "generation_config.json")  # files in Hugging Face's layout that may name the tokens at the end of a text
@@ -67,28 +66,13 @@ class Origin:
         return jax.tree_util.tree_map_with_path(convert, specs)
 
 
-def find(
-    source: str,
-    step: Step,
-    weights: Weights,
-    tokens_of: str | None,
-    dtype: str | None,
-    report: Callable[[str], None],
-    adapters: str | None = None,
-) -> Origin:
-    """Find the model in a folder of a run or in Hugging Face's layout, without reading arrays.
+def find(request: Request, report: Callable[[str], None]) -> Origin:
+    """Find the model of a request, in a folder of a run or in Hugging Face's layout, without reading arrays.
 
-    Args:
-        step: the step of a run's checkpoint, or "best"; None for the newest complete checkpoint.
-        weights: which weights of a run to use: the newest weights or their moving average.
-        tokens_of: a tokenizer.json that replaces the model's own, or "bytes".
-        dtype: the dtype in which the model computes; None for the dtype of training, or for the dtype of the weights in the folder.
-        report: prints a line for each newer checkpoint that is damaged.
-        adapters: a folder in PEFT's layout, for a model in Hugging Face's layout.
-
-    Raises:
-        InputError: the folder or checkpoint does not exist; the model cannot generate; or its tokenizer is unknown.
+    `report` prints a line for each newer checkpoint that is damaged. Raise InputError if the folder or checkpoint does not exist, the model
+    cannot generate, or its tokenizer is unknown.
     """
+    source = request.source
     folder = resolved(str(located(source, "generate")), "generate")
     if folder.is_file():
         huggingface.reject_file(folder)
@@ -99,18 +83,17 @@ def find(
         )
     huggingface.reject_adapters(folder, "generate", "--adapters")
     if not huggingface.is_meant(folder):
-        if adapters is not None:
+        if request.adapters is not None:
             raise InputError(f"--adapters: expected a model in Hugging Face's layout, found the run '{source}'; remove --adapters")
-        return _find_in_run(folder, source, step, weights, tokens_of, dtype, report)
-    for option, is_set in (("--step", step is not None), ("--weights", weights != "newest")):
+        return _find_in_run(folder, request, report)
+    for option, is_set in (("--step", request.step is not None), ("--weights", request.weights != "newest")):
         if is_set:
             raise InputError(f"{option}: expected a run folder, found a folder in Hugging Face's layout, '{source}'; remove {option}")
-    return _find_in_folder(folder, source, tokens_of, dtype, adapters)
+    return _find_in_folder(folder, request)
 
 
-def _find_in_run(
-    folder: Path, source: str, step: Step, weights: Weights, tokens_of: str | None, dtype: str | None, report: Callable[[str], None]
-) -> Origin:
+def _find_in_run(folder: Path, request: Request, report: Callable[[str], None]) -> Origin:
+    source, step, tokens_of = request.source, request.step, request.tokenizer
     check_steps(folder, step, "generate")
     config = config_file.load_resolved(folder / "config.yaml")
     if not isinstance(model := config.model, ModelConfig):
@@ -120,7 +103,7 @@ def _find_in_run(
             "write a loop of your own around its layers (jpipe.checkpoints reads the weights)"
         )
     _check_decodes(model, source)
-    saved = SavedWeights(choose(folder, step, "generate", report), weights)  # reads checkpoints, which can take a long time
+    saved = SavedWeights(choose(folder, step, "generate", report), request.weights)  # reads checkpoints, which can take a long time
     known = layers_of(model)
     if further := [layer_id for layer_id in saved.layers.values() if layer_id not in known]:
         raise InputError(f"generate: cannot apply the layer '{further[0]}' of the run '{source}'; give a run without bottlenecks")
@@ -142,14 +125,15 @@ def _find_in_run(
         loaded = _load_tokenizer(file, f"generate: the tokenizer of '{source}'", data_of(config).end_of_text)
         return token_text.of_tokenizer(loaded, ends=_end_tokens(config), chat_template=data_of(config).chat_template)
 
-    computes = dtype or config.computes
-    averaged = "" if weights == "newest" else ", moving average of the weights"
+    computes = request.dtype or config.computes
+    averaged = "" if request.weights == "newest" else ", moving average of the weights"
     return Origin(
         f"{source}, step {saved.checkpoint.step}{averaged}", _with_compute_dtype(model, computes), read, find_words, config.compile_cache
     )
 
 
-def _find_in_folder(folder: Path, source: str, tokens_of: str | None, dtype: str | None, adapters: str | None) -> Origin:
+def _find_in_folder(folder: Path, request: Request) -> Origin:
+    source, tokens_of, adapters = request.source, request.tokenizer, request.adapters
     base, tune = read_config.read(folder), TuneConfig()
     keys = base.keys
     config = ModelConfig.model_validate(read_config.whole_section(keys))
@@ -179,7 +163,7 @@ def _find_in_folder(folder: Path, source: str, tokens_of: str | None, dtype: str
         return token_text.of_tokenizer(_load_tokenizer(folder / tokenizer.FILE, "generate"), begins, ends)
 
     stored = arrays.specs["embed/token/embedding"].dtype
-    computes = dtype or (stored if stored in ("bfloat16", "float16") else "float32")
+    computes = request.dtype or (stored if stored in ("bfloat16", "float16") else "float32")
     described = source if adapters is None else f"{source} with the adapters in {adapters}"
     return Origin(described, _with_compute_dtype(config, computes), read, find_words, compile_cache.AUTO)
 

@@ -57,7 +57,7 @@ def read(config: Config, path: str | None = None) -> Examples:
     left_out = 0
     with contextlib.ExitStack() as stack:
         renderer = functools.cache(lambda: stack.enter_context(Renderer(template.find(tokenizer, data.chat_template), TRAINING_TIME)))
-        for file, share, where in sources.parts_of(data) if path is None else [sources.DataPath(path, 1.0, "data.path")]:
+        for file, share, where in sources.parts_of(data, path):
             with sources.readable(where):
                 _, files = sources.find_files(file, where)
                 wrong, too_long = WrongLines(where), WrongLines(where, "raise model.seq_len, or cut such answers with data.too_long: cut")
@@ -82,7 +82,7 @@ def read(config: Config, path: str | None = None) -> Examples:
         return hashlib.sha256(" ".join([tokenizer.sha256, train.digest(), validation.digest()]).encode()).hexdigest()
 
     remarks = (f"{count(left_out, 'pair')} left out, because the prompt leaves no room for both answers",) if left_out else ()
-    left = sources.left_out(*((data.path, data.validation_path) if path is None else (path,)))
+    left = sources.left_out_of(data, path)
     unfinished = tuple(part for part in (train, validation) if part.reference is not None and len(part))
     return Examples(train, validation, sources.named(path or data.path), digest, (*remarks, *left), unfinished=unfinished)
 

@@ -138,7 +138,7 @@ class Resumed:
         """Return the config keys with changed values. `plan` stands for all keys of the plan, because a plan file sets them all."""
         before, now = _config_in(self.facts.config), dict(record)
         plans = before.pop("plan", None), now.pop("plan")
-        flat, earlier = _flat(now), _flat(before)
+        flat, earlier = config_file.flat(now), config_file.flat(before)
         changed = [key for key in flat if key in earlier and flat[key] != earlier[key] and key != "run.dir"]
         return (["plan"] if _differs(*plans) else []) + changed
 
@@ -347,9 +347,3 @@ def _differs(before: Any, now: dict[str, Any]) -> bool:
 def _without_nulls(value: Any) -> Any:
     """Return a dict without null values, because an older version may lack their keys."""
     return {key: inner for key, inner in value.items() if inner is not None} if isinstance(value, dict) else value
-
-
-def _flat(tree: Any, before: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict):
-        return {before.removesuffix("."): tree}
-    return {key: value for name, inner in tree.items() for key, value in _flat(inner, f"{before}{name}.").items()}

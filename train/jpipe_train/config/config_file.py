@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -206,3 +207,15 @@ def _override(data: dict[Any, Any], override: str, overridden: list[str]) -> Non
             raise InputError(f"--set {override}: '{name}' is a value, not a section; set the whole value, as {name}=…")
         data = inner
     data[last] = parse(value, f"--set {override}", "put text with special characters in an extra pair of quotes")
+
+
+def flat(config: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a dict from the dotted keys of a config, as plain data, to their values."""
+    inner = {f"{prefix}{key}": value for key, value in config.items()}
+    parts = ((flat(value, f"{key}.") if isinstance(value, Mapping) and value else {key: value}) for key, value in inner.items())
+    return {key: value for part in parts for key, value in part.items()}
+
+
+def texts_of(config: Mapping[Any, Any]) -> dict[str, str]:
+    """Return a dict from the dotted keys of a config to their values as text."""
+    return {key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in flat(config).items()}

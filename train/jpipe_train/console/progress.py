@@ -13,6 +13,7 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TaskID,
     TextColumn,
     TimeRemainingColumn,
@@ -95,29 +96,8 @@ class Reporter:
 
         On a terminal a bar shows both numbers; elsewhere a line is printed at most every `_SILENT` seconds.
         """
-        start = self._clock()
-        if not self._console.is_terminal:
-            say = self._rarely(words)
-            yield lambda done, total: say(f"{done:,} of {total:,}")
-        else:
-            columns = TextColumn(words), BarColumn(), MofNCompleteColumn()
-            with Progress(*columns, console=self._console, transient=True) as bar:
-                task = bar.add_task("", total=None)
-                yield lambda done, total: bar.update(task, completed=done, total=total)
-        self.say(f"{words}: {self._clock() - start:.1f} s")
-
-    def _rarely(self, words: str) -> Callable[[str], None]:
-        """Announce work, and return a function that prints its progress at most every `_SILENT` seconds."""
-        self.say(f"{words} …")
-        start = said = self._clock()
-
-        def say(amount: str) -> None:
-            nonlocal said
-            if (now := self._clock()) - said >= _SILENT:
-                said = now
-                self.say(f"{words}: {amount} after {now - start:.0f} s")
-
-        return say
+        with self._shown(words, (MofNCompleteColumn(),), lambda done, total: f"{done:,} of {total:,}") as (progress, _):
+            yield progress
 
     @contextmanager
     def reading(self, words: str, total: int) -> Iterator[Callable[[int], None]]:
@@ -125,23 +105,40 @@ class Reporter:
 
         The progress is shown as in `counting`.
         """
-        start = self._clock()
-        if not self._console.is_terminal:
-            say, read = self._rarely(words), 0
+        columns = DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+        with self._shown(words, columns, lambda done, total: f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB") as (progress, remarks):
+            began, read = self._clock(), 0
 
             def advance(more: int) -> None:
                 nonlocal read
                 read += more
-                say(f"{read / 1e6:,.0f} of {total / 1e6:,.0f} MB")
+                progress(read, total)
 
             yield advance
+            remarks.append(f"{total / 1e6 / max(self._clock() - began, 1e-9):.1f} MB/s")
+
+    @contextmanager
+    def _shown(
+        self, words: str, columns: Sequence[ProgressColumn], amount: Callable[[int, int], str]
+    ) -> Iterator[tuple[Callable[[int, int], None], list[str]]]:
+        """Announce work. Yield a function that shows how much is done, and a list of remarks to print with the duration at the end."""
+        start = said = self._clock()
+        remarks: list[str] = []
+
+        def say(done: int, total: int) -> None:
+            nonlocal said
+            if (now := self._clock()) - said >= _SILENT:
+                said = now
+                self.say(f"{words}: {amount(done, total)} after {now - start:.0f} s")
+
+        if not self._console.is_terminal:
+            self.say(f"{words} …")
+            yield say, remarks
         else:
-            columns = TextColumn(words), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-            with Progress(*columns, console=self._console, transient=True) as bar:
-                task = bar.add_task("", total=total)
-                yield lambda more: bar.advance(task, more)
-        seconds = self._clock() - start
-        self.say(f"{words}: {seconds:.1f} s, {total / 1e6 / max(seconds, 1e-9):.1f} MB/s")
+            with Progress(TextColumn(words), BarColumn(), *columns, console=self._console, transient=True) as bar:
+                task = bar.add_task("", total=None)
+                yield lambda done, total: bar.update(task, completed=done, total=total), remarks
+        self.say(", ".join([f"{words}: {self._clock() - start:.1f} s", *remarks]))
 
     @contextmanager
     def training(self) -> Iterator[None]:

@@ -83,6 +83,11 @@ def find_files(path: str | None, where: str = "data.path", content: str = "text"
     return names, files
 
 
+def left_out_of(data: DataSection, path: str | None = None) -> tuple[str, ...]:
+    """Return the result of `left_out` for the paths of a section, or for another path."""
+    return left_out(data.path, data.validation_path) if path is None else left_out(path)
+
+
 def left_out(*paths: str | None) -> tuple[str, ...]:
     """Return a line for each folder with files that `find_files` leaves out because they only describe the data."""
     lines = []
@@ -126,8 +131,13 @@ class DataPath(NamedTuple):
     where: str  # the config key that names the path, for messages
 
 
-def parts_of(data: DataSection) -> list[DataPath]:
-    """Return the paths to read, and the share of each that is held out. If a folder has splits, the validation split is used."""
+def parts_of(data: DataSection, path: str | None = None) -> list[DataPath]:
+    """Return the paths to read, and the share of each that is held out: the data at another `path` are all held out.
+
+    If a folder has splits, the validation split is used.
+    """
+    if path is not None:
+        return [DataPath(path, 1.0, "data.path")]
     with readable():
         train, validation = with_validation(data.path, "data.path")
     if data.validation_path is not None:
@@ -144,7 +154,7 @@ def check_rows(data: DataSection, path: str | None = None) -> None:
 
     No rows are read.
     """
-    for file, _, where in parts_of(data) if path is None else [DataPath(path, 0.0, "data.path")]:
+    for file, _, where in parts_of(data, path):
         with readable(where):
             _, files = find_files(file, where, content=data.content)
             if (kind := rows_in(files[0])) is not None and kind.reader in arrow.NAMES:

@@ -28,27 +28,25 @@ class Logs:
     """
 
     def __init__(self, settings: RunSettings, folder: Path, say: Callable[[str], None]) -> None:
-        self._senders: list[Sender] = []
-        self._tensorboard: TensorBoard | None = None
+        self._logs: list[TensorBoard | Sender] = []
         with contextlib.ExitStack() as opened:
             if "tensorboard" in settings.log:
-                self._tensorboard = opened.enter_context(TensorBoard(folder / "tensorboard", say))
+                self._logs.append(opened.enter_context(TensorBoard(folder / "tensorboard", say)))
             for service in SERVICES:
                 if service in settings.log:
-                    self._senders.append(opened.enter_context(Sender(service, folder, settings.record, say)))
+                    self._logs.append(opened.enter_context(Sender(service, folder, settings.record, say)))
             self._until_end = opened.pop_all()
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Add the values of `step`, such as `{"loss": 2.3}`."""
-        if self._tensorboard is not None:
-            self._tensorboard.write(step, scalars)
-        for sender in self._senders:
-            sender.write(step, scalars)
+        for log in self._logs:
+            log.write(step, scalars)
 
     def hurry(self) -> None:
         """Make the closing wait only a few seconds, because the run was told to stop."""
-        for sender in self._senders:
-            sender.hurry()
+        for log in self._logs:
+            if isinstance(log, Sender):
+                log.hurry()
 
     def __enter__(self) -> "Logs":
         return self

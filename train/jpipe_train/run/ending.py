@@ -14,47 +14,30 @@ import jpipe
 from jpipe.files import shown
 from jpipe_train.checkpoint.run_folder import FolderChanged, RunFolder
 from jpipe_train.config.run_settings import RunSettings
-from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import first_line, shortened
 from jpipe_train.data import data
 from jpipe_train.data.rows import Batch
 from jpipe_train.launch.local import reported_progress
 from jpipe_train.report.metrics_log import MetricsLog, NonFiniteLoss
 from jpipe_train.report.performance import comparison
-from jpipe_train.report.summary import Summary, name_of, print_summary
+from jpipe_train.report.summary import Summary, name_of
 
 _LONGEST_PLACES = 200  # characters that an error may use to name rows
-
-
-def conclude(
-    summary: Summary,
-    settings: RunSettings,
-    plan: jpipe.Plan,
-    sizes: Sequence[jpipe.programs.StageCost],
-    folder: RunFolder | None,
-    reporter: Reporter,
-) -> Summary:
-    """Mark the end of a run in its folder, print its summary, and return the summary, with the planner's prediction if there is one."""
-    summary = summary if folder is None else complete(summary, settings, plan, sizes, folder)
-    print_summary(summary, settings, reporter)
-    return summary
 
 
 def complete(
     summary: Summary, settings: RunSettings, plan: jpipe.Plan, sizes: Sequence[jpipe.programs.StageCost], folder: RunFolder
 ) -> Summary:
-    """Mark in the run folder that the run has ended, or was saved at a signal; return the summary with the planner's prediction."""
+    """Mark in the run folder that the run has ended, or was saved at a signal.
+
+    Return the summary, with the planner's prediction, if there is one; the folder then also has it beside the measurement.
+    """
     if summary.stopped_by is not None:
         with contextlib.suppress(OSError):  # the checkpoint, which matters more, is written already
             folder.mark_end(summary.steps, settings.train.length, None, name_of(summary.stopped_by))
     else:
         early = None if summary.steps >= settings.train.length else summary.remarks.get("stopped early", f"at step {summary.steps}")
         folder.mark_end(summary.steps, settings.train.length, early)
-    return compare_with_prediction(summary, plan, sizes, folder)
-
-
-def compare_with_prediction(summary: Summary, plan: jpipe.Plan, sizes: Sequence[jpipe.programs.StageCost], folder: RunFolder) -> Summary:
-    """Return the summary with the planner's prediction, and write the prediction and the measurement into the folder."""
     if summary.measured is None or plan.predicted is None:
         return summary
     measured = comparison.as_predicted(plan, summary.measured, sizes)

@@ -1,8 +1,7 @@
 """`jpipe evaluate`: compute the loss, perplexity and metrics of a checkpoint on a whole data set, through the run's pipeline."""
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -80,7 +79,7 @@ def main(request: EvaluateRequest, num_processes: int = 1, connect_limit: float 
         for line in (*lines, cache_problem):
             if line:
                 reporter.say(line)
-        pipe, batches, selection = team.run_on_all(lambda: _ready(config, request, reporter))
+        pipe, batches, selection = team.run_on_all(lambda: _built(config, request, reporter))
         team.agree(lambda: {"plan": pipe.plan.to_json(), "data": batches.digest()})
         interrupt.check()
         resumed, fresh = team.run_on_all(lambda: resume.at(folder, step)), config.resume.optimizer == "reset"
@@ -92,12 +91,12 @@ def main(request: EvaluateRequest, num_processes: int = 1, connect_limit: float 
                 if layers is None:
                     raise team.shared(InputError(damaged, change=resume.ANOTHER))
                 state = begin(config.seed, pipe, batches, resumed, layers, fresh_optimizer=fresh)
-            means, labels = _evaluate(config, request, pipe, state, batches.validation, selection, reporter)
+            means, labels = _evaluate(config, request, pipe, state, selection, reporter)
         except (jax.errors.JaxRuntimeError, OSError) as error:
             raise RunStopped(reason(error)) from error
         loss = means.pop("val_loss")
         of_config = {name.removeprefix("val_"): mean for name, mean in means.items()}
-        result = Result(step, sum(selection.rows), selection.total, labels, loss, of_config)
+        result = Result(step, selection.rows, selection.total, labels, loss, of_config)
         _print(config, request, result, batches.source, reporter, over="by the weights of the sources," if selection.sources else "over")
         return result
 
@@ -150,12 +149,6 @@ def _option_named(request: EvaluateRequest) -> Iterator[None]:
         raise error.renamed({"data.path": "--data"}) from error.__cause__
 
 
-def _ready(config: Config, request: EvaluateRequest, reporter: Reporter) -> tuple[jpipe.Pipeline, data.Data, "_Selection"]:
-    """Return the result of `_built`; if the data have other shapes than in training, the error says so."""
-    with _other_shapes_named(config, request):
-        return _built(config, request, reporter)
-
-
 @contextmanager
 def _other_shapes_named(config: Config, request: EvaluateRequest) -> Iterator[None]:
     """If the arrays at `--data` differ in shape from the run's arrays, replace any InputError by one about the shapes."""
@@ -196,43 +189,39 @@ def _built(config: Config, request: EvaluateRequest, reporter: Reporter) -> tupl
         first = rows.parts[0] if isinstance(rows, Joined) else rows
         return replace(held_out, train=[like_a_batch(first)] if isinstance(first, BatchesOfRows) else first)
 
-    pipe, batches = build(config, reporter, load=load)
-    if isinstance(rows := batches.validation, Divisible | Joined):
-        batches = replace(batches, validation=rows.with_remainder())
-    if not isinstance(rows := batches.validation, Joined):
-        return pipe, check(config, pipe, batches), _select_batches(config, request, rows)
-    selections = [_select_batches(config, request, part) for part in rows.parts]
-    return pipe, check(config, pipe, batches), _of_sources([source for source, _ in batches.parts], rows, selections)
+    with _other_shapes_named(config, request):
+        pipe, batches = build(config, reporter, load=load)
+        if isinstance(rows := batches.validation, Divisible | Joined):
+            batches = replace(batches, validation=rows.with_remainder())
+        return pipe, check(config, pipe, batches), _select(config, request, batches)
 
 
 @dataclass(frozen=True)
 class _Selection:
     """The batches to evaluate."""
 
-    numbers: Sequence[int]  # the numbers of the batches
-    rows: list[int]  # the number of rows in each batch
+    batches: list[tuple[data.Batches, int, int]]  # each one's place, as the batches of a source and an index, and its number of rows
+    sources: list[SourceConfig]  # the source of each batch, if there are several sources
     total: int  # the number of rows in the data, including rows that are not evaluated
-    sources: Sequence[SourceConfig] = ()  # the source of each batch, if there are several sources
+
+    @property
+    def rows(self) -> int:
+        """The number of rows to evaluate."""
+        return sum(rows for _, _, rows in self.batches)
 
 
-def _select_batches(config: Config, request: EvaluateRequest, batches: data.Batches) -> _Selection:
-    """Select the first `request.batches` whole batches. If that is all of the data, also select the remaining rows."""
-    rows, whole = [config.train.batch_size] * len(batches), len(batches)
-    if isinstance(batches, Divisible):
-        rows, whole = [batches.rows_of(i) for i in range(len(batches))], batches.whole
-    number = len(batches) if request.batches is None or request.batches > whole else request.batches
-    return _Selection(range(number), rows[:number], sum(rows))
-
-
-def _of_sources(sources: Sequence[SourceConfig], batches: Joined, selections: Sequence[_Selection]) -> _Selection:
-    """Join the selections of all parts of `batches`; each part belongs to a source."""
-    starts = itertools.accumulate((len(part) for part in batches.parts), initial=0)
-    return _Selection(
-        [start + number for start, each in zip(starts, selections, strict=False) for number in each.numbers],
-        [rows for each in selections for rows in each.rows],
-        sum(each.total for each in selections),
-        [source for source, each in zip(sources, selections, strict=True) for _ in each.numbers],
-    )
+def _select(config: Config, request: EvaluateRequest, batches: data.Data) -> _Selection:
+    """Select the first `request.batches` whole batches of each source. If that is all of the data, also select the remaining rows."""
+    joined = batches.validation
+    chosen, sources, total = [], [], 0
+    for number, part in enumerate(joined.parts if isinstance(joined, Joined) else [joined]):
+        whole = part.whole if isinstance(part, Divisible) else len(part)
+        rows = [part.rows_of(i) if isinstance(part, Divisible) else config.train.batch_size for i in range(len(part))]
+        first = [(part, i, size) for i, size in enumerate(rows)]
+        chosen += first if request.batches is None or request.batches > whole else first[: request.batches]
+        sources += [batches.parts[number][0]] * (len(chosen) - len(sources)) if batches.parts else []
+        total += sum(rows)
+    return _Selection(chosen, sources, total)
 
 
 def _evaluate(
@@ -240,7 +229,6 @@ def _evaluate(
     request: EvaluateRequest,
     pipe: jpipe.Pipeline,
     state: jpipe.State,
-    batches: data.Batches,
     selection: _Selection,
     reporter: Reporter,
 ) -> tuple[dict[str, float], float]:
@@ -248,13 +236,13 @@ def _evaluate(
     functions = metrics(config.eval, config.model, pipe.loss)
     pending: list[jpipe.Evaluation] = []
     results: list[dict[str, tuple[float, float]]] = []
-    total, done = sum(selection.rows), 0
+    total, done = selection.rows, 0
 
     def finish() -> None:
         results.append(means_of(pending.pop(0)))
 
     with reporter.counting(f"evaluating {count(total, 'row')}") as progress:
-        for index, rows in zip(selection.numbers, selection.rows, strict=True):
+        for batches, index, rows in selection.batches:
             interrupt.check()
             pending.append(pipe.evaluate(state, batches[index], functions, weights=request.weights))
             if len(pending) > _MOST_PENDING:

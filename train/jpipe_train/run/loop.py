@@ -40,15 +40,15 @@ from jpipe_train.report.performance import comparison, mfu
 from jpipe_train.report.performance.measure import Measure
 from jpipe_train.report.performance.watch import Watch
 from jpipe_train.report.performance.xprof import Profiler
-from jpipe_train.report.summary import Summary, epochs_words, slow_of, stages_of, write_report
+from jpipe_train.report.summary import Summary, epochs_words, print_summary, slow_of, stages_of, write_report
 from jpipe_train.run import stopping
 from jpipe_train.run.callbacks import Callbacks
-from jpipe_train.run.ending import conclude, left_words, nonfinite_data_named, reason
+from jpipe_train.run.ending import complete, left_words, nonfinite_data_named, reason
 from jpipe_train.run.settings import settings_of
 from jpipe_train.run.starting import (
     begin,
     check_shared,
-    continue_on_all,
+    continue_folder,
     finish_labels,
     initial_params,
     make_folder,
@@ -317,11 +317,13 @@ def run(
             stages = [] if folder is None else stages_of(pipe, batches.like)
         finish_labels(pipe, batches, state if resumed is None else None, path, reporter, writes=folder is not None)
         report_transfers(pipe, reporter)
-        earlier = continue_on_all(settings, folder, resumed, team, reporter.say)
+        earlier = None
+        if resumed is not None:
+            earlier = team.run_on_all(lambda: None if folder is None else continue_folder(settings, folder, resumed, reporter.say))
         train = settings.train
         measure = Measure(pipe, sizes, train.length, train.eval_every, train.trace_batches, team.processes, state.batch)
         history = find_history(settings, pipe.plan, resumed, lambda: reporter.seconds, earlier)
-        utilization = None if folder is None else utilization_of(pipe, batches)
+        utilization = None if folder is None or batches.shapes else mfu.find(pipe, batches.like)  # FLOPs differ between shapes
         log = MetricsLog(settings, folder, row_logs, reporter, measure, team, history, pipe, utilization, callbacks.finished)
         checkpoints = make_checkpoints(settings, pipe, path, folder, resumed, reporter, team)
         stops = stopping.Stopping(settings, resumed)
@@ -352,7 +354,9 @@ def run(
                     done = history.parts(log.last_step + 1)
                     write_report(settings, pipe, folder, measure, reporter, batches, stages, done, temporary, remarks)
     summary = dataclasses.replace(summary, temporary=temporary, slow=slow_of(pipe, summary.measured), remarks=remarks)
-    return conclude(summary, settings, pipe.plan, sizes, folder, reporter)
+    summary = summary if folder is None else complete(summary, settings, pipe.plan, sizes, folder)
+    print_summary(summary, settings, reporter)
+    return summary
 
 
 def make_preemption(settings: RunSettings, team: Team, callbacks: Callbacks | None, watch: Watch) -> Preemption:
@@ -390,11 +394,6 @@ def make_checkpoints(
     also_at = None if best is None and train.stop is None else train.eval_every
     facts = facts_of_run(settings, pipe)
     return Checkpoints(settings.checkpoint, pipe, path, train.length, team, facts, rows, reporter.say, best, also_at)
-
-
-def utilization_of(pipe: jpipe.Pipeline, batches: data.Data) -> mfu.Utilization | None:
-    """Return the model FLOPs utilization of a run. It is None if it is unknown, or if the FLOPs differ between batches."""
-    return None if batches.shapes else mfu.find(pipe, batches.like)
 
 
 def _sizes(pipe: jpipe.Pipeline, batches: data.Data, *, alone: bool, writes: bool) -> tuple[tuple[jpipe.programs.StageCost, ...], Any]:

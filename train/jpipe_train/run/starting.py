@@ -77,15 +77,6 @@ def make_folder(settings: RunSettings, plan: jpipe.Plan, resume: Resume, resumed
     return folder
 
 
-def continue_on_all(
-    settings: RunSettings, folder: RunFolder | None, resumed: Resumed | None, team: Team, say: Callable[[str], None]
-) -> LastStep | None:
-    """In process 0, prepare the folder of a resumed run, and return the result of `continue_folder`. Return None in other processes."""
-    if resumed is None:
-        return None
-    return team.run_on_all(lambda: None if folder is None else continue_folder(settings, folder, resumed, say))
-
-
 def continue_folder(settings: RunSettings, folder: RunFolder, resumed: Resumed, say: Callable[[str], None]) -> LastStep | None:
     """Remove the rows of later steps from the folder of a resumed run, and rename the checkpoints of later steps.
 

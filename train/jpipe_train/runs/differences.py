@@ -1,8 +1,9 @@
 """Find the keys with different values in the configs of runs."""
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from jpipe_train.config.config_file import texts_of
 
 MISSING = "–"
 """The text that stands for the value of a key that a config does not have."""
@@ -12,7 +13,7 @@ _OF_THE_FOLDER = "run.dir"  # it always differs, and the name of the run shows i
 
 def flat(config: Mapping[str, Any]) -> dict[str, str]:
     """Return a dict from dotted keys to values as text, such as `{"train.steps": "200"}`, without the folder of the run."""
-    return {key: value for key, value in _flat(config, "") if key != _OF_THE_FOLDER}
+    return {key: value for key, value in texts_of(config).items() if key != _OF_THE_FOLDER}
 
 
 def keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -33,11 +34,3 @@ def without_missing_plans(rows: Mapping[str, list[str]]) -> dict[str, list[str]]
     if {*rows.get("plan.file", ())} <= {MISSING, "null"}:  # no run has a plan file
         return dict(rows)
     return {key: values for key, values in rows.items() if not key.startswith("plan.") or len({*values} - {MISSING}) > 1}
-
-
-def _flat(data: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, str]]:
-    for key, value in data.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value, default=str)

@@ -21,9 +21,7 @@ _ENVIRONMENT = "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "TZ"
 _BLOCK = 2**16
 TRAINING_TIME = "2024-07-26T12:00:00"
 """The time that `strftime_now` returns in training data, so that a run that resumes on another day has the same rows. It is the default
-date in Llama 3's template.
-
-Llama 3's template."""
+date in Llama 3's template."""
 
 
 class Failure(Exception):

@@ -35,7 +35,7 @@ def read(config: Config, path: str | None = None) -> Examples:
     tokenizer = tokenizers.load(str(data.tokenizer), "data.tokenizer")
     document_rows.check_vocabulary(config, tokenizer.vocab_size)
     rows = _Rows(config, tokenizer)
-    parts = sources.parts_of(data) if path is None else [sources.DataPath(path, 1.0, "data.path")]
+    parts = sources.parts_of(data, path)
     for file, share, where in parts:
         with sources.readable(where):
             _, files = sources.find_files(file, where)
@@ -45,7 +45,7 @@ def read(config: Config, path: str | None = None) -> Examples:
     def digest() -> str:
         return hashlib.sha256(" ".join([tokenizer.sha256, train.digest(), validation.digest()]).encode()).hexdigest()
 
-    remarks = *rows.remarks(), *sources.left_out(*((data.path, data.validation_path) if path is None else (path,)))
+    remarks = *rows.remarks(), *sources.left_out_of(data, path)
     return Examples(train, validation, sources.named(path or data.path), digest, remarks)
 
 

@@ -34,7 +34,7 @@ def read(config: Config, path: str | None = None) -> Examples:
     data, classes = config.data, config.loss_name == "cross_entropy"
     assert isinstance(data, ArraysConfig)
     both = _Array(data.inputs_key, "inputs_key"), _Array(data.targets_key, "targets_key", is_target=True, has_classes=classes)
-    parts = sources.parts_of(data) if path is None else [sources.DataPath(path, 1.0, "data.path")]
+    parts = sources.parts_of(data, path)
     stored: list[list[list[_Rows]]] = []
     largest: list[tuple[int, str] | None] = []
     for part in parts:
@@ -59,7 +59,7 @@ def read(config: Config, path: str | None = None) -> Examples:
         every = [array.digest() for rows in (train, validation) for array in rows.arrays]
         return hashlib.sha256(" ".join(every).encode()).hexdigest()
 
-    remarks = sources.left_out(*((data.path, data.validation_path) if path is None else (path,)))
+    remarks = sources.left_out_of(data, path)
     most = max((each for each in largest if each is not None), key=lambda each: each[0], default=None)
     return Examples(train, validation, sources.named(path or data.path), digest, remarks, most)
 

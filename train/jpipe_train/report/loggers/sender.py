@@ -14,7 +14,8 @@ from typing import Any
 
 from jpipe import InputError
 from jpipe.files import make_folder, read_bytes, shown, write_atomically
-from jpipe_train.report.loggers.services import SERVICES, About, first_line
+from jpipe_train.console.terminal import first_line
+from jpipe_train.report.loggers.services import SERVICES, About
 
 _ID = "id.txt"  # the file with the run's id in the service, with which a resumed run continues there
 _KEPT = {"wandb": "wandb sync {folder} sends the rows kept there"}

@@ -4,14 +4,15 @@ Each service has a function `begin(about, tell)`, which begins a run in the serv
 `tell`. It returns an object with `step`, the first step that the service does not have yet, and the methods `log` and `finish` of wandb.
 """
 
-import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jpipe.files import shown
+from jpipe_train.config.config_file import texts_of
+from jpipe_train.console.terminal import first_line
 
 CONNECT = 15.0  # seconds after which wandb gives up connecting and keeps the rows on disk; a run waits longer than this at its end
 
@@ -86,7 +87,7 @@ class Mlflow:
         self._id = run.info.run_id
         if found:  # the parameters of an existing run cannot be changed
             self._client.update_run(self._id, status="RUNNING")
-        params = [] if found else [mlflow.entities.Param(key, text[:500]) for key, text in _flat(about.config)]
+        params = [] if found else [mlflow.entities.Param(key, text[:500]) for key, text in texts_of(about.config).items()]
         for first in range(0, len(params), 100):  # the most that MLflow takes at once
             self._client.log_batch(self._id, params=params[first : first + 100])
         known = self._client.get_metric_history(self._id, "loss") if found else []
@@ -103,17 +104,3 @@ class Mlflow:
 
 SERVICES: Mapping[str, Callable[[About, Callable[[str], None]], Any]] = {"wandb": begin_wandb, "trackio": Trackio, "mlflow": Mlflow}
 """The services. Their names are also the names of Python packages, the values of `log`, and folders in the run folder."""
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each dotted key of a config with its value as text."""
-    for key, value in config.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of the message of an error, or the name of its class if the message is empty."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
