@@ -43,8 +43,7 @@ _CLONE, _OURS = Path(__file__).parents[2] / "pyproject.toml", "jpipe-train"
 def entries(group: str) -> Mapping[str, EntryPoint]:
     """Return the entry points that the installed packages add to a group; the keys are their names.
 
-    Raises:
-        InputError: two packages add different entry points with the same name.
+    Raise InputError if two packages add different entry points with the same name.
     """
     found: dict[str, EntryPoint] = {}
     installed = [entry for entry in entry_points(group=f"jpipe.{group}") if not _clone() or entry.dist is None or entry.dist.name != _OURS]
@@ -77,8 +76,7 @@ def names(group: str) -> tuple[str, ...]:
 def find(group: str, name: str) -> Any:
     """Import the object that a package adds to a group under the name `name`.
 
-    Raises:
-        InputError: no package adds this name, or the object's module cannot be imported.
+    Raise InputError if no package adds this name, or the object's module cannot be imported.
     """
     known = entries(group)
     if name not in known:

@@ -6,7 +6,6 @@ import gzip
 import io
 import json
 import lzma
-import struct
 import sysconfig
 import tarfile
 import zipfile
@@ -16,7 +15,6 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from PIL import Image
-from tensorboardX.crc32c import crc32c
 
 from jpipe import InputError
 from jpipe_lm.data import prepare
@@ -70,14 +68,6 @@ def image(form: str) -> bytes:
     return written(lambda file: Image.new("RGB", (5, 5)).save(file, form))
 
 
-def tfrecord() -> bytes:
-    """Return the start of a TFRecord file, as in TensorBoard's event files: a length and its checksum."""
-    length = struct.pack("<Q", 20)
-    checksum = crc32c(length)
-    masked = ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF
-    return length + struct.pack("<I", masked) + b"x" * 24
-
-
 ARRAY = {"weight": np.ones((3, 4), np.float32)}
 NOT_TEXT = {
     "jsonl": (lines(ROWS), "JSON lines with prompt, answer, n; set data.format: prompts and data.tokenizer, or set data.format: bytes"),
@@ -122,7 +112,6 @@ NOT_TEXT = {
     "arrow stream": (b"\xff\xff\xff\xff\x10\0\0\0" + bytes(60), "an Arrow file"),
     "feather": (b"FEA1\0\0\0\0" + bytes(60), "a Feather file of the first version; write it again with a newer pyarrow"),
     "avro": (b"Obj\x01\x04\x16avro.schema", "an Avro file"),
-    "tfrecord": (tfrecord(), "a TFRecord file"),
     "hdf5": (b"\x89HDF\r\n\x1a\n" + bytes(60), "an HDF5 file"),
     "sqlite": (b"SQLite format 3\0" + bytes(60), "an SQLite database"),
     "npy": (written(lambda file: np.save(file, np.ones(3))), "a NumPy file"),

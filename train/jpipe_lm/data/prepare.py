@@ -287,8 +287,7 @@ def _find(files: Files, reporter: Reporter) -> _Found:
 def _check_kinds(paths: Sequence[Path], keys: texts.Keys) -> None:
     """Check that all files seem to be text, or rows with a text.
 
-    Raises:
-        InputError: a file is of another kind; the message says what to do with it.
+    Raise InputError if a file is of another kind; the message says what to do with it.
     """
     for path in paths:
         kind = kinds.kind_of(path, keys.text)

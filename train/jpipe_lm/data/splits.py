@@ -73,8 +73,7 @@ def _read(config: Config) -> Split:
 def check_files(config: Config, other: str | None = None) -> int | None:
     """Check the files of `config.data` without reading data. Return the size of the vocabulary, or None if it is unknown.
 
-    Raises:
-        InputError: a file does not exist, no installed library reads it, or the tokenizer or the chat template cannot be used.
+    Raise InputError if a file does not exist, no installed library reads it, or the tokenizer or the chat template cannot be used.
     """
     data = data_of(config)
     data = data if other is None else data.model_copy(update={"path": other, "validation_path": None})

@@ -75,11 +75,9 @@ def main(
     """Hold a conversation. Return whether the user's messages ended it; False if Ctrl-C did.
 
     Only process 0 calls `said`, which returns an iterator of the user's messages, `write`, which writes pieces of answers, and `say`, which
-    prints a line about the answers. `goes_on` tells whether the conversation goes on after Ctrl-C has stopped an answer.
-
-    Raises:
-        InputError: see `jpipe_lm.generate.continue_prompts.main`; or there is no chat template, or it cannot render the conversation.
-        PeerLost: another process died, hung or stopped.
+    prints a line about the answers. `goes_on` tells whether the conversation goes on after Ctrl-C has stopped an answer. Raise InputError
+    as in `jpipe_lm.generate.continue_prompts.main`, or if there is no chat template, or it cannot render the conversation, and PeerLost if
+    another process died, hung or stopped.
     """
     if not team.is_first:
         write = say = ignore

@@ -40,11 +40,9 @@ _SEEDS = 2**32
 def main(request: Request, write: Callable[[str], None], say: Callable[[str], None], team: Team) -> bool:
     """Generate text after at least one prompt. Return whether the texts are complete; False if Ctrl-C was pressed.
 
-    Only process 0 calls `write`, which writes pieces of text, and `say`, which prints a line about the text.
-
-    Raises:
-        InputError: an option, the folder or a prompt is invalid; the model is too large for the devices; or its logits are NaN.
-        PeerLost: another process died, hung or stopped.
+    Only process 0 calls `write`, which writes pieces of text, and `say`, which prints a line about the text. Raise InputError if an option,
+    the folder or a prompt is invalid, the model is too large for the devices, or its logits are NaN, and PeerLost if another process died,
+    hung or stopped.
     """
     if not team.is_first:
         write = say = ignore
@@ -110,11 +108,8 @@ def start(
 ) -> Model:
     """Load a model onto devices, in all processes.
 
-    Memory is reserved for `rows` prompts, and `positions` for each text with its prompt.
-
-    Raises:
-        InputError: the model is too large for the devices, or its parameters do not match its config.
-        PeerLost: another process died, hung or stopped.
+    Memory is reserved for `rows` prompts, and `positions` for each text with its prompt. Raise InputError if the model is too large for the
+    devices, or its parameters do not match its config, and PeerLost if another process died, hung or stopped.
     """
     if line := compile_cache.use(source.compile_cache):
         say(line)

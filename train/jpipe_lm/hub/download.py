@@ -74,8 +74,7 @@ class Name(NamedTuple):
 def parse(text: str, where: str) -> Name:
     """Read a name such as `hf:owner/name@revision/path` or `hf:datasets/owner/name/data/train-*.parquet`.
 
-    Raises:
-        InputError: the text has another form.
+    Raise InputError if the text has another form.
     """
     match = _FORM.fullmatch(text)
     if match is None or not {"", ".", ".."}.isdisjoint((match["path"] or "-").split("/")):
@@ -149,8 +148,7 @@ _fetched: dict[Path, tuple[Name, str]] = {}
 def fetch_weights(folder: Path) -> None:
     """Download the weights of a model into a folder that `fetch` has returned. Nothing happens for any other folder.
 
-    Raises:
-        InputError: the files cannot be downloaded or stored.
+    Raise InputError if the files cannot be downloaded or stored.
     """
     if (known := _fetched.get(folder.resolve())) is not None:
         name, where = known

@@ -96,8 +96,7 @@ def _columns(data: DataConfig) -> list[Column]:
 def _texts(data: DataConfig, renderer: Callable[[], Renderer], wrong: WrongLines, record: Mapping[str, Any]) -> _Texts:
     """Return the texts of a row.
 
-    Raises:
-        WrongLine: the row is not a pair.
+    Raise WrongLine if the row is not a pair.
     """
     keys, prompt = (data.chosen_key, data.rejected_key), record.get(data.prompt_key)
     answers = [value_of(record, key) for key in keys]
@@ -117,8 +116,7 @@ def _texts(data: DataConfig, renderer: Callable[[], Renderer], wrong: WrongLines
 def _conversation(prompt: Any, answer: Any, key: str, tools: Any) -> Conversation:
     """Return the conversation that ends with an answer. Its beginning is in the prompt, as messages or as a text, or before the answer.
 
-    Raises:
-        WrongLine: it is not a conversation, or does not end with an answer of the assistant.
+    Raise WrongLine if it is not a conversation, or does not end with an answer of the assistant.
     """
     if not isinstance(answer, list):
         raise WrongLine(f"expected a list of messages in {key!r}, as in the other answer, found {type(answer).__name__}")

@@ -38,9 +38,8 @@ def start_cpu() -> None:
 def write_file(request: ExportRequest, report: Callable[[str], None]) -> None:
     """Write the parameters and layer state of a checkpoint into a safetensors file.
 
-    Raises:
-        InputError: as in `open_run`; or the checkpoint lacks the requested moving average; or a safetensors file cannot hold the model, or
-            cannot be written.
+    Raise InputError as in `open_run`, or if the checkpoint lacks the requested moving average; or a safetensors file cannot hold the model,
+    or cannot be written.
     """
     path, saved = _new_file(request.path), open_run(request, report)
     arrays = saved.read()
@@ -58,8 +57,7 @@ def write_file(request: ExportRequest, report: Callable[[str], None]) -> None:
 def write_orbax(request: ExportRequest, report: Callable[[str], None]) -> None:
     """Write an Orbax item: nested dicts with the names of the arrays in an export.
 
-    Raises:
-        InputError: as in `write_file`, or an array and a dict have the same name.
+    Raise InputError as in `write_file`, or if an array and a dict have the same name.
     """
     path, saved = unused(request.path, "--out"), open_run(request, report)
     arrays = saved.read()
@@ -69,8 +67,7 @@ def write_orbax(request: ExportRequest, report: Callable[[str], None]) -> None:
 def write_model(request: ExportRequest, report: Callable[[str], None]) -> None:
     """Write an Orbax item with the names and stacked arrays of the whole model from which the layers were cut.
 
-    Raises:
-        InputError: as in `write_orbax`, or the layers were not cut from a model.
+    Raise InputError as in `write_orbax`, or if the layers were not cut from a model.
     """
     path, saved = unused(request.path, "--out"), open_run(request, report)
     arrays = of_whole_model(saved.read(), saved.checkpoint.facts)

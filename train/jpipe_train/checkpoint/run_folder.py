@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from jpipe import InputError, Plan
 from jpipe.files import TEMPORARY, open_to_append, open_to_read, read_bytes, resolved, shown, write_atomically
@@ -34,7 +34,7 @@ END = "end.json"
 LENGTH = "length.json"
 """The file with the number of steps of a run if its length is given in epochs."""
 _JOB, _LOCK = ".job", ".lock"
-_MOST_LENGTH = 2**12  # largest size of a `length.json`, in bytes
+_MOST_MARK = 2**16  # largest size of an `end.json` or `length.json`, in bytes
 _LAST_BYTES = 2**20  # the last bytes of `metrics.jsonl` that are read to find its last row
 _BETWEEN_TRIES = 0.05  # seconds between two tries to lock a folder
 _FILES = ("config.yaml", "plan.json", METRICS)
@@ -180,9 +180,7 @@ class RunFolder:
     def logged(self) -> bytes:
         """Return the lines of `metrics.jsonl`, including lines that are not on the disk yet because it was full.
 
-        Raises:
-            FolderChanged: something else has changed the file.
-            OSError: the file cannot be read.
+        Raise FolderChanged if something else has changed the file, and OSError if the file cannot be read.
         """
         file = self.path / METRICS
         with self._writes_rows:
@@ -292,15 +290,19 @@ def is_training(path: Path) -> bool | None:
     return False
 
 
-def length_of(path: Path) -> int | None:
-    """Return the number of steps of a run of epochs, from its folder, or None if unknown. The folder may be another user's."""
+def mark_of(path: Path, name: str) -> dict[str, Any] | None:
+    """Return the content of `end.json` or `length.json` of a run, or None without such a file. The folder may be another user's."""
     try:
-        data = json.loads(read_bytes(path / LENGTH, _MOST_LENGTH))
+        data = json.loads(read_bytes(path / name, _MOST_MARK))
     except (OSError, ValueError, RecursionError):
         return None
-    if not isinstance(data, dict) or data.get("format") != "jpipe-length/1" or type(steps := data.get("steps")) is not int:
-        return None
-    return steps if 0 < steps <= MOST_ROWS else None
+    return data if isinstance(data, dict) and data.get("format") == f"jpipe-{Path(name).stem}/1" else None
+
+
+def length_of(path: Path) -> int | None:
+    """Return the number of steps of a run of epochs, from its folder, or None if unknown."""
+    steps = (mark_of(path, LENGTH) or {}).get("steps")
+    return steps if type(steps) is int and 0 < steps <= MOST_ROWS else None
 
 
 def mark_missing_end(settings: RunSettings, path: Path, steps: int, stopped_early: str | None) -> None:

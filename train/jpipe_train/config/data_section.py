@@ -106,22 +106,19 @@ class DataSection(TargetSection):
     def check_config(self, config: "jpipe_train.config.config.Config") -> None:
         """Check that this section is compatible with the other sections of a config.
 
-        Raises:
-            ValueError: the sections contradict each other.
+        Raise ValueError if the sections contradict each other.
         """
 
     def check_files(self, config: "jpipe_train.config.config.Config", path: str | None = None) -> None:
         """Check the files that the section names, before any data are read. The arguments are the same as for `read_examples`.
 
-        Raises:
-            InputError: a file is missing, or cannot be read.
+        Raise InputError if a file is missing, or cannot be read.
         """
 
     def check_sources(self) -> None:
         """Check that several `sources` can be mixed, before they are read.
 
-        Raises:
-            InputError: the sources cannot be mixed.
+        Raise InputError if the sources cannot be mixed.
         """
 
     def amount_of_step(self, config: "jpipe_train.config.config.Config") -> tuple[int, str]:

@@ -51,15 +51,13 @@ class ModelSection(TargetSection):
     def check_config(self, config: "jpipe_train.config.config.Config") -> None:
         """Check that this section is compatible with the other sections of a config.
 
-        Raises:
-            ValueError: the sections contradict each other.
+        Raise ValueError if the sections contradict each other.
         """
 
     def check_plan(self, plan: "jpipe.Plan") -> None:
         """Check that the meshes of a plan can divide the model. Rules that follow from the shapes of the parameters are checked elsewhere.
 
-        Raises:
-            InputError: a mesh cannot divide the model.
+        Raise InputError if a mesh cannot divide the model.
         """
 
     def remarks(self, config: "jpipe_train.config.config.Config") -> list[str]:

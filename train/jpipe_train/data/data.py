@@ -297,8 +297,7 @@ def _errors_name_source(number: int) -> Iterator[None]:
 def _from_target(config: Config, **optional: bool) -> Data:
     """Call `data.target` and return its data.
 
-    Raises:
-        InputError: see `load`.
+    Raise InputError as in `load`.
     """
     target, batch_size = str(config.data.target), config.train.batch_size
     supplied = {"seed": config.seed, "batch_size": batch_size}
@@ -329,8 +328,7 @@ def check_files(config: Config, path: str | None = None) -> None:
 def unread(config: Config) -> Data:
     """Load data only for the shapes of a batch. A `data.target` with a parameter `shapes_only` then need not read anything.
 
-    Raises:
-        InputError: see `load`.
+    Raise InputError as in `load`.
     """
     return load(config) if config.data.target is None else _from_target(config, shapes_only=True)
 

@@ -143,11 +143,9 @@ class Team:
         """If there are several processes, start their devices; continue only if all devices are of one kind.
 
         JAX waits for the devices of all processes, so `run_on_all` cannot be used here. If a process fails, it tells the other processes.
-        They wait `limit` seconds, but at least a minute, because large machines may take so long to start devices.
-
-        Raises:
-            jpipe.InputError: this process has no devices, or the devices of processes differ; reported as by `shared`.
-            jpipe.PeerLost: another process has no devices.
+        They wait `limit` seconds, but at least a minute, because large machines may take so long to start devices. Raise jpipe.InputError
+        if this process has no devices, or the devices of processes differ; reported as by `shared`, and jpipe.PeerLost if another process
+        has no devices.
         """
         if self.processes is not None:  # a single process starts them later, after more checks
             with self.processes.waiting("the devices of all processes, of one kind", limit=max(limit, 60.0)):
@@ -164,11 +162,8 @@ class Team:
 def joined(num_processes: int, limit: float, wait: float) -> Iterator[Team]:
     """Join the processes of this run for the duration of this context. An error in one process ends all processes.
 
-    The arguments are as for `jpipe.join_processes`; a single process joins nothing.
-
-    Raises:
-        jpipe.InputError: process 0 cannot be reached, or another process did not connect.
-        jpipe.PeerLost: another process died, hung or stopped.
+    The arguments are as for `jpipe.join_processes`; a single process joins nothing. Raise jpipe.InputError if process 0 cannot be reached,
+    or another process did not connect, and jpipe.PeerLost if another process died, hung or stopped.
     """
     team = Team(jpipe.join_processes(limit, wait) if num_processes > 1 else None)
     try:

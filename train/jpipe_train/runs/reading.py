@@ -11,9 +11,9 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 
 import jpipe
 from jpipe import InputError
-from jpipe.files import open_to_read, read_bytes, read_text, shown
+from jpipe.files import open_to_read, read_text, shown
 from jpipe_planner.machine.plain_yaml import parse
-from jpipe_train.checkpoint.run_folder import END, METRICS, is_training, length_of
+from jpipe_train.checkpoint.run_folder import END, METRICS, is_training, length_of, mark_of
 from jpipe_train.config.config import MOST_PLAN_BYTES
 from jpipe_train.config.section import MOST_ROWS
 from jpipe_train.console.terminal import count
@@ -21,7 +21,7 @@ from jpipe_train.console.terminal import count
 CONFIG, PLAN = "config.yaml", "plan.json"
 Row = dict[str, int | float]
 
-_MOST_CONFIG, _MOST_END, _MOST_METRICS, _TAIL = 2**20, 2**16, 2**28, 2**18  # bytes; the tail has hundreds of rows
+_MOST_CONFIG, _MOST_METRICS, _TAIL = 2**20, 2**28, 2**18  # bytes; the tail has hundreds of rows
 _FAR, _LONGEST_LINE = 2**24, 2**20  # the last bytes of the file that are searched for the last validation; the most bytes of a row
 _MOST_IN_MEMORY = 2**17  # the most rows; of more rows, about every second is left out, repeatedly
 _LARGEST = {"loss": 1e100, "val_loss": 1e100, "seconds": 1e9}  # the numbers of a row that are read, and their largest values
@@ -119,11 +119,7 @@ def state_of(rows: Sequence[Row], steps: int | None, saved: Sequence[int], train
 
 def end_of(path: Path) -> End | None:
     """Return the mark that a run has ended or has saved at a signal; None if there is no readable mark."""
-    try:
-        data = json.loads(read_bytes(path / END, _MOST_END))
-    except (OSError, ValueError, RecursionError):
-        return None
-    if not isinstance(data, dict) or data.get("format") != "jpipe-end/1":
+    if (data := mark_of(path, END)) is None:
         return None
     steps, length, reasons = data.get("steps"), data.get("length"), (data.get("stopped_early"), data.get("stopped_by"))
     if not (type(steps) is int and type(length) is int and 0 <= steps <= length <= MOST_ROWS):

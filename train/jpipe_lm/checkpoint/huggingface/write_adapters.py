@@ -26,8 +26,7 @@ _JUDGED = ("classification", "regression")  # heads that PEFT calls SEQ_CLS
 def write_peft(request: ExportRequest, report: Callable[[str], None]) -> None:
     """Write the adapters of a checkpoint as a folder for PEFT.
 
-    Raises:
-        InputError: as in `open_run`; or the checkpoint has no moving average, the run has no adapters, or the folder cannot be written.
+    Raise InputError as in `open_run`, or if the checkpoint has no moving average, the run has no adapters, or the folder cannot be written.
     """
     path, model = unused(request.path, "--out"), of_run(request, report, merge=False)
     lora = tune_of(model.config).lora

@@ -59,9 +59,8 @@ class Model(NamedTuple):
 def write_huggingface(request: ExportRequest, report: Callable[[str], None]) -> None:
     """Write a folder in Hugging Face's layout with the parameters of a checkpoint, or of a config's run before training.
 
-    Raises:
-        InputError: as in `open_run`; or the checkpoint has no moving average, Hugging Face has no layout for the model, or the folder
-            cannot be written.
+    Raise InputError as in `open_run`, or if the checkpoint has no moving average, Hugging Face has no layout for the model, or the folder
+    cannot be written.
     """
     source, out = request.source, request.path
     path = unused(out, "--out")

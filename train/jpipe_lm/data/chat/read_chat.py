@@ -62,9 +62,7 @@ def no_template(error: NoTemplate) -> InputError:
 def rendered(found: Conversation, renderer: Renderer, wrong: WrongLines) -> list[Rendered]:
     """Return the texts of a conversation.
 
-    Raises:
-        InputError: the template cannot be compiled.
-        WrongLine: the template fails for this conversation.
+    Raise InputError if the template cannot be compiled, and WrongLine if the template fails for this conversation.
     """
     try:
         texts = renderer.answers(found.messages, found.tools)

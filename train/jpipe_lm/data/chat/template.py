@@ -1,6 +1,5 @@
 """Find the chat template of a tokenizer, in a file that a config names or next to the tokenizer.json."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,8 @@ from jpipe import InputError
 from jpipe.errors import short
 from jpipe.files import read_text
 from jpipe_lm.data.tokenizer import Tokenizer
+from jpipe_train.data.files.saved_datasets import json_object
+from jpipe_train.data.sources import readable
 from jpipe_train.registry import located
 
 FILE = "chat_template.jinja"
@@ -109,20 +110,8 @@ def _settings(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; it is empty if the file does not exist."""
     if not path.is_file():
         return {}
-    text = read_text(
-        path,
-        _MOST_SETTINGS,
-        f"chat template: cannot read '{path}'",
-        "copy it again",
-        f"chat template: expected JSON in '{path}', found no UTF-8",
-    )
-    try:
-        settings = json.loads(text)
-    except (ValueError, RecursionError):
-        settings = None
-    if not isinstance(settings, dict):
-        raise InputError(where="chat template", expected=f"a JSON object in '{path}'", found="something else", change="copy it again")
-    return settings
+    with readable("chat template"):
+        return json_object(path, _MOST_SETTINGS, "chat template", "copy it again")
 
 
 def _special_tokens(settings: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, str]:

@@ -175,9 +175,8 @@ def _sample(path: Path) -> list[bytes]:
 def _opened(path: Path, dtype: np.dtype[Any], count: int, size: int | None) -> FileArray:
     """Open a file of `count` numbers. If `size` is set, they are ends of documents with `size` tokens in total; then check some of them.
 
-    Raises:
-        InputError: the ends are not ascending, or the last is not `size`; or the file was cut off.
-        OSError: the file cannot be opened.
+    Raise InputError if the ends are not ascending, the last is not `size`, or the file was cut off, and OSError if the file
+    cannot be opened.
     """
     array = FileArray(path, dtype, size=count)
     if size is None:

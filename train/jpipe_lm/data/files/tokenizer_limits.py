@@ -38,9 +38,8 @@ class TooMuch(Exception):
 def check_content(content: bytes) -> set[str]:
     """Check a tokenizer.json before the tokenizers library reads it, and return the regular expressions in it.
 
-    Raises:
-        TooMuch: the tokenizer exceeds the limits.
-        ValueError: the content is not JSON, or has a key twice, for which the library might read another value than this check.
+    Raise TooMuch if the tokenizer exceeds the limits, and ValueError if the content is not JSON, or has a key twice, for which the library
+    might read another value than this check.
     """
     declared = json.loads(content, object_pairs_hook=_object)
     if not isinstance(declared, dict):

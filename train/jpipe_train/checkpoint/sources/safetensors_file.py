@@ -51,9 +51,8 @@ class TensorsFile:
     def read(self, name: str) -> np.ndarray:
         """Return a tensor.
 
-        Raises:
-            SafetensorError: the file was cut off while it was read, or numbers of this type cannot be read.
-            OSError: the disk fails.
+        Raise SafetensorError if the file was cut off while it was read, or numbers of this type cannot be read, and OSError if the disk
+        fails.
         """
         shape, code = self.specs[name].shape, self._codes[name]
         if code not in _DTYPES:

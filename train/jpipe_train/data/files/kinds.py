@@ -138,21 +138,6 @@ def _is_bmp(head: bytes, size: int, _: bytes) -> bool:
     return head.startswith(b"BM") and int.from_bytes(head[2:6], "little") == size
 
 
-def _is_tfrecord(head: bytes, size: int, _: bytes) -> bool:
-    """Return whether the content begins with a length and its checksum, masked like in TensorFlow."""
-    length = int.from_bytes(head[:8], "little")
-    if not 0 < length <= size - 16:
-        return False
-    crc = 0xFFFFFFFF
-    for byte in head[:8]:
-        crc ^= byte
-        for _bit in range(8):
-            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
-    crc ^= 0xFFFFFFFF
-    masked = ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
-    return int.from_bytes(head[8:12], "little") == masked
-
-
 def _is_npz(head: bytes, *_: Any) -> bool:
     """Return whether the content is a zip archive that begins with a NumPy file."""
     return head.startswith(b"PK\x03\x04") and head[30 : 30 + int.from_bytes(head[26:28], "little")].endswith(b".npy")
@@ -178,7 +163,6 @@ _SIGNATURES: tuple[tuple[str, str, _Test], ...] = (
     ("an Arrow file", _ROWS, _starts(b"ARROW1\0\0", b"\xff" * 4)),
     ("a Feather file of the first version", f"write it again with a newer pyarrow{_THEN}", _starts(b"FEA1\0\0\0\0")),
     ("an Avro file", f"{_LINES}{_THEN}", _starts(b"Obj\x01")),
-    ("a TFRecord file", _CUSTOM, _is_tfrecord),
     ("an HDF5 file", _CUSTOM, _starts(b"\x89HDF\r\n\x1a\n")),
     ("an SQLite database", f"{_LINES}{_THEN}", _starts(b"SQLite format 3\0")),
     (NPY, _NUMPY, _starts(b"\x93NUMPY")),

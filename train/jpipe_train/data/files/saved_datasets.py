@@ -67,15 +67,15 @@ def _names(names: Any, file: Path, what: str, where: str) -> Sequence[str]:
 
 
 def _read(file: Path, where: str) -> dict[str, Any]:
+    return json_object(file, _MOST_BYTES, where, "save the dataset again")
+
+
+def json_object(file: Path, most: int, where: str, change: str) -> dict[str, Any]:
+    """Return the object in a JSON file of at most `most` bytes. Raise InputError if it is something else, OSError if it cannot be read."""
     try:
-        values = json.loads(read_bytes(file, _MOST_BYTES))
+        values = json.loads(read_bytes(file, most))
     except (ValueError, RecursionError):
         values = None
     if not isinstance(values, dict):
-        raise InputError(
-            where=where,
-            expected=f"a JSON object in '{file}', as datasets writes it",
-            found="other text",
-            change="save the dataset again",
-        )
+        raise InputError(where=where, expected=f"a JSON object in '{file}'", found="something else", change=change)
     return values
