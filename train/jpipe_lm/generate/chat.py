@@ -102,8 +102,9 @@ def main(
         ends, stops = json.loads(team.from_first("what ends an answer", begin))
         words_with_ends = replace(words, ends={*words.ends, *ends})
         model = start(request, source, words_with_ends, 1, min(source.config.max_positions_used, _MEMORY_FOR), say, team)
+        most = MOST_BY_DEFAULT if request.tokens is None else request.tokens
         for turn, (text, tokens) in enumerate(_turns(said, chats, team)):
-            started = start_texts([text], [tokens], _most(request), source.config.max_positions_used, words, (*request.stops, *stops))
+            started = start_texts([text], [tokens], most, source.config.max_positions_used, words, (*request.stops, *stops))
             texts = Texts(started, words_with_ends, request.as_json, write, say, with_speed=False)
             is_complete = model.answer([tokens], texts, (request.seed + turn) % _SEEDS)
             _report(started[0], chats, say)
@@ -113,11 +114,6 @@ def main(
                     return False
                 interrupt.forget()
     return True
-
-
-def _most(request: Request) -> int:
-    """Return the largest number of tokens in an answer."""
-    return MOST_BY_DEFAULT if request.tokens is None else request.tokens
 
 
 def _report(answer: Text, chats: list[Chat], say: Callable[[str], None]) -> None:

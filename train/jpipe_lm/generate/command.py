@@ -35,7 +35,8 @@ def run(request: Request, connect: Callable[[], int], connect_limit: float, wait
         processes = connect()
         with joined(processes, connect_limit, wait_limit) as team:
             if request.is_chat:  # with several processes Ctrl-C ends the command, because they would not stop after the same token
-                is_complete = chat.main(request, _said, _write, _say, team, goes_on=processes == 1 and _is_terminal())
+                goes_on = processes == 1 and sys.stdin is not None and sys.stdin.isatty()
+                is_complete = chat.main(request, _said, _write, _say, team, goes_on=goes_on)
             else:
                 if not request.prompts:  # sent as JSON, which preserves bytes that are not UTF-8
                     request = replace(request, prompts=(json.loads(team.from_first("the prompt", lambda: json.dumps(_read()))),))
@@ -51,10 +52,6 @@ def run(request: Request, connect: Callable[[], int], connect_limit: float, wait
         if interrupt.words(error) is None:
             raise
         return fail("interrupted" if request.is_chat else "interrupted before there was any text", 130)
-
-
-def _is_terminal() -> bool:
-    return sys.stdin is not None and sys.stdin.isatty()
 
 
 def _said() -> Iterator[str]:

@@ -28,9 +28,9 @@ def layers(config: Config, inputs: Callable[[], Any] | None = None) -> jpipe.Lay
     model = _of_target(target, config.model.arguments, config.train.batch_size)
     if isinstance(model, jpipe.LayerStack):
         return model
-    if inputs is None or not _is_whole(model):
+    if inputs is None or not callable(model) or inspect.isclass(model):  # a whole model is a module or another callable
         raise InputError(f"model.target: expected '{target}' to return a model or a jpipe.LayerStack, found {_describe(model)}")
-    batch = jax.tree.map(_spec, inputs())
+    batch = jax.tree.map(lambda rows: jax.ShapeDtypeStruct(tuple(rows.shape), jax.dtypes.canonicalize_dtype(rows.dtype)), inputs())
     arguments = batch if isinstance(batch, tuple) else (batch,)
     return jpipe.LayerStack.from_model(model, *arguments)
 
@@ -55,15 +55,6 @@ def _of_target(target: str, arguments: Mapping[str, Any], batch_size: int) -> An
     with entry_point.errors_about("model.arguments"):
         check_names(signed, target, arguments, dict.fromkeys(("self", "rngs", *wanted), "is given by jpipe"))
     return lambda rngs: function(**wanted, **arguments, rngs=rngs)
-
-
-def _is_whole(model: Any) -> bool:
-    """Return whether a value may be a whole model: a module, or any callable except a class."""
-    return callable(model) and not inspect.isclass(model)
-
-
-def _spec(rows: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(tuple(rows.shape), jax.dtypes.canonicalize_dtype(rows.dtype))
 
 
 def loss(config: Config) -> Any:

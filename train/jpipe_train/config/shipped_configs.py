@@ -82,12 +82,8 @@ def _files_for(name: str, available: dict[str, Path]) -> list[str]:
     if not files:
         raise InputError(f"configs copy: unknown config '{name}'; {nearest(name, [Path(file).stem for file in configs])}")
     config = available[files[0]].read_text(encoding="utf-8")
-    return files + _data(config, available) + _code(config, available)
-
-
-def _data(config: str, available: dict[str, Path]) -> list[str]:
-    """Return the data files in the folders that a config names."""
-    return [file for file, path in available.items() if path.suffix in _DATA and f" {Path(file).parent.as_posix()}/" in config]
+    data = [file for file, path in available.items() if path.suffix in _DATA and f" {Path(file).parent.as_posix()}/" in config]
+    return files + data + _code(config, available)
 
 
 def _code(config: str, available: dict[str, Path]) -> list[str]:

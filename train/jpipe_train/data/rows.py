@@ -134,11 +134,9 @@ def _stacked(rows: Callable[[int, int], list[list[Any]]], number: int, spec: Any
     leaves = [row[number] for row in rows(start, stop)]
     if not leaves:
         return np.zeros((0, *spec.shape), spec.dtype)
-    return np.stack(list(THREADS.map(_made, leaves)) if any(map(callable, leaves)) else leaves)
-
-
-def _made(leaf: Any) -> Any:
-    return leaf() if callable(leaf) else leaf
+    if any(map(callable, leaves)):
+        leaves = list(THREADS.map(lambda leaf: leaf() if callable(leaf) else leaf, leaves))
+    return np.stack(leaves)
 
 
 def when_sliced(specs: Tree, make: Callable[[], Tree]) -> Tree:

@@ -24,6 +24,7 @@ _LONGEST_NAME = 32  # the number of characters of a metric's name that fit into 
 MOST_CHANGES = 50
 """At most this many changes of the plan, the last ones of a run, are marked."""
 _CHANGE = "#777777"
+_BEHIND_TEXT = {"facecolor": "white", "alpha": 0.85, "linewidth": 0, "pad": 1}  # a line may run behind a text
 _MOST_WORDS, _LONGEST_WORDS, _LONGEST_LINE = 8, 64, 30  # the most changes that are labelled, and the longest label and line in characters
 
 
@@ -37,7 +38,6 @@ def draw_losses(
     which the plan changed and a description; the last ones are marked by dashed lines.
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(5.8, 3.5), dpi=220, layout="constrained")
     axes = figure.subplots()
@@ -60,14 +60,11 @@ def draw_losses(
         point, text = (float(held_out[-1]), float(values[-1])), f"{values[-1]:.3f}"
         below = len(losses) > 0 and values[-1] < losses[-1]  # the text is below the point if the line is above it
         side: dict[str, Any] = {"xytext": (0, -5), "va": "top", "zorder": 1.5} if below else {"xytext": (0, 9)}
-        side["bbox"] = {"facecolor": "white", "alpha": 0.85, "linewidth": 0, "pad": 1}  # a line may run behind the text
+        side["bbox"] = _BEHIND_TEXT
         axes.annotate(text, point, textcoords="offset points", ha="right", color=_VALIDATION, fontsize=10, weight="bold", **side)
     scale(axes, np.concatenate([losses, values]))
-    if len(losses) == 1:
-        axes.set_xlim(steps[0] - 1, steps[0] + 1)
+    _show_steps(axes, steps, ticks=10)
     axes.margins(y=0.1)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
     dress(axes, f"loss ({unit})" if unit else "loss")
     _mark(axes, changes)
     if axes.lines:
@@ -110,7 +107,6 @@ def draw_metrics(rows: Sequence[Mapping[str, int | float]], names: Sequence[str]
     Values that are not finite are left out. If there are very many, only the highest and the lowest value of each interval are drawn.
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
     columns = min(len(names), 2)
     lines = math.ceil(len(names) / columns)
@@ -126,16 +122,23 @@ def draw_metrics(rows: Sequence[Mapping[str, int | float]], names: Sequence[str]
         axes.plot(steps[shown], values[shown], color=_VALIDATION, linewidth=1.2, marker=marker, markersize=4, mec="white")
         if len(values):
             text, point = f"{values[-1]:.4g}", (float(steps[-1]), float(values[-1]))
-            style: dict[str, Any] = {"bbox": {"facecolor": "white", "alpha": 0.85, "linewidth": 0, "pad": 1}, "xytext": (0, 7)}
+            style: dict[str, Any] = {"bbox": _BEHIND_TEXT, "xytext": (0, 7)}
             axes.annotate(text, point, textcoords="offset points", ha="right", color=_VALIDATION, fontsize=9, weight="bold", **style)
-        if len(values) == 1:
-            axes.set_xlim(steps[0] - 1, steps[0] + 1)
+        _show_steps(axes, steps, ticks=5)
         axes.margins(y=0.2)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
-        axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
         axes.set_title(shortened(name, _LONGEST_NAME), fontsize=10, loc="left", parse_math=False)
         dress(axes, "")
     return figure
+
+
+def _show_steps(axes: "matplotlib.axes.Axes", steps: Int64[np.ndarray, " n"], ticks: int) -> None:
+    """Make the horizontal axis of a panel show steps, also if there is only one."""
+    from matplotlib.ticker import MaxNLocator
+
+    if len(steps) == 1:
+        axes.set_xlim(steps[0] - 1, steps[0] + 1)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=ticks, integer=True))
+    axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
 
 
 def dress(axes: "matplotlib.axes.Axes", label: str, along: str = "step", size: float = 10) -> None:

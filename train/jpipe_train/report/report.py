@@ -237,7 +237,8 @@ def _timeline(report: Report, picture: bytes | None) -> str:
         "Each row is a rank, and time runs to the right. Grey means idle. The number in a box is the microbatch: a microbatch moves down "
         "through the forwards and up again through the backwards. The file trace.json next to this page shows the same in ui.perfetto.dev."
     ) + ("" if report.plan is None else numbers_words(report.plan))
-    return page.figure(picture, "wide", f"What each rank did, over time: {_which(report)}.", f"{_only(report)}{caption}")
+    which = " and ".join(f"{name}, with a bubble of {share_text(window.bubble)}" for name, window in report.windows.items())
+    return page.figure(picture, "wide", f"What each rank did, over time: {which}.", f"{_only(report)}{caption}")
 
 
 def _memory(report: Report, picture: bytes | None) -> str:
@@ -247,10 +248,6 @@ def _memory(report: Report, picture: bytes | None) -> str:
     most = "; ".join(f"rank {row.quantity.split()[-1]} {row.predicted} predicted, {row.measured} measured"
                      for row in compare(report.predicted, report.measured)[2:])  # fmt: skip
     return page.figure(picture, "wide", f"What each rank held in memory, over time, at most: {most}.", f"{_only(report)}{caption}")
-
-
-def _which(report: Report) -> str:
-    return " and ".join(f"{name}, with a bubble of {share_text(window.bubble)}" for name, window in report.windows.items())
 
 
 def _only(report: Report) -> str:

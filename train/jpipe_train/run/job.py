@@ -18,7 +18,6 @@ from jpipe_train.doctor.doctor_request import Request as Examination
 from jpipe_train.launch import distributed, team
 from jpipe_train.report.loggers import sender
 from jpipe_train.report.metrics_log import RunStopped
-from jpipe_train.report.summary import Summary
 from jpipe_train.run import loop
 from jpipe_train.run.evaluate import main
 from jpipe_train.run.requests import EvaluateRequest, TrainRequest
@@ -31,7 +30,8 @@ def train(request: TrainRequest, process: Process) -> int:
     def work(connect: Callable[[], int]) -> int:
         config = run_folder.of_same_job(config_file.load(request.config, overrides, allow_code=request.allow_code))
         limits = process.connect_limit, process.wait_limit
-        return _code_of(loop.main(config, connect(), *limits, request.resume, request.from_checkpoint, request.elastic))
+        summary = loop.main(config, connect(), *limits, request.resume, request.from_checkpoint, request.elastic)
+        return 128 + signal.SIGINT if summary.stopped_by == signal.SIGINT else 0  # after Ctrl-C it is not 0, even if everything was saved
 
     return run_process(work, process)
 
@@ -126,8 +126,3 @@ def _leave(code: int) -> int:
     if code and not distributed.is_alone():
         distributed.leave_at_once(code)
     return code
-
-
-def _code_of(summary: Summary) -> int:
-    """Return the exit code of a completed run. After Ctrl-C it is not 0, even if everything was saved."""
-    return 128 + signal.SIGINT if summary.stopped_by == signal.SIGINT else 0

@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from jpipe import InputError
 from jpipe_planner.machine.plain_yaml import parse
@@ -70,15 +69,11 @@ def _values(item: str, text: str) -> list[str]:
         f"[{text}]", f"--grid {item}", "put text with special characters in an extra pair of quotes, and write null for no value"
     )
     try:
-        return [_text(value) for value in values]
+        return [json.dumps(value, allow_nan=False) for value in values]  # JSON is also YAML
     except (TypeError, ValueError):
         raise InputError(
             f"--grid {item}: expected values of a config, found {text}; give numbers, text, true, false, null, lists or mappings"
         ) from None
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value, allow_nan=False)  # JSON is also YAML
 
 
 def _name(values: Mapping[str, str]) -> str:

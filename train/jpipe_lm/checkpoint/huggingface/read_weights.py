@@ -80,7 +80,9 @@ def _check(folder: Folder, names: Layout, known: dict[str, str], where: str, hin
     shapes = [name for name in expected if name in actual and actual[name] != expected[name]]
     problems = {
         ("is missing", "are missing"): missing,
-        ("is not of this model", "are not of this model"): [_name(known[name]) for name in unexpected],
+        ("is not of this model", "are not of this model"): [
+            name if len(name) <= _LONGEST else short(name) for name in map(known.__getitem__, unexpected)
+        ],
         ("has another shape", "have another shape"): [
             f"{known[name]} ({_shape(actual[name])}, not {_shape(expected[name])})" for name in shapes
         ],
@@ -97,11 +99,6 @@ def _check(folder: Folder, names: Layout, known: dict[str, str], where: str, hin
 
 def _listed(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
-
-
-def _name(name: str) -> str:
-    """Return the name of a tensor for a message, shortened because the folder may be untrusted."""
-    return name if len(name) <= _LONGEST else short(name)
 
 
 def _shape(shape: Iterable[int]) -> str:

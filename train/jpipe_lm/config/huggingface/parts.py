@@ -153,6 +153,15 @@ FULL, WINDOW, LINEAR, CHUNKS = "full_attention", "sliding_attention", "linear_at
 Layers = Callable[[Keys, Keys], Sequence[bool]]  # a function of JSON keys and keys of `model`: for each layer, whether it has the window
 
 
+def _chosen(json: Keys, keys: Keys, kind: str, layers: Layers) -> list[bool]:
+    """Return for each layer whether it is of this kind: by the JSON key `layer_types` or, without it, by the function `layers`."""
+    if (types := json["layer_types"]) is None:
+        return list(layers(json, keys))
+    if len(types) != keys["depth"]:
+        raise ValueError(f"layer_types: expected one type for each of the {keys['depth']} layers, found {len(types)}")
+    return [found == kind for found in types]
+
+
 def window(default: int | None) -> KeyGroup:
     """Return the group for a window in all layers."""
     return one("sliding_window", "window", Size | None, default)
@@ -167,11 +176,8 @@ def windows(default: int | None, layers: Layers, fields: Mapping[str, tuple[Any,
 
     def read(json: Keys, keys: Keys) -> Keys:
         size = json["sliding_window"] if json.get("use_sliding_window", True) else None
-        types = json["layer_types"]
-        if types is not None and len(types) != keys["depth"]:
-            raise ValueError(f"layer_types: expected one type for each of the {keys['depth']} layers, found {len(types)}")
-        chosen = list(layers(json, keys)) if types is None else [kind == WINDOW for kind in types]
-        if size is None and types is not None and any(chosen):
+        chosen = _chosen(json, keys, WINDOW, layers)
+        if size is None and json["layer_types"] is not None and any(chosen):
             raise ValueError(f"layer_types: {WINDOW} needs a window (sliding_window), found none")
         return {"window": size, "window_layers": chosen}
 
@@ -276,12 +282,8 @@ def gated_delta() -> KeyGroup:
     }
 
     def read(json: Keys, keys: Keys) -> Keys:
-        depth, types = keys["depth"], json["layer_types"]
-        if types is None:
-            types = [FULL if (i + 1) % json["full_attention_interval"] == 0 else LINEAR for i in range(depth)]
-        if len(types) != depth:
-            raise ValueError(f"layer_types: expected one type for each of the {depth} layers, found {len(types)}")
-        layers = shortened([kind == LINEAR for kind in types], depth)
+        chosen = _chosen(json, keys, LINEAR, lambda *_: [(i + 1) % json["full_attention_interval"] != 0 for i in range(keys["depth"])])
+        layers = shortened(chosen, keys["depth"])
         return {"delta": None if layers == [False] else {**{key: json[theirs] for key, theirs in ours.items()}, "layers": layers}}
 
     def write(keys: Keys) -> Keys:
@@ -323,15 +325,13 @@ def chunks() -> KeyGroup:
 
     def read(json: Keys, keys: Keys) -> Keys:
         turns = _turns(json, keys)
-        types = [CHUNKS if turn else FULL for turn in turns] if json["layer_types"] is None else json["layer_types"]
-        if len(types) != keys["depth"]:
-            raise ValueError(f"layer_types: expected one type for each of the {keys['depth']} layers, found {len(types)}")
-        if json["attention_chunk_size"] is None and CHUNKS in types:
+        chosen = _chosen(json, keys, CHUNKS, lambda *_: turns)
+        if json["attention_chunk_size"] is None and any(chosen):
             raise ValueError(f"layer_types: {CHUNKS} needs attention_chunk_size, found none")
         tuned = json["attn_temperature_tuning"] and not all(turns)
         return {
             **{"rope_layers": turns, "window": json["attention_chunk_size"], "window_kind": "chunks"},
-            **{"window_layers": [kind == CHUNKS for kind in types], "qk_norm": "after_rope" if json["use_qk_norm"] else None},
+            **{"window_layers": chosen, "qk_norm": "after_rope" if json["use_qk_norm"] else None},
             "attention_temperature": {"positions": json["floor_scale"], "scale": json["attn_scale"]} if tuned else None,
         }
 

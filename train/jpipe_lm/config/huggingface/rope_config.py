@@ -150,15 +150,13 @@ def rope(
         inside = next((rope.original_max_position_embeddings for rope in ropes.values() if rope.original_max_position_embeddings), first)
         if first is not None and inside != first:
             raise ValueError(f"original_max_position_embeddings: expected {inside} as in rope_parameters, found {first}")
-        scalings = [rope.scaling(key, kinds, first or keys["max_positions"]) for key, rope in ropes.items()]
-        if any(scaling != scalings[0] for scaling in scalings):
-            raise ValueError("expected equal values in rope_scaling and rope_parameters, found different ones; remove one of them")
+        scaling = _scaling(ropes, kinds, first or keys["max_positions"])
         shares = [*(rope.partial_rotary_factor for rope in ropes.values()), json["partial_rotary_factor"]]
         chosen = agreed("partial_rotary_factor", shares, share or 1.0)
         if chosen != 1 and share is None:
             raise ValueError(f"partial_rotary_factor: expected 1, found {chosen:g}")
         base = agreed("rope_theta", [*(rope.rope_theta for rope in ropes.values()), json["rope_theta"]], theta)
-        result = {"rope_base": base, "rope_share": chosen, "rope_scaling": next(iter(scalings), None)}
+        result = {"rope_base": base, "rope_share": chosen, "rope_scaling": scaling}
         growth = next((rope.growth(rope.mscale_all_dim or 0) for rope in ropes.values() if rope.kind not in _UNSCALED), 1.0)
         return result | ({"attention_scale": keys["head_size"] ** -0.5 * growth**2} if scales_attention else {})
 
@@ -174,6 +172,14 @@ def rope(
         return {"rope_theta": keys["rope_base"], "rope_scaling": scaling, "rope_parameters": new, **parts, **outside}
 
     return KeyGroup(fields, read, write, {"rope_base": "rope_theta", "rope_share": "partial_rotary_factor"})
+
+
+def _scaling(ropes: Mapping[str, Rope | None], kinds: Sequence[str], original: int) -> dict[str, Any] | None:
+    """Return the scaling that all parameters agree on, which JSON keys name. Raise ValueError if they differ."""
+    scalings = [rope.scaling(key, kinds, original) for key, rope in ropes.items() if rope is not None]
+    if any(scaling != scalings[0] for scaling in scalings):
+        raise ValueError("expected equal values in rope_scaling and rope_parameters, found different ones; remove one of them")
+    return next(iter(scalings), None)
 
 
 class _ByLayer(BaseModel):
@@ -204,17 +210,15 @@ def rope_by_layer(theta: float, local: float, kinds: Sequence[str] = KINDS, is_n
         outer, inner = both.full_attention or Rope(), both.sliding_attention or Rope()
         if inner.kind not in _UNSCALED:
             raise ValueError(f"rope_parameters.{WINDOW}.rope_type: expected 'default', found {inner.kind!r}")
-        named = {f"rope_parameters.{FULL}": both.full_attention, "rope_scaling": json["rope_scaling"]}
-        scalings = [rope.scaling(key, kinds, keys["max_positions"]) for key, rope in named.items() if rope is not None]
-        if any(scaling != scalings[0] for scaling in scalings):
-            raise ValueError("expected equal values in rope_scaling and rope_parameters, found different ones; remove one of them")
+        ropes = {f"rope_parameters.{FULL}": both.full_attention, "rope_scaling": json["rope_scaling"]}
+        scaling = _scaling(ropes, kinds, keys["max_positions"])
         shares = [rope.partial_rotary_factor for rope in (outer, inner) if rope.kind != "proportional"]
         if (share := agreed("partial_rotary_factor", shares, 1.0)) != 1:
             raise ValueError(f"partial_rotary_factor: expected 1, found {share:g}")
         return {
             "rope_base": agreed("rope_theta", [outer.rope_theta, json["rope_theta"]], theta),
             "window_rope_base": agreed("rope_local_base_freq", [inner.rope_theta, json["rope_local_base_freq"]], local),
-            "rope_scaling": next(iter(scalings), None),
+            "rope_scaling": scaling,
         }
 
     def write(keys: Keys) -> Keys:

@@ -110,10 +110,11 @@ def forward_flops(pipe: jpipe.Pipeline, batch: Any) -> dict[str, float]:
         for dtype, number in flops.items():
             total[dtype] = total.get(dtype, 0.0) + number * microbatches
 
+    key = jax.eval_shape(lambda: jax.random.key(0))
     for layer_id, spec in specs.items():
         if id(spec) not in flops_by_spec:
             apply = pipe.stack.layers[layer_id].apply
-            traced = jax.make_jaxpr(lambda p, s, x, k, apply=apply: apply(p, s, x, k, True))(spec.params, spec.state, spec.x, _key())
+            traced = jax.make_jaxpr(lambda p, s, x, k, apply=apply: apply(p, s, x, k, True))(spec.params, spec.state, spec.x, key)
             flops_by_spec[id(spec)] = count_products(traced.jaxpr)
         add(flops_by_spec[id(spec)])
     labels = jax.tree.map(
@@ -122,8 +123,3 @@ def forward_flops(pipe: jpipe.Pipeline, batch: Any) -> dict[str, float]:
     outputs = specs[pipe.stack.ids[-1]].output
     add(count_products(jax.make_jaxpr(pipe.loss)(outputs, labels).jaxpr))
     return total
-
-
-def _key() -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of a random key."""
-    return jax.eval_shape(lambda: jax.random.key(0))

@@ -118,7 +118,9 @@ def judge(
     data = "the data in process 0" if data_waits else "the data"
     blames = [_Blame(data, late, f"the loop waits {time_text(waited)} a step for the next batch")]
     if window is not None:
-        blames += [_data_of(k, wait, expected) for k, wait in enumerate(data_waits) if k]
+        for k, wait in enumerate(data_waits[1:], 1):
+            words = f"its loop waits {time_text(wait)} a step for its rows"
+            blames.append(_Blame(f"the data in process {k}", wait - expected.seconds, words))
         blames += _stages(plan, expected, window, processes) + _links(expected, window, processes)
     most = max(blames, key=lambda blame: blame.excess)
     if most.excess < (seconds - expected.seconds) / 2:
@@ -181,11 +183,6 @@ def _union(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]
         else:
             merged.append((start, end))
     return merged
-
-
-def _data_of(process: int, seconds: float, expected: Expected) -> _Blame:
-    """Return how much longer a step takes because a process waits for data `seconds` per step."""
-    return _Blame(f"the data in process {process}", seconds - expected.seconds, f"its loop waits {time_text(seconds)} a step for its rows")
 
 
 def _stages(plan: jpipe.Plan, expected: Expected, window: jpipe.programs.Window, processes: Sequence[int]) -> list[_Blame]:
