@@ -130,11 +130,9 @@ def _stacked(parts: Mapping[tuple[int, ...], tuple[Any, tuple[int, ...]]]) -> An
     if len(parts) != np.prod([last + 1 for last in count]):
         raise ValueError("a slice is missing")
     whole = np.empty(shape, first.dtype)
+    by_index = np.moveaxis(whole, axes, range(len(axes)))
     for index, (array, _) in parts.items():
-        position: list[Any] = [slice(None)] * len(shape)
-        for axis, i in zip(axes, index, strict=True):
-            position[axis] = i
-        whole[tuple(position)] = array
+        by_index[index] = array
     return whole
 
 
