@@ -11,20 +11,10 @@ MISSING = "–"
 _OF_THE_FOLDER = "run.dir"  # it always differs, and the name of the run shows it
 
 
-def flat(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return a dict from dotted keys to values as text, such as `{"train.steps": "200"}`, without the folder of the run."""
-    return {key: value for key, value in texts_of(config).items() if key != _OF_THE_FOLDER}
-
-
-def keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the dotted keys with values that differ, in the order of the first config that has them."""
-    return list(table(configs))
-
-
 def table(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Return for each key with differing values its value in each config."""
-    texts = [flat(config) for config in configs]
-    every = dict.fromkeys(key for text in texts for key in text)
+    """Return for each dotted key with differing values its value in each config as text, in the order of the first config that has it."""
+    texts = [texts_of(config) for config in configs]
+    every = dict.fromkeys(key for text in texts for key in text if key != _OF_THE_FOLDER)
     rows = {key: [text.get(key, MISSING) for text in texts] for key in every}
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
 

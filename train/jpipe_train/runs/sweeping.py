@@ -132,7 +132,7 @@ def _is_pending(run: _Run) -> bool:
         raise InputError(
             f"sweep: the run in '{shown(run.path)}' cannot be read; restore its files, move it away, or choose another --dir: {error}"
         ) from None
-    changed = [key for key in differences.keys([found.config, config_file.record(run.config)]) if key not in _FREE]
+    changed = [key for key in differences.table([found.config, config_file.record(run.config)]) if key not in _FREE]
     if changed:
         raise InputError(
             f"sweep: expected a run of this config in '{shown(run.path)}', found a run with other values for {', '.join(changed[:5])}; "
