@@ -462,7 +462,7 @@ def test_a_loss_and_a_metric_may_take_a_random_key():
             "expected train to have batch t for every t < train.steps 40, found a list of 3 batches; repeat them, or lower train.steps",
         ),
         ("lists", "expected train[0] to be (inputs, labels), arrays or trees of arrays with 8 rows, found a list; return a tuple of two"),
-        ("rows", "with 8 rows, found the shapes [3, 4], [3]; fix them"),
+        ("rows", "with 8 rows, found the shapes [3, 2], [3, 1]; fix them"),
     ],
 )
 def test_invalid_data_is_refused(capsys, kind, message):

@@ -28,12 +28,12 @@ from jpipe_train.config.config_file import record, to_yaml
 from jpipe_train.console.progress import Reporter
 from jpipe_train.launch.team import Team
 from jpipe_train.run.starting import read_checkpoint
+from tests.train.checkpoint.written import FACTS
 from tests.train.conftest import changed
 
 LAYERS = {"layer": {"params": {"0": {"w": np.arange(6.0).reshape(2, 3), "large": np.zeros((40, 40))}}}}
 # TensorStore reports requests that are still running where Orbax has failed.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-FACTS = {"config": "train: {}\nplan: {}\n", "plan": "{}", "devices": 1, "val_loss_before": 1.0}
 
 
 @pytest.fixture(scope="module")

@@ -28,6 +28,7 @@ from jpipe_train.run import loop
 from jpipe_train.run.settings import settings_of
 from jpipe_train.run.starting import check_shared
 from tests.jpipe.running import check_equal
+from tests.train.checkpoint.written import FACTS
 from tests.train.run.test_loop import changed, rows_of
 
 
@@ -420,13 +421,13 @@ def test_a_file_in_the_place_of_the_checkpoints_leaves_nothing_of_the_run(saved)
 
 def test_files_of_other_versions_are_reported(tmp_path):
     versions = {"JAX": "0.1", "jpipe": jpipe.__version__, "a library of later": "1.0"}
-    facts = Facts(config="train: {}\nplan: {}\n", plan="{}", devices=1, val_loss_before=1.0, versions=versions)
+    facts = Facts(**FACTS, versions=versions)
     assert Resumed(tmp_path, 3, facts, (3,)).other_versions() == [f"JAX 0.1, now {jax.__version__}"]
 
 
 def test_changed_settings_that_affect_numbers_are_reported(tmp_path, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
-    facts = Facts(config="train: {}\nplan: {}\n", plan="{}", devices=1, val_loss_before=1.0, versions=numeric_settings())
+    facts = Facts(**FACTS, versions=numeric_settings())
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
     with jax.default_prng_impl("rbg"):
         changes = Resumed(tmp_path, 3, facts, (3,)).other_versions()
@@ -485,7 +486,7 @@ def test_a_null_that_version_0_4_wrote_is_no_change(tiny, tmp_path):
     text = to_yaml(config)
     before = yaml.safe_load(text)
     before["plan"]["links"]["rows"] = None
-    resumed = Resumed(tmp_path, 3, Facts(config=yaml.safe_dump(before), plan="{}", devices=1, val_loss_before=1.0), (3,))
+    resumed = Resumed(tmp_path, 3, Facts(**FACTS | {"config": yaml.safe_dump(before)}), (3,))
     assert resumed.changes(record(config)) == []
     assert resumed.changes(record(changed(tiny, plan={"links": {"activations": "fp8"}}))) == ["plan"]
     assert resumed.changes(record(changed(tiny))) == ["plan"]

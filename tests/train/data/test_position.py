@@ -11,13 +11,13 @@ import pytest
 import jpipe
 from examples.papers.data.buckets import TrainingBatches
 from examples.papers.data.words import Streams
-from jpipe_train.checkpoint.resume import DataFacts, Facts, Resumed
+from jpipe_train.checkpoint.resume import Facts, Resumed
 from jpipe_train.config.config import Config
-from jpipe_train.config.config_file import to_yaml
 from jpipe_train.data import data
 from jpipe_train.data.position import Position, start
 from jpipe_train.data.rows import BatchesOfRows
 from jpipe_train.data.target_data import UserBatches
+from tests.train.checkpoint.written import FACTS
 from tests.train.conftest import changed
 
 SPEC = (jax.ShapeDtypeStruct((), np.dtype(np.int64)), jax.ShapeDtypeStruct((), np.dtype(np.int64)))
@@ -126,19 +126,12 @@ def test_a_running_text_keeps_its_windows(after):
     )
 
 
-def facts_of(batch_size: int, place: DataFacts | None) -> Facts:
-    config = to_yaml(Config.model_validate({"train": {"batch_size": batch_size}, "plan": {"microbatches": 1}}))
-    return Facts(config=config, plan="", devices=1, val_loss_before=1.0, data=place)
-
-
 def test_the_first_row_of_a_resumed_run(tmp_path):
     first, following = Position(batch=4, rows=(40,), pieces=8), Position(batch=10, rows=(88,), pieces=8)
-    resumed = Resumed(tmp_path, 10, facts_of(8, DataFacts(batch_size=8, order=first, position=following)), ())
+    facts = Facts(**FACTS | {"data": {"batch_size": 8, "order": first, "position": following}})
+    resumed = Resumed(tmp_path, 10, facts, ())
     assert resumed.position(8) == first
     assert resumed.position(4) == following
-    old = Resumed(tmp_path, 10, facts_of(8, None), ())  # of a jpipe that counted batches only
-    assert old.position(8) is None
-    assert old.position(4) == Position(batch=10, rows=(80,), pieces=8)
 
 
 class Short:

@@ -14,6 +14,7 @@ from jpipe_train.checkpoint.run_folder import RunFolder
 from jpipe_train.config.config import OptimizerConfig
 from jpipe_train.run import loop
 from jpipe_train.run.settings import settings_of
+from tests.train.checkpoint.written import FACTS
 from tests.train.conftest import changed
 from tests.train.report.loggers.test_tensorboard import read
 from tests.train.report.test_report import Page
@@ -71,13 +72,9 @@ def test_a_resumed_run_shows_its_whole_history(tiny, monkeypatch):
     assert "command" in text
 
 
-def test_a_checkpoint_without_a_history_has_one_part():
+def test_a_part_is_described_with_its_plan_and_its_optimizer():
     plan = jpipe.Plan.even("ab", 2, "pipedream_2bw", 2)
-    facts = {"config": "optimizer: {name: lion}\n", "plan": plan.to_json(), "devices": 2, "val_loss_before": 1.0}
-    for config, updates in ((facts["config"], 0), (facts["config"] + "resume: {optimizer: reset}\n", None)):
-        old = resume.Resumed(Path("run"), 6, resume.Facts(**facts | {"config": config}), (6,))
-        (part,) = old.parts()
-        assert (part.first, part.end, part.optimizer, part.seconds, part.updates) == (0, 6, "lion", None, updates)
+    part = history.part(plan, {"optimizer": {"name": "lion"}}, 2, 0, 6, 0)
     assert history.table([part])[1] == [("0 to 5", "pipedream_2bw, 2 stages, 2 microbatches", "lion", "2", "–", "–", "–", "–")]
     warm = plan.model_copy(update={"flush_first": 3})
     assert history.part(warm, {}, 2, 0, 6, 0).plan == "pipedream_2bw, 2 stages, 2 microbatches, 3 batches flushed first"
@@ -85,9 +82,8 @@ def test_a_checkpoint_without_a_history_has_one_part():
 
 def test_a_checkpoint_of_another_precision_is_refused():
     plan = jpipe.Plan.even("ab", 2, "pipedream_2bw", 2)
-    facts = {"plan": plan.to_json(), "devices": 2, "val_loss_before": 1.0}
     for text, dtype in (("seed: 0\n", "float32"), ("precision: {params: bfloat16}\n", "bfloat16"), ("precision: [3]\n", "float32")):
-        old = resume.Resumed(Path("run"), 6, resume.Facts(config=text, **facts), (6,))
+        old = resume.Resumed(Path("run"), 6, resume.Facts(**FACTS | {"config": text, "plan": plan.to_json()}), (6,))
         old.check_precision(dtype)
         with pytest.raises(jpipe.InputError, match=f"^precision.params: expected {dtype} as in the checkpoint of step 6, found float16; "):
             old.check_precision("float16")
@@ -108,7 +104,7 @@ def test_a_history_of_thousands_of_parts_stays_small():
     run_history = history.History(parts, history.part(plan, {}, 1, 3000, 3000, 3000), plan, lambda: 2.5)
     facts = run_history.facts(3005)
     assert (len(facts), facts[0]["first"], facts[-1]["end"], facts[-1]["seconds"]) == (history.MOST_PARTS, 2001, 3005, 2.5)
-    assert len(resume.Facts(config="seed: 0", plan="", devices=1, val_loss_before=0.0, history=facts).history) == history.MOST_PARTS
+    assert len(resume.Facts(**FACTS | {"history": facts}).history) == history.MOST_PARTS
 
 
 @pytest.mark.parametrize("name", ["tests.train.own:rule", "noisy_sgd"])

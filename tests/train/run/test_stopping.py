@@ -26,6 +26,7 @@ from jpipe_train.run.settings import settings_of
 from jpipe_train.run.stopping import Stopping, check, stopped_words
 from tests.train.checkpoint.test_checkpoints import Pipe
 from tests.train.checkpoint.test_resume import run_in_two, weights_of
+from tests.train.checkpoint.written import FACTS
 from tests.train.conftest import changed
 from tests.train.run.test_loop import rows_of
 
@@ -44,7 +45,7 @@ def stop_of(values, patience: int, min_delta: float, sign: int) -> int | None:
 
 
 def resumed_at(step: int, stop) -> Resumed:
-    facts = Facts(config="seed: 0", plan="", devices=1, val_loss_before=1.0, stop=stop)
+    facts = Facts(**FACTS, stop=stop)
     return Resumed(Path("run"), step, facts, ())
 
 
