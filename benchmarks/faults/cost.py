@@ -16,13 +16,14 @@ import jpipe.checkpoints
 from benchmarks.faults.runs import ROOT
 from benchmarks.planner.markdown import print_table
 from jpipe_train.assemble.build import prepare_devices
+from jpipe_train.checkpoint import history
 from jpipe_train.checkpoint.checkpoints import Checkpoints
 from jpipe_train.checkpoint.resume import find
 from jpipe_train.config import config_file
 from jpipe_train.config.config import Config
 from jpipe_train.config.config_file import to_yaml
 from jpipe_train.console.progress import Reporter
-from jpipe_train.data import data
+from jpipe_train.data import data, position
 from jpipe_train.launch.team import Team
 from jpipe_train.run import loop, starting
 
@@ -67,6 +68,11 @@ class _Training:
         jpipe.checkpoints.folders.begin(self._folder, None)
         devices = jax.device_count()
         facts = {"config": to_yaml(config), "plan": self._pipe.plan.to_json(), "devices": devices, "val_loss_before": 0.0}
+        place = position.start(config.train.batch_size).model_dump()
+        facts |= {
+            "history": [history.part(self._pipe.plan, {}, devices, 0, 1, 0).model_dump()],
+            "data": {"batch_size": config.train.batch_size, "order": place, "position": place},
+        }
         self._checkpoints = Checkpoints(config.checkpoint, self._pipe, self._folder, config.train.length, ALONE, facts, bytes, reporter.say)
         self._last: jpipe.Metrics | None = None
         self._last_logged_step, self._stalled = -1, 0.0
