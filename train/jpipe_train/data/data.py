@@ -182,7 +182,7 @@ def _with_epochs(config: Config, epochs: float, data: Data) -> Data:
     The last batch may have rows of the next epoch. If padding is possible, they become padding; otherwise they stay. Raise InputError if
     the number of rows in an epoch is unknown, or the run would be too long.
     """
-    if data.rows is None:
+    if (rows := data.rows) is None:
         raise InputError(
             f"train.epochs: expected training data with a known length, found {data.source} with training batches of unknown length; give "
             "them a len(), the number of batches in an epoch, or set train.steps and train.epochs=null"
@@ -191,7 +191,7 @@ def _with_epochs(config: Config, epochs: float, data: Data) -> Data:
     first = train.first_position if isinstance(train, Ordered) else position.start(config.train.batch_size)
     data = with_steps_of(replace(data, train=train), epochs, first, config.train.batch_size, "train.epochs")
     if isinstance(train, BatchesOfRows) and config.data.may_be_padded and config.loss_name == "cross_entropy":
-        return replace(data, train=replace(train, end=position.rows_in(epochs, data.rows)))
+        return replace(data, train=replace(train, end=position.rows_in(epochs, rows)))
     return data
 
 

@@ -213,7 +213,7 @@ class _Selection:
 def _select(config: Config, request: EvaluateRequest, batches: data.Data) -> _Selection:
     """Select the first `request.batches` whole batches of each source. If that is all of the data, also select the remaining rows."""
     joined = batches.validation
-    chosen, sources, total = [], [], 0
+    chosen, sources, total = [], list[SourceConfig](), 0
     for number, part in enumerate(joined.parts if isinstance(joined, Joined) else [joined]):
         whole = part.whole if isinstance(part, Divisible) else len(part)
         rows = [part.rows_of(i) if isinstance(part, Divisible) else config.train.batch_size for i in range(len(part))]
