@@ -376,9 +376,12 @@ class Profile(_Data):
 
     def sharded(self, shard: "Callable[[Profile], Profile]") -> "Profile":
         """Return the profile of one device of a mesh, which `shard` makes of a profile, for whole rows or for a slice."""
-        result = shard(self)
-        result._unsharded = self, shard
-        return result
+        return shard(self).sharded_from(self, shard)
+
+    def sharded_from(self, whole: "Profile", shard: "Callable[[Profile], Profile]") -> "Profile":
+        """Return this profile, which `shard` has made of a whole one. Its slices are cut from the whole rows."""
+        self._unsharded = whole, shard
+        return self
 
     @property
     def saves_in_slices(self) -> bool:
