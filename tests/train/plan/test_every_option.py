@@ -17,7 +17,7 @@ from jpipe_train.plan.search import search
 MB = 10**6
 MEMORY = 72 * MB  # for which some plans recompute, share an optimizer, or use host memory
 SERVERS = [{"count": 2, "bandwidth": 1e9}, {"count": 2, "bandwidth": 1e8, "latency": 1e-4}]
-SLOW = {"devices": "2-3", "speed": 0.2}
+SLOW = {"devices": "2-3", "speed": 0.6}
 MACHINES = {
     "equal devices": {"levels": [{"count": 4, "bandwidth": 1e8}]},
     "servers": {"levels": SERVERS},
