@@ -80,7 +80,7 @@ def test_a_run_that_is_complete_gets_its_mark_and_one_that_a_signal_stopped_anot
     assert run.end == (summary.steps, run.steps, None, "SIGTERM")
     assert (run.state.name, run.steps > summary.steps) == ("stopped", True)
     with monkeypatch.context() as killed:
-        killed.setattr("jpipe_train.run.ending.complete", lambda summary, *_: summary)  # as if it were killed at its end
+        killed.setattr("jpipe_train.run.loop.complete", lambda summary, *_: summary)  # as if it were killed at its end
         loop.main(changed(base))
     assert not (tmp_path / "run" / "end.json").exists()
     loop.main(changed(base))
@@ -93,7 +93,7 @@ def test_a_run_of_epochs_is_complete_and_is_not_when_more_are_to_be_trained(tiny
     summary = loop.main(changed(base, checkpoint={"every": 100}))
     run = read(tmp_path / "run", whole=True)
     assert (run.state.name, run.steps, run.done) == ("complete", summary.steps, summary.steps)
-    monkeypatch.setattr("jpipe_train.run.ending.complete", lambda summary, *_: summary)  # as if it were killed at its end
+    monkeypatch.setattr("jpipe_train.run.loop.complete", lambda summary, *_: summary)  # as if it were killed at its end
     loop.main(changed(base, checkpoint={"every": 100}, train={"epochs": 0.1}))
     assert read(tmp_path / "run", whole=True).end is None
 
