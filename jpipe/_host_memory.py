@@ -5,6 +5,7 @@ import os
 
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8  # the names of glibc's malloc.h
 _LARGEST_INT = 2**31 - 1
+_SETTINGS = {"MALLOC_ARENA_MAX", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_TRIM_THRESHOLD_"}
 
 
 def keep_freed_memory() -> bool:
@@ -25,7 +26,7 @@ def keep_freed_memory() -> bool:
     Returns:
         True if the setting took effect; False if the C library is not glibc, or the environment has settings of `malloc`.
     """
-    if any(name.startswith("MALLOC_") for name in os.environ):
+    if not _SETTINGS.isdisjoint(os.environ) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""):
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh
@@ -22,13 +22,18 @@ __all__ = [
 ]
 
 _platform: ContextVar[str | None] = ContextVar("_platform", default=None)
+_in_caches = jax.make_user_context(None)  # what layers may read, so that JAX does not reuse the trace of a `jax.jit` inside a layer
 
 
 @contextlib.contextmanager
 def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
     token = variable.set(value)
+    mesh, reads = _mesh.get(), _reads.get()
+    of_mesh = None if mesh is None else (mesh.mesh, tuple(sorted(mesh.axes.items())), mesh.rows)
+    read = _platform.get(), of_mesh, _positions.get(), None if reads is None else reads.token
     try:
-        yield
+        with _in_caches(read if any(part is not None for part in read) else None):
+            yield
     finally:
         variable.reset(token)
 
@@ -95,7 +100,14 @@ class Positions:
 
 
 _positions: ContextVar[Positions | None] = ContextVar("_positions", default=None)
-_reads: ContextVar[list[Positions] | None] = ContextVar("_reads", default=None)
+
+
+class _Reads(NamedTuple):
+    token: object  # a trace from before these reads were noted is not reused
+    noted: list[Positions]
+
+
+_reads: ContextVar[_Reads | None] = ContextVar("_reads", default=None)
 
 
 def tracing_at(positions: Positions | None) -> contextlib.AbstractContextManager[None]:
@@ -111,16 +123,16 @@ def traced_positions() -> Positions | None:
     """
     positions, reads = _positions.get(), _reads.get()
     if positions is not None and reads is not None:
-        reads.append(positions)
+        reads.noted.append(positions)
     return positions
 
 
 @contextlib.contextmanager
 def noting_reads() -> Iterator[list[Positions]]:
     """Yield a list to which each call of `traced_positions` for a slice appends."""
-    reads: list[Positions] = []
+    reads = _Reads(object(), [])
     with _set(_reads, reads):
-        yield reads
+        yield reads.noted
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from flax import nnx
 
 import jpipe
 from jpipe import InputError
+from jpipe.context import Positions, noting_reads, traced_platform, traced_positions, tracing_at, tracing_for
 from tests.jpipe import models, running
 
 BATCH = models.batches_of(1, models.ROWS * 2)[0]
@@ -67,6 +68,28 @@ def test_disable_jit_is_refused():
     pipe = built()
     with jax.disable_jit(), pytest.raises(InputError, match=r"jax_disable_jit is on, .* turn it off"):
         pipe.init(jax.random.key(0), BATCH)
+
+
+def test_a_compiled_function_inside_of_a_layer_is_traced_for_each_context():
+    @jax.jit
+    def told(x):
+        seen.append((traced_platform(), traced_positions()))
+        return x
+
+    seen, here = list[object](), jax.default_backend()
+    for platform, at in (
+        (here, None),
+        ("tpu", None),
+        ("tpu", Positions(0, 2, 4)),
+        ("tpu", Positions(2, 4, 4)),
+        ("tpu", Positions(0, 2, 4)),
+    ):
+        with tracing_for(platform), tracing_at(at):
+            jax.eval_shape(told, 1.0)
+    assert seen == [(here, None), ("tpu", None), ("tpu", Positions(0, 2, 4)), ("tpu", Positions(2, 4, 4))]
+    with tracing_for("tpu"), tracing_at(Positions(0, 2, 4)), noting_reads() as reads:
+        jax.eval_shape(told, 1.0)
+    assert reads == [Positions(0, 2, 4)]
 
 
 @pytest.mark.slow

@@ -100,7 +100,7 @@ def check_model(functions: Sequence[StageFunctions], layers: Mapping[str, LayerS
     if mixing:
         found = f"layers that mix positions: {mixing}"
         if stack.traced is not None:
-            found = f"layers that were cut from a model, where {mixing} mix positions"
+            found = f"layers that were cut from a model and mix positions: {mixing}"
         raise _refused("layers that compute each position separately, or have a carry", found)
     if loss_too:
         raise _refused("a loss that is a sum over positions", "a loss that is more")
@@ -126,7 +126,8 @@ def _numbering(stack: LayerStack, layers: Mapping[str, LayerSpec]) -> tuple[str,
     of_model = stack.traced is not None and _model_reads(stack, inputs[0], counts[0])
     for layer_id, spec in layers.items():
         layer, traced, read = stack.layers[layer_id], list[Any](), of_model
-        is_new = (like := stack.like(layer_id, inputs[0])) not in known
+        with tracing_at(Positions(0, counts[0], counts[0])), noting_reads():
+            is_new = (like := stack.like(layer_id, inputs[0])) not in known
         known.add(like)
         for n, count in enumerate(counts):
             arguments = spec.params, spec.state, inputs[n]

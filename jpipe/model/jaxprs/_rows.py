@@ -74,7 +74,7 @@ def rows_together(stack: LayerStack, layers: Mapping[str, LayerSpec], labels: Tr
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the first trace of the model has shown these warnings
-                return mixing, _rows_together(stack, x, labels, loss, number, mixing)
+                return mixing, _rows_together(stack, x, labels, loss, number, dim, mixing)
         except Exception:  # noqa: S112 - a layer or a loss fits only one number of rows, or has too many elements
             continue
     return mixing, False
@@ -85,42 +85,45 @@ def with_rows(tree: Tree, count: int, dim: int = 0) -> Tree:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*leaf.shape[:dim], count, *leaf.shape[dim + 1 :]), leaf.dtype), tree)
 
 
-def _rows_together(stack: LayerStack, x: Tree, labels: Tree, loss: Loss, count: int, mixing: list[str]) -> bool:
+def _rows_together(stack: LayerStack, x: Tree, labels: Tree, loss: Loss, count: int, dim: int, mixing: list[str]) -> bool:
     """Add the ids of the layers that mix `count` rows to `mixing`, and return whether the loss mixes the rows."""
     known: dict[Any, tuple[Tree, list[Origin], bool]] = {}
-    origins = _in_rows(x, count)
+    origins = _in_rows(x, count, dim)
     for layer_id in stack.ids:
         like = stack.like(layer_id, x), tuple((origin.rows.shape, origin.rows.tobytes()) for origin in origins)
         if like not in known:
-            known[like] = _of_layer(stack, layer_id, x, origins, count)
+            known[like] = _of_layer(stack, layer_id, x, origins, count, dim)
         x, origins, mixes = known[like]
         if mixes:
             mixing.append(layer_id)
-    return _of_loss(loss, (x, origins), labels, count)
+    return _of_loss(loss, (x, origins), labels, count, dim)
 
 
-def _in_rows(tree: Tree, count: int, *, of_model: bool = True) -> list[Origin]:
-    """Return the origins of arrays with rows in the first dim of size `count`; arrays without such a dim depend on no row."""
-    shapes = [leaf.shape for leaf in jax.tree.leaves(tree)]
-    return [origin_of(shape, shape.index(count) if count and count in shape else None, of_model=of_model) for shape in shapes]
+def _in_rows(tree: Tree, count: int, dim: int, *, of_model: bool = True) -> list[Origin]:
+    """Return the origins of arrays with `count` rows in this dim, or else in the first of this size; without one they depend on no row."""
+
+    def in_dim(shape: tuple[int, ...]) -> int | None:
+        return dim if shape[dim : dim + 1] == (count,) else shape.index(count) if count and count in shape else None
+
+    return [origin_of(leaf.shape, in_dim(leaf.shape), of_model=of_model) for leaf in jax.tree.leaves(tree)]
 
 
-def _of_layer(stack: LayerStack, layer_id: str, x: Tree, inputs: Sequence[Origin], count: int) -> tuple[Tree, list[Origin], bool]:
+def _of_layer(stack: LayerStack, layer_id: str, x: Tree, inputs: Sequence[Origin], count: int, dim: int) -> tuple[Tree, list[Origin], bool]:
     """Return the specs and the origins of a layer's outputs, and whether outputs or new state mix rows."""
     layer = stack.layers[layer_id]
     params, state = jax.eval_shape(layer.init, key_spec(), x)
     traced, (y, _) = jax.make_jaxpr(lambda p, s, k, v: layer.apply(p, s, v, k, True), return_shape=True)(params, state, key_spec(), x)
-    held = _in_rows(state, count if stack.carries_rows else 0)
-    arguments = [*_in_rows(params, 0), *held, origin_of(()), *inputs]
+    held = _in_rows(state, count if stack.carries_rows else 0, dim)
+    arguments = [*_in_rows(params, 0, dim), *held, origin_of(()), *inputs]
     results = [origin._replace(numbers=None) for origin in follow(traced.jaxpr, traced.consts, arguments)]
     outputs, mixes = results[: len(jax.tree.leaves(y))], not all(origin.is_apart(count) for origin in results)
-    return y, [new if new.is_apart(count) else old for new, old in zip(outputs, _in_rows(y, count), strict=True)], mixes
+    return y, [new if new.is_apart(count) else old for new, old in zip(outputs, _in_rows(y, count, dim), strict=True)], mixes
 
 
-def _of_loss(loss: Loss, outputs: tuple[Tree, list[Origin]], labels: Tree, count: int) -> bool:
+def _of_loss(loss: Loss, outputs: tuple[Tree, list[Origin]], labels: Tree, count: int, dim: int) -> bool:
     """Return whether the loss mixes rows in a way other than adding them."""
     traced = jax.make_jaxpr(lambda key, y, labels: call_with_randomness(loss, y, labels, key)[0])(key_spec(), outputs[0], labels)
-    inputs = [origin_of(()), *outputs[1], *_in_rows(labels, count, of_model=False)]
+    inputs = [origin_of(()), *outputs[1], *_in_rows(labels, count, dim, of_model=False)]
     return bool((follow(traced.jaxpr, traced.consts, inputs)[0].rows[0] < 0).any())
 
 

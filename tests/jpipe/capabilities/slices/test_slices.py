@@ -471,7 +471,7 @@ def test_layers_that_mix_positions_are_named_in_a_model_that_was_cut():
 
     stack = LayerStack.from_function(model, [{"w": jnp.eye(models.VOCAB)} for _ in range(3)], jnp.ones((2, models.LENGTH, models.VOCAB)))
     batch = np.ones((4, models.LENGTH, models.VOCAB), np.float32), models.batches(1, 2)[0][1]
-    with pytest.raises(InputError, match=r"found layers that were cut from a model, where '0', '1', '2' mix positions; give"):
+    with pytest.raises(InputError, match=r"found layers that were cut from a model and mix positions: '0', '1', '2'; give"):
         pipeline(Plan.even(stack.ids, 2, "gpipe", 2, slices=2), stack).init(jax.random.key(0), batch)
 
 
