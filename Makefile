@@ -35,7 +35,7 @@ help: ## List the commands
 train: .venv/ready ## Train the GPT of configs/gpt-bytes.yaml through a four-stage pipeline, about a minute and a half
 	@$(VENV)/jpipe train configs/gpt-bytes.yaml
 
-test: .venv/ready ## Run all tests except the slow ones, about 13 minutes on two cores (PYTEST_ARGS="-k name" for some of them)
+test: .venv/ready ## Run all tests except the slow ones, about 8 minutes on two cores, the first time longer (PYTEST_ARGS="-k name" for some of them)
 	@find build/test-cache -type f -mtime +30 -delete 2>/dev/null || true
 	@$(QUICKLY) $(VENV)/$(PYTEST) -m "not slow and not targets" $(PYTEST_ARGS)
 
