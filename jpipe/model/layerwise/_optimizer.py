@@ -72,12 +72,9 @@ class LayerwiseOptimizer:
             return WithMasters(masters, self._without_masters.init(layer_id, masters))
         with optax_promotion():
             state = () if self.trained.excludes(layer_id) else self._init(layer_id, params)
-            # The average is a copy, at least in float32, because weights and their average are donated separately.
-            average = (
-                None
-                if self.ema_decay is None
-                else jax.tree.map(lambda p: jnp.array(p, jnp.promote_types(p.dtype, "float32"), copy=True), params)
-            )
+            average = None
+            if self.ema_decay is not None:  # a copy, at least in float32, because weights and their average are donated separately
+                average = jax.tree.map(lambda p: jnp.array(p, jnp.promote_types(p.dtype, "float32"), copy=True), params)
             ahead = None if self.delay_factor is None else jax.tree.map(jnp.zeros_like, params)
         return WithBuffers(state, average, ahead) if self._has_buffers else state
 
