@@ -48,7 +48,8 @@ def test_the_readmes_snippets_run_and_the_model_learns(tmp_path):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # JAX as a reader has it
         names = runpy.run_path(str(script))
     (loss,) = names["metrics"].losses.values()
-    assert float(loss) < 0.1
+    (told,) = re.findall(r"# about (0\.\d+)$", script.read_text(), re.MULTILINE)
+    assert float(told) / 5 < float(loss) < 5 * float(told)  # other versions of JAX round otherwise
     assert isinstance(names["pipe"].model(names["state"]), names["Net"])
 
 
